@@ -1,0 +1,14 @@
+"""The order in which the output tiles of a matrix multiply are visited: pure NumPy, useful alone."""
+
+from schedules.dies import by_die as by_die
+from schedules.hilbert import clipped_hilbert as clipped_hilbert
+from schedules.hilbert import hilbert as hilbert
+from schedules.online import OnlineSchedule as OnlineSchedule
+from schedules.online import online_raster as online_raster
+from schedules.online import online_swizzle as online_swizzle
+from schedules.raster import raster as raster
+from schedules.swizzle import log_swizzle as log_swizzle
+from schedules.swizzle import nested_swizzle as nested_swizzle
+from schedules.swizzle import swizzle as swizzle
+from schedules.table import PADDING as PADDING
+from schedules.table import Schedule as Schedule
