@@ -7,6 +7,11 @@ from schedules.online import OnlineSchedule as OnlineSchedule
 from schedules.online import online_raster as online_raster
 from schedules.online import online_swizzle as online_swizzle
 from schedules.raster import raster as raster
+from schedules.spec import BUILDERS as BUILDERS
+from schedules.spec import ONLINE_BUILDERS as ONLINE_BUILDERS
+from schedules.spec import build as build
+from schedules.spec import parse as parse
+from schedules.spec import parse_online as parse_online
 from schedules.swizzle import log_swizzle as log_swizzle
 from schedules.swizzle import nested_swizzle as nested_swizzle
 from schedules.swizzle import swizzle as swizzle

@@ -9,6 +9,9 @@ SIDE_LIMIT = 65_536
 TILE_LIMIT = 2**31
 """A position in the order is an int32."""
 
+WORKER_LIMIT = 2**20
+"""Far above any device; a slip of the caller should not fill the memory with padding."""
+
 
 def positive_int(argument: str, value: object) -> int:
     """Returns `value` as an int, or raises unless it is a whole number of at least 1."""
@@ -25,6 +28,14 @@ def int_at_least(argument: str, value: object, lowest: int) -> int:
     if number is None or number < lowest:
         raise ValueError(f"{argument} must be an integer of at least {lowest}, got {value!r}")
     return number
+
+
+def worker_count(value: object) -> int:
+    """Returns the checked number of workers that share the tiles."""
+    workers = positive_int("workers", value)
+    if workers > WORKER_LIMIT:
+        raise ValueError(f"workers must be at most {WORKER_LIMIT}, got {workers}")
+    return workers
 
 
 def grid_size(rows: object, cols: object) -> tuple[int, int]:

@@ -36,8 +36,9 @@ def by_die(schedule: Schedule, dies: int) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be a Schedule, got {schedule!r}")
     dies = _check.positive_int("dies", dies)
-    turn, die = np.divmod(np.arange(len(schedule)), dies)
-    sizes = share_sizes(len(schedule), min(dies, len(schedule)))
+    busy = min(dies, len(schedule))
+    turn, die = np.divmod(np.arange(len(schedule)), busy)
+    sizes = share_sizes(len(schedule), busy)
     starts = np.cumsum(sizes) - sizes
     order = schedule.order[starts[die] + turn]
     return Schedule(schedule.grid, order, f"by_die:{dies}:{schedule.name}")

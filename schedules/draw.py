@@ -49,7 +49,7 @@ def waves(schedule: Schedule, workers: int, *, colour: bool = False) -> str:
         workers: How many tiles are computed at the same time.
         colour: Whether to colour the tiles with ANSI escapes.
     """
-    workers = _check.positive_int("workers", workers)
+    workers = _check.worker_count(workers)
     positions = schedule.positions()
     letters = np.array(list(WAVE_LETTERS))[positions // workers % len(WAVE_LETTERS)]
     return _render(letters.tolist(), "", _shades(positions, workers) if colour else None)
@@ -93,7 +93,7 @@ def _shades(positions: Int32Array, workers: int | None) -> NDArray[np.int64]:
     """Returns the background colour of each tile."""
     if workers is None:
         return np.array(_RAMP)[positions.astype(np.int64) * len(_RAMP) // positions.size]
-    return np.array(_CYCLE)[positions // _check.positive_int("workers", workers) % len(_CYCLE)]
+    return np.array(_CYCLE)[positions // _check.worker_count(workers) % len(_CYCLE)]
 
 
 def _render(cells: list[list[str]], gap: str, shades: NDArray[np.int64] | None) -> str:
@@ -139,7 +139,7 @@ def _paint(axes: "Axes", schedule: Schedule, workers: int | None) -> None:
     if workers is None:
         axes.imshow(positions, cmap="viridis")
     else:
-        wave = positions // _check.positive_int("workers", workers)
+        wave = positions // _check.worker_count(workers)
         axes.imshow(wave % 10, cmap="tab10", vmin=0, vmax=9, alpha=0.75)
     row, col = schedule.order.T
     axes.plot(col, row, color="white", linewidth=1.2 if len(schedule) < 1000 else 0.5, alpha=0.8)

@@ -57,6 +57,7 @@ def swizzle_name(group: int, along: str, serpentine: bool) -> str:
 
 
 def _banded(rows: int, cols: int, group: int, serpentine: bool) -> Int32Array:
+    group = min(group, rows)
     index = np.arange(rows * cols)
     band = index // (cols * group)
     within = index - band * cols * group
@@ -114,14 +115,15 @@ def _nested(rows: int, cols: int, factors: tuple[int, ...]) -> Int32Array:
     if not factors:
         index = np.arange(rows * cols)
         return np.stack([index // cols, index % cols], axis=1).astype(np.int32)
-    group, *rest = factors
+    group, inner = min(factors[0], rows), factors[1:]
     # A band is a smaller grid of the same kind, lying on its side.
-    whole = _nested(cols, min(group, rows), tuple(rest))[:, ::-1]
-    first_rows = np.arange(0, rows - len(whole) // cols + 1, group)
-    bands = [(whole[None] + np.stack([first_rows, 0 * first_rows], 1)[:, None]).reshape(-1, 2)]
-    if rows > group and rows % group:
-        partial = _nested(cols, rows % group, tuple(rest))[:, ::-1]
-        bands.append(partial + np.array([rows - rows % group, 0]))
+    band = _nested(cols, group, inner)[:, ::-1]
+    first_rows = np.arange(0, rows - group + 1, group)
+    shifts = np.stack([first_rows, np.zeros_like(first_rows)], axis=1)
+    bands = [(band + shifts[:, None]).reshape(-1, 2)]
+    rest = rows % group
+    if rest:
+        bands.append(_nested(cols, rest, inner)[:, ::-1] + (rows - rest, 0))
     return np.concatenate(bands).astype(np.int32)
 
 

@@ -111,7 +111,7 @@ class Schedule:
         Raises:
             ValueError: `workers` is not a positive integer or `how` is neither word.
         """
-        workers = _check.positive_int("workers", workers)
+        workers = _check.worker_count(workers)
         _check.one_of("how", how, ("round_robin", "contiguous"))
         longest = -(-len(self) // workers)
         table = np.full((workers, longest), PADDING, np.int32)
@@ -132,7 +132,10 @@ def share_sizes(tiles: int, workers: int) -> NDArray[np.int64]:
 def _checked_order(grid: tuple[int, int], order: ArrayLike) -> Int32Array:
     """Returns `order` as int32, or raises unless it visits each tile of the grid exactly once."""
     rows, cols = grid
-    given = np.asarray(order)
+    try:
+        given = np.asarray(order)
+    except ValueError as error:  # Rows of different lengths.
+        raise ValueError(f"order must be an integer array: {error}") from None
     if given.shape != (rows * cols, 2) or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(
             f"order must be an integer array of shape ({rows * cols}, 2) for grid={grid}, "

@@ -1,0 +1,176 @@
+"""Orders by name, as on a command line: "hilbert", "swizzle:12", "by_die:8:raster:cols".
+
+The grammar, with fields in any order after the first:
+
+    raster[:rows|:cols]
+    swizzle[:GROUP][:rows|:cols][:serpentine|:straight]
+    nested_swizzle[:FACTORS][:rows|:cols]
+    log_swizzle[:LOG]
+    hilbert
+    clipped_hilbert
+    by_die:DIES:ORDER
+
+GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. What is left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The
+name of a schedule made by a builder is the text that gives it back.
+"""
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from schedules.dies import by_die
+from schedules.hilbert import clipped_hilbert, hilbert
+from schedules.online import OnlineSchedule, online_raster, online_swizzle
+from schedules.raster import raster
+from schedules.swizzle import log_swizzle, nested_swizzle, swizzle
+from schedules.table import Schedule
+
+Builder = Callable[[int, int], Schedule]
+OnlineBuilder = Callable[[int, int], OnlineSchedule]
+
+BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "raster": raster,
+        "swizzle": swizzle,
+        "nested_swizzle": nested_swizzle,
+        "log_swizzle": log_swizzle,
+        "hilbert": hilbert,
+        "clipped_hilbert": clipped_hilbert,
+    }
+)
+"""Every order of a grid by its name; each takes (rows, cols) and has a default for the rest."""
+
+ONLINE_BUILDERS: Mapping[str, Callable[..., OnlineSchedule]] = MappingProxyType(
+    {"raster": online_raster, "swizzle": online_swizzle}
+)
+"""The orders that also exist as arithmetic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """Which fields may follow the name of an order: words, and at most one that has a number."""
+
+    words: tuple[str, ...] = ()
+    number: str | None = None
+
+
+_ALONG = ("rows", "cols")
+_NUMBER = "[0-9]{1,9}"
+_GRAMMAR: Mapping[str, _Fields] = MappingProxyType(
+    {
+        "raster": _Fields(_ALONG),
+        "swizzle": _Fields((*_ALONG, "serpentine", "straight"), "GROUP"),
+        "nested_swizzle": _Fields(_ALONG, "FACTORS"),
+        "log_swizzle": _Fields(number="LOG"),
+        "hilbert": _Fields(),
+        "clipped_hilbert": _Fields(),
+    }
+)
+
+
+@functools.lru_cache(maxsize=16, typed=True)
+def build(spec: str, rows: int, cols: int) -> Schedule:
+    """Returns the order that `spec` names, on a grid.
+
+    >>> build("swizzle:3:straight", 8, 8)
+    Schedule(grid=(8, 8), name='swizzle:3:straight')
+
+    Args:
+        spec: The name of an order with its options; the module's docstring has the grammar.
+        rows: Rows of tiles.
+        cols: Columns of tiles.
+
+    Raises:
+        ValueError: `spec` names no order, or the grid is not legal.
+    """
+    return parse(spec)(rows, cols)
+
+
+def parse(spec: str) -> Builder:
+    """Returns the builder that `spec` names: call it with (rows, cols).
+
+    Args:
+        spec: The name of an order with its options; the module's docstring has the grammar.
+
+    Raises:
+        ValueError: `spec` names no order, or has an option that is not legal.
+    """
+    if not isinstance(spec, str) or len(spec) > 200:
+        raise ValueError(f"schedule must be a short text such as 'swizzle:8', got {spec!r:.200}")
+    head, _, rest = spec.partition(":")
+    if head == "by_die":
+        return _parse_by_die(spec, rest)
+    builder: Builder = functools.partial(BUILDERS[_known(spec, BUILDERS)], **_options(spec))
+    return _tried(spec, builder)
+
+
+def parse_online(spec: str) -> OnlineBuilder:
+    """Returns the builder of the arithmetic twin of the order that `spec` names.
+
+    Args:
+        spec: The name of a raster or swizzle with its options, as for `parse`.
+
+    Raises:
+        ValueError: `spec` names no order that exists as arithmetic, or has an illegal option.
+    """
+    parse(spec)
+    builder = ONLINE_BUILDERS[_known(spec, ONLINE_BUILDERS)]
+    return functools.partial(builder, **_options(spec))
+
+
+def _known(spec: str, orders: Mapping[str, object]) -> str:
+    head = spec.partition(":")[0]
+    if head in orders:
+        return head
+    close = difflib.get_close_matches(head, orders, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    names = ", ".join([*orders, *(["by_die:DIES:ORDER"] if orders is BUILDERS else [])])
+    kind = "order" if orders is BUILDERS else "on-line order"
+    raise ValueError(f"schedule {spec!r}: there is no {kind} {head!r}; {hint}legal: {names}")
+
+
+def _options(spec: str) -> dict[str, object]:
+    """Returns the keyword arguments that the fields after the name stand for."""
+    head, *fields = spec.split(":")
+    grammar = _GRAMMAR[head]
+    options: dict[str, object] = {}
+    for field in fields:
+        key, value = _option(spec, grammar, field)
+        if key in options:
+            raise ValueError(f"schedule {spec!r}: {field!r} sets {key} a second time")
+        options[key] = value
+    return options
+
+
+def _option(spec: str, grammar: _Fields, field: str) -> tuple[str, object]:
+    if field in grammar.words:
+        return ("along", field) if field in _ALONG else ("serpentine", field == "serpentine")
+    if grammar.number == "FACTORS" and re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", field):
+        return "factors", tuple(map(int, field.split("x")))
+    if grammar.number in ("GROUP", "LOG") and re.fullmatch(_NUMBER, field):
+        return grammar.number.lower(), int(field)
+    legal = ", ".join([*([grammar.number] if grammar.number else []), *grammar.words])
+    raise ValueError(f"schedule {spec!r}: {field!r} is no option of it; legal: {legal or 'none'}")
+
+
+def _parse_by_die(spec: str, rest: str) -> Builder:
+    dies, _, inner = rest.partition(":")
+    if not re.fullmatch(_NUMBER, dies) or not inner:
+        raise ValueError(f"schedule {spec!r}: must be by_die:DIES:ORDER, as in by_die:8:hilbert")
+    return _tried(spec, functools.partial(_by_die_of, parse(inner), int(dies)))
+
+
+def _by_die_of(order: Builder, dies: int, rows: int, cols: int) -> Schedule:
+    return by_die(order(rows, cols), dies)
+
+
+def _tried(spec: str, builder: Builder) -> Builder:
+    """Returns the builder, or raises: the smallest grid shows an illegal option at once."""
+    try:
+        builder(1, 1)
+    except ValueError as error:
+        raise ValueError(f"schedule {spec!r}: {error}") from None
+    return builder
