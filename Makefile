@@ -1,0 +1,49 @@
+# make demo   shows what the project does, on a GPU or without one
+# make test   lints, type-checks and runs the tests
+# make lint   only the first two
+# make clean  removes what these made
+#
+# Each makes its own virtual environment. JAX=0.12.0.1 tests another release of JAX, in an environment
+# of its own; PYTHON=... names another interpreter.
+
+# The release that the project is developed on: the oldest that pyproject.toml accepts.
+DEFAULT_JAX := 0.11.2
+JAX ?= $(DEFAULT_JAX)
+PYTHON ?= python3
+# Workers of pytest: 2 fit in the memory of a small machine, and more only help with more cores.
+WORKERS ?= 2
+
+VENV := $(if $(filter $(DEFAULT_JAX),$(JAX)),.venv,.venv-jax-$(JAX))
+BIN := $(VENV)/bin
+# What the environment was made for; it is brought up to date when the project's requirements change.
+STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
+# With a GPU, the CUDA libraries too.
+COMMA := ,
+EXTRAS := test$(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/python -m bench.demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the environment into $(VENV): half a gigabyte, most of it the GPU compiler."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-jax-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

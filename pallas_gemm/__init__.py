@@ -1,0 +1,18 @@
+"""A matrix multiply for JAX on NVIDIA GPUs whose output-tile order is plain data."""
+
+# First, because another distribution on the package index also installs a package named `schedules`.
+try:
+    from schedules import Schedule as Schedule
+except ImportError as error:
+    # Only this name: when our own `schedules` lacks NumPy, that is what the user must read.
+    if error.name != "schedules":
+        raise
+    raise ImportError(
+        "pallas_gemm needs the package `schedules` of the distribution pallas-gemm, but the one"
+        f" found is {error.path or 'missing'}: uninstall or rename what put it there, then"
+        " reinstall pallas-gemm",
+        name="schedules",
+        path=error.path,
+    ) from error
+
+from pallas_gemm._version import VERSION as __version__
