@@ -1,4 +1,4 @@
-"""The order in which the output tiles of a matrix multiply are visited: pure NumPy, useful alone."""
+"""The order in which the output tiles of a matrix multiply are visited, in pure NumPy."""
 
 from schedules.dies import by_die as by_die
 from schedules.hilbert import clipped_hilbert as clipped_hilbert

@@ -1,10 +1,10 @@
-"""Argument checks shared by the builders: every failure names the argument, its value and what is legal."""
+"""Argument checks: every failure names the argument, its value and what is legal."""
 
 import operator
 from collections.abc import Sequence
 
 SIDE_LIMIT = 65_536
-"""A packed entry keeps row and column in 16 bits each, and -1 (row and column 65,535) marks padding."""
+"""A packed entry keeps row and column in 16 bits each; -1, which is 65,535 twice, is padding."""
 
 TILE_LIMIT = 2**31
 """A position in the order is an int32."""

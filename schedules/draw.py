@@ -81,7 +81,12 @@ def _links(schedule: Schedule) -> NDArray[np.int64]:
     """Returns, for each tile, the sides on which the order enters or leaves it."""
     links = np.zeros(schedule.grid, np.int64)
     here, there = schedule.order[:-1], schedule.order[1:]
-    sides = ((-1, 0, _NORTH, _SOUTH), (0, 1, _EAST, _WEST), (1, 0, _SOUTH, _NORTH), (0, -1, _WEST, _EAST))
+    sides = (
+        (-1, 0, _NORTH, _SOUTH),
+        (0, 1, _EAST, _WEST),
+        (1, 0, _SOUTH, _NORTH),
+        (0, -1, _WEST, _EAST),
+    )
     for down, right, leave, enter in sides:
         step = np.all(there - here == (down, right), axis=1)
         links[tuple(here[step].T)] |= leave
@@ -123,11 +128,14 @@ def png(schedule: Schedule, target: str | os.PathLike[str], *, workers: int | No
         OSError: The file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        # Here, because a text picture must not need matplotlib.
+        from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("a PNG needs matplotlib: pip install 'pallas-gemm[viz]'") from error
     scale = 10 / max(schedule.grid)
-    figure = Figure((schedule.cols * scale + 0.4, schedule.rows * scale + 0.7), layout="constrained")
+    figure = Figure(
+        (schedule.cols * scale + 0.4, schedule.rows * scale + 0.7), layout="constrained"
+    )
     axes = figure.subplots()
     axes.set_title(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles")
     _paint(axes, schedule, workers)
@@ -147,5 +155,13 @@ def _paint(axes: "Axes", schedule: Schedule, workers: int | None) -> None:
     if max(schedule.grid) > 24:
         return
     for when, (y, x) in enumerate(schedule.order.tolist()):
-        axes.text(x, y, str(when), ha="center", va="center", fontsize=8, color="black",
-                  bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0})
+        axes.text(
+            x,
+            y,
+            str(when),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="black",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0},
+        )

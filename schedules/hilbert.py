@@ -9,6 +9,7 @@ from schedules import _check
 from schedules.table import Schedule
 
 Path = NDArray[np.int32]
+Vectors = NDArray[np.int64]
 
 
 def hilbert(rows: int, cols: int) -> Schedule:
@@ -47,7 +48,8 @@ def hilbert(rows: int, cols: int) -> Schedule:
     # A path of an even number of tiles must end an odd number of steps from its start.
     lengthwise = width == 1 or length % 2 == 0 or width % 2 == 1
     curve = _edge_curve(length, width) if lengthwise else _diagonal_curve(length, width)
-    _edge_curve.cache_clear()  # Its pieces repeat within one curve; kept longer, they only fill memory.
+    # The pieces repeat within one curve; kept longer, they only fill the memory.
+    _edge_curve.cache_clear()
     order = curve[:, ::-1] if cols >= rows else curve
     return Schedule((rows, cols), order, "hilbert")
 
@@ -65,11 +67,11 @@ def _edge_curve(length: int, width: int) -> Path:
         # Too long for a square-like turn: two curves one behind the other.
         half = length // 2
         first = half - half % 2 if width % 2 == 0 else half
-        second = _edge_curve(length - first, width) + (first, 0)
+        second = _edge_curve(length - first, width) + np.array([first, 0])
         return np.concatenate([_edge_curve(first, width), second]).astype(np.int32)
     left, bottom = _quadrants(length, width)
     climb = _edge_curve(bottom, left)[:, ::-1]
-    cross = _edge_curve(length, width - bottom) + (0, bottom)
+    cross = _edge_curve(length, width - bottom) + np.array([0, bottom])
     descend = (length - 1, bottom - 1) - _edge_curve(bottom, length - left)[:, ::-1]
     return np.concatenate([climb, cross, descend]).astype(np.int32)
 
@@ -148,19 +150,17 @@ def clipped_hilbert(rows: int, cols: int) -> Schedule:
         # Squares that lie outside go now: the cover of a thin grid is far larger than the grid.
         inside = np.all(np.minimum(entry, opposite) < (rows, cols), axis=1)
         entry, along, across = entry[inside], along[inside], across[inside]
-    return Schedule((rows, cols), entry, "clipped_hilbert")
-
-
-Squares = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+    return Schedule((rows, cols), entry.astype(np.int32), "clipped_hilbert")
 
 
 def _split(
-    entry: NDArray[np.int64], along: NDArray[np.int64], across: NDArray[np.int64], size: int
-) -> Squares:
+    entry: Vectors, along: Vectors, across: Vectors, size: int
+) -> tuple[Vectors, Vectors, Vectors]:
     """Returns the four quarters of each square in the order in which the curve visits them."""
     half = size // 2
     last_entry = entry + (size - 1) * along + (half - 1) * across
     entries = [entry, entry + half * across, entry + half * (along + across), last_entry]
     alongs = [across, along, along, -across]
     acrosses = [along, across, across, -along]
-    return tuple(np.stack(part, axis=1).reshape(-1, 2) for part in (entries, alongs, acrosses))
+    quarters = [np.stack(part, axis=1).reshape(-1, 2) for part in (entries, alongs, acrosses)]
+    return quarters[0], quarters[1], quarters[2]

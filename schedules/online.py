@@ -110,4 +110,5 @@ def online_swizzle(
     group = _check.positive_int("group", group)
     _check.one_of("along", along, ("rows", "cols"))
     _check.true_or_false("serpentine", serpentine)
-    return OnlineSchedule(grid, swizzle_name(group, along, serpentine), group, along, serpentine)
+    name = swizzle_name(group, along, serpentine=serpentine)
+    return OnlineSchedule(grid, name, group, along, serpentine)

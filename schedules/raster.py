@@ -37,7 +37,7 @@ def raster(rows: int, cols: int, *, along: Along = "rows") -> Schedule:
     """
     rows, cols = _check.grid_size(rows, cols)
     _check.one_of("along", along, ("rows", "cols"))
-    index = np.arange(rows * cols)
+    index = np.arange(rows * cols, dtype=np.int32)
     if along == "rows":
         return Schedule((rows, cols), np.stack([index // cols, index % cols], axis=1), "raster")
     return Schedule((rows, cols), np.stack([index % rows, index // rows], axis=1), "raster:cols")

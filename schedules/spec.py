@@ -10,8 +10,9 @@ The grammar, with fields in any order after the first:
     clipped_hilbert
     by_die:DIES:ORDER
 
-GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. What is left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The
-name of a schedule made by a builder is the text that gives it back.
+GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. What is
+left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The name of a
+schedule made by a builder is the text that gives it back.
 """
 
 import dataclasses

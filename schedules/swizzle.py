@@ -44,19 +44,19 @@ def swizzle(
     _check.one_of("along", along, ("rows", "cols"))
     _check.true_or_false("serpentine", serpentine)
     if along == "rows":
-        order = _banded(rows, cols, group, serpentine)
+        order = _banded(rows, cols, group, serpentine=serpentine)
     else:
-        order = _banded(cols, rows, group, serpentine)[:, ::-1]
-    return Schedule((rows, cols), order, swizzle_name(group, along, serpentine))
+        order = _banded(cols, rows, group, serpentine=serpentine)[:, ::-1]
+    return Schedule((rows, cols), order, swizzle_name(group, along, serpentine=serpentine))
 
 
-def swizzle_name(group: int, along: str, serpentine: bool) -> str:
+def swizzle_name(group: int, along: str, *, serpentine: bool) -> str:
     """Returns the text that `parse` reads as this order."""
     suffix = (":cols" if along == "cols" else "") + ("" if serpentine else ":straight")
     return f"swizzle:{group}{suffix}"
 
 
-def _banded(rows: int, cols: int, group: int, serpentine: bool) -> Int32Array:
+def _banded(rows: int, cols: int, group: int, *, serpentine: bool) -> Int32Array:
     group = min(group, rows)
     index = np.arange(rows * cols)
     band = index // (cols * group)
@@ -103,12 +103,10 @@ def nested_swizzle(
     if isinstance(factors, str) or not isinstance(factors, Sequence) or not 0 < len(factors) < 33:
         raise ValueError(f"factors must be a list of 1 to 32 positive integers, got {factors!r}")
     levels = tuple(_check.positive_int(f"factors[{i}]", f) for i, f in enumerate(factors))
+    name = f"nested_swizzle:{'x'.join(map(str, levels))}"
     if along == "rows":
-        order = _nested(rows, cols, levels)
-    else:
-        order = _nested(cols, rows, levels)[:, ::-1]
-    suffix = ":cols" if along == "cols" else ""
-    return Schedule((rows, cols), order, f"nested_swizzle:{'x'.join(map(str, levels))}{suffix}")
+        return Schedule((rows, cols), _nested(rows, cols, levels), name)
+    return Schedule((rows, cols), _nested(cols, rows, levels)[:, ::-1], f"{name}:cols")
 
 
 def _nested(rows: int, cols: int, factors: tuple[int, ...]) -> Int32Array:

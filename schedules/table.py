@@ -1,4 +1,4 @@
-"""`Schedule`: the order in which the output tiles of a matrix multiply are visited, as plain data."""
+"""`Schedule`: the order in which output tiles are visited, as plain data."""
 
 import dataclasses
 import functools

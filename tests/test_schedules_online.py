@@ -1,4 +1,7 @@
-"""The arithmetic twins give the tile that the table has, on ints, arrays and traced values alike."""
+"""The arithmetic twins give the table's tiles, for ints, arrays and traced values alike."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import OnlineSchedule, Schedule, online_raster, online_swizzle, raster, swizzle
+from schedules.raster import Along
 
 sides = st.integers(1, 30)
 along = st.sampled_from(["rows", "cols"])
@@ -36,10 +40,10 @@ def test_element_by_element_equal_to_the_table(pair: tuple[OnlineSchedule, Sched
     assert online.table().name == table.name
 
 
-@pytest.mark.parametrize("rows, cols, group", [(8, 8, 4), (10, 7, 4), (3, 5, 8), (5, 6, 1)])
+@pytest.mark.parametrize(("rows", "cols", "group"), [(8, 8, 4), (10, 7, 4), (3, 5, 8), (5, 6, 1)])
 @pytest.mark.parametrize("along", ["rows", "cols"])
 def test_traced_int32_stays_int32_and_gives_the_same_tiles(
-    rows: int, cols: int, group: int, along: str
+    rows: int, cols: int, group: int, along: Along
 ) -> None:
     for online in (
         online_raster(rows, cols, along=along),
@@ -63,22 +67,30 @@ def test_the_largest_index_does_not_overflow_int32() -> None:
 
 def test_hashable_so_that_a_kernel_can_take_it_as_a_static_argument() -> None:
     assert online_swizzle(8, 8, group=3) == online_swizzle(8, 8, group=3)
-    assert len({online_swizzle(8, 8, group=3), online_swizzle(8, 8, group=3), online_raster(8, 8)}) == 2
+    assert (
+        len({online_swizzle(8, 8, group=3), online_swizzle(8, 8, group=3), online_raster(8, 8)})
+        == 2
+    )
     traced = jax.jit(lambda index, online: online(index), static_argnums=1)
     assert tuple(map(int, traced(10, online_swizzle(8, 8, group=3)))) == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("builder", "grid", "options", "message"),
     [
-        (lambda: online_raster(0, 4), "rows must be an integer of at least 1, got 0"),
-        (lambda: online_raster(4, 4, along="x"), "along must be 'rows' or 'cols', got 'x'"),
-        (lambda: online_swizzle(4, 65_536), "cols must be at most 65535, got 65536"),
-        (lambda: online_swizzle(4, 4, group=0), "group must be an integer of at least 1, got 0"),
-        (lambda: online_swizzle(4, 4, along="x"), "along must be 'rows' or 'cols', got 'x'"),
-        (lambda: online_swizzle(4, 4, serpentine=1), "serpentine must be True or False, got 1"),
+        (online_raster, (0, 4), {}, "rows must be an integer of at least 1, got 0"),
+        (online_raster, (4, 4), {"along": "x"}, "along must be 'rows' or 'cols', got 'x'"),
+        (online_swizzle, (4, 65_536), {}, "cols must be at most 65535, got 65536"),
+        (online_swizzle, (4, 4), {"group": 0}, "group must be an integer of at least 1, got 0"),
+        (online_swizzle, (4, 4), {"along": "x"}, "along must be 'rows' or 'cols', got 'x'"),
+        (online_swizzle, (4, 4), {"serpentine": 1}, "serpentine must be True or False, got 1"),
     ],
 )
-def test_refuses_what_the_table_builders_refuse(build: object, message: str) -> None:
+def test_refuses_what_the_table_builders_refuse(
+    builder: Callable[..., OnlineSchedule],
+    grid: tuple[int, int],
+    options: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(ValueError, match=message):
-        build()  # type: ignore[operator]
+        builder(*grid, **options)

@@ -1,4 +1,4 @@
-"""The builders: each tile once on any grid, the exact definitions, the drawings in the docstrings."""
+"""The builders: each tile once on any grid, the exact definitions, the drawings."""
 
 import doctest
 import functools
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ along = st.sampled_from(["rows", "cols"])
 
 orders: st.SearchStrategy[Builder] = st.one_of(
     st.builds(functools.partial, st.just(raster), along=along),
-    st.builds(functools.partial, st.just(swizzle), group=groups, along=along, serpentine=st.booleans()),
+    st.builds(
+        functools.partial, st.just(swizzle), group=groups, along=along, serpentine=st.booleans()
+    ),
     st.builds(
         functools.partial,
         st.just(nested_swizzle),
@@ -82,8 +85,12 @@ def test_by_die_follows_the_published_formula_where_the_dies_divide_the_tiles() 
 
 @given(rows=sides, cols=sides)
 def test_raster_is_row_major_or_column_major(rows: int, cols: int) -> None:
-    assert raster(rows, cols).packed().tolist() == [r << 16 | c for r in range(rows) for c in range(cols)]
-    assert np.array_equal(raster(rows, cols, along="cols").positions(), raster(cols, rows).positions().T)
+    assert raster(rows, cols).packed().tolist() == [
+        r << 16 | c for r in range(rows) for c in range(cols)
+    ]
+    assert np.array_equal(
+        raster(rows, cols, along="cols").positions(), raster(cols, rows).positions().T
+    )
 
 
 @given(rows=sides, cols=sides, group=groups)
@@ -116,15 +123,23 @@ def test_swizzle_of_one_row_is_raster(rows: int, cols: int) -> None:
     assert swizzle(rows, cols, group=rows, along="rows") == raster(rows, cols, along="cols")
 
 
-@given(rows=st.integers(1, 20), cols=st.integers(1, 20), outer=st.integers(1, 8), inner=st.integers(1, 8))
+@given(
+    rows=st.integers(1, 20),
+    cols=st.integers(1, 20),
+    outer=st.integers(1, 8),
+    inner=st.integers(1, 8),
+)
 def test_the_second_factor_recurses_inside_the_megarow(
     rows: int, cols: int, outer: int, inner: int
 ) -> None:
     expected = []
     for top in range(0, rows, outer):
         for left in range(0, cols, inner):
-            block = [(r, c) for r in range(top, min(top + outer, rows))
-                     for c in range(left, min(left + inner, cols))]
+            block = [
+                (r, c)
+                for r in range(top, min(top + outer, rows))
+                for c in range(left, min(left + inner, cols))
+            ]
             expected.extend(map(list, block))
     assert nested_swizzle(rows, cols, factors=[outer, inner]).order.tolist() == expected
 
@@ -155,7 +170,9 @@ def lindenmayer_hilbert(level: int) -> list[list[int]]:
     """Returns the (row, col) of the curve from its rewriting rules, an independent construction."""
     word = "A"
     for _ in range(level):
-        word = "".join({"A": "+BF-AFA-FB+", "B": "-AF+BFB+FA-"}.get(letter, letter) for letter in word)
+        word = "".join(
+            {"A": "+BF-AFA-FB+", "B": "-AF+BFB+FA-"}.get(letter, letter) for letter in word
+        )
     tile, heading = complex(0, 0), complex(0, 1)
     visited = [tile]
     for letter in word:
@@ -201,6 +218,7 @@ def test_hilbert_never_jumps_on_any_small_grid_nor_on_a_thin_one() -> None:
 @pytest.mark.parametrize("grid", [(64, 64), (32, 64), (57, 63), (101, 40), (100, 77)])
 def test_any_stretch_of_hilbert_is_compact(grid: tuple[int, int]) -> None:
     """A patch of n tiles touches at least 2 sqrt(n) rows and columns; a raster walk far more."""
+
     def touched(schedule: Schedule) -> float:
         waves = [schedule.order[i : i + 132] for i in range(0, len(schedule) - 132, 132)]
         return float(np.mean([len(set(w[:, 0])) + len(set(w[:, 1])) for w in waves]))
@@ -237,29 +255,42 @@ def test_builders_refuse_what_is_no_grid(name: str, rows: int, cols: int, messag
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("builder", "options", "message"),
     [
-        (lambda: raster(4, 4, along="row"), "along must be 'rows' or 'cols', got 'row'"),
-        (lambda: swizzle(4, 4, along=0), "along must be 'rows' or 'cols', got 0"),
-        (lambda: swizzle(4, 4, group=0), "group must be an integer of at least 1, got 0"),
-        (lambda: swizzle(4, 4, group=2.0), r"group must be an integer of at least 1, got 2\.0"),
-        (lambda: swizzle(4, 4, group=True), "group must be an integer of at least 1, got True"),
-        (lambda: swizzle(4, 4, serpentine="no"), "serpentine must be True or False, got 'no'"),
-        (lambda: nested_swizzle(4, 4, factors=[]), r"factors must be a list of 1 to 32 .*, got \[\]"),
-        (lambda: nested_swizzle(4, 4, factors=3), "factors must be a list of 1 to 32 .*, got 3"),
-        (lambda: nested_swizzle(4, 4, factors="8"), "factors must be a list of 1 to 32 .*, got '8'"),
-        (lambda: nested_swizzle(4, 4, factors=[2, 0]), r"factors\[1\] must be .* at least 1, got 0"),
-        (lambda: nested_swizzle(4, 4, factors=[1] * 33), "factors must be a list of 1 to 32"),
-        (lambda: nested_swizzle(4, 4, along="x"), "along must be 'rows' or 'cols', got 'x'"),
-        (lambda: log_swizzle(4, 4, log=-1), "log must be an integer of at least 0, got -1"),
-        (lambda: log_swizzle(4, 4, log=17), "log must be at most 16, got 17"),
-        (lambda: by_die(raster(4, 4), 0), "dies must be an integer of at least 1, got 0"),
-        (lambda: by_die("raster", 2), "schedule must be a Schedule, got 'raster'"),
+        (raster, {"along": "row"}, "along must be 'rows' or 'cols', got 'row'"),
+        (swizzle, {"along": 0}, "along must be 'rows' or 'cols', got 0"),
+        (swizzle, {"group": 0}, "group must be an integer of at least 1, got 0"),
+        (swizzle, {"group": 2.0}, r"group must be an integer of at least 1, got 2\.0"),
+        (swizzle, {"group": True}, "group must be an integer of at least 1, got True"),
+        (swizzle, {"serpentine": "no"}, "serpentine must be True or False, got 'no'"),
+        (nested_swizzle, {"factors": []}, r"factors must be a list of 1 to 32 .*, got \[\]"),
+        (nested_swizzle, {"factors": 3}, "factors must be a list of 1 to 32 .*, got 3"),
+        (nested_swizzle, {"factors": "8"}, "factors must be a list of 1 to 32 .*, got '8'"),
+        (nested_swizzle, {"factors": [2, 0]}, r"factors\[1\] must be .* at least 1, got 0"),
+        (nested_swizzle, {"factors": [1] * 33}, "factors must be a list of 1 to 32"),
+        (nested_swizzle, {"along": "x"}, "along must be 'rows' or 'cols', got 'x'"),
+        (log_swizzle, {"log": -1}, "log must be an integer of at least 0, got -1"),
+        (log_swizzle, {"log": 17}, "log must be at most 16, got 17"),
     ],
 )
-def test_builders_refuse_illegal_options(build: Callable[[], Schedule], message: str) -> None:
+def test_builders_refuse_illegal_options(
+    builder: Callable[..., Schedule], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        build()
+        builder(4, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dies", "message"),
+    [
+        (raster(4, 4), 0, "dies must be an integer of at least 1, got 0"),
+        (raster(4, 4), 1.5, r"dies must be an integer of at least 1, got 1\.5"),
+        ("raster", 2, "schedule must be a Schedule, got 'raster'"),
+    ],
+)
+def test_by_die_refuses_illegal_arguments(schedule: Any, dies: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        by_die(schedule, dies)
 
 
 def test_sizes_beyond_any_machine_integer_are_only_wide() -> None:
@@ -280,13 +311,15 @@ def test_drawings_in_the_docstrings_are_true(module: str) -> None:
 @pytest.mark.parametrize("builder", [*BUILDERS.values(), by_die])
 def test_every_builder_draws_itself_on_8_by_8(builder: Builder) -> None:
     drawn = [line for line in (builder.__doc__ or "").splitlines() if len(line.split()) == 8]
-    grid = [list(map(int, line.split())) for line in drawn if line.split()[0].isdecimal()]
-    assert sorted(sum(grid, [])) == list(range(64))
+    grid = [line.split() for line in drawn if line.split()[0].isdecimal()]
+    assert sorted(int(when) for line in grid for when in line) == list(range(64))
 
 
 def test_importing_schedules_imports_neither_jax_nor_matplotlib() -> None:
     code = "import schedules, schedules.draw, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
     names = {name.partition(".")[0] for name in loaded.stdout.split()}
     assert "numpy" in names
     assert names.isdisjoint({"jax", "jaxlib", "matplotlib", "rich", "pallas_gemm"})

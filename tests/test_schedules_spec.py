@@ -39,7 +39,9 @@ GRID = (7, 10)
         ("by_die:3:swizzle:2:cols", by_die(swizzle(*GRID, group=2, along="cols"), 3)),
     ],
 )
-def test_a_spec_names_an_order_and_the_name_of_that_order_is_a_spec(spec: str, expected: object) -> None:
+def test_a_spec_names_an_order_and_the_name_of_that_order_is_a_spec(
+    spec: str, expected: object
+) -> None:
     schedule = parse(spec)(*GRID)
     assert schedule == expected
     assert build(spec, *GRID) == expected
