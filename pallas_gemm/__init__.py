@@ -1,6 +1,6 @@
 """A matrix multiply for JAX on NVIDIA GPUs whose output-tile order is plain data."""
 
-# First, because another distribution on the package index also installs a package named `schedules`.
+# First, because another distribution on the package index also installs a package `schedules`.
 try:
     from schedules import Schedule as Schedule
 except ImportError as error:
@@ -15,4 +15,4 @@ except ImportError as error:
         path=error.path,
     ) from error
 
-from pallas_gemm._version import VERSION as __version__
+from pallas_gemm._version import __version__ as __version__

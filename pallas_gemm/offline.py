@@ -1,18 +1,18 @@
-"""Compile kernels to GPU machine code on a computer that has no GPU, and read what the assembler said.
+"""Compile kernels to GPU machine code without a GPU, and read what the assembler said.
 
 `compile_report` answers, in about two seconds, what otherwise takes a GPU to find out: does this
-configuration fit in registers, how much shared memory does a block take, did the assembler have to
-serialise the tensor-core instructions.
+configuration fit in registers, how much shared memory does a block take, did the assembler have
+to serialise the tensor-core instructions.
 
     report = compile_report(fn, a, b, target="h200")
     assert report.spill_bytes == 0 and not report.serialized
 
-It needs the packages of `requirements-aot.txt`. The function must not ask `jax.devices()` while it is
-traced: there is no device.
+It needs the extra `aot`. The function must not ask `jax.devices()` while it is traced: there is
+no device.
 
-Each compilation runs in a process of its own, because the compiler keeps the architecture that it saw
-first for the life of the process (a Hopper kernel then fails to assemble after a Blackwell one), and
-newer releases of JAX print no notes about a kernel that they have compiled before.
+Each compilation runs in a process of its own, because the compiler keeps the architecture that it
+saw first for the life of the process (a Hopper kernel then fails to assemble after a Blackwell
+one), and newer releases of JAX print no notes about a kernel that they have compiled before.
 """
 
 import importlib.resources
@@ -41,8 +41,8 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SERIALIZED = re.compile(r"\(C751[0-5]\)")
 _TENSOR_COLUMNS = re.compile(r"tcgen05\.alloc\.\S+ \[\S+\], (\S+);")
-# The host code hands grid, cluster and block, three sizes each, and bytes of shared memory to a function
-# of the runtime library, whose name depends on the release.
+# The host code hands grid, cluster and block, three sizes each, and bytes of shared memory to a
+# function of the runtime library, whose name depends on the release.
 _LAUNCH = re.compile(r"call \w+ @mosaic_gpu_\w+\(ptr \S+((?:, i32 \d+){10})")
 
 # Exporting reads one process-wide setting, which two threads must not change under each other.
@@ -97,10 +97,10 @@ def targets() -> tuple[str, ...]:
 
 
 def missing_packages() -> tuple[str, ...]:
-    """Returns what must be installed before anything can be compiled; empty when all is there."""
+    """Returns the packages to install before anything can be compiled; empty when all are there."""
     needed = {
-        "jax_plugins.xla_cuda13": "jax-cuda13-plugin and jax-cuda13-pjrt",
-        "nvidia.cu13": "nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt",
+        "jax_plugins.xla_cuda13": "jax-cuda13-plugin",
+        "nvidia.cu13": "nvidia-cuda-nvcc",
         "flatbuffers": "flatbuffers",
     }
     return tuple(package for module, package in needed.items() if not _importable(module))
@@ -125,8 +125,8 @@ def compile_report(fn: Callable[..., Any], *args: Any, target: str) -> Report:
     if len(reports) != 1:
         raise ValueError(
             f"fn={fn!r} holds {len(reports)} Pallas GPU kernels"
-            f" {[report.kernel for report in reports]}; compile_report takes a function with exactly"
-            " one, compile_reports any number"
+            f" {[report.kernel for report in reports]}; compile_report takes a function with"
+            " exactly one, compile_reports any number"
         )
     return reports[0]
 
@@ -140,11 +140,10 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
         The reports in the order in which the kernels were compiled.
     """
     if target not in targets():
-        raise ValueError(f"target={target!r} is unknown; it must be one of {', '.join(targets())}")
+        raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
     if absent := missing_packages():
         raise RuntimeError(
-            f"compiling without a GPU needs {', '.join(absent)}:"
-            " pip install --no-deps -r requirements-aot.txt"
+            f"compiling without a GPU needs {', '.join(absent)}: pip install 'pallas-gemm[aot]'"
         )
     notes = _compile_elsewhere(_export(fn, args), target)
     starts = [found.start() for found in _KERNEL_START.finditer(notes)]
@@ -164,12 +163,13 @@ def compile_exported(path: str, target: str) -> None:
         target: One of `targets()`.
     """
     # Importing the kernel language tells the compiler where its runtime library is.
-    import jax.experimental.pallas.mosaic_gpu  # noqa: F401, PLC0415
+    import jax.experimental.pallas.mosaic_gpu
 
     exported = jax.export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
     sharding = _device_sharding(target)
     operands = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in exported.in_avals
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval in exported.in_avals
     ]
     jax.jit(exported.call).lower(*operands).compile()
 
@@ -183,7 +183,6 @@ def _importable(module: str) -> bool:
 
 def _export(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytearray:
     """Lowers a function for a CUDA GPU to bytes that another process can compile."""
-
     # The avals of an exported function are a flat list, whatever trees the arguments are.
     leaves, tree = jax.tree.flatten(args)
 
@@ -207,7 +206,7 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytearray:
 
 
 def _compile_elsewhere(exported: bytearray, target: str) -> str:
-    """Compiles an exported function in a new process and returns the notes that the compiler printed."""
+    """Compiles an exported function in a new process and returns what the compiler printed."""
     package_root = str(pathlib.Path(__file__).parent.parent)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_DUMP")}
     environment = inherited | {
@@ -248,7 +247,7 @@ def _device_sharding(target: str) -> jax.sharding.Sharding:
 
 
 def _read_report(notes: str, target: str) -> Report:
-    """Builds the report on one kernel from what the compiler printed: PTX, assembler log, host code."""
+    """Builds a report from what the compiler printed for one kernel: PTX, log, host code."""
     log = _only(_LOG, notes)[0]
     ptx = notes[: notes.index(log)]
     spills = [tuple(map(int, found)) for found in _SPILLS.findall(log)]
@@ -273,10 +272,12 @@ def _read_report(notes: str, target: str) -> Report:
 
 
 def _only(pattern: re.Pattern[str], text: str) -> re.Match[str]:
-    """Returns the only match of a pattern; anything else means that the compiler's format changed."""
+    """Returns the only match of a pattern; anything else means that a format changed."""
     found = list(pattern.finditer(text))
     if len(found) != 1:
-        raise RuntimeError(f"{len(found)} matches of {pattern.pattern!r} in the compiler's notes:\n{text}")
+        raise RuntimeError(
+            f"{len(found)} matches of {pattern.pattern!r} in the compiler's notes:\n{text}"
+        )
     return found[0]
 
 
