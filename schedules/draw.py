@@ -27,6 +27,14 @@ _LINES = "·╵╶└╷│┌├╴┘─┴┐┤┬┼"
 def numbers(schedule: Schedule, *, workers: int | None = None, colour: bool = False) -> str:
     """Returns the grid with, on each tile, when it is visited.
 
+    >>> from schedules import swizzle
+    >>> print(numbers(swizzle(5, 8, group=2)))
+     0  2  4  6  8 10 12 14
+     1  3  5  7  9 11 13 15
+    30 28 26 24 22 20 18 16
+    31 29 27 25 23 21 19 17
+    32 33 34 35 36 37 38 39
+
     Args:
         schedule: The order to draw.
         workers: Colours the tiles by wave, `workers` tiles at a time, rather than by progress.
@@ -35,7 +43,7 @@ def numbers(schedule: Schedule, *, workers: int | None = None, colour: bool = Fa
     positions = schedule.positions()
     digits = len(str(len(schedule) - 1))
     cells = [[f"{when:>{digits}}" for when in row] for row in positions]
-    return _render(cells, " ", _shades(positions, workers) if colour else None)
+    return _render(cells, " ", _shades(positions, workers, colour=colour))
 
 
 def waves(schedule: Schedule, workers: int, *, colour: bool = False) -> str:
@@ -43,6 +51,15 @@ def waves(schedule: Schedule, workers: int, *, colour: bool = False) -> str:
 
     Tiles of one wave are computed at the same time: the fewer rows and columns a wave touches, the
     less it reads. Waves are written 0 to 9, a to z, A to Z, and from 0 again.
+
+    >>> from schedules import hilbert
+    >>> print(waves(hilbert(6, 12), 9))
+    000333444777
+    000333444777
+    000333444777
+    111222555666
+    111222555666
+    111222555666
 
     Args:
         schedule: The order to draw.
@@ -52,13 +69,21 @@ def waves(schedule: Schedule, workers: int, *, colour: bool = False) -> str:
     workers = _check.worker_count(workers)
     positions = schedule.positions()
     letters = np.array(list(WAVE_LETTERS))[positions // workers % len(WAVE_LETTERS)]
-    return _render(letters.tolist(), "", _shades(positions, workers) if colour else None)
+    return _render(letters.tolist(), "", _shades(positions, workers, colour=colour))
 
 
 def path(schedule: Schedule, *, workers: int | None = None, colour: bool = False) -> str:
     """Returns the grid with a line through the tiles in visiting order, from ○ to ●.
 
     The line is broken where the order jumps, and a tile between two jumps is a dot.
+
+    >>> from schedules import swizzle
+    >>> print(path(swizzle(5, 8, group=2)))
+    ○ ╷ ╷ ╷ ╷ ╷ ╷ ╷
+    ╵ ╵ ╵ ╵ ╵ ╵ ╵ │
+    ╷ ╷ ╷ ╷ ╷ ╷ ╷ │
+    │ ╵ ╵ ╵ ╵ ╵ ╵ ╵
+    └─────────────●
 
     Args:
         schedule: The order to draw.
@@ -73,8 +98,7 @@ def path(schedule: Schedule, *, workers: int | None = None, colour: bool = False
         [glyph + ("─" if link & _EAST else " ") for glyph, link in zip(*row, strict=True)]
         for row in zip(glyphs.tolist(), links.tolist(), strict=True)
     ]
-    shades = _shades(schedule.positions(), workers) if colour else None
-    return _render(cells, "", shades)
+    return _render(cells, "", _shades(schedule.positions(), workers, colour=colour))
 
 
 def _links(schedule: Schedule) -> NDArray[np.int64]:
@@ -94,11 +118,16 @@ def _links(schedule: Schedule) -> NDArray[np.int64]:
     return links
 
 
-def _shades(positions: Int32Array, workers: int | None) -> NDArray[np.int64]:
-    """Returns the background colour of each tile."""
-    if workers is None:
+def _shades(
+    positions: Int32Array, workers: int | None, *, colour: bool
+) -> NDArray[np.int64] | None:
+    """Returns the background colour of each tile, or None for no colour."""
+    wave = None if workers is None else positions // _check.worker_count(workers)
+    if not colour:
+        return None
+    if wave is None:
         return np.array(_RAMP)[positions.astype(np.int64) * len(_RAMP) // positions.size]
-    return np.array(_CYCLE)[positions // _check.worker_count(workers) % len(_CYCLE)]
+    return np.array(_CYCLE)[wave % len(_CYCLE)]
 
 
 def _render(cells: list[list[str]], gap: str, shades: NDArray[np.int64] | None) -> str:
@@ -129,7 +158,7 @@ def png(schedule: Schedule, target: str | os.PathLike[str], *, workers: int | No
     """
     try:
         # Here, because a text picture must not need matplotlib.
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a PNG needs matplotlib: pip install 'pallas-gemm[viz]'") from error
     scale = 10 / max(schedule.grid)
@@ -137,31 +166,44 @@ def png(schedule: Schedule, target: str | os.PathLike[str], *, workers: int | No
         (schedule.cols * scale + 0.4, schedule.rows * scale + 0.7), layout="constrained"
     )
     axes = figure.subplots()
-    axes.set_title(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles")
-    _paint(axes, schedule, workers)
+    title = f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles"
+    axes.set_title(title if workers is None else f"{title}, {workers} at a time")
+    axes.set(xticks=[], yticks=[])
+    axes.imshow(_pixels(schedule, workers), cmap="viridis")
+    # On larger grids a line is finer than the pixels, and numbers than the eye.
+    if max(schedule.grid) <= 128:
+        _trace(axes, schedule)
+    if max(schedule.grid) <= 24:
+        _label(axes, schedule, fontsize=min(18, 0.2 * 72 * scale))
     figure.savefig(target, dpi=120, format="png")
 
 
-def _paint(axes: "Axes", schedule: Schedule, workers: int | None) -> None:
+def _pixels(schedule: Schedule, workers: int | None) -> NDArray[np.generic]:
+    """Returns the progress of each tile, or with `workers` the colour of its wave."""
     positions = schedule.positions()
     if workers is None:
-        axes.imshow(positions, cmap="viridis")
-    else:
-        wave = positions // _check.worker_count(workers)
-        axes.imshow(wave % 10, cmap="tab10", vmin=0, vmax=9, alpha=0.75)
-    row, col = schedule.order.T
-    axes.plot(col, row, color="white", linewidth=1.2 if len(schedule) < 1000 else 0.5, alpha=0.8)
-    axes.set(xticks=[], yticks=[])
-    if max(schedule.grid) > 24:
-        return
+        return positions
+    wave = positions // _check.worker_count(workers)
+    # Steps of the golden ratio round the colour circle keep waves that meet apart.
+    turn = wave * 0.618 % 1 * 2 * np.pi
+    thirds = np.array([0, 2, 4]) * np.pi / 3
+    return 0.6 + 0.3 * np.cos(turn[..., None] - thirds) - 0.12 * (wave % 3 == 1)[..., None]
+
+
+def _trace(axes: "Axes", schedule: Schedule) -> None:
+    """Draws the way through the tiles: a line for the steps, a faint one for the jumps."""
+    row, col = schedule.order.T.astype(float)
+    jump = np.abs(np.diff(row)) + np.abs(np.diff(col)) > 1
+    width = 1.5 if max(schedule.grid) <= 32 else 0.5
+    # A line has a gap where it meets NaN.
+    before, after = np.flatnonzero(jump), np.flatnonzero(jump) + 1
+    axes.plot(np.insert(col, after, np.nan), np.insert(row, after, np.nan), "w-", linewidth=width)
+    gap = np.full(len(after), np.nan)
+    jumps = (np.stack([along[before], along[after], gap], 1).ravel() for along in (col, row))
+    axes.plot(*jumps, "w:", linewidth=width, alpha=0.5)
+
+
+def _label(axes: "Axes", schedule: Schedule, fontsize: float) -> None:
+    paper = {"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0}
     for when, (y, x) in enumerate(schedule.order.tolist()):
-        axes.text(
-            x,
-            y,
-            str(when),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="black",
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0},
-        )
+        axes.text(x, y, str(when), ha="center", va="center", fontsize=fontsize, bbox=paper)

@@ -19,9 +19,10 @@ from schedules.table import Schedule
 class OnlineSchedule:
     """An order given by arithmetic: `online(index)` is the tile visited at that place.
 
-    The index may be a Python int, a NumPy array or a traced int32: only operators are applied to
-    it. It must lie between 0 and the number of tiles; nothing checks that. Instances are hashable,
-    and everything but the index is known when a kernel is traced.
+    The index may be a Python int, a NumPy array or a traced int32, and the row and column are of
+    the same type: only operators are applied to it. It must be at least 0 and below the number of
+    tiles; nothing checks that. Instances are hashable, and everything but the index is known when
+    a kernel is traced.
 
     Attributes:
         grid: (rows, cols) of output tiles.
@@ -55,7 +56,8 @@ class OnlineSchedule:
             row, col = band, within
         else:
             whole, rest = divmod(rows, group)
-            height = group if rest == 0 else group + (band == whole) * (rest - group)
+            # band // whole is 1 in the narrower last band alone; a bool would need a conversion.
+            height = group if rest == 0 else group + band // whole * (rest - group)
             col = within // height
             row = band * group + within - col * height
         if self.serpentine:

@@ -1,4 +1,4 @@
-"""Orders by name, as on a command line: "hilbert", "swizzle:12", "by_die:8:raster:cols".
+"""How an ORDER is named: "hilbert", "swizzle:12", "by_die:8:raster:cols".
 
 The grammar, with fields in any order after the first:
 

@@ -30,6 +30,14 @@ pairs = st.one_of(
 
 
 @given(pair=pairs)
+def test_arrays_keep_their_dtype(pair: tuple[OnlineSchedule, Schedule]) -> None:
+    online, table = pair
+    tiles = online(np.arange(len(table), dtype=np.int32))
+    assert [part.dtype for part in tiles] == [np.int32, np.int32]
+    assert np.array_equal(np.stack(tiles, axis=1), table.order)
+
+
+@given(pair=pairs)
 def test_element_by_element_equal_to_the_table(pair: tuple[OnlineSchedule, Schedule]) -> None:
     online, table = pair
     assert len(online) == len(table)
@@ -53,7 +61,8 @@ def test_traced_int32_stays_int32_and_gives_the_same_tiles(
         one = jax.jit(online)(jnp.int32(rows * cols - 1))
         assert [part.dtype for part in one] == [jnp.int32, jnp.int32]
         assert [part.shape for part in one] == [(), ()]
-        every = jax.jit(jax.vmap(online))(jnp.arange(rows * cols, dtype=jnp.int32))
+        with jax.numpy_dtype_promotion("strict"):
+            every = jax.jit(jax.vmap(online))(jnp.arange(rows * cols, dtype=jnp.int32))
         assert np.array_equal(np.stack(every, axis=1), online.table().order)
 
 

@@ -1,0 +1,282 @@
+"""`python -m schedules`: draws an order, ranks orders for a launch, predicts what one costs."""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from schedules import draw, report, spec
+from schedules.model import MACHINES, Prediction, machine_named, predict
+from schedules.table import Schedule
+
+COMPARED = (
+    "raster",
+    "raster:cols",
+    "swizzle:8",
+    "swizzle:12",
+    "swizzle:16",
+    "swizzle:24",
+    "swizzle:8:straight",
+    "nested_swizzle:16x8",
+    "log_swizzle",
+    "hilbert",
+    "clipped_hilbert",
+)
+
+DRAWN_TILES = 2**22
+"""More tiles than any picture shows."""
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line that says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        arguments: What follows the program's name; `sys.argv` if None.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without box-drawing characters gets question marks rather than a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except (ValueError, ImportError, MemoryError) as error:
+        parser.error(str(error) or "the grid does not fit into memory")
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; nothing is left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        parser.error(f"cannot write {str(error.filename)!r}: {error.strerror}")
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="python -m schedules",
+        description="The order in which the output tiles of a matrix multiply are visited.",
+        epilog=spec.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_show(commands.add_parser("show", help="draw an order"))
+    compare = commands.add_parser("compare", help="rank orders for a problem on a machine")
+    compare.add_argument(
+        "orders", nargs="*", metavar="ORDER", default=COMPARED, help="default: a selection"
+    )
+    compare.add_argument("--by", choices=report.RANKINGS, default="dram-read", help="what ranks")
+    compare.set_defaults(run=_compare)
+    prediction = commands.add_parser("predict", help="all that is predicted for one order")
+    prediction.add_argument("order", metavar="ORDER")
+    prediction.set_defaults(run=_predict)
+    for command in (compare, prediction):
+        _add_launch(command)
+    return parser
+
+
+def _add_show(command: argparse.ArgumentParser) -> None:
+    command.add_argument("order", metavar="ORDER")
+    command.add_argument(
+        "--grid", type=_sizes(2), default=(8, 8), metavar="ROWSxCOLS", help="tiles; default 8x8"
+    )
+    command.add_argument(
+        "--style",
+        choices=("auto", "numbers", "path", "waves"),
+        default="auto",
+        help="when each tile is visited, a line through the tiles, or one letter per wave; "
+        "auto takes the first that fits the terminal",
+    )
+    command.add_argument(
+        "--workers",
+        type=_size,
+        metavar="N",
+        help="colour by wave, N tiles at a time; style waves takes 132 if not told",
+    )
+    command.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    command.add_argument(
+        "--png", type=Path, metavar="FILE", help="write a picture (extra viz) instead of text"
+    )
+    command.set_defaults(run=_show)
+
+
+def _add_launch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--machine", default="h200", help=f"{', '.join(MACHINES)}; default h200")
+    command.add_argument(
+        "--problem",
+        type=_sizes(3),
+        default=(8192, 8192, 8192),
+        metavar="MxNxK",
+        help="default 8192x8192x8192",
+    )
+    command.add_argument(
+        "--tile",
+        type=_sizes(2, 3),
+        default=(256, 128, 64),
+        metavar="MxN[xK]",
+        help="of one CTA, with its step along K; default 256x128x64",
+    )
+    command.add_argument(
+        "--cluster", type=_sizes(2), default=(1, 1), metavar="MxN", help="in CTAs; default 1x1"
+    )
+    command.add_argument(
+        "--no-multicast", action="store_true", help="each CTA of a cluster reads for itself"
+    )
+    command.add_argument(
+        "--persistence",
+        choices=("none", "static", "dynamic"),
+        default="static",
+        help="who gets the next tile; default static",
+    )
+    command.add_argument(
+        "--workers", type=_size, metavar="N", help="clusters at a time; default all that fit"
+    )
+    command.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _size(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _sizes(*counts: int) -> Callable[[str], tuple[int, ...]]:
+    """Returns a reader of texts such as 256x128 with one of the given numbers of sizes."""
+
+    def read(text: str) -> tuple[int, ...]:
+        parts = text.split("x")
+        good = all(re.fullmatch("[0-9]{1,9}", part) and int(part) for part in parts)
+        if not good or len(parts) not in counts:
+            wanted = " or ".join(map(str, counts))
+            raise argparse.ArgumentTypeError(
+                f"must be {wanted} positive integers with an x between them, got {text!r}"
+            )
+        return tuple(map(int, parts))
+
+    return read
+
+
+def _show(options: argparse.Namespace) -> None:
+    rows, cols = options.grid
+    if rows * cols > DRAWN_TILES:
+        raise ValueError(
+            f"argument --grid: must have at most {DRAWN_TILES} tiles to be drawn, "
+            f"got {rows} x {cols}"
+        )
+    schedule = spec.build(options.order, rows, cols)
+    if options.png is not None:
+        draw.png(schedule, options.png, workers=options.workers)
+        print(f"{schedule.name}, {rows} x {cols} tiles: {options.png}")
+        return
+    steps = np.abs(np.diff(schedule.order, axis=0)).sum(axis=1)
+    jumps = int(np.sum(steps > 1))
+    picture = _picture(schedule, options)
+    print(f"{schedule.name}, {rows} x {cols} tiles: {len(steps) - jumps} steps, {jumps} jumps")
+    print(picture)
+
+
+def _picture(schedule: Schedule, options: argparse.Namespace) -> str:
+    colour = options.colour == "always" or (options.colour == "auto" and _colour_terminal())
+    style = options.style
+    if style == "auto":
+        style = _widest_that_fits(schedule, shutil.get_terminal_size().columns)
+    if style == "numbers":
+        return draw.numbers(schedule, workers=options.workers, colour=colour)
+    if style == "path":
+        return draw.path(schedule, workers=options.workers, colour=colour)
+    workers = options.workers or 132
+    return draw.waves(schedule, workers, colour=colour) + f"\none letter: {workers} tiles at a time"
+
+
+def _widest_that_fits(schedule: Schedule, columns: int) -> str:
+    digits = len(str(len(schedule) - 1))
+    if (digits + 1) * schedule.cols <= columns:
+        return "numbers"
+    return "path" if 2 * schedule.cols <= columns else "waves"
+
+
+def _colour_terminal() -> bool:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def _compare(options: argparse.Namespace) -> None:
+    setting = _setting(options)
+    predictions: dict[str, Prediction] = {}
+    # All of them first: a misspelt order should not wait for the others.
+    schedules = [spec.build(order, *setting.grid) for order in options.orders]
+    for done, schedule in enumerate(schedules):
+        _progress(f"{done + 1} of {len(schedules)}: {schedule.name}")
+        predictions[schedule.name] = _predicted(schedule, setting, options)
+    _progress("")
+    if options.json:
+        best_first = report.ranked(predictions, options.by)
+        print(json.dumps({order: dataclasses.asdict(p) for order, p in best_first}, indent=2))
+        return
+    print(setting.headline(next(iter(predictions.values()))))
+    print(report.ranking(predictions, options.by))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    setting = _setting(options)
+    schedule = spec.build(options.order, *setting.grid)
+    prediction = _predicted(schedule, setting, options)
+    if options.json:
+        print(json.dumps({schedule.name: dataclasses.asdict(prediction)}, indent=2))
+        return
+    print(f"{schedule.name} on {setting.headline(prediction)}")
+    print(report.details(setting, prediction))
+
+
+def _setting(options: argparse.Namespace) -> report.Setting:
+    tile = options.tile if len(options.tile) == 3 else (*options.tile, 64)
+    return report.Setting(
+        machine=machine_named(options.machine),
+        problem=options.problem,
+        tile=tile,
+        cluster=options.cluster,
+        persistence=options.persistence,
+        multicast=not options.no_multicast,
+    )
+
+
+def _predicted(
+    schedule: Schedule, setting: report.Setting, options: argparse.Namespace
+) -> Prediction:
+    return predict(
+        schedule,
+        machine=setting.machine,
+        tile=setting.tile,
+        k=setting.problem[2],
+        cluster=setting.cluster,
+        persistence=options.persistence,
+        workers=options.workers,
+        multicast=setting.multicast,
+    )
+
+
+def _progress(text: str) -> None:
+    """Rewrites one line of the terminal that the errors go to, if there is one."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Predictions as text: one launch in detail, and a table that ranks orders for the same launch."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from schedules.model import SECTOR_BYTES, Machine, Prediction, mn_tiling_intensity
+
+BAR_WIDTH = 24
+
+RANKINGS = ("dram-read", "l2-sectors", "hit-rate")
+"""What a table can be sorted by. The default is what costs most energy, bytes of device memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The launch that orders are compared on.
+
+    Attributes:
+        machine: What it runs on.
+        problem: M, N and K.
+        tile: Rows and columns of one CTA's tile, and its step along K.
+        cluster: CTAs of a cluster along the rows and along the columns.
+        persistence: Who gets the next tile.
+        multicast: Whether the CTAs of a cluster read what they share once.
+    """
+
+    machine: Machine
+    problem: tuple[int, int, int]
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int]
+    persistence: str
+    multicast: bool
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of cluster tiles, the last ones perhaps partly outside the problem."""
+        sides = (self.tile[i] * self.cluster[i] for i in range(2))
+        rows, cols = (-(-self.problem[i] // side) for i, side in enumerate(sides))
+        return rows, cols
+
+    def headline(self, prediction: Prediction) -> str:
+        """Returns two lines that say what runs, and how it fills the machine."""
+        cluster = "no clusters"
+        if self.cluster != (1, 1):
+            cast = "with" if self.multicast else "without"
+            cluster = f"clusters of {_times(self.cluster)} {cast} multicast"
+        persistence = "not persistent" if self.persistence == "none" else self.persistence
+        rows, cols = self.grid
+        last = (1 - prediction.tail) * 100
+        return (
+            f"{self.machine.name}: {_times(self.problem)} in tiles of {_times(self.tile)}, "
+            f"{cluster}, {persistence}\n"
+            f"{rows} x {cols} = {rows * cols} units of work, {prediction.concurrency} at a time: "
+            f"{prediction.waves} waves, the last {last:.0f}% full"
+        )
+
+
+def ranked(
+    predictions: Mapping[str, Prediction], by: str = "dram-read"
+) -> list[tuple[str, Prediction]]:
+    """Returns (order, prediction) pairs, best first.
+
+    Args:
+        predictions: What was predicted for each order.
+        by: One of `RANKINGS`.
+    """
+    keys = {
+        "dram-read": lambda p: (p.dram_read_bytes, p.l2_sectors),
+        "l2-sectors": lambda p: (p.l2_sectors, p.dram_read_bytes),
+        "hit-rate": lambda p: (-p.l2_hit_rate, p.dram_read_bytes),
+    }
+    return sorted(predictions.items(), key=lambda item: keys[by](item[1]))
+
+
+def ranking(predictions: Mapping[str, Prediction], by: str = "dram-read") -> str:
+    """Returns the table of several orders on the same launch, best first.
+
+    Args:
+        predictions: What was predicted for each order.
+        by: One of `RANKINGS`.
+    """
+    width = max(map(len, ("order", *predictions)))
+    most = max(prediction.dram_read_bytes for prediction in predictions.values())
+    lines = [f"   # {'order':<{width}}  L2 hits  L2 sectors  DRAM read"]
+    for place, (order, prediction) in enumerate(ranked(predictions, by), 1):
+        read = prediction.dram_read_bytes
+        lines.append(
+            f"{place:>4} {order:<{width}}  {prediction.l2_hit_rate:>7.1%}  "
+            f"{prediction.l2_sectors / 1e6:>8,.0f} M  {read / 1e9:>6.2f} GB  "
+            f"{'█' * max(1, round(BAR_WIDTH * read / most))}"
+        )
+    least = next(iter(predictions.values())).compulsory_read_bytes
+    lines.append(f"The operands alone are {least / 1e9:.2f} GB: no order can read less.")
+    return "\n".join(lines)
+
+
+def details(setting: Setting, prediction: Prediction) -> str:
+    """Returns everything that is predicted for one order, one line each.
+
+    Args:
+        setting: What runs.
+        prediction: What was predicted for it.
+    """
+    m, n, _ = setting.problem
+    tiles_m, tiles_n = -(-m // setting.tile[0]), -(-n // setting.tile[1])
+    read = prediction.dram_read_bytes
+    looked_up = prediction.l2_sectors * SECTOR_BYTES
+    read_seconds = read / setting.machine.dram_bytes_per_second
+    rows = {
+        "L2 hit rate": f"{prediction.l2_hit_rate:.1%}",
+        "L2 sectors": f"{prediction.l2_sectors / 1e6:,.1f} M, {_bytes(looked_up)}",
+        "asked for by the SMs": _bytes(prediction.requested_bytes),
+        "joined under way": _bytes(prediction.merged_bytes),
+        "between L2 partitions": _bytes(prediction.fabric_bytes),
+        "DRAM read": f"{_bytes(read)}, {read / prediction.compulsory_read_bytes:.1f} times the "
+        f"operands, {read_seconds * 1e3:.3f} ms at full bandwidth",
+        "DRAM written": _bytes(prediction.dram_write_bytes),
+        "waves": str(prediction.waves),
+        "tail": f"{prediction.tail:.1%} of the workers idle in the last wave",
+        "balance": f"{prediction.balance:.1%} of the slots have work",
+        "arithmetic intensity": f"{mn_tiling_intensity(m, n, tiles_m, tiles_n):.1f} multiply-adds "
+        "per element a tile loads",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows.items())
+
+
+def _times(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"

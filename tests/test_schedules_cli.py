@@ -1,0 +1,192 @@
+"""`python -m schedules`: what it prints, and one line with exit status 2 for anything wrong."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedules import build, draw, hilbert
+from schedules.__main__ import COMPARED, main
+from schedules.model import H100, predict
+
+SMALL = ["--problem", "1024x2048x512", "--tile", "128x128"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
+
+
+def test_show_draws_numbers_where_they_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    header, _, picture = printed(capsys, "show", "hilbert").partition("\n")
+    assert header == "hilbert, 8 x 8 tiles: 63 steps, 0 jumps"
+    assert picture == draw.numbers(hilbert(8, 8)) + "\n"
+    assert draw.path(hilbert(30, 30)) in printed(capsys, "show", "hilbert", "--grid", "30x30")
+    assert draw.waves(hilbert(50, 50), 132) in printed(capsys, "show", "hilbert", "--grid", "50x50")
+
+
+def test_show_draws_the_style_and_the_colour_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    order = ["show", "swizzle:3", "--grid", "6x7"]
+    schedule = build("swizzle:3", 6, 7)
+    assert draw.path(schedule) in printed(capsys, *order, "--style", "path")
+    waves = printed(capsys, *order, "--style", "waves", "--workers", "5")
+    assert draw.waves(schedule, 5) in waves
+    assert "one letter: 5 tiles at a time" in waves
+    assert "\x1b" not in waves
+    painted = printed(capsys, *order, "--colour", "always", "--workers", "5")
+    assert draw.numbers(schedule, workers=5, colour=True) in painted
+
+
+def test_colour_is_for_terminals_that_want_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b[" in printed(capsys, "show", "hilbert")
+    assert "\x1b[" not in printed(capsys, "show", "hilbert", "--colour", "never")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in printed(capsys, "show", "hilbert")
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b[" not in printed(capsys, "show", "hilbert")
+
+
+def test_show_writes_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the viz extra is not installed")
+    target = tmp_path / "order.png"
+    assert str(target) in printed(capsys, "show", "hilbert", "--png", str(target))
+    assert target.read_bytes().startswith(b"\x89PNG")
+    message = refused(capsys, "show", "hilbert", "--png", str(tmp_path / "none" / "order.png"))
+    assert "cannot write" in message
+    assert "No such file" in message
+
+
+def test_compare_ranks_by_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"dram-read": "dram_read_bytes", "l2-sectors": "l2_sectors", "hit-rate": "l2_hit_rate"}
+    orders = ["raster", "hilbert", "swizzle:4"]
+    for by, key in keys.items():
+        arguments = ["compare", *orders, "--machine", "H100", *SMALL, "--by", by]
+        figures = json.loads(printed(capsys, *arguments, "--json"))
+        assert sorted(figures) == sorted(orders)
+        values = [figures[order][key] for order in figures]
+        assert values == sorted(values, reverse=by == "hit-rate")
+        table = printed(capsys, *arguments).splitlines()
+        assert table[0].startswith(
+            "H100: 1024 x 2048 x 512 in tiles of 128 x 128 x 64, no clusters"
+        )
+        assert "8 x 16 = 128 units of work, 132 at a time: 1 waves, the last 97% full" in table[1]
+        assert [line.split()[1] for line in table[3:6]] == list(figures)
+
+
+def test_compare_takes_a_selection_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    table = printed(capsys, "compare", *SMALL).splitlines()
+    assert len(table) == 3 + len(COMPARED) + 1
+
+
+def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["predict", "hilbert", "--machine", "h100", *SMALL, "--cluster", "2x1"]
+    arguments += ["--persistence", "dynamic", "--workers", "10", "--no-multicast"]
+    expected = predict(
+        hilbert(4, 16),
+        machine=H100,
+        tile=(128, 128, 64),
+        k=512,
+        cluster=(2, 1),
+        persistence="dynamic",
+        workers=10,
+        multicast=False,
+    )
+    (figures,) = json.loads(printed(capsys, *arguments, "--json")).values()
+    assert figures["l2_sectors"] == expected.l2_sectors
+    assert figures["dram_read_bytes"] == expected.dram_read_bytes
+    text = printed(capsys, *arguments)
+    assert text.startswith(
+        "hilbert on H100: 1024 x 2048 x 512 in tiles of 128 x 128 x 64, clusters"
+    )
+    assert "without multicast, dynamic" in text
+    assert f"{expected.l2_hit_rate:.1%}" in text
+    assert f"{expected.dram_read_bytes / 1e6:.2f} MB" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["draw"], "invalid choice: 'draw'"),
+        (["show"], "the following arguments are required: ORDER"),
+        (["show", "hilbrt"], "there is no order 'hilbrt'; did you mean 'hilbert'"),
+        (["show", "swizzle:0"], "group must be an integer of at least 1, got 0"),
+        (["show", "hilbert", "--grid", "8"], "--grid: must be 2 positive integers .*, got '8'"),
+        (["show", "hilbert", "--grid", "8x0"], "--grid: must be .* positive .*, got '8x0'"),
+        (["show", "hilbert", "--grid", "8x-1"], "--grid: must be .*, got '8x-1'"),
+        (["show", "hilbert", "--grid", "70000x1"], "rows must be at most 65535, got 70000"),
+        (["show", "hilbert", "--grid", "9000x9000"], "--grid: must have at most 4194304 tiles"),
+        (["show", "hilbert", "--workers", "0"], "--workers: must be a positive integer, got '0'"),
+        (
+            ["show", "hilbert", "--workers", "9999999", "--style", "waves"],
+            "workers must be at most",
+        ),
+        (["show", "hilbert", "--style", "oil"], "--style: invalid choice: 'oil'"),
+        (["compare", "hilbert", "raste"], "there is no order 'raste'; did you mean 'raster'"),
+        (["compare", "--machine", "h999"], "machine must be one of h100, .*, got 'h999'"),
+        (["compare", "--problem", "8192"], "--problem: must be 3 positive integers"),
+        (["compare", "--tile", "128"], "--tile: must be 2 or 3 positive integers"),
+        (["compare", "--cluster", "200x1"], "must be at most the 132 SMs of H200, got 200"),
+        (["compare", "--by", "luck"], "--by: invalid choice: 'luck'"),
+        (["predict"], "the following arguments are required: ORDER"),
+        (["predict", "hilbert", "--persistence", "half"], "--persistence: invalid choice: 'half'"),
+        (["predict", "hilbert", "--workers", "133"], "workers must be at most the 132 clusters"),
+    ],
+)
+def test_anything_wrong_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    error = refused(capsys, *arguments)
+    assert re.search(message, error), error
+
+
+def test_runs_as_a_module_and_survives_a_reader_that_stops() -> None:
+    module = [sys.executable, "-m", "schedules"]
+    shown = subprocess.run([*module, "show", "raster"], capture_output=True, check=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "56 57 58 59 60 61 62 63"
+    wrong = subprocess.run([*module, "show", "x"], capture_output=True, check=False, text=True)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    with subprocess.Popen(
+        [*module, "show", "raster", "--grid", "600x600"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
+
+
+def test_a_terminal_without_box_characters_gets_question_marks() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "schedules", "show", "hilbert", "--style", "path"],
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert "?" in shown.stdout
