@@ -1,4 +1,16 @@
-"""The order in which the output tiles of a matrix multiply are visited, in pure NumPy."""
+"""The order in which the output tiles of a matrix multiply are visited, in pure NumPy.
+
+A builder such as `hilbert(rows, cols)` makes a `Schedule`: a table that can be read, drawn
+(`schedules.draw`), judged (`schedules.model`), dealt out to workers, and given to a kernel. The
+`online_` builders make the same orders as arithmetic. `python -m schedules --help` does all of it
+from the command line.
+
+>>> from schedules import hilbert
+>>> hilbert(2, 2).order.tolist()
+[[0, 0], [1, 0], [1, 1], [0, 1]]
+>>> hilbert(2, 2).deal(workers=3).tolist()
+[[0, 1], [65536, -1], [65537, -1]]
+"""
 
 from schedules.dies import by_die as by_die
 from schedules.hilbert import clipped_hilbert as clipped_hilbert

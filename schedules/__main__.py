@@ -32,8 +32,8 @@ COMPARED = (
     "clipped_hilbert",
 )
 
-DRAWN_TILES = 2**22
-"""More tiles than any picture shows."""
+TILE_LIMIT = 2**22
+"""More tiles than a picture shows or a prediction takes minutes for."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -174,22 +174,26 @@ def _sizes(*counts: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def _show(options: argparse.Namespace) -> None:
-    rows, cols = options.grid
-    if rows * cols > DRAWN_TILES:
-        raise ValueError(
-            f"argument --grid: must have at most {DRAWN_TILES} tiles to be drawn, "
-            f"got {rows} x {cols}"
-        )
-    schedule = spec.build(options.order, rows, cols)
+    schedule = _built(options.order, options.grid)
     if options.png is not None:
         draw.png(schedule, options.png, workers=options.workers)
-        print(f"{schedule.name}, {rows} x {cols} tiles: {options.png}")
+        print(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles: {options.png}")
         return
     steps = np.abs(np.diff(schedule.order, axis=0)).sum(axis=1)
     jumps = int(np.sum(steps > 1))
     picture = _picture(schedule, options)
-    print(f"{schedule.name}, {rows} x {cols} tiles: {len(steps) - jumps} steps, {jumps} jumps")
+    print(
+        f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles: "
+        f"{len(steps) - jumps} steps, {jumps} jumps"
+    )
     print(picture)
+
+
+def _built(order: str, grid: tuple[int, int]) -> Schedule:
+    rows, cols = grid
+    if rows * cols > TILE_LIMIT:
+        raise ValueError(f"the grid must have at most {TILE_LIMIT} tiles, got {rows} x {cols}")
+    return spec.build(order, rows, cols)
 
 
 def _picture(schedule: Schedule, options: argparse.Namespace) -> str:
@@ -221,7 +225,7 @@ def _compare(options: argparse.Namespace) -> None:
     setting = _setting(options)
     predictions: dict[str, Prediction] = {}
     # All of them first: a misspelt order should not wait for the others.
-    schedules = [spec.build(order, *setting.grid) for order in options.orders]
+    schedules = [_built(order, setting.grid) for order in options.orders]
     for done, schedule in enumerate(schedules):
         _progress(f"{done + 1} of {len(schedules)}: {schedule.name}")
         predictions[schedule.name] = _predicted(schedule, setting, options)
@@ -236,7 +240,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _predict(options: argparse.Namespace) -> None:
     setting = _setting(options)
-    schedule = spec.build(options.order, *setting.grid)
+    schedule = _built(options.order, setting.grid)
     prediction = _predicted(schedule, setting, options)
     if options.json:
         print(json.dumps({schedule.name: dataclasses.asdict(prediction)}, indent=2))

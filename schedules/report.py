@@ -46,12 +46,14 @@ class Setting:
             cluster = f"clusters of {_times(self.cluster)} {cast} multicast"
         persistence = "not persistent" if self.persistence == "none" else self.persistence
         rows, cols = self.grid
-        last = (1 - prediction.tail) * 100
+        full = f"{(1 - prediction.tail) * 100:.0f}% full"
+        one = prediction.waves == 1
+        waves = f"1 wave, {full}" if one else f"{prediction.waves} waves, the last {full}"
         return (
             f"{self.machine.name}: {_times(self.problem)} in tiles of {_times(self.tile)}, "
             f"{cluster}, {persistence}\n"
             f"{rows} x {cols} = {rows * cols} units of work, {prediction.concurrency} at a time: "
-            f"{prediction.waves} waves, the last {last:.0f}% full"
+            f"{waves}"
         )
 
 
@@ -86,11 +88,11 @@ def ranking(predictions: Mapping[str, Prediction], by: str = "dram-read") -> str
         read = prediction.dram_read_bytes
         lines.append(
             f"{place:>4} {order:<{width}}  {prediction.l2_hit_rate:>7.1%}  "
-            f"{prediction.l2_sectors / 1e6:>8,.0f} M  {read / 1e9:>6.2f} GB  "
+            f"{_scaled(prediction.l2_sectors):>10}  {_scaled(read, 'B'):>9}  "
             f"{'█' * max(1, round(BAR_WIDTH * read / most))}"
         )
     least = next(iter(predictions.values())).compulsory_read_bytes
-    lines.append(f"The operands alone are {least / 1e9:.2f} GB: no order can read less.")
+    lines.append(f"The operands alone are {_scaled(least, 'B')}: no order can read less.")
     return "\n".join(lines)
 
 
@@ -108,13 +110,13 @@ def details(setting: Setting, prediction: Prediction) -> str:
     read_seconds = read / setting.machine.dram_bytes_per_second
     rows = {
         "L2 hit rate": f"{prediction.l2_hit_rate:.1%}",
-        "L2 sectors": f"{prediction.l2_sectors / 1e6:,.1f} M, {_bytes(looked_up)}",
-        "asked for by the SMs": _bytes(prediction.requested_bytes),
-        "joined under way": _bytes(prediction.merged_bytes),
-        "between L2 partitions": _bytes(prediction.fabric_bytes),
-        "DRAM read": f"{_bytes(read)}, {read / prediction.compulsory_read_bytes:.1f} times the "
-        f"operands, {read_seconds * 1e3:.3f} ms at full bandwidth",
-        "DRAM written": _bytes(prediction.dram_write_bytes),
+        "L2 sectors": f"{_scaled(prediction.l2_sectors)}, {_scaled(looked_up, 'B')}",
+        "asked for by the SMs": _scaled(prediction.requested_bytes, "B"),
+        "joined under way": _scaled(prediction.merged_bytes, "B"),
+        "between L2 partitions": _scaled(prediction.fabric_bytes, "B"),
+        "DRAM read": f"{_scaled(read, 'B')}, {read / prediction.compulsory_read_bytes:.1f} times "
+        f"the operands, {read_seconds * 1e3:.3f} ms at full bandwidth",
+        "DRAM written": _scaled(prediction.dram_write_bytes, "B"),
         "waves": str(prediction.waves),
         "tail": f"{prediction.tail:.1%} of the workers idle in the last wave",
         "balance": f"{prediction.balance:.1%} of the slots have work",
@@ -129,8 +131,9 @@ def _times(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))
 
 
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def _scaled(count: int, unit: str = "") -> str:
+    """Returns a count in three or four digits with the prefix of its size."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} bytes"
+            return f"{count / size:.{2 if count < 10 * size else 1}f} {prefix}{unit}"
+    return f"{count} {unit}".rstrip()

@@ -91,7 +91,7 @@ def test_compare_ranks_by_what_it_is_told(capsys: pytest.CaptureFixture[str]) ->
         assert table[0].startswith(
             "H100: 1024 x 2048 x 512 in tiles of 128 x 128 x 64, no clusters"
         )
-        assert "8 x 16 = 128 units of work, 132 at a time: 1 waves, the last 97% full" in table[1]
+        assert "8 x 16 = 128 units of work, 132 at a time: 1 wave, 97% full" in table[1]
         assert [line.split()[1] for line in table[3:6]] == list(figures)
 
 
@@ -123,6 +123,7 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
     assert "without multicast, dynamic" in text
     assert f"{expected.l2_hit_rate:.1%}" in text
     assert f"{expected.dram_read_bytes / 1e6:.2f} MB" in text
+    assert f"{expected.waves} waves" in text
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,11 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
         (["show", "hilbert", "--grid", "8x0"], "--grid: must be .* positive .*, got '8x0'"),
         (["show", "hilbert", "--grid", "8x-1"], "--grid: must be .*, got '8x-1'"),
         (["show", "hilbert", "--grid", "70000x1"], "rows must be at most 65535, got 70000"),
-        (["show", "hilbert", "--grid", "9000x9000"], "--grid: must have at most 4194304 tiles"),
+        (["show", "hilbert", "--grid", "9000x9000"], "at most 4194304 tiles, got 9000 x 9000"),
+        (
+            ["compare", "--problem", "9999999x9999999x64"],
+            "at most 4194304 tiles, got 39063 x 78125",
+        ),
         (["show", "hilbert", "--workers", "0"], "--workers: must be a positive integer, got '0'"),
         (
             ["show", "hilbert", "--workers", "9999999", "--style", "waves"],

@@ -301,9 +301,11 @@ def test_sizes_beyond_any_machine_integer_are_only_wide() -> None:
     assert by_die(raster(4, 5), huge) == raster(4, 5)
 
 
-@pytest.mark.parametrize("module", ["raster", "swizzle", "hilbert", "dies", "online", "spec"])
+@pytest.mark.parametrize(
+    "module", ["", ".raster", ".swizzle", ".hilbert", ".dies", ".online", ".spec", ".draw"]
+)
 def test_drawings_in_the_docstrings_are_true(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"schedules.{module}"))
+    result = doctest.testmod(importlib.import_module(f"schedules{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -316,7 +318,7 @@ def test_every_builder_draws_itself_on_8_by_8(builder: Builder) -> None:
 
 
 def test_importing_schedules_imports_neither_jax_nor_matplotlib() -> None:
-    code = "import schedules, schedules.draw, sys; print(*sys.modules)"
+    code = "import schedules.__main__, schedules.draw, schedules.model, sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True
     )
