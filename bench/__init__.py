@@ -1,0 +1,1 @@
+"""Programs that measure and show; not shipped in the wheel."""

@@ -1,0 +1,157 @@
+"""What `make demo` shows: the idea in pictures, then each claim put to work in front of you.
+
+It is here and not in the package because it is a program for a source tree: it needs the extra
+`test`, and a user's installation has no use for it.
+
+A step is a function that takes a console and prints; `STEPS` lists them with their titles.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import rich.box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from schedules import build, draw
+from schedules.model import B200, H100, H200, Machine, predict
+
+PICTURED = (
+    ("raster", "swizzle:3", "nested_swizzle:4x2"),
+    ("log_swizzle:2", "hilbert", "clipped_hilbert"),
+)
+"""The orders that are drawn, one row of pictures after the other."""
+
+PICTURED_GRID = (7, 9)
+"""Odd, so that groups and curves have remainders to deal with."""
+
+COMPARED = ("raster", "swizzle:8", "swizzle:12", "swizzle:24", "hilbert", "clipped_hilbert")
+"""The orders whose cost is predicted."""
+
+SIZE = 8192
+"""Rows, columns and depth of the product that is predicted."""
+
+GAP = "    "
+"""Between two pictures."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A GPU and how a product is cut up for it.
+
+    Attributes:
+        machine: The GPU.
+        tile: Rows and columns of an output tile, and its step along K.
+        cluster: Blocks that share a tile of the schedule, along the rows and the columns.
+    """
+
+    machine: Machine
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int] = (1, 1)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the schedule's tiles."""
+        rows, cols = (self.tile[i] * self.cluster[i] for i in range(2))
+        return SIZE // rows, SIZE // cols
+
+
+LAUNCHES = (
+    Launch(H100, (128, 128, 64)),
+    Launch(H200, (256, 128, 64)),
+    # Two blocks of a B200 compute one tile of 256 x 256 together.
+    Launch(B200, (128, 256, 64), (2, 1)),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the demo.
+
+    Attributes:
+        title: What it shows, in one line.
+        show: Prints it.
+    """
+
+    title: str
+    show: Callable[[Console], None]
+
+
+def side_by_side(orders: Sequence[str], grid: tuple[int, int], *, colour: bool = False) -> str:
+    """Returns the pictures of several orders beside each other, their names above them.
+
+    Args:
+        orders: The orders as text, such as "swizzle:4".
+        grid: Rows and columns of tiles.
+        colour: Whether to colour the tiles, from first to last, with ANSI escapes.
+    """
+    # A tile is two characters wide; only in a plain picture the end of a line may be missing.
+    drawn = 2 * grid[1]
+    width = max(drawn, *map(len, orders))
+    lines = [GAP.join(order.ljust(width) for order in orders).rstrip()]
+    pictures = [draw.path(build(order, *grid), colour=colour).splitlines() for order in orders]
+    for parts in zip(*pictures, strict=True):
+        margin = " " * (width - drawn)
+        padded = [part + margin if colour else part.ljust(width) for part in parts]
+        lines.append(GAP.join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def show_orders(console: Console) -> None:
+    """Draws each kind of order."""
+    colour = console.is_terminal and not console.no_color
+    for orders in PICTURED:
+        # Past the console's wrapping and markup, for the pictures have their own colours.
+        console.file.write(side_by_side(orders, PICTURED_GRID, colour=colour) + "\n\n")
+    console.print(
+        "Each line is the way through the tiles of a product, from ○ to ●. The tiles computed at"
+        " the same time are neighbours on that line: the more compact the patch they cover, the"
+        " fewer rows of A and columns of B they have to fetch."
+    )
+
+
+def show_predictions(console: Console) -> None:
+    """Predicts what some orders cost on three GPUs, without a GPU."""
+    table = Table(box=rich.box.SIMPLE, title=f"{SIZE} x {SIZE} x {SIZE}, bf16: L2 hits, DRAM read")
+    table.add_column("order")
+    for launch in LAUNCHES:
+        tile = f"{launch.tile[0] * launch.cluster[0]} x {launch.tile[1] * launch.cluster[1]}"
+        table.add_column(f"{launch.machine.name}, {tile}", justify="right")
+    for order in track(COMPARED, "predicting", console=console, transient=True):
+        table.add_row(order, *(_predicted(order, launch) for launch in LAUNCHES))
+    console.print(table)
+    console.print("More orders, machines and shapes: python -m schedules compare --help")
+
+
+def _predicted(order: str, launch: Launch) -> str:
+    prediction = predict(
+        build(order, *launch.grid),
+        machine=launch.machine,
+        tile=launch.tile,
+        cluster=launch.cluster,
+        k=SIZE,
+    )
+    return f"{prediction.l2_hit_rate:.0%}  {prediction.dram_read_bytes / 1e9:.2f} GB"
+
+
+STEPS = (
+    Step("The order in which the tiles of a product are visited", show_orders),
+    Step("What the order costs, predicted before any GPU has run it", show_predictions),
+)
+
+
+def main() -> None:
+    """Runs every step."""
+    console = Console()
+    start = time.perf_counter()
+    for number, step in enumerate(STEPS, 1):
+        console.rule(f"{number} of {len(STEPS)}: {step.title}", align="left")
+        step.show(console)
+        console.print()
+    console.print(f"Done in {time.perf_counter() - start:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

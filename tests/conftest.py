@@ -1,0 +1,76 @@
+"""How the tests run: on the CPU unless a GPU is asked for, strict about dtypes, and repeatable."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Compute capability that each generation starts with: what `pytest.mark.gpu("hopper")` asks for.
+GENERATIONS = {"hopper": "9", "blackwell": "10"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles JAX's and Hypothesis's settings before any test module imports them.
+
+    Each worker of a parallel run comes through here too.
+    """
+    # JAX reads its environment when it is imported, so this would otherwise have no effect.
+    assert "jax" not in sys.modules, "a plugin imported jax before its settings were made"
+    if not _wants_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        # Eight devices, so that sharded operands can be tested on any computer.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+    # An implicit float64 or a silent broadcast is a bug in the op, not a convenience.
+    os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+    # A result from an earlier run must not stand in for a compilation that a test is about.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+    shared = settings(
+        # A busy computer is not a bug.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.register_profile("local", shared)
+    # The same examples every time: a failure there belongs to the commit and not to chance.
+    settings.register_profile("ci", shared, derandomize=True, database=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips, with the reason, the GPU tests that this computer cannot run."""
+    if not _wants_gpu(config):
+        return
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and (reason := _why_not(*marker.args)):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers that are the same in every run."""
+    return np.random.default_rng(0)
+
+
+def _wants_gpu(config: pytest.Config) -> bool:
+    """Whether the expression after -m can select a test that is marked gpu."""
+    expression = config.getoption("markexpr")
+    return "gpu" in expression and "not gpu" not in expression
+
+
+def _why_not(generation: str | None = None) -> str | None:
+    """Returns why a GPU test cannot run here, or None if it can."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return "no NVIDIA GPU"
+    if generation is None:
+        return None
+    device = jax.devices()[0]
+    major = str(device.compute_capability).partition(".")[0]
+    if major != GENERATIONS[generation]:
+        return f"{device.device_kind} is not a {generation} GPU"
+    return None

@@ -1,0 +1,56 @@
+"""The demo: every step runs, and shows what it says."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from bench import demo
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console of which the output can be read."""
+    return Console(file=io.StringIO(), width=80)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_order_is_drawn_within_a_terminal(console: Console) -> None:
+    demo.show_orders(console)
+    picture = shown(console)
+    for orders in demo.PICTURED:
+        assert all(order in picture for order in orders)
+    assert max(len(line) for line in picture.splitlines()) <= 80
+
+
+def test_a_coloured_picture_is_the_plain_one_with_colours() -> None:
+    plain = demo.side_by_side(("raster", "hilbert"), (3, 5))
+    coloured = demo.side_by_side(("raster", "hilbert"), (3, 5), colour=True)
+    without = Console(file=io.StringIO(), width=200)
+    assert "\x1b[" in coloured
+    with without.capture() as capture:
+        without.print(Text.from_ansi(coloured), end="")
+    assert [line.rstrip() for line in capture.get().splitlines()] == plain.splitlines()
+
+
+def test_every_order_is_predicted_for_every_machine(console: Console) -> None:
+    demo.show_predictions(console)
+    rows = {line.split()[0]: line.split() for line in shown(console).splitlines() if line.split()}
+    for order in demo.COMPARED:
+        # The name, and for each machine a share of hits, a size and its unit.
+        assert len(rows[order]) == 1 + 3 * len(demo.LAUNCHES)
+    for launch in demo.LAUNCHES:
+        assert launch.machine.name in shown(console)
+
+
+def test_the_program_shows_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.main()
+    out = capsys.readouterr().out
+    places = [out.index(step.title) for step in demo.STEPS]
+    assert places == sorted(places)
+    assert "Done in" in out

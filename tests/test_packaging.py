@@ -1,0 +1,171 @@
+"""The wheel: what is in it, and that it works where nothing of the source tree is."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+
+import pytest
+
+import pallas_gemm
+
+ROOT = pathlib.Path(__file__).parent.parent
+# What setuptools reads to build. A copy is built, so that two runs never share a build folder.
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pallas_gemm", "schedules")
+PACKAGES = {"pallas_gemm", "schedules"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Installed:
+    """The wheel, installed in an environment that holds nothing else.
+
+    Attributes:
+        wheel: The file that was installed.
+        python: The environment's interpreter.
+        site: Where the environment keeps its packages.
+        elsewhere: An empty folder outside the source tree.
+    """
+
+    wheel: pathlib.Path
+    python: pathlib.Path
+    site: pathlib.Path
+    elsewhere: pathlib.Path
+
+    def run(self, code: str, *first_on_path: pathlib.Path) -> subprocess.CompletedProcess[str]:
+        """Runs code there.
+
+        NumPy and JAX come from the environment of the tests, which saves installing them again: on
+        PYTHONPATH its folder lends the packages that lie in it, but not this project, which it only
+        knows through a .pth file, and those are not read from PYTHONPATH.
+        """
+        lent = sysconfig.get_paths()["purelib"]
+        path = os.pathsep.join([*map(str, first_on_path), lent])
+        return subprocess.run(
+            [str(self.python), "-c", code],
+            cwd=self.elsewhere,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    # Folders that must stay out, though they look like packages.
+    for stray in ("tests", "bench", "docs"):
+        (source / stray).mkdir()
+        (source / stray / "__init__.py").touch()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    python = folder / "env" / "bin" / "python"
+    install = ["--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*pip, *install], check=True)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    return Installed(wheel, python, site, elsewhere)
+
+
+def test_the_wheel_holds_the_two_packages_and_nothing_else(installed: Installed) -> None:
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        top = {pathlib.PurePath(name).parts[0] for name in wheel.namelist()}
+    version = pallas_gemm.__version__
+    assert top == PACKAGES | {f"pallas_gemm-{version}.dist-info"}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_the_wheel_holds_every_file_of_a_package(installed: Installed, package: str) -> None:
+    suffixes = {".py", ".typed", ".txtpb"}
+    in_tree = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in suffixes or path.name == "py.typed"
+    }
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        in_wheel = {name for name in wheel.namelist() if name.startswith(f"{package}/")}
+    assert in_wheel == in_tree
+    assert f"{package}/py.typed" in in_wheel
+
+
+def test_the_installed_packages_import_from_another_folder(installed: Installed) -> None:
+    done = installed.run(
+        "import pallas_gemm, schedules; "
+        "print(pallas_gemm.__file__, schedules.__file__, pallas_gemm.__version__)"
+    )
+    assert done.returncode == 0, done.stderr
+    op, orders, version = done.stdout.split()
+    assert op == str(installed.site / "pallas_gemm" / "__init__.py")
+    assert orders == str(installed.site / "schedules" / "__init__.py")
+    assert version == pallas_gemm.__version__
+
+
+def test_the_installed_targets_are_found(installed: Installed) -> None:
+    done = installed.run("from pallas_gemm import offline; print(*offline.targets())")
+    assert done.stdout.split() == ["b200", "h100", "h200"], done.stderr
+
+
+def test_no_module_of_schedules_imports_jax(installed: Installed) -> None:
+    # With None in its place, an import of jax raises, even one that is guarded by `try`.
+    done = installed.run(
+        "import importlib, pkgutil, sys\n"
+        "sys.modules['jax'] = None\n"
+        "import schedules\n"
+        "names = [m.name for m in pkgutil.walk_packages(schedules.__path__, 'schedules.')]\n"
+        "for name in names:\n"
+        "    importlib.import_module(name)\n"
+        "print(len(names), sorted(n for n in sys.modules if n.startswith(('jax', 'pallas'))))"
+    )
+    assert done.returncode == 0, done.stderr
+    modules, loaded = done.stdout.split(maxsplit=1)
+    assert int(modules) > 0
+    assert loaded.strip() == "['jax']"
+
+
+def test_importing_the_op_does_not_start_a_device(installed: Installed) -> None:
+    # A platform that does not exist makes the first look for a device fail.
+    done = installed.run(
+        "import os; os.environ['JAX_PLATFORMS'] = 'none_such'\n"
+        "import pallas_gemm, jax\n"
+        "try:\n"
+        "    jax.devices()\n"
+        "except RuntimeError:\n"
+        "    print('no device was asked for')"
+    )
+    assert done.stdout.strip() == "no device was asked for", done.stderr
+
+
+def test_a_foreign_package_named_schedules_is_named(
+    installed: Installed, tmp_path: pathlib.Path
+) -> None:
+    foreign = tmp_path / "schedules" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("def every(minutes): ...\n")
+    done = installed.run("import pallas_gemm", tmp_path)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("ImportError: pallas_gemm needs the package `schedules`")
+    assert str(foreign) in message
+
+
+def test_a_missing_package_inside_schedules_is_not_blamed_on_a_foreign_one(
+    installed: Installed,
+) -> None:
+    done = installed.run("import sys; sys.modules['numpy'] = None; import pallas_gemm")
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert "numpy" in message
+    assert "schedules" not in message

@@ -1,0 +1,83 @@
+"""The README: the files that it names exist, and so do the commands that it gives."""
+
+import pathlib
+import re
+
+import pytest
+import yaml
+
+from bench import demo
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def _section(title: str) -> str:
+    """Returns what stands under a heading, up to the next one."""
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    assert found, f"README.md has no section {title!r}"
+    return found[1]
+
+
+def _mapped() -> list[str]:
+    """Returns the paths of the file map, whose lines are `path  what it is`, indented by folder."""
+    block = re.search(r"```text\n(.*?)```", _section("File map"), re.DOTALL)
+    assert block, "the file map is a block of text"
+    paths, folder = [], ""
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") else ""
+        paths.append(name if name == folder else folder + name)
+    return paths
+
+
+@pytest.mark.parametrize("path", _mapped())
+def test_a_file_of_the_map_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+    assert (ROOT / path).is_dir() == path.endswith("/")
+
+
+@pytest.mark.parametrize("package", ["pallas_gemm", "schedules"])
+def test_the_map_names_every_public_module(package: str) -> None:
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / package).rglob("*.py")
+        if not path.name.startswith("_") or path.name == "__main__.py"
+    }
+    assert modules <= set(_mapped())
+
+
+@pytest.mark.parametrize("orders", demo.PICTURED)
+def test_the_pictures_are_those_that_the_schedules_draw(orders: tuple[str, ...]) -> None:
+    assert demo.side_by_side(orders, demo.PICTURED_GRID) in README
+
+
+def test_the_example_of_orders_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    block = re.search(
+        r"```python\n(.*?)```", _section("Orders, without a GPU and without JAX"), re.DOTALL
+    )
+    assert block
+    exec(block[1], {})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:3]] == ["raster", "swizzle:8", "hilbert"]
+    assert len(printed) == 3 + 8
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", README))))
+def test_a_command_of_the_readme_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)", README))))
+def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+def test_the_workflow_tests_the_release_of_jax_that_is_developed_on() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    default = re.search(r"^DEFAULT_JAX := (\S+)$", MAKEFILE, re.MULTILINE)
+    assert default
+    assert default[1] in workflow["jobs"]["test"]["strategy"]["matrix"]["jax"]
+    assert f'"jax>={default[1]}"' in (ROOT / "pyproject.toml").read_text()
