@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the environment into $(VENV): half a gigabyte, most of it the GPU compiler."
+	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
 	$(BIN)/python -m pip install --disable-pip-version-check \
 	  --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
 	touch $@
