@@ -1,4 +1,4 @@
-"""`Machine`: the few hardware numbers that decide what an order of tiles costs, each with its source."""
+"""`Machine`: the hardware numbers that decide what an order of tiles costs, with their sources."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,18 +18,21 @@ class Machine:
         l2_bytes: The L2 cache as the driver reports it, all partitions together.
         l2_partitions: Into how many parts the L2 is split. Each keeps copies of what its own SMs
             read, so that shared data is held once per partition.
+        gpcs: Graphics processing clusters: groups of SMs that sit beside one partition and whose
+            simultaneous reads of the same data are merged on their way to the L2.
         dram_bytes_per_second: Peak bandwidth of device memory.
         clock_hz: Highest SM clock.
         speed_spread: How much the SMs differ in speed, as a standard deviation relative to the
             mean. It is what a static schedule cannot even out.
-        resident_clusters: Cluster size to how many clusters of that size run at the same time, where
-            that was measured; elsewhere as many as the SMs allow.
+        resident_clusters: Cluster size to how many clusters of that size run at the same time,
+            where that was measured; elsewhere as many as the SMs allow.
     """
 
     name: str
     sms: int
     l2_bytes: int
     l2_partitions: int
+    gpcs: int
     dram_bytes_per_second: float
     clock_hz: float
     speed_spread: float = 0.0
@@ -39,6 +42,11 @@ class Machine:
         _check.positive_int("sms", self.sms)
         _check.int_at_least("l2_bytes", self.l2_bytes, 0)
         _check.positive_int("l2_partitions", self.l2_partitions)
+        _check.positive_int("gpcs", self.gpcs)
+        if self.gpcs % self.l2_partitions:
+            raise ValueError(
+                f"gpcs must be a multiple of l2_partitions={self.l2_partitions}, got {self.gpcs}"
+            )
         for argument in ("dram_bytes_per_second", "clock_hz"):
             value = getattr(self, argument)
             if not value > 0:
@@ -63,19 +71,21 @@ class Machine:
 
 # SMs, L2 size, bandwidth and clock of the H100 and the B200: the device descriptions that XLA
 # publishes with its compiler (h100_sxm.txtpb, b200.txtpb), which hold what the CUDA driver reports.
-# The two partitions: the A100 and H100 white papers, and NVIDIA's answer in its developer forum that
-# on GH100 and GB100 a read of memory attached to the other partition first looks into a local slice
-# (the local caching node) and then goes over the L2 fabric to the slice that owns the line.
+# Two partitions beside four GPCs each: NVIDIA's answer in its developer forum ("NCU L2 metric
+# understanding"), which adds that on GH100 and GB100 a read of memory attached to the other
+# partition first looks into a local slice (the local caching node) and then goes over the L2 fabric
+# to the slice that owns the line.
 H100 = Machine(
     name="H100",
     sms=132,
     l2_bytes=52_428_800,
     l2_partitions=2,
+    gpcs=8,
     dram_bytes_per_second=3.352e12,
     clock_hz=1.98e9,
 )
 
-# The driver of an H200 reports 60 MB of L2 (torch prints `L2_cache_size=60MB`): all twelve memory
+# The driver of an H200 reports 60 MB of L2 (torch prints `L2_cache_size=60MB`): twelve memory
 # controllers of the die are on, where an H100 has ten. XLA's h200.txtpb repeats the H100's 50 MB.
 # Bandwidth: NVIDIA's data sheet. Clusters: `cudaOccupancyMaxActiveClusters` on one H200, 384 threads
 # and 227 KB of shared memory per CTA.
@@ -84,21 +94,28 @@ H200 = Machine(
     sms=132,
     l2_bytes=62_914_560,
     l2_partitions=2,
+    gpcs=8,
     dram_bytes_per_second=4.8e12,
     clock_hz=1.98e9,
-    resident_clusters=MappingProxyType({1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}),
+    resident_clusters=MappingProxyType(
+        {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}
+    ),
 )
 
-# Two dies: how far an SM is from its data differs more than on one die, which the B200 matmul article
-# names as a reason for SMs to run apart. The spread is the model's estimate (docs/schedule-model.md).
+# Two dies: the B200 matmul article names the latency between them as a reason for SMs to run apart.
+# The spread comes from its speeds at 8192 cubed: 1408.9 TFLOP/s with tiles dealt out beforehand,
+# 1646.7 with tiles handed to whoever is free. The slowest of 74 workers ends the first; the largest
+# of 74 normal draws is 2.4 deviations out. So 1646.7 / 1408.9 - 1 = 16.9%, less 1.2% for the last
+# wave (13.84 waves take the time of 14), is 2.4 spreads.
 B200 = Machine(
     name="B200",
     sms=148,
     l2_bytes=132_644_864,
     l2_partitions=2,
+    gpcs=8,
     dram_bytes_per_second=7.672e12,
     clock_hz=1.965e9,
-    speed_spread=0.035,
+    speed_spread=0.065,
 )
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(

@@ -8,7 +8,7 @@ shows what it predicts beside what was measured, and where it misses.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -33,8 +33,14 @@ Persistence = Literal["none", "static", "dynamic"]
 SECTOR_BYTES = 32
 """What the L2 counts in."""
 
-_SEED = 0
-"""One seed for every prediction: the same question has the same answer."""
+_SMS_OF_A_PAIR = 2
+"""SMs of a texture processing cluster (TPC)."""
+
+_DRAWS = 4
+"""Runs that a prediction is the mean of: workers get out of step differently in each."""
+
+_TILES_IN_ALL = 2**14
+"""Many tiles make a run a mean of its own, so larger problems take fewer runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Prediction:
     balance: float
 
 
-def predict(
+def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a keyword
     schedule: Schedule,
     *,
     machine: Machine,
@@ -119,68 +125,101 @@ def predict(
         out_itemsize=out_itemsize,
         batch=batch,
     )
-    clusters = _concurrency(machine, cluster, workers)
-    ctas = 1 if multicast else cluster[0] * cluster[1]
-    cache = _simulated(problem, machine, clusters, ctas, dealt=persistence == "static")
-    return _summary(problem, cache, clusters * ctas, clusters)
+    crew = _Crew.checked(machine, cluster, workers, multicast)
+    draws = max(1, min(_DRAWS, _TILES_IN_ALL // problem.tiles))
+    # Seeded by the number of the draw: the same question always has the same answer.
+    caches = [
+        _simulated(problem, machine, crew, persistence == "static", seed) for seed in range(draws)
+    ]
+    return _summary(problem, caches, crew)
 
 
-def _concurrency(machine: Machine, cluster: tuple[int, int], workers: int | None) -> int:
-    """Returns how many clusters run at the same time."""
-    if not isinstance(machine, Machine):
-        raise ValueError(f"machine must be a Machine such as machines.H200, got {machine!r}")
-    limit = machine.concurrency(cluster[0] * cluster[1])
-    if workers is None:
-        return limit
-    if _check.positive_int("workers", workers) > limit:
-        raise ValueError(
-            f"workers must be at most the {limit} clusters of {cluster[0]} x {cluster[1]} CTAs "
-            f"that {machine.name} runs at the same time, got {workers}"
-        )
-    return workers
+@dataclasses.dataclass(frozen=True)
+class _Crew:
+    """The clusters that run at the same time.
+
+    Attributes:
+        clusters: How many.
+        size: CTAs of each.
+        walking: How many walk through the tiles at a pace of their own: the clusters, or without
+            multicast, which ties a cluster's CTAs together, all of their CTAs.
+    """
+
+    clusters: int
+    size: int
+    walking: int
+
+    @classmethod
+    def checked(
+        cls, machine: Machine, cluster: tuple[int, int], workers: int | None, multicast: bool
+    ) -> Self:
+        """Returns the crew, or raises a `ValueError` that names the argument at fault."""
+        if not isinstance(machine, Machine):
+            raise ValueError(f"machine must be a Machine such as machines.H200, got {machine!r}")
+        size = cluster[0] * cluster[1]
+        limit = machine.concurrency(size)
+        clusters = limit if workers is None else _check.positive_int("workers", workers)
+        if clusters > limit:
+            raise ValueError(
+                f"workers must be at most the {limit} clusters of {cluster[0]} x {cluster[1]} CTAs "
+                f"that {machine.name} runs at the same time, got {workers}"
+            )
+        return cls(clusters, size, clusters if multicast else clusters * size)
+
+    def gpcs(self, machine: Machine, rng: np.random.Generator) -> list[int]:
+        """Returns the GPC of each that walks: CTAs that follow each other share a pair of SMs.
+
+        Where a pair is, is not documented: each GPC gets its share of them, at random.
+        """
+        together = max(1, _SMS_OF_A_PAIR // self.size)
+        pairs = math.ceil(self.clusters / together)
+        places = rng.permutation(np.arange(pairs) % machine.gpcs).repeat(together)
+        return places[: self.clusters].repeat(self.walking // self.clusters).tolist()
 
 
 def _simulated(
-    problem: Problem, machine: Machine, clusters: int, ctas: int, *, dealt: bool
+    problem: Problem, machine: Machine, crew: _Crew, dealt: bool, seed: int
 ) -> SplitCache:
-    """Returns the cache after the run."""
-    rng = np.random.default_rng(_SEED)
-    # Which SM a worker lands on is not ours to know: each partition gets its share, at random.
-    # All CTAs of a cluster sit in one processing cluster, hence beside the same partition.
-    sides = rng.permutation(np.arange(clusters) % machine.l2_partitions).repeat(ctas)
-    owners = rng.integers(machine.l2_partitions, size=problem.blocks).tolist()
-    cache = SplitCache(machine.l2_bytes * problem.stretches, owners, machine.l2_partitions)
+    """Returns the cache after one run."""
+    rng = np.random.default_rng(seed)
+    gpcs = crew.gpcs(machine, rng)
+    cache = SplitCache(
+        machine.l2_bytes * problem.stretches,
+        rng.integers(machine.l2_partitions, size=problem.blocks).tolist(),
+        partitions=machine.l2_partitions,
+        groups=machine.gpcs,
+    )
     pace = pace_of(
-        problem.tiles,
-        clusters * ctas,
-        loads_per_step=1 / problem.tile[0] + 1 / problem.tile[1],
+        tiles=problem.tiles,
+        workers=crew.walking,
+        loads=1 / problem.tile[0] + 1 / problem.tile[1],
         k=problem.k,
         speed_spread=machine.speed_spread,
         rng=rng,
     )
-    simulate(problem.launch(sides.tolist(), dealt=dealt), pace, cache)
+    simulate(problem.launch(gpcs, dealt=dealt), pace, cache)
     return cache
 
 
-def _summary(problem: Problem, cache: SplitCache, workers: int, clusters: int) -> Prediction:
-    """Returns the cache's counters in bytes and sectors, and how the tiles fill the waves."""
-
-    def in_bytes(size: int) -> int:
-        return round(size / problem.stretches)
-
-    looked_up = cache.read + cache.fabric + cache.written
-    waves = math.ceil(problem.tiles / workers)
+def _summary(problem: Problem, caches: list[SplitCache], crew: _Crew) -> Prediction:
+    """Returns the mean of the runs in bytes and sectors, and how the tiles fill the waves."""
+    read, merged, fabric, dram, written = (
+        sum(getattr(cache, counter) for cache in caches) / (len(caches) * problem.stretches)
+        for counter in ("read", "merged", "fabric", "dram", "written")
+    )
+    looked_up = read + fabric + written
+    waves = math.ceil(problem.tiles / crew.walking)
     return Prediction(
-        l2_sectors=round(in_bytes(looked_up) / SECTOR_BYTES),
-        l2_hit_rate=1 - (cache.fabric + cache.dram) / looked_up,
-        requested_bytes=in_bytes(cache.read + cache.merged),
-        merged_bytes=in_bytes(cache.merged),
-        fabric_bytes=in_bytes(cache.fabric),
-        dram_read_bytes=in_bytes(cache.dram),
-        dram_write_bytes=in_bytes(cache.written),
+        l2_sectors=round(looked_up / SECTOR_BYTES),
+        l2_hit_rate=1 - (fabric + dram) / looked_up,
+        requested_bytes=round(read + merged),
+        merged_bytes=round(merged),
+        fabric_bytes=round(fabric),
+        dram_read_bytes=round(dram),
+        dram_write_bytes=round(written),
         compulsory_read_bytes=problem.operand_bytes,
-        concurrency=clusters,
+        concurrency=crew.clusters,
         waves=waves,
-        tail=1 - (problem.tiles - (waves - 1) * workers) / workers,
-        balance=problem.tiles / (waves * workers),
+        tail=1 - (problem.tiles - (waves - 1) * crew.walking) / crew.walking,
+        balance=problem.tiles / (waves * crew.walking),
     )

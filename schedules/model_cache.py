@@ -16,7 +16,7 @@ class SplitCache:
     the fabric and looks a second time, in the owner, and leaves a copy behind. So one block that
     all SMs read is held once per partition, and one miss can count twice.
 
-    A read of a block that the same partition is already waiting for is merged into the request
+    A read of a block that the same group of SMs is already waiting for is merged into the request
     under way, as the coalescer between the SMs and the L2 does: it counts as no request at all.
 
     Attributes:
@@ -27,38 +27,43 @@ class SplitCache:
         written: Size of all writes.
     """
 
-    def __init__(self, capacity: int, owners: Sequence[int], partitions: int) -> None:
+    def __init__(
+        self, capacity: int, owners: Sequence[int], *, partitions: int, groups: int
+    ) -> None:
         """Starts empty.
 
         Args:
             capacity: Size of all partitions together.
             owners: For each block, the partition its memory is attached to.
             partitions: How many partitions there are.
+            groups: How many groups of SMs; group g sits beside partition `g % partitions`.
         """
         self.read = self.merged = self.fabric = self.dram = self.written = 0
         self._owners = owners
+        self._partitions = partitions
         self._capacity = capacity // partitions
         self._resident: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(partitions)]
         self._used = [0] * partitions
-        self._under_way: list[dict[int, float]] = [{} for _ in range(partitions)]
+        self._under_way: list[dict[int, float]] = [{} for _ in range(groups)]
 
-    def load(self, block: int, size: int, side: int, now: float, until: float) -> int:
-        """Reads a block for an SM beside partition `side`; returns where the read was answered.
+    def load(self, block: int, size: int, group: int, now: float, until: float) -> int:
+        """Reads a block for an SM of a group; returns where the read was answered.
 
         Args:
             block: Which block.
             size: Its size.
-            side: The partition of the SM that reads.
+            group: The group of the SM that reads.
             now: When the read is issued.
             until: Till when later reads may join it; not after `now` for one that none may join.
         """
-        under_way = self._under_way[side]
+        under_way = self._under_way[group]
         if until > now:
             if under_way.get(block, now) > now:
                 self.merged += size
                 return MERGED
             under_way[block] = until
         self.read += size
+        side = group % self._partitions
         near = self._resident[side]
         if block in near:
             near.move_to_end(block)

@@ -44,7 +44,10 @@ def log_swizzle_reuse(log: int, tiles_m: int, tiles_n: int) -> int:
         ValueError: An argument is not an integer in its range.
     """
     log = _check.int_at_least("log", log, 0)
-    tiles_m, tiles_n = _check.positive_int("tiles_m", tiles_m), _check.positive_int("tiles_n", tiles_n)
+    tiles_m, tiles_n = (
+        _check.positive_int("tiles_m", tiles_m),
+        _check.positive_int("tiles_n", tiles_n),
+    )
     return min(1 << log, tiles_m) + min(1 << log, tiles_n) - 1
 
 

@@ -4,23 +4,29 @@ import dataclasses
 
 import numpy as np
 
-STALL_PER_MISS = 0.08
-"""How much longer a stretch of K takes when all of it comes from device memory.
+STEP = 64
+"""The K step of the measured kernels, in elements: the unit of the times below."""
+
+STALL_PER_MISS = 0.075
+"""How much longer a step takes whose operands come from device memory.
 
 The worker that reads a stripe first pays this; those that follow find it in the L2 and catch up.
-That is what keeps workers together that share a stripe."""
+That is what holds workers together that share a stripe."""
 
-TIME_SPREAD = 2.7
-"""How much the time of a tile varies, per element of a tile's side (a standard deviation).
+STEP_SPREAD = 30.0
+"""How much the time of a step varies, as a standard deviation, per load and multiply-add.
 
-Queues in front of the L2 disturb a worker in proportion to what it asks for: to the bytes per
-multiply-add, which for a tile of M x N is `1/M + 1/N`. A 128 x 128 tile varies by 4%."""
+The queues in front of the L2 disturb a worker in proportion to what it asks for, which for a tile
+of M x N elements is `1/M + 1/N` loads per multiply-add: 0.47 for 128 x 128. The steps of a tile
+vary independently, so a tile of 128 such steps varies by 4%."""
 
-STEPS_UNDER_WAY = 0.6
-"""How long a request is under way, in K steps of `STEP` elements: others may join it till then."""
+STEPS_UNDER_WAY = 2.0
+"""For how many steps a read is under way, so that another may join it.
 
-STEP = 64
-"""The K step of the measured kernels, in elements."""
+A ring of slots in shared memory asks for a step's operands a few steps before they are used."""
+
+LONGEST_UNDER_WAY = 0.25
+"""The same as a part of a tile, at most: no worker ever joins a read of its own last tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Pace:
         worker: Relative time that each worker takes for a tile.
         tile: Relative time that each tile takes.
         stall: Relative delay of a stretch of K that comes from device memory.
-        under_way: How long a request is under way.
+        under_way: How long a read is under way.
     """
 
     worker: list[float]
@@ -41,10 +47,10 @@ class Pace:
 
 
 def pace_of(
+    *,
     tiles: int,
     workers: int,
-    *,
-    loads_per_step: float,
+    loads: float,
     k: int,
     speed_spread: float,
     rng: np.random.Generator,
@@ -54,19 +60,20 @@ def pace_of(
     Args:
         tiles: Tiles of the launch.
         workers: Workers that run at the same time.
-        loads_per_step: Elements that a worker reads per multiply-add.
+        loads: Elements that a worker reads per multiply-add.
         k: Extent of the contraction.
-        speed_spread: Standard deviation of the speed of a worker.
+        speed_spread: Standard deviation of the time that different workers take for a tile.
         rng: Where the randomness comes from.
     """
-    # Halving the normal's tails keeps every duration positive, however wide the spread.
-    def durations(count: int, spread: float) -> list[float]:
-        drawn = 1 + spread * rng.standard_normal(count)
-        return np.clip(drawn, 0.5, 1.5).tolist()
 
+    def durations(count: int, spread: float) -> list[float]:
+        # No tile takes no time, however widely a very short one varies.
+        return np.clip(1 + spread * rng.standard_normal(count), 0.5, 1.5).tolist()
+
+    steps = k / STEP
     return Pace(
         worker=durations(workers, speed_spread),
-        tile=durations(tiles, TIME_SPREAD * loads_per_step),
+        tile=durations(tiles, STEP_SPREAD * loads / steps**0.5),
         stall=STALL_PER_MISS,
-        under_way=min(STEPS_UNDER_WAY * STEP / k, 1.0),
+        under_way=min(STEPS_UNDER_WAY / steps, LONGEST_UNDER_WAY),
     )

@@ -11,7 +11,13 @@ from schedules.model_run import Launch, Stripes
 from schedules.table import Int32Array, Schedule
 
 STRETCHES = 16
-"""Stretches along K in which a tile is simulated; more of them change a prediction by under 3%."""
+"""Stretches along K in which a tile is simulated, at most."""
+
+FEWEST_STRETCHES = 4
+"""As many as a large problem gets; its many tiles make up for the coarse steps."""
+
+STRETCHES_IN_ALL = 2**18
+"""How many a simulation may take before tiles get fewer of them: about half a second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +73,17 @@ class Problem:
             # Each CTA reads for itself, like a worker of its own beside the others of its cluster.
             grid = grid[0] * cluster_m, grid[1] * cluster_n
             order = _ctas_of(order, cluster_m, cluster_n)
+        batch = _check.positive_int("batch", batch)
         return cls(
             grid=grid,
             order=order,
             tile=(tile_m, tile_n),
             k=k,
-            stretches=min(STRETCHES, math.ceil(k / k_block)),
+            stretches=min(math.ceil(k / k_block), _stretches(len(order) * batch)),
             joinable=(not multicast or cluster_n == 1, not multicast or cluster_m == 1),
             itemsize=_check.positive_int("itemsize", itemsize),
             out_itemsize=_check.positive_int("out_itemsize", out_itemsize),
-            batch=_check.positive_int("batch", batch),
+            batch=batch,
         )
 
     @property
@@ -105,11 +112,11 @@ class Problem:
         """Blocks that the run touches: stretches of A and B, and output tiles."""
         return self.batch * sum(self.grid) * self.stretches + self.tiles
 
-    def launch(self, sides: list[int], *, dealt: bool) -> Launch:
+    def launch(self, groups: list[int], *, dealt: bool) -> Launch:
         """Returns the run. Its sizes count `1 / stretches` of a byte, so that all are whole.
 
         Args:
-            sides: For each worker, the partition of the L2 it sits beside.
+            groups: For each worker, the group of SMs it belongs to.
             dealt: Whether the tiles are dealt out beforehand.
         """
         problem = np.arange(self.batch)[:, None]
@@ -127,7 +134,7 @@ class Problem:
             stretches=self.stretches,
             first_output=self.blocks - self.tiles,
             output_size=self.output_bytes * self.stretches,
-            sides=sides,
+            groups=groups,
             dealt=dealt,
         )
 
@@ -139,8 +146,13 @@ def positive_ints(argument: str, value: object, count: int) -> tuple[int, ...]:
     return tuple(_check.positive_int(f"{argument}[{i}]", part) for i, part in enumerate(value))
 
 
+def _stretches(tiles: int) -> int:
+    """Returns how many stretches along K a tile is worth, for a simulation that ends soon."""
+    return max(FEWEST_STRETCHES, min(STRETCHES, STRETCHES_IN_ALL // tiles))
+
+
 def _ctas_of(order: Int32Array, cluster_m: int, cluster_n: int) -> Int32Array:
-    """Returns the order of output tiles when each cluster tile is `cluster_m x cluster_n` of them."""
+    """Returns the order of output tiles, `cluster_m x cluster_n` of them in each cluster tile."""
     row, col = np.divmod(np.arange(cluster_m * cluster_n, dtype=np.int32), cluster_n)
     corner = order * np.array([cluster_m, cluster_n], np.int32)
     return (corner[:, None, :] + np.stack([row, col], axis=1)).reshape(-1, 2)

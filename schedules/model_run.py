@@ -1,4 +1,4 @@
-"""The run that the model simulates: workers that walk along K, stretch by stretch, through the L2."""
+"""The run that the model simulates: workers that walk along K and read through the L2."""
 
 import dataclasses
 import heapq
@@ -34,7 +34,7 @@ class Launch:
         stretches: Stretches along K of every tile.
         first_output: The block of the first output tile; the others follow in visiting order.
         output_size: Size of the output of one tile.
-        sides: For each worker, the partition of the L2 it sits beside.
+        groups: For each worker, the group of SMs it belongs to.
         dealt: Whether tile t is worker `t % workers`'s own; else the first that is free takes it.
     """
 
@@ -42,7 +42,7 @@ class Launch:
     stretches: int
     first_output: int
     output_size: int
-    sides: list[int]
+    groups: list[int]
     dealt: bool
 
 
@@ -52,7 +52,7 @@ def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> None:
     Each worker is an event in a queue ordered by time: it reads one stretch of both operands, and
     comes back when that stretch is computed.
     """
-    workers, tiles = len(launch.sides), len(pace.tile)
+    workers, tiles = len(launch.groups), len(pace.tile)
     queue = [(0.0, worker) for worker in range(workers)]
     tile = [worker - workers for worker in range(workers)]
     stretch = [launch.stretches] * workers
@@ -72,7 +72,7 @@ def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> None:
         for operand in launch.operands:
             block = operand.first_block[current] + stretch[worker]
             until = now + pace.under_way if operand.joinable else now
-            if cache.load(block, operand.size, launch.sides[worker], now, until) == DRAM:
+            if cache.load(block, operand.size, launch.groups[worker], now, until) == DRAM:
                 stall += operand.share * pace.stall
         stretch[worker] += 1
         busy = pace.worker[worker] * pace.tile[current] + stall
