@@ -85,10 +85,10 @@ H100 = Machine(
     clock_hz=1.98e9,
 )
 
-# The driver of an H200 reports 60 MB of L2 (torch prints `L2_cache_size=60MB`): twelve memory
+# The driver of an H200 reports 60 MB of L2 (torch prints `L2_cache_size=60MB`): all twelve memory
 # controllers of the die are on, where an H100 has ten. XLA's h200.txtpb repeats the H100's 50 MB.
-# Bandwidth: NVIDIA's data sheet. Clusters: `cudaOccupancyMaxActiveClusters` on one H200, 384 threads
-# and 227 KB of shared memory per CTA.
+# Bandwidth: NVIDIA's data sheet. Clusters: `cudaOccupancyMaxActiveClusters` on one H200, for CTAs
+# of 384 threads and 227 KB of shared memory.
 H200 = Machine(
     name="H200",
     sms=132,

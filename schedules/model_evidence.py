@@ -1,6 +1,7 @@
 """What profilers counted on real GPUs, beside what the model says about the same launches."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from schedules import spec
 from schedules.machines import B200, H100, H200, Machine
@@ -112,16 +113,21 @@ MEASUREMENTS: tuple[Measurement, ...] = (
 """Every launch whose counters the model is held to."""
 
 
-def table() -> str:
-    """Returns the measurements beside the predictions, as a table in Markdown."""
+def table(predictions: Sequence[Prediction] | None = None) -> str:
+    """Returns the measurements beside the predictions, as a table in Markdown.
+
+    Args:
+        predictions: One for each of `MEASUREMENTS`, if they have been made already.
+    """
+    if predictions is None:
+        predictions = [case.predicted() for case in MEASUREMENTS]
     lines = [
         "| kernel | order | hit rate | model | off by | sectors | model | off by "
         "| DRAM read | model | off by |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     kernel = None
-    for case in MEASUREMENTS:
-        prediction = case.predicted()
+    for case, prediction in zip(MEASUREMENTS, predictions, strict=True):
         cells = [
             "" if case.kernel == kernel else case.kernel.name,
             case.label,

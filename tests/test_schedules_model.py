@@ -1,0 +1,367 @@
+"""The model where exact answers are known: limits, identities, bad input, and how long it takes."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedules
+from schedules import model, model_problem
+from schedules.model import H100, H200, Machine, Prediction, predict
+
+TILE = (64, 32, 16)
+PROBLEM_K = 256
+A_STRIPE, B_STRIPE, OUTPUT = 64 * 256 * 2, 32 * 256 * 2, 64 * 32 * 2
+"""Bytes that a tile of `TILE` reads of A and of B, and writes."""
+
+
+def machine(l2_bytes: int, *, sms: int = 8, partitions: int = 1, gpcs: int = 4) -> Machine:
+    return Machine("test", sms, l2_bytes, partitions, gpcs, 1e12, 1e9)
+
+
+def predicted(order: str, rows: int, cols: int, on: Machine, **options: Any) -> Prediction:
+    schedule = schedules.build(order, rows, cols)
+    return predict(schedule, machine=on, **({"tile": TILE, "k": PROBLEM_K} | options))
+
+
+# Limits.
+
+
+@pytest.mark.parametrize("order", ["raster", "hilbert", "swizzle:3"])
+@pytest.mark.parametrize("persistence", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_when_everything_fits_only_compulsory_bytes_are_read(
+    order: str, persistence: str, partitions: int
+) -> None:
+    on = machine(2**30, partitions=partitions)
+    result = predicted(order, 7, 9, on, persistence=persistence)
+    assert result.dram_read_bytes == 7 * A_STRIPE + 9 * B_STRIPE == result.compulsory_read_bytes
+
+
+@pytest.mark.parametrize("options", [{"cluster": (2, 1)}, {"cluster": (2, 2), "multicast": False}])
+def test_compulsory_bytes_cover_clusters_and_batches(options: dict[str, Any]) -> None:
+    result = predicted("hilbert", 4, 5, machine(2**30), batch=3, **options)
+    rows, cols = options["cluster"]
+    assert result.dram_read_bytes == 3 * (4 * rows * A_STRIPE + 5 * cols * B_STRIPE)
+    assert result.dram_write_bytes == 3 * 20 * rows * cols * OUTPUT
+
+
+def test_without_a_cache_one_worker_reads_every_stripe_from_memory() -> None:
+    result = predicted("raster", 5, 6, machine(0), workers=1)
+    assert result.dram_read_bytes == 30 * (A_STRIPE + B_STRIPE) == result.requested_bytes
+    assert result.merged_bytes == 0
+    written = 30 * OUTPUT
+    assert result.l2_hit_rate == pytest.approx(written / (written + result.requested_bytes))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rows_read"),
+    [
+        # What comes between two reads of the same block of A: a stripe of each operand, an output.
+        (A_STRIPE + B_STRIPE + OUTPUT, 5),
+        (A_STRIPE + B_STRIPE + OUTPUT - 1, 30),
+    ],
+)
+def test_one_worker_keeps_a_row_exactly_when_a_step_of_the_row_fits(
+    capacity: int, rows_read: int
+) -> None:
+    result = predicted("raster", 5, 6, machine(capacity), workers=1)
+    assert result.dram_read_bytes == rows_read * A_STRIPE + 30 * B_STRIPE
+
+
+def test_workers_in_step_share_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("schedules.model_pace.STEP_SPREAD", 0.0)
+    # One wave, one GPC: all reads of a block come at the same time, so one of them is made.
+    result = predicted("raster", 2, 4, machine(0, gpcs=1))
+    assert result.dram_read_bytes == 2 * A_STRIPE + 4 * B_STRIPE
+    assert result.merged_bytes == 8 * (A_STRIPE + B_STRIPE) - result.dram_read_bytes
+
+
+def test_a_block_that_both_partitions_read_crosses_the_fabric_once() -> None:
+    # Fifteen columns move on by one worker per row: all read each stripe, one side does not own it.
+    result = predicted("raster", 16, 15, machine(2**30, partitions=2))
+    assert result.fabric_bytes == result.dram_read_bytes == result.compulsory_read_bytes
+    assert predicted("raster", 16, 15, machine(2**30)).fabric_bytes == 0
+
+
+def test_a_multicast_is_counted_once_and_nothing_else_is_left_out() -> None:
+    on = machine(2**20)
+    cast = predicted("raster", 4, 4, on, cluster=(2, 1))
+    plain = predicted("raster", 4, 4, on, cluster=(2, 1), multicast=False)
+    assert cast.requested_bytes == 16 * (2 * A_STRIPE + B_STRIPE)
+    assert plain.requested_bytes == 16 * 2 * (A_STRIPE + B_STRIPE)
+    assert cast.dram_write_bytes == plain.dram_write_bytes
+
+
+def test_without_multicast_a_cluster_is_its_tiles_one_by_one() -> None:
+    grid_of_tiles = model_problem._ctas_of(schedules.raster(2, 2).order, 2, 1)
+    assert grid_of_tiles.tolist() == [
+        [0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [3, 0], [2, 1], [3, 1],
+    ]  # fmt: skip
+
+
+# Waves.
+
+
+def test_waves_tail_and_balance_of_64_by_64_tiles() -> None:
+    result = predicted("hilbert", 64, 64, H100, tile=(128, 128, 64), k=64)
+    assert result.concurrency == 132
+    assert result.waves == 32
+    # 31 full waves leave 4 tiles.
+    assert result.tail == pytest.approx(128 / 132)
+    assert result.balance == pytest.approx(4096 / (32 * 132))
+
+
+def test_full_waves_have_no_tail() -> None:
+    result = predicted("raster", 8, 8, machine(2**20))
+    assert (result.waves, result.tail, result.balance) == (8, 0, 1)
+
+
+def test_fewer_tiles_than_workers_leave_workers_idle() -> None:
+    result = predicted("raster", 1, 2, machine(2**20))
+    assert (result.waves, result.tail, result.balance) == (1, 0.75, 0.25)
+
+
+def test_no_more_clusters_than_are_resident() -> None:
+    assert predicted("raster", 8, 8, H200, cluster=(2, 2)).concurrency == 30
+    assert predicted("raster", 8, 8, H200, cluster=(2, 1), workers=64).concurrency == 64
+
+
+def test_an_order_handed_out_by_hardware_is_dynamic() -> None:
+    options = {"tile": (128, 128, 64), "k": 512}
+    runs = [
+        predicted("hilbert", 20, 20, H100, persistence=persistence, **options)
+        for persistence in ("none", "dynamic", "static")
+    ]
+    assert runs[0] == runs[1]
+    assert runs[1] != runs[2]
+
+
+# Properties.
+
+launches = st.fixed_dictionaries(
+    {
+        "order": st.sampled_from(["raster", "raster:cols", "hilbert", "swizzle:3:cols"]),
+        "rows": st.integers(1, 12),
+        "cols": st.integers(1, 12),
+        "on": st.builds(
+            machine,
+            st.integers(0, 2**20),
+            sms=st.integers(4, 12),
+            partitions=st.sampled_from([1, 2]),
+        ),
+        "k": st.integers(1, 300),
+        "cluster": st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+        "multicast": st.booleans(),
+        "persistence": st.sampled_from(["none", "static", "dynamic"]),
+        "batch": st.integers(1, 2),
+    }
+)
+
+
+@given(launches)
+@settings(max_examples=40)
+def test_bytes_add_up(launch: dict[str, Any]) -> None:
+    result = predicted(**launch)
+    looked_up = result.requested_bytes - result.merged_bytes
+    assert 0 <= result.merged_bytes < result.requested_bytes
+    assert 0 <= result.fabric_bytes <= looked_up
+    # Each byte count is rounded by itself, from a mean of several runs.
+    assert result.compulsory_read_bytes - 1 <= result.dram_read_bytes <= looked_up + 1
+    sectors = (looked_up + result.fabric_bytes + result.dram_write_bytes) / 32
+    assert result.l2_sectors == pytest.approx(sectors, abs=1)
+    misses = (result.fabric_bytes + result.dram_read_bytes) / 32
+    assert result.l2_hit_rate == pytest.approx(1 - misses / sectors, abs=1 / sectors)
+    assert 0 <= result.l2_hit_rate <= 1
+    assert 0 <= result.tail < 1
+    assert 0 < result.balance <= 1
+
+
+@given(launches)
+@settings(max_examples=10)
+def test_the_same_question_has_the_same_answer(launch: dict[str, Any]) -> None:
+    assert predicted(**launch) == predicted(**launch)
+
+
+@given(
+    order=st.sampled_from(["raster", "hilbert", "swizzle:3"]),
+    rows=st.integers(1, 10),
+    cols=st.integers(1, 10),
+    sizes=st.tuples(st.integers(0, 2**19), st.integers(0, 2**19)),
+)
+@settings(max_examples=30)
+def test_a_larger_cache_never_reads_more_for_one_worker(
+    order: str, rows: int, cols: int, sizes: tuple[int, int]
+) -> None:
+    small, large = (
+        predicted(order, rows, cols, machine(size), workers=1).dram_read_bytes
+        for size in sorted(sizes)
+    )
+    assert large <= small
+
+
+def test_what_is_asked_for_does_not_depend_on_the_order() -> None:
+    on = machine(2**18)
+    asked = {
+        predicted(order, 9, 7, on).requested_bytes for order in ("raster", "hilbert", "swizzle:2")
+    }
+    assert asked == {63 * (A_STRIPE + B_STRIPE)}
+
+
+def test_item_sizes_scale_the_bytes() -> None:
+    two, four = (
+        predicted("raster", 4, 4, machine(2**30), itemsize=size, out_itemsize=2 * size)
+        for size in (2, 4)
+    )
+    assert four.dram_read_bytes == 2 * two.dram_read_bytes
+    assert four.dram_write_bytes == 2 * two.dram_write_bytes == 4 * 16 * OUTPUT
+
+
+# How fine and how fast.
+
+
+@pytest.mark.parametrize(
+    ("order", "on", "options"),
+    [
+        ("raster", H200, {"tile": (256, 128, 64)}),
+        ("hilbert", H200, {"tile": (256, 128, 64), "cluster": (1, 2)}),
+        ("swizzle:24", H100, {"tile": (128, 256, 64), "persistence": "dynamic"}),
+    ],
+)
+def test_finer_stretches_hardly_change_a_prediction(
+    order: str, on: Machine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, cols = (
+        8192 // (options["tile"][side] * options.get("cluster", (1, 1))[side]) for side in range(2)
+    )
+    coarse = predicted(order, rows, cols, on, k=8192, **options)
+    monkeypatch.setattr(model_problem, "STRETCHES", 4 * model_problem.STRETCHES)
+    monkeypatch.setattr(model_problem, "STRETCHES_IN_ALL", 4 * model_problem.STRETCHES_IN_ALL)
+    fine = predicted(order, rows, cols, on, k=8192, **options)
+    assert fine != coarse
+    assert fine.l2_hit_rate == pytest.approx(coarse.l2_hit_rate, abs=0.01)
+    assert fine.l2_sectors == pytest.approx(coarse.l2_sectors, rel=0.02)
+    assert fine.dram_read_bytes == pytest.approx(coarse.dram_read_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(("size", "limit_seconds"), [(8192, 1.0), (16384, 5.0)])
+def test_a_prediction_takes_no_longer_than_promised(size: int, limit_seconds: float) -> None:
+    order = schedules.hilbert(size // 128, size // 128)
+    start = time.process_time()
+    predict(order, machine=H100, tile=(128, 128, 64), k=size)
+    assert time.process_time() - start < limit_seconds
+
+
+def test_a_huge_launch_still_ends() -> None:
+    start = time.process_time()
+    predict(schedules.raster(512, 512), machine=H100, tile=(16, 16, 64), k=8192)
+    assert time.process_time() - start < 10
+
+
+def test_the_model_needs_no_jax() -> None:
+    code = "import sys, schedules.model; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": (128, 128)}, r"tile must be 3 positive integers, got \(128, 128\)"),
+        ({"tile": (128, 0, 64)}, r"tile\[1\] must be an integer of at least 1, got 0"),
+        ({"tile": 128}, "tile must be 3 positive integers, got 128"),
+        ({"k": 0}, "k must be an integer of at least 1, got 0"),
+        ({"k": 8192.0}, r"k must be an integer of at least 1, got 8192\.0"),
+        ({"cluster": (2,)}, r"cluster must be 2 positive integers, got \(2,\)"),
+        ({"cluster": (2, -1)}, r"cluster\[1\] must be an integer of at least 1, got -1"),
+        ({"cluster": (16, 16)}, "cluster_size must be at most the 132 SMs of H200, got 256"),
+        ({"persistence": "sometimes"}, "persistence must be 'none' or 'static' or 'dynamic'"),
+        ({"workers": 0}, "workers must be an integer of at least 1, got 0"),
+        ({"workers": 133}, "workers must be at most the 132 clusters of 1 x 1 CTAs that H200"),
+        ({"multicast": 1}, "multicast must be True or False, got 1"),
+        ({"itemsize": 0}, "itemsize must be an integer of at least 1, got 0"),
+        ({"out_itemsize": -2}, "out_itemsize must be an integer of at least 1, got -2"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"machine": "H200"}, "machine must be a Machine such as machines.H200, got 'H200'"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    legal = {"machine": H200, "tile": TILE, "k": PROBLEM_K}
+    with pytest.raises(ValueError, match=message):
+        predict(schedules.raster(4, 4), **(legal | options))
+
+
+def test_a_bare_array_is_no_schedule() -> None:
+    with pytest.raises(ValueError, match="schedule must be a Schedule, got array"):
+        predict(schedules.raster(1, 1).order, machine=H200, tile=TILE, k=PROBLEM_K)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sms": 0}, "sms must be an integer of at least 1, got 0"),
+        ({"l2_bytes": -1}, "l2_bytes must be an integer of at least 0, got -1"),
+        ({"l2_partitions": 0}, "l2_partitions must be an integer of at least 1, got 0"),
+        ({"gpcs": 7}, "gpcs must be a multiple of l2_partitions=2, got 7"),
+        ({"clock_hz": 0.0}, r"clock_hz must be above 0, got 0\.0"),
+        ({"dram_bytes_per_second": -1.0}, r"dram_bytes_per_second must be above 0, got -1\.0"),
+        ({"speed_spread": 1.0}, r"speed_spread must be from 0 to below 1, got 1\.0"),
+    ],
+)
+def test_impossible_machines_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(H200, **fields)
+
+
+def test_machines_are_found_by_name() -> None:
+    assert model.machine_named("h200") is model.machine_named("H200") is H200
+    with pytest.raises(ValueError, match="machine must be one of h100, h200, b200, got 'A100'"):
+        model.machine_named("A100")
+
+
+# Closed forms.
+
+
+def test_intensity_of_tiling_the_output() -> None:
+    # It depends on the tile alone: B_M B_N / (B_M + B_N).
+    assert model.mn_tiling_intensity(8192, 4096, 64, 16) == pytest.approx(128 * 256 / (128 + 256))
+    assert model.mn_tiling_intensity(8192, 4096, 1, 1) == model.k_tiling_intensity(8192, 4096)
+    assert model.k_tiling_intensity(300, 600) == 200
+
+
+def test_intensity_agrees_with_what_workers_ask_for() -> None:
+    result = predicted("raster", 4, 8, machine(2**20))
+    multiply_adds = (4 * 64) * (8 * 32) * PROBLEM_K
+    assert model.mn_tiling_intensity(4 * 64, 8 * 32, 4, 8) == pytest.approx(
+        multiply_adds / (result.requested_bytes / 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "tiles", "reuse"), [(0, (9, 9), 1), (3, (64, 64), 15), (3, (4, 64), 11), (5, (2, 3), 4)]
+)
+def test_reuse_of_the_shift_swizzle(log: int, tiles: tuple[int, int], reuse: int) -> None:
+    assert model.log_swizzle_reuse(log, *tiles) == reuse
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "message"),
+    [
+        ("mn_tiling_intensity", (0, 8, 1, 1), "m must be an integer of at least 1, got 0"),
+        ("mn_tiling_intensity", (8, 8, 9, 1), "tiles_m must be at most the 8 elements it cuts"),
+        ("mn_tiling_intensity", (8, 8, 1, 0), "tiles_n must be an integer of at least 1, got 0"),
+        ("k_tiling_intensity", (8, -1), "n must be an integer of at least 1, got -1"),
+        ("log_swizzle_reuse", (-1, 8, 8), "log must be an integer of at least 0, got -1"),
+        ("log_swizzle_reuse", (1, 0, 8), "tiles_m must be an integer of at least 1, got 0"),
+    ],
+)
+def test_closed_forms_refuse(form: str, arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(model, form)(*arguments)
