@@ -1,0 +1,141 @@
+"""`GemmConfig`: how a product is computed, and the one statement of what is legal."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from pallas_gemm.device import Device
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+from schedules.spec import parse, parse_online
+
+Persistence = Literal["none", "static", "dynamic"]
+
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+STEP_BYTES = 128
+"""Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """What the kernels of all architectures can be told.
+
+    Attributes:
+        tile: Rows and columns of the output tile of one CTA.
+        stages: Slots of the ring that TMA fills.
+        cluster: (rows, cols) of CTAs that share operands by multicast.
+        persistence: "none" launches a cluster per tile; "static" deals the tiles to as many
+            clusters as fit on the device; "dynamic" hands them out as clusters become free.
+        schedule: The order of the cluster tiles: a name that `schedules.spec` knows (with
+            "online_" before it, the order is computed instead of read from a table), a `Schedule`
+            or an `OnlineSchedule` made for this grid. A batch is stacked along the rows.
+        ctas: At most how many CTAs a persistent kernel launches; None for all that fit.
+        store_columns: Columns of the result that one store slot of the epilogue holds.
+        store_slots: Store slots per warpgroup that stores.
+    """
+
+    tile: tuple[int, int] = (128, 256)
+    stages: int = 4
+    cluster: tuple[int, int] = (1, 1)
+    persistence: Persistence = "static"
+    schedule: str | Schedule | OnlineSchedule = "swizzle:8"
+    ctas: int | None = None
+    store_columns: int = 64
+    store_slots: int = 2
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs per cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    def tile_k(self, problem: Problem) -> int:
+        """Contracted elements per step."""
+        return STEP_BYTES // problem.a_dtype.itemsize
+
+    def grid(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of cluster tiles of one product."""
+        return (
+            -(-problem.m // (self.tile[0] * self.cluster[0])),
+            -(-problem.n // (self.tile[1] * self.cluster[1])),
+        )
+
+    def stacked_grid(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of cluster tiles of the whole batch: the grid of the schedule."""
+        rows, cols = self.grid(problem)
+        return rows * problem.batch, cols
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the order is computed by the kernel instead of read from a table."""
+        if isinstance(self.schedule, str):
+            return self.schedule.startswith("online_")
+        return isinstance(self.schedule, OnlineSchedule)
+
+    def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
+        """The order of the cluster tiles of the whole batch."""
+        if isinstance(self.schedule, str):
+            return _named_schedule(self.schedule, *self.stacked_grid(problem))
+        return self.schedule
+
+    def workers(self, problem: Problem, device: Device) -> int:
+        """How many clusters are launched."""
+        rows, cols = self.stacked_grid(problem)
+        if self.persistence == "none":
+            return rows * cols
+        fit = device.coresident_clusters(self.cluster_size)
+        if self.ctas is not None:
+            fit = min(fit, self.ctas // self.cluster_size)
+        return min(rows * cols, fit)
+
+    def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Returns every reason why this config cannot compute `problem` on `device`."""
+        reasons = (*self._shape_refusals(), *self._schedule_refusals(problem))
+        if self.persistence != "none" and self.workers(problem, device) < 1:
+            reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
+        return reasons
+
+    def check(self, problem: Problem, device: Device) -> None:
+        """Raises `ValueError` with every reason why this config cannot compute `problem`."""
+        reasons = self.refusals(problem, device)
+        if reasons:
+            raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
+
+    def _shape_refusals(self) -> tuple[str, ...]:
+        """What is illegal whatever the problem."""
+        reasons = []
+        if self.cluster not in CLUSTERS:
+            reasons.append(f"cluster must be one of {CLUSTERS}, got {self.cluster}")
+        if self.persistence not in ("none", "static", "dynamic"):
+            reasons.append(
+                f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"
+            )
+        if self.ctas is not None and self.ctas < self.cluster_size:
+            reasons.append(
+                f"ctas must be at least one cluster ({self.cluster_size}), got {self.ctas}"
+            )
+        if self.store_columns not in (16, 32, 64):
+            reasons.append(f"store_columns must be 16, 32 or 64, got {self.store_columns}")
+        if self.store_slots < 1:
+            reasons.append(f"store_slots must be at least 1, got {self.store_slots}")
+        return tuple(reasons)
+
+    def _schedule_refusals(self, problem: Problem) -> tuple[str, ...]:
+        """What is illegal about the order of the tiles."""
+        grid = self.stacked_grid(problem)
+        if 0 in grid:
+            return (f"m, n and batch must be positive, got {problem.out_shape}",)
+        if isinstance(self.schedule, str):
+            try:
+                _named_schedule(self.schedule, *grid)
+            except ValueError as error:
+                return (f"schedule: {error}",)
+        elif self.schedule.grid != grid:
+            return (f"schedule must be made for the grid {grid}, got {self.schedule.grid}",)
+        return ()
+
+
+@functools.lru_cache(maxsize=256)
+def _named_schedule(name: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
+    if name.startswith("online_"):
+        return parse_online(name.removeprefix("online_"))(rows, cols)
+    return parse(name)(rows, cols)

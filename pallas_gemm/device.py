@@ -1,0 +1,69 @@
+"""What the kernels need to know of a GPU; with `schedules.machines`, the only hardware numbers."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from schedules import machines
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU, as far as planning needs it.
+
+    Attributes:
+        kind: What JAX calls it (`device_kind`).
+        compute_capability: (major, minor).
+        machine: Its SMs, caches and memory.
+        shared_memory: Bytes of shared memory that one block can use.
+        measured_clusters: Cluster size to how many clusters of that size run at once, as the CUDA
+            driver of this very GPU answers for blocks that fill an SM (`occupancy.py` asks). The
+            answer differs between two GPUs of one kind, because clusters live within a GPC and GPCs
+            differ in which SMs are enabled.
+    """
+
+    kind: str
+    compute_capability: tuple[int, int]
+    machine: machines.Machine
+    shared_memory: int = 232_448
+    measured_clusters: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sms(self) -> int:
+        """Streaming multiprocessors."""
+        return self.machine.sms
+
+    def coresident_clusters(self, size: int) -> int:
+        """Returns how many clusters of `size` CTAs run at once when each CTA fills an SM.
+
+        A persistent kernel that launches more runs in two waves, at half speed. Where nobody has
+        asked the driver, each GPC is taken to have one SM less than on average, and clusters of one
+        or two to fit everywhere.
+        """
+        known = dict(self.measured_clusters) or self.machine.resident_clusters
+        if size in known:
+            return known[size]
+        if size <= 2:
+            return self.sms // size
+        return self.machine.gpcs * ((self.sms // self.machine.gpcs - 1) // size)
+
+
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), machines.H100)
+H200 = Device("NVIDIA H200", (9, 0), machines.H200)
+B200 = Device("NVIDIA B200", (10, 0), machines.B200)
+
+DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": H200, "b200": B200})
+"""The presets, by the names that `offline.py` also uses."""
+
+
+def device_named(name: str) -> Device:
+    """Returns the preset for a name such as "h200" or for a `device_kind` of JAX.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    for short, device in DEVICES.items():
+        if name.lower() in (short, device.kind.lower()):
+            return device
+    kinds = ", ".join(repr(d.kind) for d in DEVICES.values())
+    raise ValueError(f"device must be one of {', '.join(DEVICES)} or {kinds}, got {name!r}")

@@ -1,0 +1,261 @@
+"""`HopperConfig`: what the Hopper kernel can be told, and what of it is legal."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.config import STEP_BYTES, GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.problem import Problem
+
+WGMMA_ROWS = 64
+MAX_WGMMA_COLUMNS = 256
+CLAIM_LIMIT = 8191
+"""Claimed tiles have 13 bits for a row and for a column, less the value that says "none left"."""
+MAX_BARRIERS = 32
+"""The most barriers that Mosaic allows in one array."""
+
+DTYPES_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+DTYPES_FP8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
+
+
+class Registers(NamedTuple):
+    """Registers per thread after reallocation."""
+
+    producer: int
+    consumer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig(GemmConfig):
+    """What the Hopper kernel can be told.
+
+    Attributes:
+        consumers: Warpgroups that multiply. With `pingpong` each computes whole tiles of the size
+            `tile`; else they share each tile, by rows where it is tall enough, or by columns.
+        pingpong: Two consumers take the tiles in turn: one stores while the other multiplies.
+        late_store: A tile is stored during the first k steps of the next one. Rounded, it stays in
+            registers beside the next accumulator, so that only small accumulators allow it.
+    """
+
+    consumers: int = 2
+    pingpong: bool = False
+    late_store: bool = True
+
+    @property
+    def split_rows(self) -> bool:
+        """Whether cooperative consumers share a tile by rows, rather than by columns."""
+        return self.tile[0] % (WGMMA_ROWS * self.consumers) == 0
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        """The part of a tile that one consumer accumulates."""
+        rows, cols = self.tile
+        if self.pingpong:
+            return rows, cols
+        return (rows // self.consumers, cols) if self.split_rows else (rows, cols // self.consumers)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers per thread that hold the accumulator."""
+        rows, cols = self.consumer_tile
+        return rows * cols // 128
+
+    @property
+    def registers(self) -> Registers | None:
+        """Registers per thread of producer and consumers; None leaves them as launched.
+
+        An SM has 65,536. What the producer gives up, in steps of 8, the consumers get.
+        """
+        if self.consumers == 1:
+            return None
+        if self.consumers == 3:
+            return Registers(32, 160)
+        return Registers(24, 240) if self.accumulator_registers > 128 else Registers(40, 232)
+
+    @property
+    def store_chunks(self) -> tuple[tuple[int, int], ...]:
+        """(first column, width) of each chunk of the epilogue.
+
+        Chunks are `store_columns` wide, and what is left over is cut into halves of that, quarters
+        and so on.
+        """
+        chunks: list[tuple[int, int]] = []
+        start, width = 0, self.store_columns
+        while start < self.consumer_tile[1] and width >= 16:
+            if width <= self.consumer_tile[1] - start:
+                chunks.append((start, width))
+                start += width
+            else:
+                width //= 2
+        return tuple(chunks)
+
+    def shared_memory_bytes(self, problem: Problem) -> int:
+        """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
+        (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
+        rows, _ = self.consumer_tile
+        stores = self.consumers * self.store_slots * rows * self.store_columns
+        buffers = (
+            tile_m * depth * problem.a_dtype.itemsize,
+            tile_n * depth * problem.b_dtype.itemsize,
+            stores * problem.out_dtype.itemsize,
+            8 * (2 * self.ring_barriers + 2),
+        )
+        return sum(-(-size // 1024) * 1024 for size in buffers)
+
+    @property
+    def ring_barriers(self) -> int:
+        """How many `full` (and how many `empty`) barriers there are."""
+        return self.stages * (self.consumers if self.pingpong else 1)
+
+    def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Returns every reason why this config cannot compute `problem` on `device`."""
+        if device.compute_capability != (9, 0):
+            major, minor = device.compute_capability
+            return (
+                "the Hopper kernel needs compute capability 9.0,"
+                f" {device.kind} has {major}.{minor}",
+            )
+        return (
+            *problem_refusals(problem),
+            *self._tile_refusals(problem),
+            *self._mode_refusals(problem),
+            *super().refusals(problem, device),
+            *self._resource_refusals(problem, device),
+        )
+
+    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
+        rows, cols = self.consumer_tile
+        if self.consumers not in (1, 2, 3):
+            yield f"consumers must be 1, 2 or 3, got {self.consumers}"
+        if self.pingpong and self.consumers != 2:
+            yield f"pingpong needs 2 consumers, got {self.consumers}"
+        if rows < WGMMA_ROWS or rows % WGMMA_ROWS or self.tile[0] > 256:
+            yield (
+                "tile rows per consumer must be a multiple of 64 and tile rows at most 256, got"
+                f" tile={self.tile}"
+            )
+        whole = 16 if problem.transpose_b else 64
+        if (
+            cols < 16
+            or cols % whole
+            or cols > MAX_WGMMA_COLUMNS
+            or self.tile[1] > MAX_WGMMA_COLUMNS
+        ):
+            yield (
+                f"tile columns per consumer must be a multiple of {whole} from 16 to 256"
+                f" (64 where b is stored [k, n]), got tile={self.tile}"
+            )
+        if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
+            yield (
+                f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"
+                f" {problem.out_dtype}, got {self.store_columns}"
+            )
+        for name, size, sharers in (
+            ("rows", self.tile[0], self.cluster[1]),
+            ("columns", self.tile[1], self.cluster[0]),
+        ):
+            if size % (8 * sharers):
+                yield f"tile {name} must be a multiple of {8 * sharers} to be multicast, got {size}"
+
+    def _mode_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.late_store and not self.allows_late_store(problem):
+            yield (
+                "late_store needs cooperative consumers, a schedule that is a table, a result of at"
+                " most 16 bits, no residual,"
+                " at most 128 accumulator registers and at most 4 chunks per tile, got"
+                f" pingpong={self.pingpong}, out_dtype={problem.out_dtype},"
+                f" {self.accumulator_registers} registers and {len(self.store_chunks)} chunks"
+            )
+        if self.persistence == "dynamic":
+            if self.pingpong:
+                yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
+            if self.is_online:
+                yield "persistence='dynamic' needs a schedule that is a table, got an online one"
+            if max(self.stacked_grid(problem)) >= CLAIM_LIMIT:
+                yield (
+                    f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
+                    f" cluster tiles, got {self.stacked_grid(problem)}"
+                )
+        if problem.epilogue.gated:
+            yield "the Hopper kernel has no gated epilogue"
+
+    def allows_late_store(self, problem: Problem) -> bool:
+        """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
+        return (
+            not self.pingpong
+            and not self.is_online  # Its arithmetic takes the last registers.
+            and self.consumers < 3
+            and problem.out_dtype.itemsize <= 2
+            and not problem.epilogue.residual
+            and self.accumulator_registers <= 128
+            and len(self.store_chunks) <= 4
+        )
+
+    def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        if self.stages < 2 or self.ring_barriers > MAX_BARRIERS:
+            most = MAX_BARRIERS // (2 if self.pingpong else 1)
+            yield f"stages must be from 2 to {most}, got {self.stages}"
+        limit = 96 if self.consumers == 3 else 208
+        if self.accumulator_registers > limit:
+            yield (
+                f"a consumer holds at most {limit} accumulator registers per thread,"
+                f" tile={self.tile} needs {self.accumulator_registers}"
+            )
+        needed = self.shared_memory_bytes(problem)
+        if needed > device.shared_memory:
+            yield (
+                f"shared memory: needs {needed} bytes of {device.shared_memory};"
+                f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
+            )
+
+
+def problem_refusals(problem: Problem) -> Iterator[str]:
+    """Yields every reason why the Hopper kernel cannot take a problem, whatever the config."""
+    yield from _dtype_refusals(problem)
+    if 0 in (problem.m, problem.n, problem.k, problem.batch):
+        yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
+    for name, shape, dtype in (
+        ("a", problem.a_shape, problem.a_dtype),
+        ("b", problem.b_shape, problem.b_dtype),
+        ("the result", problem.out_shape, problem.out_dtype),
+    ):
+        whole = 16 // dtype.itemsize
+        if shape[-1] % whole:
+            yield (
+                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
+                f" multiple of {whole} for {dtype}, got {shape[-1]};"
+                f" the next is {-(-shape[-1] // whole) * whole}"
+            )
+    if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
+        yield (
+            "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
+            f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
+        )
+
+
+def _dtype_refusals(problem: Problem) -> Iterator[str]:
+    a, b = problem.a_dtype, problem.b_dtype
+    if not (a == b or {a, b} <= DTYPES_FP8):
+        yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
+    legal = {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32), np.dtype(np.int8)}
+    if a not in legal:
+        yield f"operands must be bfloat16, float16, float32, float8 or int8, got {a}"
+    if a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
+        yield (
+            f"{a} operands must be stored with k last (layout NT): only 16-bit elements can be"
+            f" transposed on the way into WGMMA, got layout {problem.layout}"
+        )
+    legal_out = (
+        {np.dtype(np.int32)}
+        if a == np.dtype(np.int8)
+        else {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32)}
+    )
+    if problem.out_dtype not in legal_out:
+        names = ", ".join(sorted(map(str, legal_out)))
+        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
+    if a == np.dtype(np.int8) and not problem.epilogue.is_identity:
+        yield "int8 operands have no epilogue: the sum is the result"

@@ -1,0 +1,144 @@
+"""Dynamic persistence on Hopper: tiles are claimed from a counter in global memory.
+
+One CTA of each cluster claims for all of it. At the start of each tile its producer adds one to the
+counter, looks the number up in the table, and publishes the entry in the cluster's *mailbox*, a
+ring of words in global memory that all roles of all CTAs of the cluster read a tile later:
+
+    word = tag (6 bits) | row (13 bits) | col (13 bits)        row = col = all ones: no tile is left
+
+A word is a whole message, so relaxed accesses are enough. Its tag says for which round through the
+ring it was written: a reader that sees an older tag reads again. A writer is at most as many turns
+ahead of a reader as the ring of operand slots is long, plus one, which `SLOTS` exceeds.
+
+Counter and mailbox are made of zeros for every call (a few kilobytes), so that the call stays pure
+and can be replayed in a CUDA graph.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from schedules import Schedule
+
+SLOTS = 32
+TAG_BITS = 6
+COORDINATE_BITS = 13
+LIMIT = (1 << COORDINATE_BITS) - 1
+END = (1 << 2 * COORDINATE_BITS) - 1
+
+_CLAIM = f"""{{
+    .reg .pred idle, inside; .reg .u32 number, word; .reg .u64 entry;
+    setp.eq.u32 idle, $5, 0;
+    @idle bra CLAIMED;
+    atom.relaxed.gpu.global.add.u32 number, [$0], 1;
+    add.u32 number, number, $4;
+    mov.u32 word, {END};
+    setp.lt.u32 inside, number, $6;
+    mad.wide.u32 entry, number, 4, $1;
+    @inside ld.global.b32 word, [entry];
+    or.b32 word, word, $3;
+    st.relaxed.gpu.global.b32 [$2], word;
+    CLAIMED:
+}}"""
+
+_RESOLVE = f"""{{
+    .reg .pred old; .reg .u32 tag;
+    mov.u32 $0, $2;
+    RESOLVE:
+    shr.u32 tag, $0, {2 * COORDINATE_BITS};
+    setp.eq.u32 old, tag, $3;
+    @old bra RESOLVED;
+    ld.relaxed.gpu.global.b32 $0, [$1];
+    bra RESOLVE;
+    RESOLVED:
+}}"""
+
+_PEEK = "ld.relaxed.gpu.global.b32 $0, [$1];"
+
+_INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+
+def encode(schedule: Schedule) -> np.ndarray:
+    """Returns every tile in visiting order as the word without its tag, int32 `[tiles]`."""
+    rows, cols = schedule.order[:, 0], schedule.order[:, 1]
+    return (rows << COORDINATE_BITS | cols).astype(np.int32)
+
+
+def decode(word: Any) -> tuple[Any, Any]:
+    """Returns (row, col)."""
+    row = lax.shift_right_logical(word, jnp.int32(COORDINATE_BITS)) & jnp.int32(LIMIT)
+    return row, word & jnp.int32(LIMIT)
+
+
+def slot(turn: Any) -> Any:
+    """The place of a turn's word in the mailbox."""
+    return lax.rem(turn, jnp.int32(SLOTS))
+
+
+def tag(turn: Any) -> Any:
+    """The tag of a turn's word. Zero, which an unused word has, is the tag of no early turn."""
+    return (lax.div(turn, jnp.int32(SLOTS)) + 1) & jnp.int32((1 << TAG_BITS) - 1)
+
+
+def claim(counter: Any, table: Any, mailbox: Any, turn: Any, workers: int, claimant: Any) -> None:
+    """Claims the next tile and publishes it for `turn`, if `claimant` is not zero."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT,) * 2,
+    )
+    def inline(_: Any, counter: Any, table: Any, mailbox: Any, tag: Any, claimant: Any) -> None:
+        int32 = utils.ir.IntegerType.get_signless(32)
+        tiles = utils.ir.MemRefType(table.type).shape[0]
+        one_thread = utils.arith.extui(
+            int32, utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+        )
+        utils.inline_ptx(
+            _CLAIM,
+            *(utils.memref_ptr(ref) for ref in (counter, table, mailbox)),
+            _word(tag),
+            utils.c(workers, int32),
+            utils.arith.muli(_word(claimant), one_thread),
+            utils.c(tiles, int32),
+            has_side_effects=True,
+        )
+
+    shifted = tag(turn) << jnp.int32(2 * COORDINATE_BITS)
+    inline(counter.at[0], table, mailbox, shifted, claimant)
+
+
+def peek(mailbox: Any) -> Any:
+    """Starts to read the word of a turn, which may not have been written yet."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
+    def inline(_: Any, mailbox: Any) -> Any:
+        return _scalar(_PEEK, utils.memref_ptr(mailbox))
+
+    return inline(mailbox)
+
+
+def resolve(mailbox: Any, turn: Any, seen: Any) -> Any:
+    """Returns the word of a turn: the one that was `seen`, or else as soon as it is written."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+        return_type=_INT32,
+    )
+    def inline(_: Any, mailbox: Any, seen: Any, tag: Any) -> Any:
+        return _scalar(_RESOLVE, utils.memref_ptr(mailbox), _word(seen), _word(tag))
+
+    return inline(mailbox, seen, tag(turn))
+
+
+def _word(value: Any) -> Any:
+    return value.registers.item()
+
+
+def _scalar(ptx: str, *args: Any) -> Any:
+    int32 = utils.ir.IntegerType.get_signless(32)
+    word = utils.inline_ptx(ptx, *args, result_types=int32, has_side_effects=True)
+    return mgpu.FragmentedArray.splat(word, (), is_signed=True)

@@ -1,0 +1,529 @@
+"""The Hopper kernel: one warp-specialised GEMM from which every Hopper result comes.
+
+    TMA ──▶ ring of slots in shared memory ──▶ WGMMA ──▶ registers ──▶ shared memory ──▶ TMA
+
+Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
+    warpgroup             role        does
+    0 .. consumers-1      consumer    issues WGMMA, keeps the accumulator in registers, and stores
+                                      finished tiles (the epilogue)
+    consumers             producer    issues every TMA load; its first warp does, the other three
+                                      sleep (all four walk along when tiles are claimed)
+
+    Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
+    Ping-pong consumers take whole tiles in turn: one runs its epilogue while the other multiplies.
+
+Barriers (`protocol.py` derives the arrival counts)
+    name          who arrives                                    who waits
+    full[s]       the producer, once per TMA copy, and TMA       the consumers that read slot s
+                  with the bytes of the copies
+    empty[s]      one thread of each consumer that read slot     the producer, before it fills slot
+                  s, in every CTA that it was multicast to       s again
+    turn[w]       the other ping-pong consumer, when it has      ping-pong consumer w, before the
+                  issued the last WGMMA of its tile              first WGMMA of its tile
+    residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
+
+    Ping-pong consumers use a slot only in their own turns, and whoever waits on a barrier has to
+    wait for each of its phases, so each of them has `full` and `empty` barriers of its own.
+
+Timeline (steps are numbered through all tiles, so that the loads of the next tile overlap the
+epilogue of this one; nothing drains the ring before the last tile)
+    producer    per tile: read the next tile's entry
+                per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]
+                at exit:  wait for every slot, so that no peer arrives on a CTA that has left
+    consumer    per tile: read the next tile's entry; zero the accumulator
+                per k:    wait full[s]; WGMMA; wait until only that one is in flight; arrive
+                          empty[s-1]; with `late_store`, in the first k steps: store one chunk of
+                          the previous tile while the WGMMA runs
+                tile end: wait for the last WGMMA; arrive empty[s]; finish and round; without
+                          `late_store`: store chunk by chunk
+    a chunk     wait until its slot's last store has been read; registers ──▶ slot; TMA store
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.hopper_config import WGMMA_ROWS
+from pallas_gemm.kernels import claims, smem, tiles
+from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
+from schedules import OnlineSchedule
+
+
+class Gmem(NamedTuple):
+    """The operands and the result in global memory; None for what a problem has not."""
+
+    a: Any
+    b: Any
+    bias: Any
+    residual: Any
+    out: Any
+
+
+class Smem(NamedTuple):
+    """The ring of operand slots and the store slots of the epilogue."""
+
+    a: smem.Boxed
+    b: smem.Boxed
+    out: tuple[smem.Boxed, ...]
+
+
+class Barriers(NamedTuple):
+    """See the table in the module's docstring; None for what a kernel has not."""
+
+    full: Any
+    empty: Any
+    turn: Any
+    residual: Any
+
+
+class Where(NamedTuple):
+    """The place of one CTA's output tile: batch index, first row, first column."""
+
+    batch: Any
+    row: Any
+    col: Any
+
+
+class Tile(NamedTuple):
+    """A finished part of the result, rounded and still in registers."""
+
+    values: Any
+    at: Where
+
+
+def producer(
+    plan: HopperPlan, source: tiles.TileSource, gmem: Gmem, slots: Smem, barriers: Barriers
+) -> None:
+    """Fills the ring, tile after tile."""
+    stages = plan.config.stages
+
+    def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
+        at = _place(plan, row, col)
+
+        @pl.loop(0, plan.k_steps)
+        def _one_step(k: Any) -> None:
+            step = turn * plan.k_steps + k
+
+            @pl.when(step >= stages)
+            def _until_free() -> None:
+                plgpu.barrier_wait(barriers.empty.at[_barrier(plan, step - stages)])
+
+            full = barriers.full.at[_barrier(plan, step)]
+            k_start = k * plan.tile_k
+            _load_operand(
+                plan.a, gmem.a, at.batch, at.row, k_start, slots.a, _slot(plan, step), full
+            )
+            _load_operand(
+                plan.b, gmem.b, at.batch, at.col, k_start, slots.b, _slot(plan, step), full
+            )
+
+    turns, _ = source.walk(one_tile, None)
+    steps = turns * plan.k_steps
+    used = lax.min(steps, jnp.int32(stages))
+
+    @pl.loop(0, used)
+    def _drain(i: Any) -> None:
+        plgpu.barrier_wait(barriers.empty.at[_barrier(plan, steps - used + i)])
+
+
+def consumer(
+    plan: HopperPlan, source: tiles.TileSource, gmem: Gmem, slots: Smem, barriers: Barriers
+) -> None:
+    """Multiplies what the producer loaded and stores the tiles."""
+    me = lax.axis_index("warpgroup")
+    chunks = range(len(plan.config.store_chunks))
+
+    def one_tile(turn: Any, row: Any, col: Any, previous: Tile | None) -> Tile | None:
+        at = _place(plan, row, col, me)
+
+        def store_previous(chunk: int) -> None:
+            if previous is not None:
+                run = functools.partial(store, plan, me, previous, chunk, gmem, slots, barriers)
+                pl.when(turn > 0)(run)
+
+        fetch_residual(plan, me, at, range(plan.config.store_slots), gmem, slots, barriers)
+        total = pl.run_scoped(
+            lambda acc: multiply(plan, me, turn, acc, slots, barriers, store_previous),
+            plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
+        )
+        tile = Tile(finish(plan, total, at, gmem), at)
+        if plan.config.late_store:
+            return tile
+        for chunk in chunks:
+            store(plan, me, tile, chunk, gmem, slots, barriers)
+        return None
+
+    if plan.config.pingpong:
+        _take_turns(plan, source, one_tile, barriers)
+    elif plan.config.late_store:
+        nothing = jnp.zeros(plan.config.consumer_tile, plan.problem.out_dtype)
+        nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+        nowhere = _place(plan, jnp.int32(0), jnp.int32(0), me)
+        turns, last = source.walk(one_tile, Tile(nothing, nowhere))
+
+        @pl.when(turns > 0)
+        def _store_the_last() -> None:
+            for chunk in chunks:
+                store(plan, me, last, chunk, gmem, slots, barriers)
+
+    else:
+        source.walk(one_tile, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _take_turns(
+    plan: HopperPlan, source: tiles.TileSource, one_tile: tiles.Work, barriers: Barriers
+) -> None:
+    """Walks every other tile; the first turn is free, and the last one given is taken back."""
+    me = lax.axis_index("warpgroup")
+
+    @pl.when(me == 1)
+    def _give_the_first_turn() -> None:
+        plgpu.barrier_arrive(barriers.turn.at[0])
+
+    turns, _ = source.walk(one_tile, None, first=me, every=plan.config.consumers)
+
+    @pl.when(me == lax.rem(turns, jnp.int32(plan.config.consumers)))
+    def _take_back_the_last_turn() -> None:
+        plgpu.barrier_wait(barriers.turn.at[me])
+
+
+def multiply(
+    plan: HopperPlan,
+    me: Any,
+    turn: Any,
+    acc: Any,
+    slots: Smem,
+    barriers: Barriers,
+    store_previous: Callable[[int], None],
+) -> Any:
+    """Runs the k loop of one tile and returns the accumulator's value.
+
+    While the first WGMMAs run, the previous tile is stored, one chunk per step.
+    """
+    first = turn * plan.k_steps
+    chunks = len(plan.config.store_chunks) if plan.config.late_store else 0
+
+    def issue(k: Any) -> None:
+        plgpu.barrier_wait(barriers.full.at[_barrier(plan, first + k)])
+        _issue_wgmma(plan, me, acc, slots, _slot(plan, first + k))
+
+    def release(k: Any) -> None:
+        plgpu.barrier_arrive(barriers.empty.at[_barrier(plan, first + k)])
+
+    def advance(k: Any) -> None:
+        issue(k)
+        plgpu.wgmma_wait(plan.wgmmas_per_step)
+        release(k - 1)
+
+    if plan.config.pingpong:
+        plgpu.barrier_wait(barriers.turn.at[me])
+    with_store = min(chunks, plan.k_steps)
+    for k in range(max(with_store, 1)):
+        issue(k) if k == 0 else advance(k)
+        if k < chunks:
+            store_previous(k)
+    pl.loop(max(with_store, 1), plan.k_steps)(advance)
+    for chunk in range(with_store, chunks):
+        store_previous(chunk)
+    if plan.config.pingpong:
+        plgpu.barrier_arrive(barriers.turn.at[1 - me])
+    total = acc[...]  # Waits for every WGMMA in flight.
+    release(plan.k_steps - 1)
+    return total
+
+
+def finish(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
+    """Applies the epilogue to the sum. It is rounded here, unless a residual is still to come."""
+    epilogue = plan.problem.epilogue
+    if epilogue.alpha != 1:
+        total = total * jnp.float32(epilogue.alpha)
+    if epilogue.bias:
+        _, cols = plan.config.consumer_tile
+        per_column = plgpu.Layout.WGMMA.reduce(0)
+        bias = plgpu.load(gmem.bias.at[pl.ds(at.col, cols)], layout=per_column, optimized=False)
+        total = total + lax.broadcast_in_dim(bias, total.shape, (1,))
+    if epilogue.activation is not None:
+        total = epilogue.activation(total)
+    return total if epilogue.residual else total.astype(plan.problem.out_dtype)
+
+
+def store(
+    plan: HopperPlan, me: Any, tile: Tile, chunk: int, gmem: Gmem, slots: Smem, barriers: Barriers
+) -> None:
+    """Stores one chunk of columns of a consumer's tile, through shared memory."""
+    config = plan.config
+    start, width = config.store_chunks[chunk]
+    view, slot = slots.out[plan.store_widths.index(width)], plan.store_slot(chunk)
+    values = tile.values[:, start : start + width]
+    if plan.problem.epilogue.residual:
+        plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, chunk)])
+        residual = view.tile[me, slot].astype(jnp.float32)
+        values = values + jnp.float32(plan.problem.epilogue.beta) * residual
+        values = values.astype(plan.problem.out_dtype)
+    else:
+        plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
+    view.tile.at[me, slot][...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(view.box.at[me, slot], _chunk(plan, gmem.out, tile.at, chunk))
+    following = chunk + config.store_slots
+    if following < len(config.store_chunks):
+        fetch_residual(plan, me, tile.at, (following,), gmem, slots, barriers)
+
+
+def fetch_residual(
+    plan: HopperPlan,
+    me: Any,
+    at: Where,
+    chunks: Iterable[int],
+    gmem: Gmem,
+    slots: Smem,
+    barriers: Barriers,
+) -> None:
+    """Starts to load chunks of the residual into the store slots that will hold their sums."""
+    if not plan.problem.epilogue.residual:
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for chunk in chunks:
+        if chunk < len(plan.config.store_chunks):
+            _, width = plan.config.store_chunks[chunk]
+            view = slots.out[plan.store_widths.index(width)]
+            plgpu.copy_gmem_to_smem(
+                _chunk(plan, gmem.residual, at, chunk),
+                view.box.at[me, plan.store_slot(chunk)],
+                barriers.residual.at[_residual_barrier(plan, me, chunk)],
+            )
+
+
+def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
+    return me * plan.config.store_slots + chunk % plan.config.store_slots
+
+
+def _chunk(plan: HopperPlan, gmem: Any, at: Where, chunk: int) -> Any:
+    """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
+    start, width = plan.config.store_chunks[chunk]
+    rows, _ = plan.config.consumer_tile
+    return _matrix(gmem, at.batch).at[pl.ds(at.row, rows), pl.ds(at.col + start, width)]
+
+
+def _issue_wgmma(plan: HopperPlan, me: Any, acc: Any, slots: Smem, slot: Any) -> None:
+    rows, cols = plan.config.consumer_tile
+    shared = not plan.config.pingpong
+    my_row = me * rows if shared and plan.config.split_rows else 0
+    my_col = me * cols if shared and not plan.config.split_rows else 0
+    if plan.b.k_major:
+        b = slots.b.tile.at[slot, pl.ds(my_col, cols)].transpose((1, 0))
+    else:
+        b = slots.b.tile.at[slot, :, pl.ds(my_col, cols)]
+    if plan.a.k_major:
+        plgpu.wgmma(acc, slots.a.tile.at[slot, pl.ds(my_row, rows)], b)
+        return
+    # Stored [m, k]-transposed, the left operand lies in panels of 64 rows, one WGMMA each.
+    for panel in range(plan.wgmmas_per_step):
+        a = slots.a.tile.at[slot, my_row // WGMMA_ROWS + panel].transpose((1, 0))
+        target = acc if plan.wgmmas_per_step == 1 else acc.at[pl.ds(panel * WGMMA_ROWS, WGMMA_ROWS)]
+        plgpu.wgmma(target, a, b)
+
+
+def _load_operand(
+    operand: OperandPlan,
+    gmem: Any,
+    batch: Any,
+    start: Any,
+    k_start: Any,
+    ring: smem.Boxed,
+    slot: Any,
+    full: Any,
+) -> None:
+    source = _matrix(gmem, batch)
+    along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
+    for part in range(operand.copies):
+        if operand.k_major:
+            src, dst = source.at[along, deep], ring.box.at[slot]
+        elif operand.paneled:
+            src = source.at[deep, pl.ds(start + part * WGMMA_ROWS, WGMMA_ROWS)]
+            dst = ring.box.at[slot, part]
+        else:
+            src, dst = source.at[deep, along], ring.box.at[slot]
+        plgpu.copy_gmem_to_smem(src, dst, full, collective_axes=operand.multicast_axis)
+
+
+def _matrix(gmem: Any, batch: Any) -> Any:
+    return gmem if batch is None else gmem.at[batch]
+
+
+def _slot(plan: HopperPlan, step: Any) -> Any:
+    """The slot of the ring that a step of the whole walk uses."""
+    return lax.rem(step, jnp.int32(plan.config.stages))
+
+
+def _barrier(plan: HopperPlan, step: Any) -> Any:
+    """The index of the barriers of a step.
+
+    A waiter has to wait for every phase of a barrier. Ping-pong consumers use a slot only in their
+    own turns, so each has barriers of its own for every slot.
+    """
+    slot = _slot(plan, step)
+    if not plan.config.pingpong:
+        return slot
+    owner = lax.rem(lax.div(step, jnp.int32(plan.k_steps)), jnp.int32(2))
+    return owner * plan.config.stages + slot
+
+
+def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> Where:
+    """Where this CTA's tile lies, or the part of it that a consumer holds, in the result."""
+    config = plan.config
+    batch = None
+    if plan.problem.batch > 1:
+        rows, _ = config.grid(plan.problem)
+        batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
+    row = (row * config.cluster[0] + lax.axis_index("cluster_row")) * config.tile[0]
+    col = (col * config.cluster[1] + lax.axis_index("cluster_col")) * config.tile[1]
+    if consumer is not None and not config.pingpong:
+        if config.split_rows:
+            row = row + consumer * config.consumer_tile[0]
+        else:
+            col = col + consumer * config.consumer_tile[1]
+    return Where(batch, row, col)
+
+
+def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
+    """The buffers and barriers of one CTA, in the order in which the kernel's body takes them."""
+    config = plan.config
+
+    def ring(operand: OperandPlan) -> Any:
+        shape = (config.stages, *operand.slot_shape)
+        if operand.boxed:
+            return smem.boxed(shape, operand.dtype, simulated=simulated)
+        return smem.tiled(shape, operand.dtype)
+
+    stores: list[tuple[int, ...]] = [
+        (config.consumers, plan.store_slots(width), config.consumer_tile[0], width)
+        for width in plan.store_widths
+    ]
+    barriers = Barriers(
+        full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
+        empty=plgpu.ClusterBarrier(
+            collective_axes=("cluster_row", "cluster_col"),
+            num_arrivals=plan.empty_arrivals,
+            num_barriers=config.ring_barriers,
+        ),
+        turn=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
+        residual=plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
+        if plan.problem.epilogue.residual
+        else None,
+    )
+    return [
+        (ring(plan.a), ring(plan.b)),
+        smem.shared(stores, plan.problem.out_dtype, simulated=simulated),
+        barriers,
+    ]
+
+
+def _slots(plan: HopperPlan, ring: Any, stores: Any, simulated: bool) -> Smem:
+    """Both views of every buffer."""
+    a, b = (
+        smem.views(ref, simulated=simulated or not operand.boxed)
+        for operand, ref in zip((plan.a, plan.b), ring, strict=True)
+    )
+    return Smem(a, b, smem.shared_views(stores, simulated=simulated))
+
+
+def _source(plan: HopperPlan, order: Sequence[Any], producing: bool) -> tiles.TileSource:
+    """Where this cluster's tiles come from, given the operands that `_order_operands` made."""
+    worker = lax.axis_index("worker")
+    if isinstance(plan.schedule, OnlineSchedule):
+        return tiles.OnlineSource(plan.schedule, worker, plan.workers)
+    if len(order) == 1:
+        return tiles.TableSource(order[0], worker)
+    table, counter, mailbox = order
+    claimant = None
+    if producing:
+        rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
+        claimant = (rank == 0).astype(jnp.int32)
+    return tiles.ClaimedSource(table, counter, mailbox, worker, plan.workers, claimant)
+
+
+def _order_operands(plan: HopperPlan, claimed: bool) -> tuple[Any, ...]:
+    """The schedule as the kernel's operands; what tiles are claimed with starts as zeros."""
+    if isinstance(plan.schedule, OnlineSchedule):
+        return ()
+    if not claimed:
+        return (jnp.asarray(tiles.dealt_table(plan.schedule, plan.workers)),)
+    return (
+        jnp.asarray(claims.encode(plan.schedule)),
+        jax.new_ref(jnp.zeros(1, jnp.int32)),
+        jax.new_ref(jnp.zeros((plan.workers, claims.SLOTS), jnp.int32)),
+    )
+
+
+def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Array]:
+    """Returns the kernel of a plan: a function of a, b, and bias and residual if there are any.
+
+    Args:
+        plan: What to run.
+        interpret: False for the GPU, or parameters of the GPU simulator. The simulator knows
+            neither atomics nor two views of one buffer: tiles that would be claimed are dealt.
+    """
+    simulated = bool(interpret)
+    claimed = plan.config.persistence == "dynamic" and not simulated
+    epilogue = plan.problem.epilogue
+
+    def body(*refs: Any) -> None:
+        *operands, out, ring, stores, barriers = refs
+        a, b, *operands = operands
+        bias = operands.pop(0) if epilogue.bias else None
+        residual = operands.pop(0) if epilogue.residual else None
+        gmem = Gmem(a, b, bias, residual, out)
+        slots = _slots(plan, ring, stores, simulated)
+        registers = plan.config.registers
+
+        def produce() -> None:
+            if registers:
+                plgpu.set_max_registers(registers.producer, action="decrease")
+            run = functools.partial(
+                producer, plan, _source(plan, operands, True), gmem, slots, barriers
+            )
+            if claimed:
+                run()
+            else:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+        def consume() -> None:
+            if registers:
+                plgpu.set_max_registers(registers.consumer, action="increase")
+            consumer(plan, _source(plan, operands, False), gmem, slots, barriers)
+
+        lax.cond(lax.axis_index("warpgroup") == plan.config.consumers, produce, consume)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(plan.problem.out_shape, plan.problem.out_dtype),
+        grid=(plan.workers,),
+        grid_names=("worker",),
+        cluster=plan.config.cluster,
+        cluster_names=("cluster_row", "cluster_col"),
+        num_threads=plan.config.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(plan, simulated),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        kernel_name="pallas_gemm_hopper",
+        interpret=interpret,
+    )
+
+    def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> jax.Array:
+        extra = list(rest)
+        if epilogue.bias:
+            # Loaded without a mask, so it has to reach to the end of the last tile.
+            _, cols = plan.config.grid(plan.problem)
+            reach = cols * plan.config.cluster[1] * plan.config.tile[1]
+            extra[0] = jnp.pad(extra[0].astype(jnp.float32), (0, reach - plan.problem.n))
+        return kernel(a, b, *extra, *_order_operands(plan, claimed))
+
+    return run

@@ -1,0 +1,141 @@
+"""`HopperPlan`: everything about a launch that follows from problem, config and device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from pallas_gemm.device import Device
+from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig
+from pallas_gemm.kernels import protocol
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandPlan:
+    """How one operand travels through the ring.
+
+    Attributes:
+        dtype: Its element type.
+        tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
+        tile_k: Contracted elements per step.
+        k_major: The contracted dimension is contiguous in memory.
+        paneled: Not K-major, and loaded in panels of 64; only the left operand can be.
+        multicast_axis: The cluster axis along which CTAs share it, or None.
+    """
+
+    dtype: Any
+    tile: int
+    tile_k: int
+    k_major: bool
+    paneled: bool
+    multicast_axis: str | None
+
+    @property
+    def copies(self) -> int:
+        """TMA copies per step."""
+        return self.tile // WGMMA_ROWS if self.paneled else 1
+
+    @property
+    def boxed(self) -> bool:
+        """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
+        return self.k_major or self.paneled
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of one slot of the ring."""
+        if self.k_major:
+            return (self.tile, self.tile_k)
+        if self.paneled:
+            return (self.tile // WGMMA_ROWS, self.tile_k, WGMMA_ROWS)
+        return (self.tile_k, self.tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperPlan:
+    """A problem, a legal config and a device, and what follows from them."""
+
+    problem: Problem
+    config: HopperConfig
+    device: Device
+
+    def __post_init__(self) -> None:
+        self.config.check(self.problem, self.device)
+
+    @functools.cached_property
+    def a(self) -> OperandPlan:
+        """How the left operand is loaded."""
+        transposed = self.problem.transpose_a
+        return OperandPlan(
+            dtype=self.problem.a_dtype,
+            tile=self.config.tile[0],
+            tile_k=self.tile_k,
+            k_major=not transposed,
+            paneled=transposed,
+            multicast_axis="cluster_col" if self.config.cluster[1] > 1 else None,
+        )
+
+    @functools.cached_property
+    def b(self) -> OperandPlan:
+        """How the right operand is loaded."""
+        return OperandPlan(
+            dtype=self.problem.b_dtype,
+            tile=self.config.tile[1],
+            tile_k=self.tile_k,
+            k_major=self.problem.transpose_b,
+            paneled=False,
+            multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
+        )
+
+    @property
+    def tile_k(self) -> int:
+        """Contracted elements per step."""
+        return self.config.tile_k(self.problem)
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
+        return -(-self.problem.k // self.tile_k)
+
+    @property
+    def wgmmas_per_step(self) -> int:
+        """Groups of WGMMA that one consumer issues per step."""
+        return self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | OnlineSchedule:
+        """The order of the cluster tiles of the whole batch."""
+        return self.config.resolve_schedule(self.problem)
+
+    @functools.cached_property
+    def workers(self) -> int:
+        """How many clusters are launched."""
+        return self.config.workers(self.problem, self.device)
+
+    @property
+    def store_widths(self) -> tuple[int, ...]:
+        """The different widths of the epilogue's chunks, widest first."""
+        widths = {width for _, width in self.config.store_chunks}
+        return tuple(sorted(widths, reverse=True))
+
+    def store_slots(self, width: int) -> int:
+        """How many chunks of `width` fit into a consumer's store slots."""
+        return self.config.store_slots * (self.config.store_columns // width)
+
+    def store_slot(self, chunk: int) -> int:
+        """The slot of a chunk, counted in chunks of its width.
+
+        Chunks take the slots in turn. A narrower one begins where a wide one in its slot would.
+        """
+        slot = chunk % self.config.store_slots
+        return slot * (self.config.store_columns // self.config.store_chunks[chunk][1])
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals that complete `full[s]`."""
+        return protocol.full_arrivals(self.a.copies + self.b.copies)
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Arrivals of this CTA alone on `empty[s]`."""
+        return protocol.empty_arrivals(self.config.consumers, pingpong=self.config.pingpong)

@@ -1,0 +1,26 @@
+"""How many arrivals complete each barrier of the Hopper kernel, derived from who takes part.
+
+Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it; the counts
+here are per CTA, and `empty_arrivals_in_cluster` states the product, which the tests check.
+"""
+
+
+def full_arrivals(copies_per_slot: int) -> int:
+    """The producer arrives once for each TMA copy into a slot, announcing the copy's bytes."""
+    return copies_per_slot
+
+
+def empty_arrivals(consumers: int, *, pingpong: bool) -> int:
+    """One thread of each consumer that reads a slot; ping-pong consumers read different slots."""
+    return 1 if pingpong else consumers
+
+
+def empty_arrivals_in_cluster(per_cta: int, cluster: tuple[int, int]) -> int:
+    """All CTAs that share a slot's operands: those in the same cluster row or cluster column."""
+    rows, cols = cluster
+    return per_cta * (rows + cols - 1)
+
+
+def turn_arrivals() -> int:
+    """A ping-pong consumer hands the turn to exactly one other."""
+    return 1

@@ -1,0 +1,111 @@
+"""`Problem`: what is to be multiplied, without a word about how."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What happens to the float32 sum before it is rounded, once, to the result's type.
+
+        result = activation(alpha * sum + bias) + beta * residual
+
+    Gated, there are two right operands and two sums, and the result is
+    `activation(alpha * sum_of_gate) * (alpha * sum_of_up)`.
+
+    Attributes:
+        alpha: Scales the sum.
+        beta: Scales the residual.
+        bias: There is one value per column to add.
+        residual: There is an array of the result's shape to add.
+        activation: A traceable elementwise function of a float32 array.
+        gated: There are two right operands, gate and up.
+    """
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: bool = False
+    residual: bool = False
+    activation: Callable[[Any], Any] | None = None
+    gated: bool = False
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the sum is only rounded."""
+        return self == Epilogue(beta=self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """`out[batch, m, n] = epilogue(sum over k of a[batch, m, k] * b[batch, k, n])`.
+
+    Attributes:
+        m: Rows of the result.
+        n: Columns of the result.
+        k: The contracted size.
+        a_dtype: Element type of the left operand.
+        b_dtype: Element type of the right operand.
+        out_dtype: Element type of the result; the sum itself is kept in float32 (int32 for int8).
+        transpose_a: The left operand is stored `[k, m]` instead of `[m, k]`.
+        transpose_b: The right operand is stored `[n, k]` instead of `[k, n]`.
+        batch: How many products of this size are computed; the operands and the result then have
+            a leading dimension of this size, unless `batch` is 1.
+        epilogue: What happens to the sum before it is rounded.
+    """
+
+    m: int
+    n: int
+    k: int
+    a_dtype: Any = jnp.bfloat16
+    b_dtype: Any = jnp.bfloat16
+    out_dtype: Any = jnp.bfloat16
+    transpose_a: bool = False
+    transpose_b: bool = False
+    batch: int = 1
+    epilogue: Epilogue = Epilogue()
+
+    def __post_init__(self) -> None:
+        for field in ("a_dtype", "b_dtype", "out_dtype"):
+            object.__setattr__(self, field, np.dtype(getattr(self, field)))
+        for field in ("m", "n", "k", "batch"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+
+    @property
+    def layout(self) -> str:
+        """The four usual names, `"NN"`, `"NT"`, `"TN"` and `"TT"`: T where stored transposed."""
+        return "NT"[self.transpose_a] + "NT"[self.transpose_b]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions."""
+        sums = 2 if self.epilogue.gated else 1
+        return 2 * sums * self.batch * self.m * self.n * self.k
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        """The shape of the left operand in memory."""
+        return self._batched((self.k, self.m) if self.transpose_a else (self.m, self.k))
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        """The shape of the right operand in memory."""
+        return self._batched((self.n, self.k) if self.transpose_b else (self.k, self.n))
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return self._batched((self.m, self.n))
+
+    @property
+    def accumulator_dtype(self) -> Any:
+        """The type of the sum: float32, or int32 for integers."""
+        integer = np.issubdtype(self.a_dtype, np.integer)
+        return np.dtype(np.int32 if integer else np.float32)
+
+    def _batched(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        return shape if self.batch == 1 else (self.batch, *shape)
