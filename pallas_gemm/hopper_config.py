@@ -146,8 +146,8 @@ class HopperConfig(GemmConfig):
             or self.tile[1] > MAX_WGMMA_COLUMNS
         ):
             yield (
-                f"tile columns per consumer must be a multiple of {whole} from 16 to 256"
-                f" (64 where b is stored [k, n]), got tile={self.tile}"
+                f"tile columns must be at most 256, and per consumer a multiple of {whole} for"
+                f" layout {problem.layout}, got tile={self.tile}"
             )
         if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
             yield (

@@ -22,7 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Eight devices, so that sharded operands can be tested on any computer.
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+        # One thread per matrix product: the GPU simulator waits inside the thread pool that a
+        # product of the CPU backend would otherwise want a second thread of, and hangs.
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
+        )
     # An implicit float64 or a silent broadcast is a bug in the op, not a convenience.
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, smem, tiles
+from pallas_gemm.kernels import claims, elementwise, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
@@ -91,7 +91,7 @@ class Where(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A finished part of the result, rounded and still in registers."""
+    """A part of the result in registers: the sum, or what is stored late, finished and rounded."""
 
     values: Any
     at: Where
@@ -152,11 +152,10 @@ def consumer(
             lambda acc: multiply(plan, me, turn, acc, slots, barriers, store_previous),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
         )
-        tile = Tile(finish(plan, total, at, gmem), at)
         if plan.config.late_store:
-            return tile
+            return Tile(finish(plan, total, at, 0, gmem), at)
         for chunk in chunks:
-            store(plan, me, tile, chunk, gmem, slots, barriers)
+            store(plan, me, Tile(total, at), chunk, gmem, slots, barriers)
         return None
 
     if plan.config.pingpong:
@@ -239,29 +238,37 @@ def multiply(
     return total
 
 
-def finish(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
-    """Applies the epilogue to the sum. It is rounded here, unless a residual is still to come."""
+def finish(plan: HopperPlan, total: Any, at: Where, start: int, gmem: Gmem) -> Any:
+    """Applies the epilogue to some columns of the sum, from `start` on, and rounds them.
+
+    They are not rounded yet if a residual is still to be added.
+    """
     epilogue = plan.problem.epilogue
     if epilogue.alpha != 1:
         total = total * jnp.float32(epilogue.alpha)
     if epilogue.bias:
-        _, cols = plan.config.consumer_tile
-        per_column = plgpu.Layout.WGMMA.reduce(0)
-        bias = plgpu.load(gmem.bias.at[pl.ds(at.col, cols)], layout=per_column, optimized=False)
+        here = gmem.bias.at[pl.ds(at.col + start, total.shape[1])]
+        bias = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         total = total + lax.broadcast_in_dim(bias, total.shape, (1,))
     if epilogue.activation is not None:
-        total = epilogue.activation(total)
+        total = elementwise.plain(epilogue.activation)(total)
     return total if epilogue.residual else total.astype(plan.problem.out_dtype)
 
 
 def store(
     plan: HopperPlan, me: Any, tile: Tile, chunk: int, gmem: Gmem, slots: Smem, barriers: Barriers
 ) -> None:
-    """Stores one chunk of columns of a consumer's tile, through shared memory."""
+    """Stores one chunk of columns of a consumer's tile, through shared memory.
+
+    Unless it is stored late, the chunk is finished here, because the registers that its epilogue
+    needs are free only a chunk at a time.
+    """
     config = plan.config
     start, width = config.store_chunks[chunk]
     view, slot = slots.out[plan.store_widths.index(width)], plan.store_slot(chunk)
     values = tile.values[:, start : start + width]
+    if not config.late_store:
+        values = finish(plan, values, tile.at, start, gmem)
     if plan.problem.epilogue.residual:
         plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, chunk)])
         residual = view.tile[me, slot].astype(jnp.float32)

@@ -1,0 +1,71 @@
+"""Operands with known products: what the kernel tests run on, simulated and on a GPU."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.problem import Problem
+
+
+class Operands(NamedTuple):
+    """The arrays of one product."""
+
+    a: jax.Array
+    b: jax.Array
+    bias: jax.Array | None
+    residual: jax.Array | None
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Those that the kernel takes."""
+        return [array for array in self if array is not None]
+
+
+def small_integers(problem: Problem, rng: np.random.Generator) -> Operands:
+    """Operands whose products and sums are exact in every dtype and order of summation."""
+    return _operands(problem, lambda shape: rng.integers(-2, 3, shape))
+
+
+def normal(problem: Problem, rng: np.random.Generator) -> Operands:
+    """Operands as they occur: N(0, 1)."""
+    return _operands(problem, rng.standard_normal)
+
+
+def exact(problem: Problem, operands: Operands) -> np.ndarray:
+    """The product in float64 with its epilogue, not rounded."""
+    a, b = (np.asarray(array).astype(np.float64) for array in (operands.a, operands.b))
+    a = a.swapaxes(-1, -2) if problem.transpose_a else a
+    b = b.swapaxes(-1, -2) if problem.transpose_b else b
+    epilogue = problem.epilogue
+    out = epilogue.alpha * (a @ b)
+    if operands.bias is not None:
+        out = out + np.asarray(operands.bias, np.float64)
+    if epilogue.activation is not None:
+        out = np.asarray(epilogue.activation(jnp.asarray(out, jnp.float32)), np.float64)
+    if operands.residual is not None:
+        out = out + epilogue.beta * np.asarray(operands.residual).astype(np.float64)
+    return out
+
+
+def rounded(problem: Problem, values: np.ndarray) -> np.ndarray:
+    """Rounds once to the result's dtype, and returns float64 for comparing."""
+    wide = jnp.asarray(values, problem.accumulator_dtype)
+    return np.asarray(wide.astype(problem.out_dtype)).astype(np.float64)
+
+
+def _operands(problem: Problem, draw: Any) -> Operands:
+    epilogue = problem.epilogue
+    return Operands(
+        jnp.asarray(draw(problem.a_shape), problem.a_dtype),
+        jnp.asarray(draw(problem.b_shape), problem.b_dtype),
+        jnp.asarray(draw((problem.n,)), jnp.float32) if epilogue.bias else None,
+        jnp.asarray(draw(problem.out_shape), problem.out_dtype) if epilogue.residual else None,
+    )
+
+
+def transposed(problem: Problem, layout: str) -> Problem:
+    """The same product with its operands stored in another layout."""
+    return dataclasses.replace(problem, transpose_a=layout[0] == "T", transpose_b=layout[1] == "T")

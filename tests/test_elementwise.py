@@ -1,0 +1,43 @@
+"""Activations without their derivative rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels import elementwise
+
+
+@jax.custom_vjp
+def _cubed(x):
+    return x * x * x
+
+
+_cubed.defvjp(lambda x: (_cubed(x), x), lambda x, g: (3 * x * x * g,))
+
+FUNCTIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "custom_vjp": _cubed,
+    "constant": lambda x: x * np.float32(2) + jnp.float32(1),
+    "identity": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_same_values_and_no_rules(function):
+    x = jnp.linspace(-4, 4, 96).astype(jnp.float32).reshape(8, 12)
+    # Rewritten functions may differ in the last bits of float32.
+    np.testing.assert_allclose(elementwise.plain(function)(x), function(x), rtol=0, atol=1e-6)
+    text = str(jax.make_jaxpr(elementwise.plain(function))(x))
+    assert "custom_jvp_call" not in text
+    assert "custom_vjp_call" not in text
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:1], lambda x: (x, x), lambda x: x > 0])
+def test_refuses_what_is_not_elementwise(function):
+    with pytest.raises(ValueError, match="activation must return"):
+        elementwise.plain(function)(jnp.ones((4, 4)))
