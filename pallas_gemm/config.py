@@ -21,7 +21,8 @@ class GemmConfig:
     """What the kernels of all architectures can be told.
 
     Attributes:
-        tile: Rows and columns of the output tile of one CTA.
+        tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
+            sums for each of its own.
         stages: Slots of the ring that TMA fills.
         cluster: (rows, cols) of CTAs that share operands by multicast.
         persistence: "none" launches a cluster per tile; "static" deals the tiles to as many
@@ -52,12 +53,14 @@ class GemmConfig:
         """Contracted elements per step."""
         return STEP_BYTES // problem.a_dtype.itemsize
 
+    def out_tile(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of the result that one CTA computes at a time."""
+        return self.tile[0], self.tile[1] // problem.sums
+
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""
-        return (
-            -(-problem.m // (self.tile[0] * self.cluster[0])),
-            -(-problem.n // (self.tile[1] * self.cluster[1])),
-        )
+        rows, cols = self.out_tile(problem)
+        return -(-problem.m // (rows * self.cluster[0])), -(-problem.n // (cols * self.cluster[1]))
 
     def stacked_grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of the whole batch: the grid of the schedule."""

@@ -76,17 +76,17 @@ class HopperConfig(GemmConfig):
             return Registers(32, 160)
         return Registers(24, 240) if self.accumulator_registers > 128 else Registers(40, 232)
 
-    @property
-    def store_chunks(self) -> tuple[tuple[int, int], ...]:
-        """(first column, width) of each chunk of the epilogue.
+    def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
+        """(first column, width) of each chunk of a consumer's part of the result.
 
         Chunks are `store_columns` wide, and what is left over is cut into halves of that, quarters
         and so on.
         """
         chunks: list[tuple[int, int]] = []
         start, width = 0, self.store_columns
-        while start < self.consumer_tile[1] and width >= 16:
-            if width <= self.consumer_tile[1] - start:
+        columns = self.consumer_tile[1] // problem.sums
+        while start < columns and width >= 16:
+            if width <= columns - start:
                 chunks.append((start, width))
                 start += width
             else:
@@ -168,7 +168,7 @@ class HopperConfig(GemmConfig):
                 " most 16 bits, no residual,"
                 " at most 128 accumulator registers and at most 4 chunks per tile, got"
                 f" pingpong={self.pingpong}, out_dtype={problem.out_dtype},"
-                f" {self.accumulator_registers} registers and {len(self.store_chunks)} chunks"
+                f" {self.accumulator_registers} registers, {len(self.store_chunks(problem))} chunks"
             )
         if self.persistence == "dynamic":
             if self.pingpong:
@@ -180,8 +180,11 @@ class HopperConfig(GemmConfig):
                     f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
                     f" cluster tiles, got {self.stacked_grid(problem)}"
                 )
-        if problem.epilogue.gated:
-            yield "the Hopper kernel has no gated epilogue"
+        if problem.epilogue.gated and (not self.split_rows or self.tile[1] % 128):
+            yield (
+                "a gated epilogue needs tiles that consumers share by rows, and a multiple of 128"
+                f" columns, got tile={self.tile} with {self.consumers} consumers"
+            )
 
     def allows_late_store(self, problem: Problem) -> bool:
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
@@ -192,7 +195,7 @@ class HopperConfig(GemmConfig):
             and problem.out_dtype.itemsize <= 2
             and not problem.epilogue.residual
             and self.accumulator_registers <= 128
-            and len(self.store_chunks) <= 4
+            and len(self.store_chunks(problem)) <= 4
         )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:

@@ -81,10 +81,14 @@ class Problem:
         return "NT"[self.transpose_a] + "NT"[self.transpose_b]
 
     @property
+    def sums(self) -> int:
+        """How many sums go into an element of the result: two if it is gated."""
+        return 2 if self.epilogue.gated else 1
+
+    @property
     def flops(self) -> int:
         """Multiplications plus additions."""
-        sums = 2 if self.epilogue.gated else 1
-        return 2 * sums * self.batch * self.m * self.n * self.k
+        return 2 * self.sums * self.batch * self.m * self.n * self.k
 
     @property
     def a_shape(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ class Operands(NamedTuple):
 
     a: jax.Array
     b: jax.Array
+    up: jax.Array | None
     bias: jax.Array | None
     residual: jax.Array | None
 
@@ -36,15 +37,23 @@ def normal(problem: Problem, rng: np.random.Generator) -> Operands:
 
 def exact(problem: Problem, operands: Operands) -> np.ndarray:
     """The product in float64 with its epilogue, not rounded."""
-    a, b = (np.asarray(array).astype(np.float64) for array in (operands.a, operands.b))
+    a = np.asarray(operands.a).astype(np.float64)
     a = a.swapaxes(-1, -2) if problem.transpose_a else a
-    b = b.swapaxes(-1, -2) if problem.transpose_b else b
+
+    def times(b: jax.Array) -> np.ndarray:
+        wide = np.asarray(b).astype(np.float64)
+        return problem.epilogue.alpha * (
+            a @ (wide.swapaxes(-1, -2) if problem.transpose_b else wide)
+        )
+
     epilogue = problem.epilogue
-    out = epilogue.alpha * (a @ b)
+    out = times(operands.b)
     if operands.bias is not None:
         out = out + np.asarray(operands.bias, np.float64)
     if epilogue.activation is not None:
         out = np.asarray(epilogue.activation(jnp.asarray(out, jnp.float32)), np.float64)
+    if operands.up is not None:
+        out = out * times(operands.up)
     if operands.residual is not None:
         out = out + epilogue.beta * np.asarray(operands.residual).astype(np.float64)
     return out
@@ -61,6 +70,7 @@ def _operands(problem: Problem, draw: Any) -> Operands:
     return Operands(
         jnp.asarray(draw(problem.a_shape), problem.a_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype),
+        jnp.asarray(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
         jnp.asarray(draw((problem.n,)), jnp.float32) if epilogue.bias else None,
         jnp.asarray(draw(problem.out_shape), problem.out_dtype) if epilogue.residual else None,
     )

@@ -97,6 +97,14 @@ def test_epilogues(epilogue, config, rng):
     check_exact(Problem(2001, 1984, 520, epilogue=epilogue), config, rng)
 
 
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("config", [WIDE, EARLY], ids=["late", "early"])
+def test_gated(layout, config, rng):
+    epilogue = Epilogue(alpha=0.5, gated=True, activation=jax.nn.relu)
+    problem = products.transposed(Problem(1000, 1088, 520, epilogue=epilogue), layout)
+    check_exact(problem, config, rng)
+
+
 @pytest.mark.parametrize("schedule", ["hilbert", "raster:cols", "online_swizzle:8"])
 @pytest.mark.parametrize("config", [EARLY, PINGPONG], ids=["cooperative", "pingpong"])
 def test_batches(schedule, config, rng):

@@ -153,6 +153,13 @@ def test_epilogues(epilogue, config, rng):
     check_exact(Problem(328, 192, 200, epilogue=epilogue), config, rng)
 
 
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+def test_gated(layout, rng):
+    epilogue = Epilogue(gated=True, activation=jax.nn.relu)
+    problem = products.transposed(Problem(264, 192, 200, epilogue=epilogue), layout)
+    check_exact(problem, dataclasses.replace(SMALL, tile=(128, 128)), rng)
+
+
 def test_rounds_once(rng):
     problem = Problem(
         192, 128, 512, epilogue=Epilogue(alpha=0.3, bias=True, activation=jax.nn.gelu)

@@ -10,17 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
 """Calls that are replaced by what they call, and the parameter that holds it."""
 
+
+def _erfc(x: Any) -> Any:
+    """Formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7 of erfc everywhere."""
+    series = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+    t = 1 / (1 + 0.3275911 * jnp.abs(x))
+    total = jnp.zeros_like(x)
+    for coefficient in reversed(series):
+        total = t * (coefficient + total)
+    right = total * jnp.exp(-x * x)
+    return jnp.where(x >= 0, right, 2 - right)
+
+
 _REWRITTEN = {
     "copy": lambda x: x,
-    # As exact as erfc in absolute terms, which is what is left after adding what it multiplies.
-    "erfc": lambda x: jnp.asarray(1, x.dtype) - lax.erf(x),
-    "log1p": lambda x: jnp.log(jnp.asarray(1, x.dtype) + x),
+    "erf": lambda x: 1 - _erfc(x),
+    "erfc": _erfc,
+    "log1p": lambda x: jnp.log(1 + x),
 }
 """What Mosaic does not lower, in terms of what it does."""
 
@@ -59,7 +70,7 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
         elif inner is not None:
             outputs = _run(inner, (), inputs)
         elif equation.primitive.name in _REWRITTEN:
-            outputs = [_REWRITTEN[equation.primitive.name](*inputs)]
+            outputs = [plain(_REWRITTEN[equation.primitive.name])(*inputs)]
         else:
             outputs = equation.primitive.bind(*inputs, **equation.params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]

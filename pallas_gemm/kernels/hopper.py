@@ -40,6 +40,7 @@ epilogue of this one; nothing drains the ring before the last tile)
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ from schedules import OnlineSchedule
 class Gmem(NamedTuple):
     """The operands and the result in global memory; None for what a problem has not."""
 
-    a: Any
-    b: Any
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
     bias: Any
     residual: Any
     out: Any
@@ -137,7 +138,7 @@ def consumer(
 ) -> None:
     """Multiplies what the producer loaded and stores the tiles."""
     me = lax.axis_index("warpgroup")
-    chunks = range(len(plan.config.store_chunks))
+    chunks = range(len(plan.chunks))
 
     def one_tile(turn: Any, row: Any, col: Any, previous: Tile | None) -> Tile | None:
         at = _place(plan, row, col, me)
@@ -153,7 +154,7 @@ def consumer(
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
         )
         if plan.config.late_store:
-            return Tile(finish(plan, total, at, 0, gmem), at)
+            return Tile(_finish_all(plan, total, at, gmem), at)
         for chunk in chunks:
             store(plan, me, Tile(total, at), chunk, gmem, slots, barriers)
         return None
@@ -161,7 +162,7 @@ def consumer(
     if plan.config.pingpong:
         _take_turns(plan, source, one_tile, barriers)
     elif plan.config.late_store:
-        nothing = jnp.zeros(plan.config.consumer_tile, plan.problem.out_dtype)
+        nothing = jnp.zeros(plan.out_tile, plan.problem.out_dtype)
         nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
         nowhere = _place(plan, jnp.int32(0), jnp.int32(0), me)
         turns, last = source.walk(one_tile, Tile(nothing, nowhere))
@@ -207,7 +208,7 @@ def multiply(
     While the first WGMMAs run, the previous tile is stored, one chunk per step.
     """
     first = turn * plan.k_steps
-    chunks = len(plan.config.store_chunks) if plan.config.late_store else 0
+    chunks = len(plan.chunks) if plan.config.late_store else 0
 
     def issue(k: Any) -> None:
         plgpu.barrier_wait(barriers.full.at[_barrier(plan, first + k)])
@@ -238,21 +239,35 @@ def multiply(
     return total
 
 
-def finish(plan: HopperPlan, total: Any, at: Where, start: int, gmem: Gmem) -> Any:
-    """Applies the epilogue to some columns of the sum, from `start` on, and rounds them.
+def finish(plan: HopperPlan, total: Any, at: Where, chunk: int, gmem: Gmem) -> Any:
+    """Applies the epilogue to the sums of a chunk, and rounds it.
 
-    They are not rounded yet if a residual is still to be added.
+    It is not rounded yet if a residual is still to be added.
     """
     epilogue = plan.problem.epilogue
+    start, width = plan.chunks[chunk]
+    values = total[:, start : start + width]
     if epilogue.alpha != 1:
-        total = total * jnp.float32(epilogue.alpha)
+        values = values * jnp.float32(epilogue.alpha)
     if epilogue.bias:
-        here = gmem.bias.at[pl.ds(at.col + start, total.shape[1])]
+        here = gmem.bias.at[pl.ds(at.col + start, width)]
         bias = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        total = total + lax.broadcast_in_dim(bias, total.shape, (1,))
+        values = values + lax.broadcast_in_dim(bias, values.shape, (1,))
     if epilogue.activation is not None:
-        total = elementwise.plain(epilogue.activation)(total)
-    return total if epilogue.residual else total.astype(plan.problem.out_dtype)
+        values = elementwise.plain(epilogue.activation)(values)
+    if epilogue.gated:
+        up = start + plan.out_tile[1]
+        values = values * (total[:, up : up + width] * jnp.float32(epilogue.alpha))
+    return values if epilogue.residual else values.astype(plan.problem.out_dtype)
+
+
+def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
+    """Finishes a whole tile, a chunk at a time where the epilogue takes registers."""
+    if plan.problem.epilogue.is_identity:
+        return total.astype(plan.problem.out_dtype)
+    return lax.concatenate(
+        [finish(plan, total, at, chunk, gmem) for chunk in range(len(plan.chunks))], 1
+    )
 
 
 def store(
@@ -264,11 +279,12 @@ def store(
     needs are free only a chunk at a time.
     """
     config = plan.config
-    start, width = config.store_chunks[chunk]
+    start, width = plan.chunks[chunk]
     view, slot = slots.out[plan.store_widths.index(width)], plan.store_slot(chunk)
-    values = tile.values[:, start : start + width]
-    if not config.late_store:
-        values = finish(plan, values, tile.at, start, gmem)
+    if config.late_store:
+        values = tile.values[:, start : start + width]
+    else:
+        values = finish(plan, tile.values, tile.at, chunk, gmem)
     if plan.problem.epilogue.residual:
         plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, chunk)])
         residual = view.tile[me, slot].astype(jnp.float32)
@@ -280,7 +296,7 @@ def store(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(view.box.at[me, slot], _chunk(plan, gmem.out, tile.at, chunk))
     following = chunk + config.store_slots
-    if following < len(config.store_chunks):
+    if following < len(plan.chunks):
         fetch_residual(plan, me, tile.at, (following,), gmem, slots, barriers)
 
 
@@ -298,8 +314,8 @@ def fetch_residual(
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for chunk in chunks:
-        if chunk < len(plan.config.store_chunks):
-            _, width = plan.config.store_chunks[chunk]
+        if chunk < len(plan.chunks):
+            _, width = plan.chunks[chunk]
             view = slots.out[plan.store_widths.index(width)]
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, gmem.residual, at, chunk),
@@ -314,8 +330,8 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
 
 def _chunk(plan: HopperPlan, gmem: Any, at: Where, chunk: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
-    start, width = plan.config.store_chunks[chunk]
-    rows, _ = plan.config.consumer_tile
+    start, width = plan.chunks[chunk]
+    rows, _ = plan.out_tile
     return _matrix(gmem, at.batch).at[pl.ds(at.row, rows), pl.ds(at.col + start, width)]
 
 
@@ -324,23 +340,30 @@ def _issue_wgmma(plan: HopperPlan, me: Any, acc: Any, slots: Smem, slot: Any) ->
     shared = not plan.config.pingpong
     my_row = me * rows if shared and plan.config.split_rows else 0
     my_col = me * cols if shared and not plan.config.split_rows else 0
-    if plan.b.k_major:
-        b = slots.b.tile.at[slot, pl.ds(my_col, cols)].transpose((1, 0))
-    else:
-        b = slots.b.tile.at[slot, :, pl.ds(my_col, cols)]
-    if plan.a.k_major:
-        plgpu.wgmma(acc, slots.a.tile.at[slot, pl.ds(my_row, rows)], b)
-        return
-    # Stored [m, k]-transposed, the left operand lies in panels of 64 rows, one WGMMA each.
-    for panel in range(plan.wgmmas_per_step):
-        a = slots.a.tile.at[slot, my_row // WGMMA_ROWS + panel].transpose((1, 0))
-        target = acc if plan.wgmmas_per_step == 1 else acc.at[pl.ds(panel * WGMMA_ROWS, WGMMA_ROWS)]
-        plgpu.wgmma(target, a, b)
+    # Stored [k, m], the left operand lies in panels of 64 rows, and a gated result has a right
+    # operand in two parts: one WGMMA for each pair of them, on its own part of the accumulator.
+    panels = rows // WGMMA_ROWS if plan.a.paneled else 1
+    height, width = rows // panels, cols // plan.b.parts
+    for panel, part in itertools.product(range(panels), range(plan.b.parts)):
+        b = slots.b.tile.at[part, slot]
+        if plan.b.k_major:
+            b = b.at[pl.ds(my_col, width)].transpose((1, 0))
+        else:
+            b = b.at[:, pl.ds(my_col, width)]
+        a = slots.a.tile.at[0, slot]
+        if plan.a.k_major:
+            a = a.at[pl.ds(my_row, rows)]
+        else:
+            a = a.at[my_row // WGMMA_ROWS + panel].transpose((1, 0))
+        if plan.wgmmas_per_step == 1:
+            plgpu.wgmma(acc, a, b)
+        else:
+            plgpu.wgmma(acc.at[pl.ds(panel * height, height), pl.ds(part * width, width)], a, b)
 
 
 def _load_operand(
     operand: OperandPlan,
-    gmem: Any,
+    gmem: tuple[Any, ...],
     batch: Any,
     start: Any,
     k_start: Any,
@@ -348,17 +371,18 @@ def _load_operand(
     slot: Any,
     full: Any,
 ) -> None:
-    source = _matrix(gmem, batch)
     along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
-    for part in range(operand.copies):
+    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
+    for part, whole in enumerate(gmem):
+        source, target = _matrix(whole, batch), ring.box.at[part, slot]
         if operand.k_major:
-            src, dst = source.at[along, deep], ring.box.at[slot]
-        elif operand.paneled:
-            src = source.at[deep, pl.ds(start + part * WGMMA_ROWS, WGMMA_ROWS)]
-            dst = ring.box.at[slot, part]
+            copy(source.at[along, deep], target, full)
+        elif not operand.paneled:
+            copy(source.at[deep, along], target, full)
         else:
-            src, dst = source.at[deep, along], ring.box.at[slot]
-        plgpu.copy_gmem_to_smem(src, dst, full, collective_axes=operand.multicast_axis)
+            for panel in range(operand.tile // WGMMA_ROWS):
+                columns = pl.ds(start + panel * WGMMA_ROWS, WGMMA_ROWS)
+                copy(source.at[deep, columns], target.at[panel], full)
 
 
 def _matrix(gmem: Any, batch: Any) -> Any:
@@ -390,13 +414,14 @@ def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> Where:
     if plan.problem.batch > 1:
         rows, _ = config.grid(plan.problem)
         batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
-    row = (row * config.cluster[0] + lax.axis_index("cluster_row")) * config.tile[0]
-    col = (col * config.cluster[1] + lax.axis_index("cluster_col")) * config.tile[1]
+    tile_rows, tile_cols = config.out_tile(plan.problem)
+    row = (row * config.cluster[0] + lax.axis_index("cluster_row")) * tile_rows
+    col = (col * config.cluster[1] + lax.axis_index("cluster_col")) * tile_cols
     if consumer is not None and not config.pingpong:
         if config.split_rows:
-            row = row + consumer * config.consumer_tile[0]
+            row = row + consumer * plan.out_tile[0]
         else:
-            col = col + consumer * config.consumer_tile[1]
+            col = col + consumer * plan.out_tile[1]
     return Where(batch, row, col)
 
 
@@ -405,13 +430,13 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
     config = plan.config
 
     def ring(operand: OperandPlan) -> Any:
-        shape = (config.stages, *operand.slot_shape)
+        shape = (operand.parts, config.stages, *operand.slot_shape)
         if operand.boxed:
             return smem.boxed(shape, operand.dtype, simulated=simulated)
         return smem.tiled(shape, operand.dtype)
 
     stores: list[tuple[int, ...]] = [
-        (config.consumers, plan.store_slots(width), config.consumer_tile[0], width)
+        (config.consumers, plan.store_slots(width), plan.out_tile[0], width)
         for width in plan.store_widths
     ]
     barriers = Barriers(
@@ -471,7 +496,9 @@ def _order_operands(plan: HopperPlan, claimed: bool) -> tuple[Any, ...]:
 
 
 def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Array]:
-    """Returns the kernel of a plan: a function of a, b, and bias and residual if there are any.
+    """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
+
+    These are, in this order: a second b if the result is gated, then bias, then residual.
 
     Args:
         plan: What to run.
@@ -484,10 +511,11 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
 
     def body(*refs: Any) -> None:
         *operands, out, ring, stores, barriers = refs
-        a, b, *operands = operands
+        a, *operands = operands
+        b = [operands.pop(0) for _ in range(plan.b.parts)]
         bias = operands.pop(0) if epilogue.bias else None
         residual = operands.pop(0) if epilogue.residual else None
-        gmem = Gmem(a, b, bias, residual, out)
+        gmem = Gmem((a,), tuple(b), bias, residual, out)
         slots = _slots(plan, ring, stores, simulated)
         registers = plan.config.registers
 
@@ -524,13 +552,14 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
         interpret=interpret,
     )
 
-    def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> jax.Array:
-        extra = list(rest)
+    def run(a: jax.Array, *rest: jax.Array) -> jax.Array:
+        operands = list(rest)
         if epilogue.bias:
             # Loaded without a mask, so it has to reach to the end of the last tile.
             _, cols = plan.config.grid(plan.problem)
-            reach = cols * plan.config.cluster[1] * plan.config.tile[1]
-            extra[0] = jnp.pad(extra[0].astype(jnp.float32), (0, reach - plan.problem.n))
-        return kernel(a, b, *extra, *_order_operands(plan, claimed))
+            reach = cols * plan.config.cluster[1] * plan.config.out_tile(plan.problem)[1]
+            bias = operands[plan.b.parts].astype(jnp.float32)
+            operands[plan.b.parts] = jnp.pad(bias, (0, reach - plan.problem.n))
+        return kernel(a, *operands, *_order_operands(plan, claimed))
 
     return run

@@ -22,6 +22,7 @@ class OperandPlan:
         k_major: The contracted dimension is contiguous in memory.
         paneled: Not K-major, and loaded in panels of 64; only the left operand can be.
         multicast_axis: The cluster axis along which CTAs share it, or None.
+        parts: How many arrays it consists of: two if the result is gated.
     """
 
     dtype: Any
@@ -30,11 +31,12 @@ class OperandPlan:
     k_major: bool
     paneled: bool
     multicast_axis: str | None
+    parts: int = 1
 
     @property
     def copies(self) -> int:
         """TMA copies per step."""
-        return self.tile // WGMMA_ROWS if self.paneled else 1
+        return self.parts * (self.tile // WGMMA_ROWS if self.paneled else 1)
 
     @property
     def boxed(self) -> bool:
@@ -43,7 +45,7 @@ class OperandPlan:
 
     @property
     def slot_shape(self) -> tuple[int, ...]:
-        """The shape of one slot of the ring."""
+        """The shape of one part in one slot of the ring."""
         if self.k_major:
             return (self.tile, self.tile_k)
         if self.paneled:
@@ -80,11 +82,12 @@ class HopperPlan:
         """How the right operand is loaded."""
         return OperandPlan(
             dtype=self.problem.b_dtype,
-            tile=self.config.tile[1],
+            tile=self.config.out_tile(self.problem)[1],
             tile_k=self.tile_k,
             k_major=self.problem.transpose_b,
             paneled=False,
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
+            parts=self.problem.sums,
         )
 
     @property
@@ -100,7 +103,8 @@ class HopperPlan:
     @property
     def wgmmas_per_step(self) -> int:
         """Groups of WGMMA that one consumer issues per step."""
-        return self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
+        panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
+        return panels * self.b.parts
 
     @functools.cached_property
     def schedule(self) -> Schedule | OnlineSchedule:
@@ -112,10 +116,21 @@ class HopperPlan:
         """How many clusters are launched."""
         return self.config.workers(self.problem, self.device)
 
+    @functools.cached_property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(first column, width) of each chunk of a consumer's part of the result."""
+        return self.config.store_chunks(self.problem)
+
+    @property
+    def out_tile(self) -> tuple[int, int]:
+        """The part of the result that one consumer computes at a time."""
+        rows, cols = self.config.consumer_tile
+        return rows, cols // self.problem.sums
+
     @property
     def store_widths(self) -> tuple[int, ...]:
-        """The different widths of the epilogue's chunks, widest first."""
-        widths = {width for _, width in self.config.store_chunks}
+        """The different widths of the chunks, widest first."""
+        widths = {width for _, width in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
     def store_slots(self, width: int) -> int:
@@ -128,7 +143,7 @@ class HopperPlan:
         Chunks take the slots in turn. A narrower one begins where a wide one in its slot would.
         """
         slot = chunk % self.config.store_slots
-        return slot * (self.config.store_columns // self.config.store_chunks[chunk][1])
+        return slot * (self.config.store_columns // self.chunks[chunk][1])
 
     @property
     def full_arrivals(self) -> int:
