@@ -1,0 +1,78 @@
+"""The kernels that there are, one per GPU architecture, each loaded when it is first asked for."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What dispatch has to know of a kernel.
+
+    Attributes:
+        config: The class of its configs.
+        problem_refusals: Why it cannot take a problem, whatever the config.
+        candidates: The configs that the heuristics consider for a problem.
+        build: Makes the function of the operands from problem, config, device and the simulator's
+            parameters (False on a GPU).
+    """
+
+    config: type[GemmConfig]
+    problem_refusals: Callable[[Problem], Iterable[str]]
+    candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
+    build: Callable[[Problem, GemmConfig, Device, Any], Callable[..., Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A generation of GPUs.
+
+    Attributes:
+        name: What `implementation=` calls its kernel.
+        capability: The first number of its compute capability, or both where only one will do.
+        example: A GPU to plan for when nothing else is known.
+        load: Imports the kernel; raises `ImportError` where this version has none.
+    """
+
+    name: str
+    capability: tuple[int, ...]
+    example: Device
+    load: Callable[[], Kernel]
+
+    def fits(self, device: Device) -> bool:
+        """Whether the kernel's instructions exist on a GPU."""
+        return device.compute_capability[: len(self.capability)] == self.capability
+
+
+@functools.cache
+def _hopper() -> Kernel:
+    from pallas_gemm import hopper_candidates, hopper_config
+    from pallas_gemm.kernels import hopper, plan
+
+    def build(problem: Problem, config: GemmConfig, device: Device, interpret: Any) -> Any:
+        return hopper.build(plan.HopperPlan(problem, config, device), interpret=interpret)
+
+    return Kernel(
+        hopper_config.HopperConfig,
+        hopper_config.problem_refusals,
+        hopper_candidates.candidates,
+        build,
+    )
+
+
+@functools.cache
+def _blackwell() -> Kernel:
+    raise ImportError("this version has no kernel for Blackwell")
+
+
+# WGMMA exists on 9.0 alone; the tensor memory of Blackwell's data-centre GPUs on every 10.x, but
+# not on 12.x.
+ARCHITECTURES = (
+    Architecture("hopper", (9, 0), H200, _hopper),
+    Architecture("blackwell", (10,), B200, _blackwell),
+)

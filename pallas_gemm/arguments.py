@@ -1,0 +1,229 @@
+"""Checks of arguments: each error names the argument, its value and what is legal."""
+
+import difflib
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.canonical import DimensionNumbers, Shape, normal_dimension_numbers
+from pallas_gemm.config import GemmConfig
+from schedules import OnlineSchedule, Schedule, parse, parse_online
+
+
+def array(name: str, x: Any) -> Any:
+    """Returns an argument as an array, or as it is if it stands for one without values.
+
+    Raises:
+        TypeError: It is no array of numbers.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if not (hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+    return x
+
+
+def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> None:
+    """Checks that `a @ b` is defined.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x.ndim == 0:
+            raise ValueError(f"{name} must have at least one dimension, got shape ()")
+    flipped = {"a": transpose_a and a.ndim > 1, "b": transpose_b and b.ndim > 1}
+    a_axis = -2 if flipped["a"] else -1
+    b_axis = -1 if flipped["b"] or b.ndim == 1 else -2
+    if a.shape[a_axis] != b.shape[b_axis]:
+        hint = _transposition_hint(a.shape, b.shape, a_axis, b_axis)
+        raise ValueError(
+            f"a and b must agree in the contracted size, got {a.shape[a_axis]} in"
+            f" a{_shape(a.shape)} (dimension {a_axis}) and {b.shape[b_axis]} in b{_shape(b.shape)}"
+            f" (dimension {b_axis}) with transpose_a={transpose_a}, transpose_b={transpose_b}{hint}"
+        )
+    try:
+        jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"the leading dimensions of a{_shape(a.shape)} and b{_shape(b.shape)} must broadcast:"
+            f" {list(a.shape[:-2])} against {list(b.shape[:-2])}"
+        ) from None
+
+
+def _transposition_hint(a: Shape, b: Shape, a_axis: int, b_axis: int) -> str:
+    if len(b) > 1 and a[a_axis] == b[-3 - b_axis]:
+        return f"; transpose_b={b_axis == -2} would fit"
+    if len(a) > 1 and a[-3 - a_axis] == b[b_axis]:
+        return f"; transpose_a={a_axis == -1} would fit"
+    return ""
+
+
+def dimension_numbers(lhs: Any, rhs: Any, given: Any) -> DimensionNumbers:
+    """Returns the dimension numbers of a `dot_general` as tuples.
+
+    Raises:
+        TypeError: They are not two pairs of sequences of integers.
+        ValueError: They are not legal for these operands.
+    """
+    try:
+        numbers_ = normal_dimension_numbers(given)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))"
+            f" with sequences of integers, got {given!r}"
+        ) from None
+    for kind, pair in zip(("contracting", "batch"), numbers_, strict=True):
+        if len(pair[0]) != len(pair[1]):
+            raise ValueError(
+                f"dimension_numbers must name as many {kind} dimensions of lhs as of rhs, got"
+                f" {pair[0]} and {pair[1]}"
+            )
+        for i, j in zip(*pair, strict=True):
+            for name, x, d in (("lhs", lhs, i), ("rhs", rhs, j)):
+                if not 0 <= d < x.ndim:
+                    raise ValueError(
+                        f"dimension_numbers: {kind} dimension {d} is not one of the {x.ndim}"
+                        f" dimensions of {name}{_shape(x.shape)}"
+                    )
+            if lhs.shape[i] != rhs.shape[j]:
+                raise ValueError(
+                    f"dimension_numbers: {kind} dimensions must have equal sizes, got"
+                    f" {lhs.shape[i]} in lhs{_shape(lhs.shape)} (dimension {i}) and {rhs.shape[j]}"
+                    f" in rhs{_shape(rhs.shape)} (dimension {j})"
+                )
+    for name, side in (("lhs", 0), ("rhs", 1)):
+        named = (*numbers_[0][side], *numbers_[1][side])
+        if len(set(named)) != len(named):
+            raise ValueError(
+                f"dimension_numbers names a dimension of {name} twice: contracting"
+                f" {numbers_[0][side]}, batch {numbers_[1][side]}"
+            )
+    return numbers_
+
+
+def result_dtype(a: Any, b: Any, preferred_element_type: Any) -> np.dtype:
+    """Returns the type of the result: the preferred one, or what JAX promotes the operands to.
+
+    Raises:
+        TypeError: `preferred_element_type` is no type of numbers, or an integer for floats.
+    """
+    if preferred_element_type is None:
+        return np.dtype(jnp.promote_types(a.dtype, b.dtype))
+    try:
+        wanted = jax.dtypes.canonicalize_dtype(preferred_element_type)
+    except TypeError:
+        raise TypeError(f"preferred_element_type={preferred_element_type!r} is no dtype") from None
+    operands = jnp.result_type(a.dtype) if a.dtype == b.dtype else None
+    for kind, names in ((jnp.integer, "an integer"), (jnp.complexfloating, "a complex")):
+        is_kind = jnp.issubdtype(wanted, kind)
+        if is_kind and operands is not None and not jnp.issubdtype(operands, kind):
+            raise TypeError(
+                f"preferred_element_type={wanted} is {names} type, but the operands are"
+                f" {a.dtype}; legal are floating-point types"
+            )
+    return np.dtype(wanted)
+
+
+def scale(name: str, value: Any) -> float:
+    """Returns `alpha` or `beta` as a float.
+
+    Raises:
+        TypeError: It is no Python number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+        raise TypeError(
+            f"{name} must be a Python number, because it is built into the kernel, got"
+            f" {type(value).__name__}; a traced factor can scale an operand or the result"
+        )
+    return float(value)
+
+
+def bias(x: Any, columns: int | None) -> Any:
+    """Checks a bias: one value per column of the result.
+
+    Raises:
+        ValueError: Its shape is another.
+    """
+    x = array("bias", x)
+    if columns is None:
+        raise ValueError("bias needs a result with columns, but b is a vector")
+    if tuple(x.shape) != (columns,):
+        raise ValueError(
+            f"bias must have one value per column of the result, shape [{columns}], got"
+            f" {_shape(x.shape)}"
+        )
+    return x
+
+
+def residual(x: Any, shape: Shape) -> Any:
+    """Checks a residual: an array of the result's shape.
+
+    Raises:
+        ValueError: Its shape is another.
+    """
+    x = array("residual", x)
+    if tuple(x.shape) != shape:
+        raise ValueError(
+            f"residual must have the result's shape {_shape(shape)}, got {_shape(x.shape)}"
+        )
+    return x
+
+
+def implementation(value: Any, legal: tuple[str, ...]) -> str | None:
+    """Checks `implementation=`.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if value is None or value in legal:
+        return value
+    close = difflib.get_close_matches(str(value), legal, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"implementation={value!r} is unknown; {hint}legal: None, {', '.join(map(repr, legal))}"
+    )
+
+
+def config(value: Any) -> GemmConfig | None:
+    """Checks `config=`.
+
+    Raises:
+        TypeError: It is no config of a kernel.
+    """
+    if value is None or (isinstance(value, GemmConfig) and type(value) is not GemmConfig):
+        return value
+    raise TypeError(
+        f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
+    )
+
+
+def schedule(value: Any) -> str | Schedule | OnlineSchedule | None:
+    """Checks `schedule=`, as far as that goes without a grid.
+
+    Raises:
+        TypeError: It is neither a schedule nor the name of one.
+        ValueError: There is no schedule of that name.
+    """
+    if value is None or isinstance(value, Schedule | OnlineSchedule):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"schedule must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got"
+            f" {type(value).__name__}"
+        )
+    if value.startswith("online_"):
+        parse_online(value.removeprefix("online_"))
+    else:
+        parse(value)
+    return value
+
+
+def _shape(shape: Any) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

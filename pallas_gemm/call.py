@@ -1,0 +1,130 @@
+"""`Call`: what is fixed about a product while it is traced, everything but the operands."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.problem import Epilogue, Problem
+from schedules import OnlineSchedule, Schedule
+
+Signature = tuple[tuple[tuple[int, ...], Any], ...]
+"""The (shape, dtype) of each operand."""
+
+
+NO_EPILOGUE = Epilogue()
+
+
+class Operands(NamedTuple):
+    """The operands of one product; those that the epilogue does not ask for are None."""
+
+    a: Any
+    b: Any
+    up: Any = None
+    bias: Any = None
+    residual: Any = None
+
+    def present(self) -> tuple[Any, ...]:
+        """Returns those that there are, in order: how a product takes them."""
+        return tuple(operand for operand in self if operand is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a product is to be computed, as far as the caller says so.
+
+    Attributes:
+        implementation: The name of an implementation, or None for the best one.
+        config: The kernel's config, or None for the heuristics' choice.
+        schedule: The order of the tiles, or None for the config's.
+        target: The GPU to plan for; None until the program is lowered for one.
+    """
+
+    implementation: str | None = None
+    config: GemmConfig | None = None
+    schedule: str | Schedule | OnlineSchedule | None = None
+    # Equal targets have equal kinds, and a machine's table of clusters has no hash.
+    target: Device | None = dataclasses.field(default=None, hash=False)
+
+    def for_another_product(self) -> "Options":
+        """Returns the options for a product of other sizes, as a gradient needs it."""
+        return dataclasses.replace(self, config=None, schedule=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A product of matrices, or of a batch of them, without its operands.
+
+    Operands have two dimensions, or three if each product of a batch has its own; an operand with
+    two is shared by the whole batch. The bias is `[n]`, or `[batch, n]`.
+
+    Attributes:
+        out_dtype: Element type of the result.
+        transpose_a: The left operand is stored `[k, m]`.
+        transpose_b: The right operand (both, if gated) is stored `[n, k]`.
+        epilogue: What happens to the sum before it is rounded.
+        precision: As for `lax.dot_general`.
+        options: How to compute it.
+    """
+
+    out_dtype: Any
+    transpose_a: bool = False
+    transpose_b: bool = False
+    epilogue: Epilogue = NO_EPILOGUE
+    precision: Any = None
+    options: Options = Options()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
+
+    def unpack(self, operands: tuple[Any, ...]) -> Operands:
+        """Gives each operand its name."""
+        rest = list(operands)
+        a, b = rest.pop(0), rest.pop(0)
+        epilogue = self.epilogue
+        return Operands(
+            a,
+            b,
+            rest.pop(0) if epilogue.gated else None,
+            rest.pop(0) if epilogue.bias else None,
+            rest.pop(0) if epilogue.residual else None,
+        )
+
+    def problem(self, signature: Signature) -> Problem:
+        """Returns the problem that operands of these shapes and types pose."""
+        (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
+        m, k = a_shape[-2:][::-1] if self.transpose_a else a_shape[-2:]
+        n = b_shape[-2] if self.transpose_b else b_shape[-1]
+        batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
+        return Problem(
+            m=m,
+            n=n,
+            k=k,
+            a_dtype=a_dtype,
+            b_dtype=b_dtype,
+            out_dtype=self.out_dtype,
+            transpose_a=self.transpose_a,
+            transpose_b=self.transpose_b,
+            batch=batches[0] if batches else 1,
+            epilogue=self.epilogue,
+        )
+
+    def with_target(self, device: Device | None) -> "Call":
+        """Returns the call with the GPU to plan for."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, target=device))
+
+    def plain(self, out_dtype: Any, alpha: float = 1.0) -> "Call":
+        """Returns the call for a product of these layouts with nothing but a scale."""
+        return dataclasses.replace(
+            self,
+            out_dtype=np.dtype(out_dtype),
+            epilogue=Epilogue(alpha=alpha),
+            options=self.options.for_another_product(),
+        )
+
+
+def signature_of(operands: tuple[Any, ...]) -> Signature:
+    """Returns the shapes and types of operands, concrete or traced."""
+    return tuple((tuple(x.shape), np.dtype(x.dtype)) for x in operands)

@@ -1,0 +1,34 @@
+"""The primitive that every product is: what JAX sees of one, whatever computes it.
+
+Rules for it are in `autodiff.py` (derivatives), `batching.py` (`vmap`) and `dispatch.py` (its type
+and what it becomes in a compiled program). It is a primitive, and not a function with custom
+derivatives, because then it composes as `lax.dot_general` does: forward and reverse mode in any
+order, and the gradient of weights that are shared under `vmap` is one product that contracts over
+the batch, where `jax.custom_vjp` would compute one product per example and add them up.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.extend import core
+
+from pallas_gemm.call import Call
+
+product_p = core.Primitive("pallas_gemm")
+
+
+def product(call: Call, *operands: jax.Array) -> jax.Array:
+    """Computes what `call` says from its operands, in the order of `Operands`."""
+    return product_p.bind(*operands, call=call)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(call: Call) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(product, call))
+
+
+@product_p.def_impl
+def _run(*operands: jax.Array, call: Call) -> jax.Array:
+    """Runs a product of operands that are not traced."""
+    return _compiled(call)(*operands)
