@@ -1,0 +1,118 @@
+"""What the benchmark programs share on the command line: flags, errors in one line, progress."""
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from bench.gpu import MeterError
+
+WIDTH = 120
+"""Columns of every table."""
+
+BAD_REQUEST = 2
+"""Exit status of a program that was asked for what it cannot do."""
+
+
+class RequestError(ValueError):
+    """What was asked for cannot be done; the message is one line for the user."""
+
+
+def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
+    """Returns a parser of flags for `absl.app.run` that reports an error in one line."""
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            rest = flags.FLAGS(list(argv))
+        except flags.Error as error:
+            complain(program, str(error))
+            sys.exit(BAD_REQUEST)
+        if len(rest) > 1:
+            complain(program, f"unexpected argument {rest[1]!r}; every option begins with --")
+            sys.exit(BAD_REQUEST)
+        return rest
+
+    return parse
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """Runs a program's work; what the user has to mend is said in one line."""
+    try:
+        return run()
+    except (RequestError, MeterError) as error:
+        complain(program, str(error))
+        return BAD_REQUEST
+    except KeyboardInterrupt:
+        complain(program, "stopped; nothing was written")
+        return 130
+
+
+def complain(program: str, message: str) -> None:
+    """Prints one line to the standard error."""
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def console() -> Console:
+    """Returns where tables go: as wide as they are, and printed as they are."""
+    return Console(width=WIDTH, highlight=False, soft_wrap=True, markup=False)
+
+
+def progress_bar() -> Progress:
+    """Returns a progress bar on the standard error that vanishes when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+class Steps:
+    """The line of a progress bar that shows what is being done at the moment."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar = bar
+        self._task = task
+
+    def start(self, doing: str, total: int) -> None:
+        """Begins something of so many steps."""
+        self._bar.reset(self._task, total=total, description=doing)
+
+    def advance(self) -> None:
+        """One step is done."""
+        self._bar.advance(self._task)
+
+
+def output_path(text: str | None) -> pathlib.Path | None:
+    """Returns the path that a flag names, or None."""
+    return pathlib.Path(text).expanduser() if text else None
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """Makes a folder, unless it is there.
+
+    Raises:
+        RequestError: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot make the folder {path}: {error.strerror or error}") from None
+
+
+def threads() -> int:
+    """Returns how many threads may compile."""
+    return max(2, os.cpu_count() or 2)

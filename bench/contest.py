@@ -1,0 +1,213 @@
+"""Who takes part in the timing of a case: what compiles, is right, and is the best of its peer."""
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from bench import command, products
+from bench.measure import Meter, Settings, Variant, measure
+from bench.peers import Candidate, Peer, Runner
+from bench.shapes import Case
+
+COLD_BYTES = 2**28
+"""Operands are rotated until this much has been read: several times the L2 of any GPU."""
+
+MOST_SETS = 64
+
+CHOICE = Settings(burst_rounds=3, burst_calls=4, pause=0.02, sustained_rounds=0, energy_seconds=0)
+"""How long to look when a peer chooses among its candidates."""
+
+BASELINE = "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A candidate that compiled and gave right results, ready to be timed.
+
+    Attributes:
+        peer: Whose it is.
+        label: What sets it apart from the peer's other candidates.
+        variant: What is timed.
+        error: Largest error of a tile in units of XLA's.
+    """
+
+    peer: str
+    label: str
+    variant: Variant
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """A candidate that cannot take part.
+
+    Attributes:
+        peer: Whose it is.
+        status: "failed" to compile or run, or "wrong".
+        note: Why.
+        error: As for a contender, if there was a result.
+    """
+
+    peer: str
+    status: Literal["failed", "wrong"]
+    note: str
+    error: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A candidate after compilation: what runs it, or what went wrong."""
+
+    peer: Peer
+    candidate: Candidate
+    runner: Runner | Exception
+
+
+def contenders(
+    case: Case,
+    peers: Sequence[Peer],
+    *,
+    cold: bool,
+    start: Callable[[str, int], None],
+    advance: Callable[[], None],
+) -> tuple[list[Contender], list[Dropout]]:
+    """Compiles and checks every candidate of some peers.
+
+    Args:
+        case: What to compute.
+        peers: Those that do not refuse it. XLA must be the first: its errors are the yardstick.
+        cold: Whether calls take other operands in turn, so that none is in the cache.
+        start: Called with what begins and its number of steps.
+        advance: Called after each step.
+
+    Returns:
+        The contenders and the dropouts, both in the order of the peers.
+    """
+    built = _build_all(case, peers, start, advance)
+    sets = _operand_sets(case, cold=cold)
+    start("checking", len(built))
+    reference = jax.block_until_ready(jax.jit(products.exact(case))(sets[0]))
+    passed: list[Contender] = []
+    dropped: list[Dropout] = []
+    yardstick: products.Results | None = None
+    for one in built:
+        found, errors = _check(one, sets, reference, yardstick)
+        if one.peer.name == BASELINE:
+            yardstick = errors
+        if isinstance(found, Contender):
+            passed.append(found)
+        else:
+            dropped.append(found)
+        advance()
+    return passed, dropped
+
+
+def choose(
+    passed: Sequence[Contender],
+    meter: Meter,
+    start: Callable[[str, int], None],
+    advance: Callable[[], None],
+) -> list[Contender]:
+    """Returns the fastest contender of each peer, in burst."""
+    by_peer: dict[str, list[Contender]] = {}
+    for contender in passed:
+        by_peer.setdefault(contender.peer, []).append(contender)
+    chosen = []
+    for peer, choices in by_peer.items():
+        if len(choices) > 1:
+            start(f"choosing among {len(choices)} of {peer}", CHOICE.turns(len(choices)))
+        chosen.append(_fastest(choices, meter, advance))
+    return chosen
+
+
+def _fastest(choices: Sequence[Contender], meter: Meter, advance: Callable[[], None]) -> Contender:
+    if len(choices) == 1:
+        return choices[0]
+    variants = [
+        dataclasses.replace(choice.variant, name=str(i)) for i, choice in enumerate(choices)
+    ]
+    results = measure(variants, meter, CHOICE, baseline="0", advance=advance)
+    bursts = [results[variant.name].burst for variant in variants]
+    ratios = [timing.ratio.median for timing in bursts if timing is not None]
+    return choices[ratios.index(max(ratios))]
+
+
+def _build_all(
+    case: Case,
+    peers: Sequence[Peer],
+    start: Callable[[str, int], None],
+    advance: Callable[[], None],
+) -> list[_Built]:
+    """Compiles every candidate: one by one those of peers that use the GPU for it."""
+    jobs = [(peer, candidate) for peer in peers for candidate in peer.candidates(case)]
+    start("compiling", len(jobs))
+
+    def build(peer: Peer, candidate: Candidate) -> _Built:
+        try:
+            return _Built(peer, candidate, candidate.build())
+        except Exception as error:
+            return _Built(peer, candidate, error)
+        finally:
+            advance()
+
+    alone = {i: build(*job) for i, job in enumerate(jobs) if not job[0].threads}
+    with concurrent.futures.ThreadPoolExecutor(command.threads()) as pool:
+        together = {i: pool.submit(build, *job) for i, job in enumerate(jobs) if job[0].threads}
+    return [alone[i] if i in alone else together[i].result() for i in range(len(jobs))]
+
+
+def _operand_sets(case: Case, *, cold: bool) -> list[products.Operands]:
+    """Returns sets of operands to take in turn, so many that each is out of the cache again."""
+    count = 1
+    if cold:
+        count = min(MOST_SETS, math.ceil(COLD_BYTES / products.operand_bytes(case)))
+    return [products.make_operands(case, key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def _check(
+    built: _Built,
+    sets: Sequence[products.Operands],
+    reference: products.Results,
+    yardstick: products.Results | None,
+) -> tuple[Contender | Dropout, products.Results | None]:
+    """Runs a candidate once.
+
+    Returns:
+        What became of it, and if it is XLA's, the errors that the others' are compared with.
+    """
+    peer, name = built.peer, built.peer.name
+    if isinstance(built.runner, Exception):
+        return Dropout(name, "failed", _reason(built.runner)), None
+    if yardstick is None and name != BASELINE:
+        return Dropout(name, "failed", "there is no result of XLA to compare with"), None
+    try:
+        adopted = [peer.adopt(operands) for operands in sets]
+        results = built.runner(adopted[0])
+        peer.wait(results)
+        if yardstick is None:
+            errors = tuple(map(products.tile_errors, peer.export(results), reference))
+            worst = 1.0
+        else:
+            errors = None
+            worst = products.worst_error(peer.export(results), reference, yardstick)
+    except Exception as error:
+        return Dropout(name, "failed", _reason(error)), None
+    if not worst <= products.ALLOWED:
+        note = f"{built.candidate.label} errs {worst:.3g} times as much as XLA".strip()
+        return Dropout(name, "wrong", note, worst), errors
+    return Contender(
+        name, built.candidate.label, _variant(peer, built.runner, adopted), worst
+    ), errors
+
+
+def _variant(peer: Peer, runner: Runner, adopted: Sequence[Any]) -> Variant:
+    return Variant(peer.name, lambda i: runner(adopted[i % len(adopted)]), peer.wait)
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error in one line that fits a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

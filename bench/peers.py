@@ -1,0 +1,478 @@
+"""Whom we are measured against, and ourselves: each a small adapter with the same face.
+
+A peer says why it is absent here or why it refuses a case, and otherwise offers candidates: one
+way to compute the case, or several of which the fastest is taken. Only what is installed is used.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+import pallas_gemm
+from bench.products import Operands, Results, formula, operand_shapes, plain
+from bench.shapes import Case
+from pallas_gemm.device import Device
+from pallas_gemm.hopper_config import HopperConfig
+
+Runner = Callable[[Any], Any]
+"""Takes operands in the peer's own form, starts the computation, and returns its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way of a peer to compute a case.
+
+    Attributes:
+        label: What sets it apart from the peer's other candidates; may be empty.
+        build: Compiles it. Candidates of one peer may be built by several threads at once, if the
+            peer says so.
+    """
+
+    label: str
+    build: Callable[[], Runner]
+
+
+class Peer(Protocol):
+    """One implementation.
+
+    Attributes:
+        name: As on the command line and in tables.
+        threads: Whether candidates may be built in several threads.
+    """
+
+    name: str
+    threads: bool
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        ...
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        ...
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the ways to compute a case that it does not refuse."""
+        ...
+
+    def adopt(self, operands: Operands) -> Any:
+        """Returns operands in the peer's form, without a copy."""
+        ...
+
+    def wait(self, results: Any) -> None:
+        """Returns when results have been computed."""
+        ...
+
+    def export(self, results: Any) -> Results:
+        """Returns results as JAX arrays."""
+        ...
+
+
+class JaxPeer:
+    """What the peers that are JAX programs have in common."""
+
+    name = "jax"
+    threads = True
+
+    def absent(self) -> str | None:
+        """Returns None: JAX is there."""
+        return None
+
+    def refusal(self, case: Case) -> str | None:  # noqa: ARG002 - refuses nothing
+        """Returns None: takes every case."""
+        return None
+
+    def adopt(self, operands: Operands) -> Any:
+        """Returns the operands as they are."""
+        return operands
+
+    def wait(self, results: Any) -> None:
+        """Returns when results have been computed."""
+        jax.block_until_ready(results)
+
+    def export(self, results: Any) -> Results:
+        """Returns the results as they are."""
+        return results
+
+
+class Xla(JaxPeer):
+    """`jnp.matmul` as XLA compiles it: cuBLAS or Triton, whichever its autotuner finds faster."""
+
+    name = "xla"
+    # Its autotuner times kernels on the GPU, and must not do so beside itself.
+    threads = False
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the one program that a user would write."""
+        return [Candidate("", lambda: compiled(plain(case), case))]
+
+
+class Op(JaxPeer):
+    """`pallas_gemm.gemm` with whatever it chooses by itself."""
+
+    name = "ours"
+
+    def absent(self) -> str | None:
+        """Returns why the op cannot be used, or None."""
+        return None if hasattr(pallas_gemm, "gemm") else "this version has no pallas_gemm.gemm"
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the one call."""
+        return [Candidate("", lambda: compiled(fused(case), case))]
+
+
+class Kernel(JaxPeer):
+    """Our Hopper kernel itself, the best of given configurations."""
+
+    name = "kernel"
+
+    def __init__(self, configs: Callable[[Case], Sequence[HopperConfig]], device: Device) -> None:
+        self._configs = configs
+        self._device = device
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why no configuration can compute the case, or None."""
+        if case.epilogue != "none" or case.direction != "forward":
+            return "a bare product only"
+        reasons = [config.refusals(case.problem, self._device) for config in self._configs(case)]
+        if not reasons:
+            return "no configuration was given"
+        return None if () in reasons else "; ".join(reasons[0])
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns a candidate for each configuration that can compute the case."""
+        return [
+            Candidate(config_label(config), self._builder(case, config))
+            for config in self._configs(case)
+            if not config.refusals(case.problem, self._device)
+        ]
+
+    def _builder(self, case: Case, config: HopperConfig) -> Callable[[], Runner]:
+        def build() -> Runner:
+            from pallas_gemm.kernels import hopper
+            from pallas_gemm.kernels.plan import HopperPlan
+
+            kernel = hopper.build(HopperPlan(case.problem, config, self._device))
+            return compiled(lambda operands: (kernel(operands["a"], operands["b"]),), case)
+
+        return build
+
+
+class JaxHopper(JaxPeer):
+    """The Hopper example kernel that ships with JAX, the best of a grid of its own configs."""
+
+    name = "jax"
+
+    def __init__(self, *, full_grid: bool = False) -> None:
+        self._full_grid = full_grid
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        return missing("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", "jax")
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        if case.dtype not in ("bf16", "f16"):
+            return "16-bit types only"
+        if case.layout != "NN" or case.batch > 1:
+            return "row-major operands without a batch only"
+        if case.epilogue != "none" or case.direction != "forward":
+            return "a bare product only"
+        return None if self.candidates(case) else "sizes must be multiples of its tiles"
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns a candidate for each of its configs that divides the case."""
+        choices = [choice for choice in self._grid(case) if choice.divides(case)]
+        return [Candidate(choice.label, choice.builder(case)) for choice in choices]
+
+    def _grid(self, case: Case) -> list["JaxHopperChoice"]:
+        large = case.m * case.n >= 132 * 256 * 128
+        tiles = [(128, 128)] if large else [(128, 128), (64, 128), (64, 64)]
+        clusters = (None, "M", "N")
+        widths = (1, 4, 8, 16) if self._full_grid else (8,)
+        minors = ("M", "N") if self._full_grid else ("N",)
+        return list(
+            itertools.starmap(
+                JaxHopperChoice, itertools.product(tiles, ("M", "N"), clusters, minors, widths)
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxHopperChoice:
+    """A config of JAX's example kernel.
+
+    Attributes:
+        tile: Rows and columns of one of its two warpgroups.
+        warpgroups: The dimension along which these lie.
+        cluster: The dimension along which two blocks form a cluster, or None.
+        minor: The dimension that its groups of tiles walk along first.
+        width: Tiles of a group.
+    """
+
+    tile: tuple[int, int]
+    warpgroups: str
+    cluster: str | None
+    minor: str
+    width: int
+
+    @property
+    def label(self) -> str:
+        """The config in a few characters."""
+        rows, cols = self.tile
+        return f"{rows}x{cols}/{self.warpgroups}/{self.cluster}/{self.minor}{self.width}"
+
+    def divides(self, case: Case) -> bool:
+        """Whether the case's sizes are multiples of its tiles, as it demands."""
+        rows, cols = (
+            size * (1 + (self.warpgroups == axis)) * (1 + (self.cluster == axis))
+            for size, axis in zip(self.tile, "MN", strict=True)
+        )
+        return not (case.m % rows or case.n % cols or case.k % 64)
+
+    def builder(self, case: Case) -> Callable[[], Runner]:
+        """Returns what compiles the case with this config."""
+
+        def build() -> Runner:
+            from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper
+
+            axis = hopper.MatmulDimension
+            config = hopper.TuningConfig(
+                tile_m=self.tile[0],
+                tile_n=self.tile[1],
+                tile_k=64,
+                max_concurrent_steps=4,
+                epi_tile_m=64,
+                epi_tile_n=64,
+                grid_minor_dim=axis[self.minor],
+                grid_tile_width=self.width,
+                wg_dimension=axis[self.warpgroups],
+                cluster_dimension=axis[self.cluster] if self.cluster else None,
+            )
+            return compiled(
+                lambda operands: (hopper.matmul(operands["a"], operands["b"], None, config),), case
+            )
+
+        return build
+
+
+class Torch:
+    """PyTorch's own product: cuBLAS by its heuristics."""
+
+    name = "torch"
+    threads = False
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        if reason := missing("torch", "torch"):
+            return reason
+        torch = _torch()
+
+        return None if torch.cuda.is_available() else "this torch has no CUDA"
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        if case.dtype not in ("bf16", "f16", "f32"):
+            return "its @ takes no 8-bit types"
+        return None
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the one way that a user would write."""
+        return [Candidate("", lambda: torch_formula(case))]
+
+    def adopt(self, operands: Operands) -> Any:
+        """Returns views of the operands as tensors."""
+        torch = _torch()
+
+        # XLA multiplies float32 in TF32 unless told otherwise; so does torch then.
+        torch.backends.cuda.matmul.allow_tf32 = True
+        return {name: torch.from_dlpack(x) for name, x in operands.items()}
+
+    def wait(self, results: Any) -> None:  # noqa: ARG002 - waits for everything
+        """Returns when all that was launched has been computed."""
+        torch = _torch()
+
+        torch.cuda.synchronize()
+
+    def export(self, results: Any) -> Results:
+        """Returns views of the results as JAX arrays."""
+        return tuple(jnp.from_dlpack(result.contiguous()) for result in results)
+
+
+class Triton(Torch):
+    """Triton's kernels: torch.compile with its own library ruled out."""
+
+    name = "triton"
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        return super().absent() or missing("triton", "triton")
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the compiled program; its first call autotunes, which takes a while."""
+
+        def build() -> Runner:
+            torch = _torch()
+            inductor: Any = importlib.import_module("torch._inductor.config")
+
+            inductor.max_autotune_gemm_backends = "TRITON"
+            return torch.compile(
+                torch_formula(case), mode="max-autotune-no-cudagraphs", dynamic=False
+            )
+
+        return [Candidate("", build)]
+
+
+class Quack(Torch):
+    """quack's CuTe kernels, tuned by quack."""
+
+    name = "quack"
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        return super().absent() or missing("quack", "quack-kernels")
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        if case.dtype not in ("bf16", "f16"):
+            return "16-bit types only"
+        if case.epilogue != "none" or case.direction != "forward":
+            return "a bare product only"
+        aligned = all(shape.shape[-1] % 8 == 0 for shape in operand_shapes(case).values())
+        return None if aligned and case.n % 8 == 0 else "rows must be multiples of 16 bytes"
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the tuned product; its first call tunes."""
+
+        def build() -> Runner:
+            gemm: Any = importlib.import_module("quack.gemm_interface").gemm
+
+            def run(operands: Mapping[str, Any]) -> Any:
+                return (gemm(*_upright_tensors(case, operands["a"], operands["b"]), tuned=True),)
+
+            return run
+
+        return [Candidate("", build)]
+
+
+PEERS: Mapping[str, Callable[[], Peer]] = MappingProxyType(
+    {
+        "xla": Xla,
+        "ours": Op,
+        "jax": JaxHopper,
+        "torch": Torch,
+        "quack": Quack,
+        "triton": Triton,
+    }
+)
+"""The peers by name; `Kernel`, which needs configurations, is made by the programs that use it."""
+
+
+def missing(module: str, package: str) -> str | None:
+    """Returns that a package is not installed, or None if its module can be found."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"{package} is not installed"
+
+
+def compiled(compute: Callable[[Operands], Results], case: Case) -> Runner:
+    """Returns a JAX function compiled for the operands of a case."""
+    return jax.jit(compute).lower(operand_shapes(case)).compile()
+
+
+def fused(case: Case) -> Callable[[Operands], Results]:
+    """Returns a case as a user of `pallas_gemm` writes it, with the epilogue in the call."""
+    op: Any = pallas_gemm
+    where: dict[str, Any] = {
+        "transpose_a": case.problem.transpose_a,
+        "transpose_b": case.problem.transpose_b,
+        "preferred_element_type": case.problem.out_dtype,
+    }
+    if case.epilogue in ("none", "residual", "bias", "bias_gelu") and case.direction == "forward":
+        activation = "gelu" if case.epilogue == "bias_gelu" else None
+
+        def forward(operands: Operands) -> Results:
+            extra = {name: operands[name] for name in ("bias", "residual") if name in operands}
+            return (op.gemm(operands["a"], operands["b"], activation=activation, **extra, **where),)
+
+        return forward
+    if case.epilogue == "swiglu":
+        return lambda operands: (
+            op.gated_gemm(operands["a"], operands["b"], operands["up"], activation="silu", **where),
+        )
+    return formula(case, lambda a, b: op.gemm(a, b, **where))
+
+
+def config_label(config: HopperConfig) -> str:
+    """Returns what of a configuration differs from the defaults, in a few characters."""
+    rows, cols = config.tile
+    parts = [f"{rows}x{cols}", f"s{config.stages}"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("tile", "stages") or value == field.default:
+            continue
+        if isinstance(value, tuple):
+            value = "x".join(map(str, value))
+        name = getattr(value, "name", value)
+        parts.append(field.name if value is True else f"{field.name}={name}")
+    return " ".join(parts)
+
+
+def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
+    """Returns a case as a user of torch writes it."""
+    torch = _torch()
+
+    def forward(operands: Mapping[str, Any]) -> Any:
+        a, b = _upright_tensors(case, operands["a"], operands["b"])
+        match case.epilogue:
+            case "bias":
+                return torch.matmul(a, b) + operands["bias"]
+            case "bias_gelu":
+                total = torch.matmul(a, b) + operands["bias"]
+                return torch.nn.functional.gelu(total, approximate="tanh")
+            case "residual":
+                return torch.matmul(a, b) + operands["residual"]
+            case "swiglu":
+                gate = torch.nn.functional.silu(torch.matmul(a, b))
+                return gate * torch.matmul(a, _upright_tensors(case, a, operands["up"])[1])
+        return torch.matmul(a, b)
+
+    def backward(operands: Mapping[str, Any]) -> tuple[Any, Any]:
+        a, b = _upright_tensors(case, operands["a"], operands["b"])
+        by_a = torch.matmul(operands["cotangent"], b.mT)
+        by_b = torch.matmul(a.mT, operands["cotangent"])
+        # As the operands are stored.
+        return (
+            by_a.mT if case.problem.transpose_a else by_a,
+            by_b.mT if case.problem.transpose_b else by_b,
+        )
+
+    def run(operands: Mapping[str, Any]) -> Any:
+        if case.direction == "forward":
+            return (forward(operands),)
+        if case.direction == "backward":
+            return backward(operands)
+        return (forward(operands), *backward(operands))
+
+    return run
+
+
+def _torch() -> Any:
+    """Returns torch, which need not be installed for this module to be imported."""
+    return importlib.import_module("torch")
+
+
+def _upright_tensors(case: Case, a: Any, b: Any) -> tuple[Any, Any]:
+    return (
+        a.mT if case.problem.transpose_a else a,
+        b.mT if case.problem.transpose_b else b,
+    )

@@ -1,0 +1,151 @@
+"""What a case computes: its operands, its formula in plain JAX, and whether a result is right."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.shapes import Case
+
+Operands = dict[str, jax.Array]
+Results = tuple[jax.Array, ...]
+Formula = Callable[[Operands], Results]
+
+CHECK_TILE = 128
+"""Results are compared tile by tile, so that one wrong tile cannot hide among the right ones."""
+
+ALLOWED = 2.0
+"""A result may be so many times as wrong as that of XLA's product in the same types."""
+
+
+def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the operands of a case by their names."""
+    problem = case.problem
+    a, b, out = problem.a_dtype, problem.b_dtype, problem.out_dtype
+    shapes = {"a": (problem.a_shape, a), "b": (problem.b_shape, b)}
+    if case.epilogue in ("bias", "bias_gelu"):
+        shapes["bias"] = ((case.n,), out)
+    if case.epilogue == "residual":
+        shapes["residual"] = (problem.out_shape, out)
+    if case.epilogue == "swiglu":
+        shapes["up"] = (problem.b_shape, b)
+    if case.direction != "forward":
+        shapes["cotangent"] = (problem.out_shape, out)
+    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
+
+def operand_bytes(case: Case) -> int:
+    """Returns the size of one set of operands."""
+    return sum(shape.size * shape.dtype.itemsize for shape in operand_shapes(case).values())
+
+
+def make_operands(case: Case, key: jax.Array) -> Operands:
+    """Returns operands drawn from N(0, 1), for the power that a GPU draws depends on its data."""
+    shapes = operand_shapes(case)
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: normal(key, shape.shape, shape.dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns N(0, 1); integers are scaled to fill their range."""
+    values = jax.random.normal(key, shape, jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        # Three deviations fill the range of an 8-bit integer.
+        return jnp.clip(jnp.round(values * 42), -127, 127).astype(dtype)
+    return values.astype(dtype)
+
+
+def plain(case: Case) -> Formula:
+    """Returns what a user of JAX would write, to be put under `jax.jit`."""
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(*_upright(case, a, b), preferred_element_type=case.problem.out_dtype)
+
+    return formula(case, product)
+
+
+def exact(case: Case) -> Formula:
+    """Returns the reference: everything in float32 (integers in int32), and not rounded."""
+    wide = jnp.int32 if case.dtype == "int8" else jnp.float32
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(*_upright(case, a, b), precision="highest")
+
+    compute = formula(case, product)
+    return lambda operands: compute({name: x.astype(wide) for name, x in operands.items()})
+
+
+def formula(case: Case, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Formula:
+    """Returns a case's formula on top of a matrix multiply of two operands as they are stored."""
+
+    def forward(operands: Operands) -> jax.Array:
+        total = product(operands["a"], operands["b"])
+        match case.epilogue:
+            case "bias":
+                return total + operands["bias"][None]
+            case "bias_gelu":
+                return jax.nn.gelu(total + operands["bias"][None])
+            case "residual":
+                return total + operands["residual"]
+            case "swiglu":
+                return jax.nn.silu(total) * product(operands["a"], operands["up"])
+        return total
+
+    def run(operands: Operands) -> Results:
+        if case.direction == "forward":
+            return (forward(operands),)
+        result, pull = jax.vjp(product, operands["a"], operands["b"])
+        gradients = pull(operands["cotangent"].astype(result.dtype))
+        return gradients if case.direction == "backward" else (result, *gradients)
+
+    return run
+
+
+def _upright(case: Case, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return (
+        a.swapaxes(-1, -2) if case.problem.transpose_a else a,
+        b.swapaxes(-1, -2) if case.problem.transpose_b else b,
+    )
+
+
+@jax.jit
+def tile_errors(result: jax.Array, reference: jax.Array) -> jax.Array:
+    """Returns the largest absolute error within each tile of the last two dimensions."""
+    error = jnp.abs(result.astype(jnp.float32) - reference.astype(jnp.float32))
+    *batch, rows, cols = error.shape
+    down, across = -(-rows // CHECK_TILE), -(-cols // CHECK_TILE)
+    filled = [(0, 0)] * len(batch) + [
+        (0, down * CHECK_TILE - rows),
+        (0, across * CHECK_TILE - cols),
+    ]
+    tiled = jnp.pad(error, filled).reshape(*batch, down, CHECK_TILE, across, CHECK_TILE)
+    return tiled.max(axis=(-3, -1))
+
+
+def worst_error(results: Results, reference: Results, xla_errors: Results) -> float:
+    """Returns the largest error of a tile in units of XLA's error in the same tile.
+
+    Args:
+        results: What is checked.
+        reference: What `exact` gives.
+        xla_errors: `tile_errors` of XLA's product.
+
+    Returns:
+        At most `ALLOWED` for a right result; NaN or infinite if a result has another shape, holds
+        a NaN, or is wrong where XLA is exact.
+    """
+    worst = 0.0
+    for result, expected, allowed in zip(results, reference, xla_errors, strict=True):
+        if result.shape != expected.shape:
+            return float("inf")
+        errors = tile_errors(result, expected)
+        share = jnp.where(errors == 0, 0.0, errors / allowed)
+        # Python's max would let a NaN pass.
+        worst = float(jnp.maximum(worst, share.max()))
+    return worst

@@ -1,0 +1,105 @@
+"""One run of the benchmark, case after case."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from bench import command, contest, report
+from bench.measure import Meter, measure
+from bench.peers import Peer
+from bench.shapes import Case
+
+if TYPE_CHECKING:
+    from bench.gemm_bench import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What a run works with: `machine.open_bench` makes the real one, tests make one up.
+
+    Attributes:
+        meter: Times kernels.
+        peers: Whom to time; XLA first.
+        absent: Why each of the other peers asked for is not here.
+        environment: What the report says about the device and the versions.
+        limits: Measures what the chip can do at most, for dtypes by name.
+    """
+
+    meter: Meter
+    peers: Sequence[Peer]
+    absent: Mapping[str, str]
+    environment: Mapping[str, Any]
+    limits: Callable[[Sequence[str]], report.Limits]
+
+
+def run(options: "Options", bench: Bench, console: Console) -> report.Report:
+    """Times every case, and prints each as soon as it is done.
+
+    Returns:
+        All that was found.
+    """
+    for name, reason in bench.absent.items():
+        console.print(f"{name} is absent: {reason}")
+    rows: list[report.Row] = []
+    with command.progress_bar() as bar:
+        cases = bar.add_task("cases", total=len(options.cases))
+        steps = command.Steps(bar, bar.add_task("limits of the chip", total=None))
+        limits = bench.limits(sorted({case.dtype for case in options.cases}))
+        console.print(report.opening(bench.environment, limits))
+        console.print(report.header())
+        for case in options.cases:
+            found = _run_case(case, options, bench, steps)
+            rows += found
+            console.print(report.case_line(found[0]))
+            for row in found:
+                console.print(report.row_line(row, limits))
+            bar.advance(cases)
+    return report.Report(bench.environment, limits, rows)
+
+
+def failed(rows: Sequence[report.Row]) -> bool:
+    """Whether a result was wrong, or a program of ours broke."""
+    return any(
+        row.status == "wrong" or (row.status == "failed" and row.peer in ("ours", "kernel"))
+        for row in rows
+    )
+
+
+def _run_case(
+    case: Case, options: "Options", bench: Bench, steps: command.Steps
+) -> list[report.Row]:
+    blank = report.Row(case.name, case.source, "", "refused", "", case.flops, case.bytes)
+    rows = {
+        peer.name: dataclasses.replace(blank, peer=peer.name, note=peer.refusal(case) or "")
+        for peer in bench.peers
+    }
+    takers = [peer for peer in bench.peers if not rows[peer.name].note]
+    passed, dropped = contest.contenders(
+        case, takers, cold=options.cold, start=steps.start, advance=steps.advance
+    )
+    for out in dropped:
+        rows[out.peer] = dataclasses.replace(
+            rows[out.peer], status=out.status, note=out.note, error=out.error
+        )
+    chosen = contest.choose(passed, bench.meter, steps.start, steps.advance)
+    variants = [contender.variant for contender in chosen]
+    if variants:
+        steps.start("timing", options.settings.turns(len(variants)))
+        results = measure(
+            variants,
+            bench.meter,
+            options.settings,
+            baseline=contest.BASELINE,
+            advance=steps.advance,
+        )
+        for one in chosen:
+            rows[one.peer] = dataclasses.replace(
+                rows[one.peer],
+                status="ok",
+                note=one.label,
+                error=one.error,
+                result=results[one.peer],
+            )
+    return list(rows.values())

@@ -1,0 +1,331 @@
+"""What is benchmarked: cases, and named suites of them.
+
+The text of a case is `MxNxK`, followed by what is not the default:
+
+    4096x14336x4096              bf16, both operands row-major
+    8192x8192x8192:NT            the right operand is stored [n, k]
+    2048x2048x128:b32:f16        a batch of 32, in f16
+    8192x8192x8192:bias_gelu     with an epilogue
+    8192x8192x8192:backward      the gradients of both operands
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.problem import Problem
+
+DTYPES: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+    {
+        "bf16": (jnp.bfloat16, jnp.bfloat16),
+        "f16": (jnp.float16, jnp.float16),
+        "f32": (jnp.float32, jnp.float32),
+        "e4m3": (jnp.float8_e4m3fn, jnp.bfloat16),
+        "e5m2": (jnp.float8_e5m2, jnp.bfloat16),
+        "int8": (jnp.int8, jnp.int32),
+    }
+)
+"""Name of a dtype to those of the operands and of the result."""
+
+LAYOUTS = ("NN", "NT", "TN", "TT")
+EPILOGUES = ("none", "bias", "bias_gelu", "residual", "swiglu")
+DIRECTIONS = ("forward", "backward", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product to time.
+
+    Attributes:
+        m: Rows of the result.
+        n: Columns of the result; with "swiglu", of each of the two products.
+        k: The contracted size.
+        dtype: One of `DTYPES`.
+        layout: Two letters, for the left and the right operand: N row-major, T stored transposed.
+        batch: How many products.
+        epilogue: What is fused: "bias" (a row vector), "bias_gelu" (and the tanh form of gelu),
+            "residual" (a matrix is added), "swiglu" (silu(a @ gate) * (a @ up)).
+        direction: "forward"; "backward" for the gradients of both operands; or "both".
+        source: The model that it comes from, or what it is there to show.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    layout: str = "NN"
+    batch: int = 1
+    epilogue: str = "none"
+    direction: str = "forward"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("m", "n", "k", "batch"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field, legal in (
+            ("dtype", tuple(DTYPES)),
+            ("layout", LAYOUTS),
+            ("epilogue", EPILOGUES),
+            ("direction", DIRECTIONS),
+        ):
+            if getattr(self, field) not in legal:
+                raise ValueError(
+                    f"{field} must be one of {', '.join(legal)}, got {getattr(self, field)!r}"
+                )
+        if self.direction != "forward" and self.epilogue != "none":
+            raise ValueError(f"direction={self.direction!r} is measured without an epilogue only")
+        if self.batch > 1 and self.epilogue != "none":
+            raise ValueError(f"epilogue={self.epilogue!r} is measured without a batch only")
+
+    @property
+    def name(self) -> str:
+        """The text that `parse` reads as this case."""
+        options = [
+            (self.dtype, "bf16"),
+            (self.layout, "NN"),
+            (f"b{self.batch}", "b1"),
+            (self.epilogue, "none"),
+            (self.direction, "forward"),
+        ]
+        parts = [f"{self.m}x{self.n}x{self.k}"]
+        return ":".join(parts + [value for value, default in options if value != default])
+
+    @property
+    def problem(self) -> Problem:
+        """The product without its epilogue (of "swiglu", one of the two)."""
+        operands, result = DTYPES[self.dtype]
+        return Problem(
+            self.m,
+            self.n,
+            self.k,
+            operands,
+            operands,
+            result,
+            transpose_a=self.layout[0] == "T",
+            transpose_b=self.layout[1] == "T",
+            batch=self.batch,
+        )
+
+    @property
+    def products(self) -> int:
+        """How many products of the size of `problem` are computed."""
+        both = {"forward": 1, "backward": 2, "both": 3}[self.direction]
+        return both * (2 if self.epilogue == "swiglu" else 1)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions of the products; the epilogue is not counted."""
+        return self.products * self.problem.flops
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that must move: every operand and every result once."""
+        problem = self.problem
+        a = int(np.prod(problem.a_shape)) * problem.a_dtype.itemsize
+        b = int(np.prod(problem.b_shape)) * problem.b_dtype.itemsize
+        out = int(np.prod(problem.out_shape)) * problem.out_dtype.itemsize
+        forward = a + b + out
+        if self.epilogue == "swiglu":
+            forward += b
+        if self.epilogue == "residual":
+            forward += out
+        # The gradients are as large as their operands.
+        backward = out + 2 * (a + b)
+        return {"forward": forward, "backward": backward, "both": forward + backward}[
+            self.direction
+        ]
+
+
+def parse(text: str) -> Case:
+    """Returns the case that a text names; the module's docstring has the grammar.
+
+    Raises:
+        ValueError: It names none.
+    """
+    sizes, *options = text.strip().split(":")
+    found = re.fullmatch(r"(\d{1,7})x(\d{1,7})x(\d{1,7})", sizes)
+    if not found:
+        raise ValueError(f"shape must be MxNxK as in 4096x14336x4096, got {text!r}")
+    fields: dict[str, Any] = {}
+    for option in options:
+        field = _field_of(option)
+        if field is None:
+            legal = ", ".join([*DTYPES, *LAYOUTS, *EPILOGUES, *DIRECTIONS, "b32 for a batch"])
+            raise ValueError(f"shape {text!r}: {option!r} is no option; legal are {legal}")
+        if field in fields:
+            raise ValueError(f"shape {text!r}: {option!r} sets {field} a second time")
+        fields[field] = int(option[1:]) if field == "batch" else option
+    m, n, k = map(int, found.groups())
+    return Case(m, n, k, **fields)
+
+
+def suite(name: str) -> tuple[Case, ...]:
+    """Returns the cases of a suite.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
+    return SUITES[name]
+
+
+def _field_of(option: str) -> str | None:
+    """Returns which field of a case an option sets."""
+    for field, legal in (
+        ("dtype", tuple(DTYPES)),
+        ("layout", LAYOUTS),
+        ("epilogue", EPILOGUES),
+        ("direction", DIRECTIONS),
+    ):
+        if option in legal:
+            return field
+    return "batch" if re.fullmatch(r"b[1-9]\d{0,4}", option) else None
+
+
+def _square(size: int, **fields: Any) -> Case:
+    return Case(size, size, size, source="square", **fields)
+
+
+def _layers(
+    source: str, rows: tuple[int, ...], weights: Mapping[str, tuple[int, int]]
+) -> tuple[Case, ...]:
+    """Returns the products of activations with each weight, given as (outputs, inputs)."""
+    return tuple(
+        Case(m, n, k, source=f"{source} {layer}") for m in rows for layer, (n, k) in weights.items()
+    )
+
+
+# Llama 3: hidden sizes 4096 and 8192, feed-forward 14336 and 28672, 8 key-value heads of 128,
+# vocabulary 128256 ("The Llama 3 Herd of Models", table 3).
+_LLAMA_8B: Mapping[str, tuple[int, int]] = {
+    "qkv": (6144, 4096),
+    "attention out": (4096, 4096),
+    "gate and up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+_LLAMA_70B: Mapping[str, tuple[int, int]] = {
+    "qkv": (10240, 8192),
+    "attention out": (8192, 8192),
+    "gate and up": (57344, 8192),
+    "down": (8192, 28672),
+    "head": (128256, 8192),
+}
+# The same model with each layer cut into eight, for eight GPUs.
+_LLAMA_70B_EIGHTH: Mapping[str, tuple[int, int]] = {
+    "qkv, 1 of 8": (1280, 8192),
+    "attention out, 1 of 8": (8192, 1024),
+    "gate and up, 1 of 8": (7168, 8192),
+    "down, 1 of 8": (8192, 3584),
+}
+# DeepSeek-V3: the dense shapes that DeepGEMM publishes for it, and its router's projection.
+_DEEPSEEK_V3: Mapping[str, tuple[int, int]] = {
+    "q and kv down": (2112, 7168),
+    "q up": (24576, 1536),
+    "kv up": (32768, 512),
+    "attention out": (7168, 16384),
+    "gate and up": (4096, 7168),
+    "down": (7168, 2048),
+    "kv down": (576, 7168),
+}
+
+_SQUARES = tuple(
+    map(_square, (256, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 12288, 16384))
+)
+_DECODE = tuple(
+    case
+    for m in (1, 8, 16, 64, 128, 256)
+    for case in _layers("decode, Llama 3 70B", (m,), {"attention out": (8192, 8192)})
+) + _layers("decode, Llama 3 8B", (16, 64), {"gate and up": (28672, 4096), "down": (4096, 14336)})
+_WGRAD = tuple(
+    Case(m, n, k, layout="TN", source="gradient of a weight: few tiles, deep")
+    for m, n, k in (
+        (128, 128, 65536),
+        (256, 256, 32768),
+        (512, 512, 65536),
+        (1024, 1024, 32768),
+        (4096, 4096, 16384),
+    )
+)
+_WAVES = tuple(
+    Case(m, n, 4096, source="just more tiles of 128x256 than the SMs of an H100 or H200 take")
+    for m, n in ((128 * 19, 256 * 7), (128 * 53, 256 * 5), (128 * 57, 256 * 7))
+)
+_ODD = tuple(
+    Case(m, n, k, source="no multiple of any tile")
+    for m, n, k in (
+        (1000, 1000, 1000),
+        (1001, 1000, 1000),
+        (4095, 4095, 4095),
+        (4100, 4104, 4112),
+        (4104, 4104, 4104),
+        (8191, 8191, 8191),
+        (8200, 8200, 8200),
+        (4096, 50257, 1024),
+    )
+)
+_BATCHED = (
+    Case(2048, 2048, 128, batch=32, source="attention scores"),
+    Case(1024, 4096, 4096, batch=16, source="experts of equal load"),
+    Case(512, 512, 512, batch=64, source="many small products"),
+)
+_DTYPES = tuple(
+    _square(size, dtype=dtype, layout="NT")
+    for dtype in ("bf16", "f16", "f32", "e4m3", "int8")
+    for size in (4096, 8192)
+)
+_LAYOUTS = tuple(_square(size, layout=layout) for layout in LAYOUTS for size in (4096, 8192))
+_EPILOGUES = (
+    *(
+        Case(m, n, k, epilogue=epilogue, source="fused")
+        for epilogue in ("bias", "bias_gelu", "residual")
+        for m, n, k in ((8192, 8192, 8192), (4096, 14336, 4096))
+    ),
+    Case(4096, 14336, 4096, epilogue="swiglu", source="Llama 3 8B feed-forward, fused"),
+)
+_GRADIENTS = (
+    _square(4096, direction="backward"),
+    _square(8192, direction="both"),
+    Case(4096, 14336, 4096, direction="backward", source="Llama 3 8B gate"),
+)
+_SHORT = (
+    _square(1024),
+    _square(2048),
+    _square(4096),
+    _square(8192),
+    _square(8192, layout="NT"),
+    Case(8192, 8192, 1024, source="shallow"),
+    Case(4096, 14336, 4096, source="Llama 3 8B gate"),
+    Case(8192, 28672, 8192, source="Llama 3 70B gate"),
+    Case(512, 512, 65536, source="gradient of a weight: few tiles, deep"),
+    Case(16, 8192, 8192, source="decode, Llama 3 70B attention out"),
+    _square(4104),
+)
+
+SUITES: Mapping[str, tuple[Case, ...]] = MappingProxyType(
+    {
+        "short": _SHORT,
+        "squares": _SQUARES,
+        "llama8b": _layers("Llama 3 8B", (128, 512, 2048, 8192), _LLAMA_8B),
+        "llama70b": _layers("Llama 3 70B", (128, 2048, 8192), _LLAMA_70B)
+        + _layers("Llama 3 70B", (128, 2048, 8192), _LLAMA_70B_EIGHTH),
+        "deepseek": _layers("DeepSeek-V3", (128, 4096), _DEEPSEEK_V3),
+        "decode": _DECODE,
+        "wgrad": _WGRAD,
+        "waves": _WAVES,
+        "odd": _ODD,
+        "batched": _BATCHED,
+        "dtypes": _DTYPES,
+        "layouts": _LAYOUTS,
+        "epilogues": _EPILOGUES,
+        "gradients": _GRADIENTS,
+    }
+)
+"""The suites by name; "short" is the one that a person runs first."""

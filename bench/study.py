@@ -1,0 +1,334 @@
+"""The study of schedules: which launches are compared, what the model predicts, what was seen."""
+
+import concurrent.futures
+import csv
+import dataclasses
+import io
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.measure import Result, Timing
+from bench.peers import Kernel, Peer, Xla
+from pallas_gemm.config import Persistence
+from pallas_gemm.device import Device
+from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.problem import Problem
+from schedules.model import Prediction, machine_named, predict
+from schedules.spec import ONLINE_BUILDERS, build
+
+PERSISTENCE: tuple[Persistence, ...] = ("none", "static", "dynamic")
+ONLINE = "online_"
+"""What a config puts before the name of an order that is computed instead of read from a table."""
+
+DRAM_WEIGHT = 3.0
+"""What a byte from device memory costs, in bytes that the L2 answers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of the study.
+
+    Attributes:
+        order: Name of the order, such as "swizzle:8".
+        online: Whether it is computed on the device instead of read from a table.
+        config: All else.
+    """
+
+    order: str
+    online: bool
+    config: HopperConfig
+
+    @property
+    def name(self) -> str:
+        """What results are filed under."""
+        cluster = "x".join(map(str, self.config.cluster))
+        how = "online" if self.online else "offline"
+        return f"{self.order}/{how}/{self.config.persistence}/{cluster}"
+
+    @property
+    def place(self) -> tuple[str, tuple[int, int]]:
+        """The table that it belongs to: persistence and cluster."""
+        return self.config.persistence, self.config.cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A launch, what the model predicts of it, and what was measured.
+
+    Attributes:
+        launch: What was run.
+        prediction: What the model says.
+        result: The times, or None if it failed.
+        counters: The hardware's counters, if they were read.
+    """
+
+    launch: Launch
+    prediction: Prediction
+    result: Result | None = None
+    counters: Mapping[str, float] | None = None
+
+
+def orders(names: Sequence[str], groups: Sequence[int]) -> list[str]:
+    """Returns the orders to study: "swizzle" stands for one of each group size.
+
+    Raises:
+        ValueError: A name is no order.
+    """
+    found = []
+    for name in names:
+        if name == "swizzle":
+            found += [f"swizzle:{group}" for group in groups]
+        else:
+            build(name, 1, 1)
+            found.append(name)
+    return found
+
+
+def launches(
+    problem: Problem,
+    device: Device,
+    base: HopperConfig,
+    *,
+    orders: Sequence[str],
+    persistence: Sequence[Persistence],
+    clusters: Sequence[tuple[int, int]],
+) -> list[Launch]:
+    """Returns every legal launch, those of one table beside each other.
+
+    Orders that exist as arithmetic are launched both ways, unless tiles are handed out while the
+    kernel runs: then the kernel needs a table.
+    """
+    found = []
+    for held in persistence:
+        for cluster in clusters:
+            config = dataclasses.replace(base, persistence=held, cluster=cluster)
+            config = deepest(config, problem, device)
+            for order in orders:
+                for online in (False, True):
+                    if online and order.partition(":")[0] not in ONLINE_BUILDERS:
+                        continue
+                    name = f"{ONLINE}{order}" if online else order
+                    chosen = dataclasses.replace(config, schedule=name)
+                    if not chosen.refusals(problem, device):
+                        found.append(Launch(order, online, chosen))
+    return found
+
+
+def deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
+    """Returns the config with as many stages as shared memory holds."""
+    for stages in range(16, 2, -1):
+        deeper = dataclasses.replace(config, stages=stages)
+        if not deeper.refusals(problem, device):
+            return deeper
+    return config
+
+
+def predictions(
+    chosen: Sequence[Launch], problem: Problem, device: Device, processes: int
+) -> list[Prediction]:
+    """Returns what the model predicts for each launch; orders that are equal are predicted once."""
+    questions = [_question(launch, problem, device) for launch in chosen]
+    distinct = list(dict.fromkeys(questions))
+    if processes > 1:
+        # A fork of a process that has threads may hang.
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+            answers = list(pool.map(_predict, distinct))
+    else:
+        answers = list(map(_predict, distinct))
+    known = dict(zip(distinct, answers, strict=True))
+    return [known[question] for question in questions]
+
+
+def traffic_cost(prediction: Prediction) -> float:
+    """Returns what the model ranks orders by: bytes through the L2 and, dearer, from memory."""
+    return 32 * prediction.l2_sectors + DRAM_WEIGHT * prediction.dram_read_bytes
+
+
+def tables(rows: Sequence[Row]) -> dict[tuple[str, tuple[int, int]], list[Row]]:
+    """Returns the rows by table, in the order in which they came."""
+    found: dict[tuple[str, tuple[int, int]], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.launch.place, []).append(row)
+    return found
+
+
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns one table, at most 120 columns wide."""
+    (persistence, cluster), title = rows[0].launch.place, []
+    words = {"none": "not persistent", "static": "static", "dynamic": "dynamic"}[persistence]
+    config = rows[0].launch.config
+    title.append(
+        f"{words}, cluster {cluster[0]}x{cluster[1]}, tile {config.tile[0]}x{config.tile[1]},"
+        f" {config.stages} stages"
+    )
+    title.append(f"{'':26}|{'burst':^19}|{'sustained':^28}|{'model':^18}|{'counted':^24}")
+    title.append(
+        f"{'order':18} {'how':7}|{'ms':>7} {'x XLA':>6} {'+-%':>4}|{'ms':>7} {'x XLA':>6}"
+        f" {'+-%':>4} {'MHz':>4}{'mJ':>5}|{'hit%':>4} {'Msect':>6} {'GB':>6}|{'hit%':>4}"
+        f" {'Msect':>6} {'GB':>6} {'stall':>5}"
+    )
+    return title + [_line(row) for row in rows]
+
+
+def choice_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns, for each table, the best order measured and how far off the model's choice is."""
+    lines = []
+    for (persistence, cluster), table in tables(rows).items():
+        offline = [row for row in table if not row.launch.online and row.result]
+        if len(offline) < 2:
+            continue
+        by_model = min(offline, key=lambda row: traffic_cost(row.prediction))
+        for mode in ("burst", "sustained"):
+            timed = [row for row in offline if getattr(row.result, mode)]
+            if by_model not in timed:
+                continue
+            best = max(timed, key=lambda row: getattr(row.result, mode).ratio.median)
+            loss = _ratio(best, mode) / _ratio(by_model, mode) - 1
+            lines.append(
+                f"{persistence:8} {cluster[0]}x{cluster[1]} {mode:9} best {best.launch.order:16}"
+                f" model chooses {by_model.launch.order:16} {loss:.2%} slower"
+            )
+    return lines
+
+
+def to_csv(rows: Iterable[Row]) -> str:
+    """Returns all rows as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    header = None
+    for row in rows:
+        cells = _cells(row)
+        if header is None:
+            header = list(cells)
+            writer.writerow(header)
+        writer.writerow(
+            [f"{x:.6g}" if isinstance(x, float) else x for x in (cells[name] for name in header)]
+        )
+    return text.getvalue()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What a prediction depends on."""
+
+    order: str
+    grid: tuple[int, int]
+    machine: str
+    tile: tuple[int, int, int]
+    k: int
+    cluster: tuple[int, int]
+    persistence: Persistence
+    workers: int
+    itemsize: int
+    out_itemsize: int
+
+
+def _question(launch: Launch, problem: Problem, device: Device) -> _Question:
+    config = launch.config
+    concurrent_clusters = device.coresident_clusters(config.cluster_size)
+    return _Question(
+        launch.order,
+        config.grid(problem),
+        device.machine.name,
+        (*config.tile, config.tile_k(problem)),
+        problem.k,
+        config.cluster,
+        config.persistence,
+        min(concurrent_clusters, config.workers(problem, device)),
+        problem.a_dtype.itemsize,
+        problem.out_dtype.itemsize,
+    )
+
+
+def _predict(question: _Question) -> Prediction:
+    return predict(
+        build(question.order, *question.grid),
+        machine=machine_named(question.machine),
+        tile=question.tile,
+        k=question.k,
+        cluster=question.cluster,
+        persistence=question.persistence,
+        workers=question.workers,
+        itemsize=question.itemsize,
+        out_itemsize=question.out_itemsize,
+    )
+
+
+def _ratio(row: Row, mode: str) -> float:
+    return getattr(row.result, mode).ratio.median
+
+
+def _line(row: Row) -> str:
+    launch, seen = row.launch, row.prediction
+    how = "online" if launch.online else "offline"
+    burst = row.result.burst if row.result else None
+    sustained = row.result.sustained if row.result else None
+    clock = f"{sustained.clock_hz / 1e6:4.0f}" if sustained and sustained.clock_hz else f"{'-':>4}"
+    joules = row.result.joules if row.result else None
+    energy = f"{joules * 1e3:5.0f}" if joules is not None else f"{'-':>5}"
+    return (
+        f"{launch.order:18} {how:7}|{_timed(burst)}|{_timed(sustained)} {clock}{energy}"
+        f"|{seen.l2_hit_rate * 100:4.0f} {seen.l2_sectors / 1e6:6.0f}"
+        f" {seen.dram_read_bytes / 1e9:6.2f}|{_counted(row.counters)}"
+    ).rstrip()
+
+
+def _timed(timing: Timing | None) -> str:
+    if timing is None:
+        return f"{'-':>7}" + " " * 12
+    ms, ratio = timing.seconds.median * 1e3, timing.ratio
+    return f"{ms:7.3f} {ratio.median:6.3f} {ratio.share * 100:4.1f}"
+
+
+def _counted(counters: Mapping[str, float] | None) -> str:
+    if counters is None:
+        return f"{'-':>4}"
+    return (
+        f"{counters['l2_hit_rate'] * 100:4.0f} {counters['l2_sectors'] / 1e6:6.0f}"
+        f" {counters['dram_read_bytes'] / 1e9:6.2f} {counters['long_scoreboard'] * 100:5.1f}"
+    )
+
+
+def _cells(row: Row) -> dict[str, Any]:
+    config = row.launch.config
+    cells: dict[str, Any] = {
+        "order": row.launch.order,
+        "how": "online" if row.launch.online else "offline",
+        "persistence": config.persistence,
+        "cluster": "x".join(map(str, config.cluster)),
+        "tile": "x".join(map(str, config.tile)),
+        "stages": config.stages,
+    }
+    for mode in ("burst", "sustained"):
+        timing = getattr(row.result, mode) if row.result else None
+        cells |= {
+            f"{mode}_ms": timing.seconds.median * 1e3 if timing else None,
+            f"{mode}_ratio": timing.ratio.median if timing else None,
+            f"{mode}_ratio_low": timing.ratio.low if timing else None,
+            f"{mode}_ratio_high": timing.ratio.high if timing else None,
+            f"{mode}_mhz": timing.clock_hz / 1e6 if timing and timing.clock_hz else None,
+        }
+    joules = row.result.joules if row.result else None
+    cells["mj"] = joules * 1e3 if joules is not None else None
+    for field in ("l2_hit_rate", "l2_sectors", "dram_read_bytes"):
+        cells[f"model_{field}"] = getattr(row.prediction, field)
+    from bench.counters import METRICS
+
+    for name in METRICS:
+        cells[f"counted_{name}"] = row.counters[name] if row.counters else None
+    return cells
+
+
+def contestants(chosen: Sequence[Launch], device: Device) -> list[Peer]:
+    """Returns XLA and a peer for each launch, which bears the launch's name."""
+    return [Xla(), *(_OneLaunch(launch, device) for launch in chosen)]
+
+
+class _OneLaunch(Kernel):
+    """Our kernel with the config of one launch."""
+
+    def __init__(self, launch: Launch, device: Device) -> None:
+        super().__init__(lambda _: [launch.config], device)
+        self.name = launch.name
