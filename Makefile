@@ -1,6 +1,7 @@
 # make demo   shows what the project does, on a GPU or without one
 # make test   lints, type-checks and runs the tests
 # make lint   only the first two
+# make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
 # make clean  removes what these made
 #
 # Each makes its own virtual environment. JAX=0.12.0.1 tests another release of JAX, in an environment
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
 COMMA := ,
 EXTRAS := test$(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -45,6 +46,9 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --disable-pip-version-check \
 	  --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
 	touch $@
+
+bench: $(STAMP)
+	$(BIN)/python bench/gemm_bench.py $(BENCH)
 
 clean:
 	rm -rf .venv .venv-jax-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
