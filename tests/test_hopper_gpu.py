@@ -113,6 +113,15 @@ def test_batches(schedule, config, rng):
     )
 
 
+@pytest.mark.parametrize("config", [WIDE, EARLY, PINGPONG], ids=["late", "early", "pingpong"])
+@pytest.mark.parametrize("columns", [64, 128, 192])
+@pytest.mark.parametrize("k", [64, 128])
+def test_store_slots_are_not_reused_too_early(k, columns, config, rng):
+    # A few steps per tile make the stores follow each other closely; 3 chunks are odd for 2 slots.
+    config = dataclasses.replace(config, tile=(128, columns))
+    check_exact(Problem(4096, 4096, k), config, rng)
+
+
 @pytest.mark.parametrize("columns", [80, 112, 176, 208])
 def test_odd_tile_widths(columns, rng):
     config = dataclasses.replace(EARLY, tile=(128, columns), store_columns=32)
@@ -130,6 +139,24 @@ def test_a_thousand_runs_give_the_same_bits(persistence, cluster, rng):
     same = jax.jit(lambda x, y: jnp.all(x.view(jnp.int16) == y.view(jnp.int16)))
     results = [same(kernel(*operands), first) for _ in range(1000)]
     assert all(map(bool, results))
+
+
+@pytest.mark.parametrize("config", [WIDE, PINGPONG], ids=["late", "pingpong"])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.softplus])
+def test_activations_err_at_most_twice_as_much_as_those_of_xla(activation, config, rng):
+    epilogue = Epilogue(alpha=0.03125, bias=True, activation=activation)
+    problem = Problem(1024, 1536, 1024, epilogue=epilogue)
+    config = dataclasses.replace(config, store_columns=64 if config.late_store else 32)
+    operands = products.normal(problem, rng)
+    exact = products.exact(problem, operands)
+
+    def reference(a, b, bias):
+        total = jnp.matmul(a, b, preferred_element_type=jnp.float32) * 0.03125
+        return activation(total + bias[None, :]).astype(jnp.bfloat16)
+
+    theirs = np.asarray(jax.jit(reference)(*operands.arrays)).astype(np.float64)
+    ours = np.asarray(compiled(problem, config)(*operands.arrays)).astype(np.float64)
+    assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()
 
 
 def test_errors_are_at_most_twice_those_of_xla(rng):

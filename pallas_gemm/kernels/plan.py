@@ -145,6 +145,18 @@ class HopperPlan:
         slot = chunk % self.config.store_slots
         return slot * (self.config.store_columns // self.chunks[chunk][1])
 
+    def stores_in_flight(self, chunk: int) -> int:
+        """How many stores may still be read from their slots when a chunk takes its own.
+
+        They are those issued since its slot was last used: by an earlier chunk of the same tile, or
+        else by the last chunk of the tile before that had this slot.
+        """
+        slots, chunks = self.config.store_slots, len(self.chunks)
+        if chunk >= slots:
+            return slots - 1
+        last = max(before for before in range(chunks) if before % slots == chunk % slots)
+        return chunks - 1 - last + chunk
+
     @property
     def full_arrivals(self) -> int:
         """Arrivals that complete `full[s]`."""

@@ -1,0 +1,35 @@
+"""What follows from a config: the order in which chunks take store slots."""
+
+import itertools
+
+import pytest
+
+from pallas_gemm.device import H200
+from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels.plan import HopperPlan
+from pallas_gemm.problem import Problem
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_a_store_slot_is_free_when_its_next_chunk_takes_it(slots, columns):
+    config = HopperConfig(tile=(128, columns), store_slots=slots, stages=2, late_store=False)
+    plan = HopperPlan(Problem(512, 512, 512), config, H200)
+    issued: list[int] = []
+    for chunk in itertools.islice(itertools.cycle(range(len(plan.chunks))), 40):
+        slot = plan.store_slot(chunk)
+        done = issued[: max(len(issued) - plan.stores_in_flight(chunk), 0)]
+        # No store of the same slot is among those that may still be read.
+        assert slot not in issued[len(done) :]
+        issued.append(slot)
+    # Not more waiting than needed: some chunk may overlap as many stores as there are other slots.
+    most = max(plan.stores_in_flight(chunk) for chunk in range(len(plan.chunks)))
+    assert most >= min(slots, len(plan.chunks)) - 1
+
+
+def test_narrow_chunks_begin_where_wide_ones_would():
+    config = HopperConfig(tile=(128, 208), store_columns=64, stages=2, late_store=False)
+    plan = HopperPlan(Problem(512, 512, 512, transpose_b=True), config, H200)
+    assert plan.chunks == ((0, 64), (64, 64), (128, 64), (192, 16))
+    assert [plan.store_slot(chunk) for chunk in range(4)] == [0, 1, 0, 4]
+    assert plan.store_slots(16) == 8
