@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.canonical import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.problem import Epilogue
 from schedules import OnlineSchedule, Schedule, parse, parse_online
 
 
@@ -145,12 +147,52 @@ def scale(name: str, value: Any) -> float:
     return float(value)
 
 
+def epilogue_dtype(epilogue: Epilogue, operand_dtype: Any, out_dtype: Any) -> None:
+    """Checks that an epilogue makes sense for these types.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if epilogue.is_identity:
+        return
+    if jnp.issubdtype(operand_dtype, jnp.complexfloating) or not jnp.issubdtype(
+        out_dtype, jnp.floating
+    ):
+        raise TypeError(
+            "alpha, bias, activation, residual and gates need real operands and a floating-point"
+            f" result, got operands of {operand_dtype} and a result of {out_dtype};"
+            " preferred_element_type=jnp.float32 would be legal for integers"
+        )
+
+
+def up(x: Any, gate: Any) -> Any:
+    """Checks the second right operand of a gated product: like the first.
+
+    Raises:
+        ValueError: Its shape is another.
+        TypeError: Its type is another.
+    """
+    if x is None:
+        return None
+    x = array("w_up", x)
+    if x.shape != gate.shape:
+        raise ValueError(
+            f"w_gate and w_up must have the same shape, got {_shape(gate.shape)} and"
+            f" {_shape(x.shape)}"
+        )
+    if x.dtype != gate.dtype:
+        raise TypeError(f"w_gate and w_up must have the same dtype, got {gate.dtype} and {x.dtype}")
+    return x
+
+
 def bias(x: Any, columns: int | None) -> Any:
     """Checks a bias: one value per column of the result.
 
     Raises:
         ValueError: Its shape is another.
     """
+    if x is None:
+        return None
     x = array("bias", x)
     if columns is None:
         raise ValueError("bias needs a result with columns, but b is a vector")
@@ -168,6 +210,8 @@ def residual(x: Any, shape: Shape) -> Any:
     Raises:
         ValueError: Its shape is another.
     """
+    if x is None:
+        return None
     x = array("residual", x)
     if tuple(x.shape) != shape:
         raise ValueError(
@@ -176,13 +220,14 @@ def residual(x: Any, shape: Shape) -> Any:
     return x
 
 
-def implementation(value: Any, legal: tuple[str, ...]) -> str | None:
+def implementation(value: Any) -> str | None:
     """Checks `implementation=`.
 
     Raises:
         ValueError: There is none of that name.
     """
-    if value is None or value in legal:
+    legal = (*(architecture.name for architecture in ARCHITECTURES), "xla", "interpret")
+    if value is None or (isinstance(value, str) and value in legal):
         return value
     close = difflib.get_close_matches(str(value), legal, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -16,6 +16,9 @@ Signature = tuple[tuple[tuple[int, ...], Any], ...]
 
 NO_EPILOGUE = Epilogue()
 
+OUT_NAME = "pallas_gemm_out"
+"""The name of every result, and of pre-activations, for the policies of `jax.checkpoint`."""
+
 
 class Operands(NamedTuple):
     """The operands of one product; those that the epilogue does not ask for are None."""
@@ -47,6 +50,11 @@ class Options:
     schedule: str | Schedule | OnlineSchedule | None = None
     # Equal targets have equal kinds, and a machine's table of clusters has no hash.
     target: Device | None = dataclasses.field(default=None, hash=False)
+
+    @property
+    def names_something(self) -> bool:
+        """Whether the caller leaves nothing but the target to the heuristics."""
+        return (self.implementation, self.config, self.schedule) != (None, None, None)
 
     def for_another_product(self) -> "Options":
         """Returns the options for a product of other sizes, as a gradient needs it."""
@@ -92,11 +100,18 @@ class Call:
             rest.pop(0) if epilogue.residual else None,
         )
 
+    def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the rows and columns of the result for operands of these shapes."""
+        return (
+            a_shape[-1 if self.transpose_a else -2],
+            b_shape[-2 if self.transpose_b else -1],
+        )
+
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
-        m, k = a_shape[-2:][::-1] if self.transpose_a else a_shape[-2:]
-        n = b_shape[-2] if self.transpose_b else b_shape[-1]
+        m, n = self.matrix_shape(a_shape, b_shape)
+        k = a_shape[-2 if self.transpose_a else -1]
         batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
         return Problem(
             m=m,

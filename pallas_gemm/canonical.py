@@ -53,15 +53,26 @@ class Side:
 class Form:
     """A contraction as a product of matrices.
 
+    A matrix times a vector is computed as the vector, a single row, times the transposed matrix:
+    then many vectors, as under `vmap`, are many rows.
+
     Attributes:
-        a: How the left operand becomes a matrix.
-        b: How the right operand does.
+        a: How the left factor of the product is made.
+        b: How the right factor is made.
         shape: The shape of the contraction's result; a reshape of the product's.
+        swapped: The left factor is made of the right operand, and the right one of the left.
     """
 
     a: Side
     b: Side
     shape: Shape
+    swapped: bool = False
+
+    def factors(self, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Makes the factors of the product of the operands of the contraction."""
+        if self.swapped:
+            left, right = right, left
+        return self.a.apply(left), self.b.apply(right)
 
     @property
     def product_shape(self) -> Shape:
@@ -110,6 +121,8 @@ def of_dot_general(
         _others(rhs_shape, (*rhs_batch, *rhs_contract)),
     )
     shape = (*batch, *(lhs_shape[d] for d in free[0]), *(rhs_shape[d] for d in free[1]))
+    if free[0] and not free[1]:
+        return Form(_swap(rhs), _swap(lhs), shape, swapped=True)
     return Form(lhs, rhs, shape)
 
 
@@ -123,6 +136,9 @@ def of_matmul(a_shape: Shape, b_shape: Shape, transpose_a: bool, transpose_b: bo
         transpose_a: The last two dimensions of the left operand are swapped.
         transpose_b: The last two dimensions of the right operand are swapped.
     """
+    if len(b_shape) == 1 < len(a_shape):
+        turned = of_matmul(b_shape, a_shape, False, not transpose_a)
+        return dataclasses.replace(turned, swapped=True)
     a_matrix = (1, *a_shape) if len(a_shape) == 1 else a_shape[-2:]
     b_matrix = (1, *b_shape) if len(b_shape) == 1 else b_shape[-2:]
     transpose_a &= len(a_shape) > 1
@@ -136,6 +152,9 @@ def of_matmul(a_shape: Shape, b_shape: Shape, transpose_a: bool, transpose_b: bo
         # One right operand for all rows of all left ones: the batch is more rows.
         a = Side((sizes[0] * a_matrix[0], a_matrix[1]))
         b = Side(b_matrix, transpose_b)
+    elif len(a_shape) == 1 and transpose_b:
+        # One row for all right operands, which lie one below the other: they are more columns.
+        a, b = Side(a_matrix), Side((sizes[1] * b_matrix[0], b_matrix[1]), True)
     else:
         a = _broadcast(a_shape, a_lead, a_matrix, lead, transpose_a)
         b = _broadcast(b_shape, b_lead, b_matrix, lead, transpose_b)
@@ -149,6 +168,11 @@ def _broadcast(shape: Shape, own: Shape, matrix: Shape, lead: Shape, transposed:
     stacked = (math.prod(lead), *matrix)
     same = math.prod(own) == math.prod(lead)
     return Side(stacked, transposed, None if same else (*lead, *shape[-2:]))
+
+
+def _swap(side: Side) -> Side:
+    """Returns the same matrix as the other factor of a product."""
+    return dataclasses.replace(side, transposed=not side.transposed)
 
 
 def _others(shape: Shape, dims: Shape) -> Shape:

@@ -19,9 +19,6 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.product import product_p
 from pallas_gemm.realign import Realigned, realign
 
-IMPLEMENTATIONS = (*(architecture.name for architecture in ARCHITECTURES), "xla", "interpret")
-"""What `implementation=` may say, beside None."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Decision:

@@ -28,7 +28,7 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
 
 def finish(epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
     """Applies an epilogue in float32 (float64 where the sums are) and does not round."""
-    wide = sums[0].dtype if jnp.issubdtype(sums[0].dtype, jnp.floating) else np.dtype(np.float32)
+    wide = np.dtype(np.float64 if sums[0].dtype == np.float64 else np.float32)
     scaled = [total.astype(wide) * wide.type(epilogue.alpha) for total in sums]
     result = scaled[0]
     if given.bias is not None:

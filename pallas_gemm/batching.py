@@ -1,0 +1,157 @@
+"""What `vmap` makes of a product: more rows where it can, else a batch of products.
+
+A mapped left operand with one right operand for all is one product with more rows, and nothing is
+copied. Where both are mapped, the product has a batch dimension of its own; an operand that is not
+mapped is then shared by the batch.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from pallas_gemm.call import Call, Operands
+from pallas_gemm.kernels import xla
+from pallas_gemm.product import product, product_p
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A product under `vmap`.
+
+    Attributes:
+        call: The product of one element.
+        size: How many elements are mapped.
+        operands: Mapped ones have a new dimension in front.
+        flags: Which are mapped.
+    """
+
+    call: Call
+    size: int
+    operands: Operands
+    flags: Operands
+
+    @property
+    def inner_batch(self) -> int | None:
+        """The batch of one element's product; None without one."""
+        for x, mapped in ((self.operands.a, self.flags.a), (self.operands.b, self.flags.b)):
+            if x.ndim - mapped == 3:
+                return x.shape[mapped]
+        return None
+
+
+def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call) -> tuple[Any, Any]:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    fronted = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+    ]
+    flags = call.unpack([d is not None for d in dims])
+    flags = Operands(*(bool(flag) for flag in flags))
+    mapped = _Mapped(call, size, call.unpack(fronted), flags)
+    if not (flags.a or flags.b or flags.up):
+        return _same_product(mapped), 0
+    if flags.a and not (flags.b or flags.up or flags.bias):
+        if mapped.inner_batch is None and not call.transpose_a:
+            return _more_rows(mapped), 0
+        if _swapping_is_cheaper(mapped):
+            return _more_rows_of_each(mapped), 1
+    return _batched(mapped), 0
+
+
+def _same_product(mapped: _Mapped) -> jax.Array:
+    """Only the epilogue's operands are mapped: the product is computed once."""
+    call, given = mapped.call, mapped.operands
+    epilogue = dataclasses.replace(call.epilogue, alpha=1.0)
+    plain = call.plain(xla.wide_dtype(given.a.dtype, call.out_dtype), call.epilogue.alpha)
+    sums = [product(plain, given.a, b) for b in (given.b, given.up) if b is not None]
+
+    def finish(bias: Any, residual: Any) -> jax.Array:
+        extra = Operands(None, None, bias=bias, residual=residual)
+        return xla.finish(epilogue, sums, extra).astype(call.out_dtype)
+
+    axes = [0 if flag else None for flag in (mapped.flags.bias, mapped.flags.residual)]
+    return jax.vmap(finish, in_axes=axes, axis_size=mapped.size)(given.bias, given.residual)
+
+
+def _more_rows(mapped: _Mapped) -> jax.Array:
+    """Folds the mapped dimension of the left operand into the rows."""
+    given = mapped.operands
+    rows = given.a.reshape(-1, given.a.shape[-1])
+    folded = given._replace(a=rows)
+    if given.residual is not None:
+        folded = folded._replace(residual=_residual(mapped).reshape(len(rows), -1))
+    result = product(mapped.call, *folded.present())
+    return result.reshape(mapped.size, -1, result.shape[-1])
+
+
+def _swapping_is_cheaper(mapped: _Mapped) -> bool:
+    """Whether to bring each product of a batch its rows rather than each row its right operand."""
+    a, b = mapped.operands.a, mapped.operands.b
+    if mapped.call.transpose_a or mapped.inner_batch is None or b.ndim == 2:
+        return False
+    return 2 * a.size < mapped.size * b.size
+
+
+def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
+    """Folds the mapped dimension of the left operand into the rows of each product of a batch."""
+    given = mapped.operands
+
+    def fold(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1])
+
+    folded = given._replace(a=fold(given.a))
+    if given.residual is not None:
+        folded = folded._replace(residual=fold(_residual(mapped)))
+    result = product(mapped.call, *folded.present())
+    return result.reshape(result.shape[0], mapped.size, -1, result.shape[-1])
+
+
+def _batched(mapped: _Mapped) -> jax.Array:
+    """Makes the mapped dimension, with the batch that there was, the batch of the product."""
+    inner = mapped.inner_batch
+    lead = (mapped.size,) if inner is None else (mapped.size, inner)
+    given, flags = mapped.operands, mapped.flags
+    rights = flags.b or flags.up
+
+    def merge(x: Any, flag: bool, own: int) -> Any:
+        """Gives an operand, whose own dimensions are `own`, the whole batch."""
+        if x is None or (not flag and x.ndim == own):
+            return x
+        if not flag:
+            x = x[None]
+        elif x.ndim == own + 1 and inner is not None:
+            x = x[:, None]
+        own_shape = x.shape[x.ndim - own :]
+        return jnp.broadcast_to(x, (*lead, *own_shape)).reshape(-1, *own_shape)
+
+    def share(x: Any, flag: bool) -> Any:
+        """Maps both right operands if one is."""
+        if x is None or flag or not rights:
+            return x
+        return jnp.broadcast_to(x, (mapped.size, *x.shape))
+
+    b, up = share(given.b, flags.b), share(given.up, flags.up)
+    ready = Operands(
+        merge(given.a, flags.a, 2),
+        merge(b, rights, 2),
+        merge(up, rights, 2),
+        merge(given.bias, flags.bias, 1),
+        None,
+    )
+    if given.residual is not None:
+        ready = ready._replace(residual=_residual(mapped).reshape(-1, *given.residual.shape[-2:]))
+    result = product(mapped.call, *ready.present())
+    return result.reshape(*lead, *result.shape[-2:])
+
+
+def _residual(mapped: _Mapped) -> jax.Array:
+    """The residual with the mapped dimension in front."""
+    residual = mapped.operands.residual
+    if mapped.flags.residual:
+        return residual
+    return jnp.broadcast_to(residual, (mapped.size, *residual.shape))
+
+
+batching.primitive_batchers[product_p] = _batch
