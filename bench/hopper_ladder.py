@@ -1,0 +1,130 @@
+"""How the Hopper kernel grew: every step as a configuration of today's kernel, timed in one run.
+
+    python bench/hopper_ladder.py --csv=ladder.csv
+
+The first table climbs: each step keeps what the one before it brought. The second holds what was
+tried on top and did not pay. `ladder.md` keeps the figures of one run, with what they teach.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+if __package__ in (None, ""):
+    # Started as a script: the packages lie beside this file's folder, not in it.
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+from absl import app, flags
+
+from bench import command, gpu, peers, report, shapes
+from bench.gemm_bench import Options
+from bench.measure import Settings
+from pallas_gemm.hopper_config import HopperConfig
+
+PROGRAM = "hopper_ladder"
+SHAPES = ("4096x4096x4096", "8192x8192x8192", "8192x8192x1024")
+
+FIRST = HopperConfig(
+    tile=(128, 128), stages=6, persistence="none", schedule="raster", late_store=False
+)
+WIDE = dataclasses.replace(FIRST, tile=(128, 256), stages=4)
+PERSISTENT = dataclasses.replace(WIDE, persistence="static")
+ORDERED = dataclasses.replace(PERSISTENT, schedule="swizzle:8")
+FEWER = dataclasses.replace(ORDERED, ctas=128)
+LATE = dataclasses.replace(FEWER, late_store=True)
+TALL = dataclasses.replace(FEWER, tile=(256, 192), stages=3, store_columns=32, late_store=False)
+
+STEPS: Mapping[str, HopperConfig] = {
+    "one tile per CTA, 128x128": FIRST,
+    "tile 128x256": WIDE,
+    "persistent": PERSISTENT,
+    "order: swizzle:8": ORDERED,
+    "128 of 132 CTAs": FEWER,
+    "stores late": LATE,
+}
+"""Each step of the climb."""
+
+TRIED: Mapping[str, HopperConfig] = {
+    "Hilbert": dataclasses.replace(LATE, schedule="hilbert"),
+    "swizzle:16": dataclasses.replace(LATE, schedule="swizzle:16"),
+    "on-line swizzle:8": dataclasses.replace(FEWER, schedule="online_swizzle:8"),
+    "cluster 2x1": dataclasses.replace(LATE, cluster=(2, 1)),
+    "cluster 1x2": dataclasses.replace(LATE, cluster=(1, 2)),
+    "cluster 2x2": dataclasses.replace(LATE, cluster=(2, 2)),
+    "cluster 4x1": dataclasses.replace(LATE, cluster=(4, 1)),
+    "claimed tiles": dataclasses.replace(LATE, persistence="dynamic"),
+    "claimed, 132 CTAs": dataclasses.replace(LATE, persistence="dynamic", ctas=None),
+    "3 stages, 4 slots": dataclasses.replace(LATE, stages=3, store_slots=4),
+    "tile 256x128": dataclasses.replace(LATE, tile=(256, 128), store_slots=1),
+    "tile 256x192": TALL,
+    "ping-pong 128x192": dataclasses.replace(FEWER, tile=(128, 192), pingpong=True, ctas=None),
+}
+"""What was tried on top of the last step."""
+
+
+class Step(peers.Kernel):
+    """The kernel with one configuration, under a name of its own."""
+
+    def __init__(self, name: str, config: HopperConfig) -> None:
+        from bench.machine import this_device
+
+        super().__init__(lambda _: (config,), this_device())
+        self.name = name
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines the command line."""
+    text = {"flag_values": values}
+    flags.DEFINE_multi_string("shape", list(SHAPES), "Products to time.", **text)
+    flags.DEFINE_bool("tried", True, "Time what did not pay as well.", **text)
+    flags.DEFINE_string("csv", None, "Write the rows to this file.", **text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the ladder.
+
+    Returns:
+        0; 1 if a result was wrong; 2 for a request that cannot be met.
+    """
+    del argv
+    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
+
+
+def _run(values: flags.FlagValues) -> int:
+    try:
+        cases = tuple(shapes.parse(text) for text in values.shape)
+    except ValueError as error:
+        raise command.RequestError(str(error)) from None
+    options = Options(
+        cases=cases,
+        peers=("xla",),
+        config=None,
+        settings=Settings(energy_seconds=0.5),
+        cold=True,
+        full_grid=False,
+        csv=command.output_path(values.csv),
+        json=None,
+        plot=None,
+        against=None,
+    )
+    gpu.prepare_environment()
+    if reason := gpu.missing_gpu():
+        raise command.RequestError(reason)
+    # Only here, where there is a GPU: the limits are kernels.
+    from bench import machine, session
+
+    bench = machine.open_bench(options)
+    rungs = {**STEPS, **TRIED} if values.tried else STEPS
+    steps = [Step(name, config) for name, config in rungs.items()]
+    found = session.run(
+        options, dataclasses.replace(bench, peers=[*bench.peers, *steps]), command.console()
+    )
+    if options.csv:
+        report.write(options.csv, report.to_csv(found))
+    return 1 if session.failed(found.rows) else 0
+
+
+if __name__ == "__main__":
+    define_flags(flags.FLAGS)
+    app.run(main, flags_parser=command.parser(PROGRAM))
