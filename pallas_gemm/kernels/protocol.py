@@ -1,4 +1,4 @@
-"""How many arrivals complete each barrier of the Hopper kernel, derived from who takes part.
+"""How many arrivals complete each barrier of the kernels, derived from who takes part.
 
 Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it; the counts
 here are per CTA, and `empty_arrivals_in_cluster` states the product, which the tests check.
@@ -24,3 +24,23 @@ def empty_arrivals_in_cluster(per_cta: int, cluster: tuple[int, int]) -> int:
 def turn_arrivals() -> int:
     """A ping-pong consumer hands the turn to exactly one other."""
     return 1
+
+
+def commit_arrivals() -> int:
+    """A commit of the tensor core arrives once, in each CTA that took part in the MMA."""
+    return 1
+
+
+def freed_arrivals() -> int:
+    """One thread of the epilogue, which alone reads an accumulator."""
+    return 1
+
+
+def answer_arrivals() -> int:
+    """The one role that requests clusters, announcing the bytes of the answer."""
+    return 1
+
+
+def read_arrivals(roles: int) -> int:
+    """One thread of each role, all of which read every answer."""
+    return roles

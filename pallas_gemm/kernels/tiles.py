@@ -17,8 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_gemm.kernels import claims
+from pallas_gemm.kernels import claims, launch_control
 from schedules import PADDING, OnlineSchedule, Schedule
 
 Scalar = Any
@@ -179,3 +180,64 @@ def dealt_table(schedule: Schedule, workers: int) -> np.ndarray:
     counts = (dealt != PADDING).sum(axis=1, dtype=np.int32)
     padding = np.full((workers, 2), PADDING, np.int32)
     return np.concatenate([counts[:, None], dealt, padding], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedSource(TileSource):
+    """Tiles taken over from clusters that have not started; see `launch_control.py`.
+
+    The answer about the next tile is read after the work on the current one: the producer is a
+    whole ring of slots ahead of everybody else, and that covers the look-up in the table.
+
+    Attributes:
+        table_gmem: Every tile in visiting order, packed.
+        requests: The answers and their barriers.
+        worker: This cluster.
+        asks: Whether this role makes the requests; one of them does.
+        axes: The names of the grid's axis and of the cluster's.
+        simulated: Whether the kernel runs in the simulator, which knows no fences.
+    """
+
+    table_gmem: Any
+    requests: launch_control.Requests
+    worker: Scalar
+    asks: bool
+    axes: tuple[str, str]
+    simulated: bool = False
+
+    def walk(
+        self, work: Work, carry: Any, *, first: Scalar | int = 0, every: int = 1
+    ) -> tuple[Scalar, Any]:
+        """See `TileSource.walk`; every turn in order is the only way that tiles are taken over."""
+        if (first, every) != (0, 1):
+            raise ValueError(f"tiles are taken over one by one, got {first=} and {every=}")
+        grid_axis, cluster_axis = self.axes
+        requests = self.requests
+        if self.asks:
+            for turn in range(1, launch_control.IN_FLIGHT + 1):
+                launch_control.ask(requests, jnp.int32(turn), cluster_axis)
+
+        def step(state: tuple[Scalar, Scalar, Scalar, Any]) -> tuple[Scalar, Scalar, Scalar, Any]:
+            turn, entry, _, carry = state
+            carry = work(turn, *unpack(entry), carry)
+            turn = turn + 1
+            number, granted = launch_control.answer(requests, turn, grid_axis)
+
+            @pl.when(granted)
+            def _ask_again() -> None:
+                launch_control.release(requests, turn, simulated=self.simulated)
+                if self.asks:
+                    launch_control.await_readers(requests, turn, simulated=self.simulated)
+                    launch_control.ask(requests, turn + launch_control.IN_FLIGHT, cluster_axis)
+
+            return turn, self.table_gmem[number], granted, carry
+
+        start = (jnp.int32(0), self.table_gmem[self.worker], jnp.bool_(True), carry)
+        turns, _, _, carry = lax.while_loop(lambda state: state[2], step, start)
+        launch_control.drain(requests, turns)
+        return turns, carry
+
+
+def unpack(entry: Scalar) -> tuple[Scalar, Scalar]:
+    """The (row, col) of a packed entry of a table."""
+    return lax.shift_right_logical(entry, jnp.int32(16)), entry & jnp.int32(0xFFFF)

@@ -1,0 +1,239 @@
+"""`BlackwellConfig`: what the Blackwell kernel can be told, and what of it is legal."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.config import STEP_BYTES, GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+
+MMA_ROWS = 128
+"""Rows of the result per CTA: one for each lane of tensor memory."""
+MAX_MMA_COLUMNS = 256
+TENSOR_COLUMNS = 512
+"""Columns of 32 bits in the tensor memory of an SM."""
+MAX_BARRIERS = 32
+"""The most barriers that Mosaic allows in one array."""
+PAIR = (2, 1)
+"""The cluster of two CTAs that multiply together."""
+
+DTYPES_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+DTYPES_FP8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
+INT8 = np.dtype(np.int8)
+
+
+class Registers(NamedTuple):
+    """Registers per thread after reallocation."""
+
+    issuing: int
+    epilogue: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlackwellConfig(GemmConfig):
+    """What the Blackwell kernel can be told.
+
+    A cluster of (2, 1) is a pair of CTAs that issue one MMA together, on 256 rows; it is the only
+    cluster there is. With `persistence="dynamic"` a cluster is launched for every tile, and those
+    that run take over the tiles of those that wait (cluster launch control), so that `ctas` says
+    nothing.
+
+    Attributes:
+        accumulators: Accumulators in tensor memory. With two, a tile is stored while the next one
+            is multiplied.
+        specialised: Loads and MMAs are issued by warps of their own; else by one warp in turn, and
+            a cluster computes only one tile.
+        direct_store: The result goes from registers straight to global memory, without the store
+            slots and TMA.
+    """
+
+    tile: tuple[int, int] = (128, 256)
+    stages: int = 6
+    cluster: tuple[int, int] = PAIR
+    schedule: str | Schedule | OnlineSchedule = "hilbert"
+    accumulators: int = 2
+    specialised: bool = True
+    direct_store: bool = False
+
+    @property
+    def ctas_per_mma(self) -> int:
+        """CTAs that issue an MMA together: 2 for a pair."""
+        return self.cluster_size
+
+    @property
+    def registers(self) -> Registers | None:
+        """Registers per thread of those that issue and of the epilogue; None leaves them alone.
+
+        What loader and multiplier give up, the epilogue gets for activations and the chunk that it
+        reads ahead. Two warpgroups have the most that there is.
+        """
+        return Registers(120, 240) if self.specialised else None
+
+    def b_columns(self, problem: Problem) -> int:
+        """Columns of each right operand that one CTA loads: half of the tile's in a pair."""
+        return self.out_tile(problem)[1] // self.ctas_per_mma
+
+    def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
+        """(first column, width) of each chunk of a tile of the result."""
+        width = self.store_columns
+        return tuple((start, width) for start in range(0, self.out_tile(problem)[1], width))
+
+    def read_columns(self, problem: Problem) -> int:
+        """How many columns of the sums are read and finished at a time.
+
+        Fewer with an activation, whose intermediate values need registers too.
+        """
+        return (
+            self.store_columns
+            if problem.epilogue.activation is None
+            else min(self.store_columns, 32)
+        )
+
+    def launched(self, problem: Problem, device: Device) -> int:
+        """How many clusters the grid has; all but `workers` of them may never start."""
+        if self.persistence == "static":
+            return self.workers(problem, device)
+        rows, cols = self.stacked_grid(problem)
+        return rows * cols
+
+    def shared_memory_bytes(self, problem: Problem) -> int:
+        """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
+        depth = self.tile_k(problem) * self.stages
+        stores = 0 if self.direct_store else self.store_slots * self.tile[0] * self.store_columns
+        buffers = (
+            self.tile[0] * depth * problem.a_dtype.itemsize,
+            problem.sums * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
+            stores * problem.out_dtype.itemsize,
+            8 * (2 * self.stages + 2 * self.accumulators + self.store_slots + 4),
+            16 * 2,
+        )
+        return sum(-(-size // 1024) * 1024 for size in buffers)
+
+    def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Returns every reason why this config cannot compute `problem` on `device`."""
+        major, minor = device.compute_capability
+        if major != 10:
+            return (
+                "the Blackwell kernel needs compute capability 10.x,"
+                f" {device.kind} has {major}.{minor}",
+            )
+        return (
+            *problem_refusals(problem),
+            *self._tile_refusals(problem),
+            *self._mode_refusals(problem),
+            *super().refusals(problem, device),
+            *self._resource_refusals(problem, device),
+        )
+
+    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.cluster not in ((1, 1), PAIR):
+            yield f"cluster must be (1, 1) or, for a pair of CTAs, {PAIR}, got {self.cluster}"
+            return
+        if self.tile[0] != MMA_ROWS:
+            yield f"tile rows must be {MMA_ROWS}, got tile={self.tile}"
+        atom = STEP_BYTES // problem.b_dtype.itemsize
+        whole = problem.sums * self.ctas_per_mma * (16 if problem.transpose_b else atom)
+        if not 0 < self.tile[1] <= MAX_MMA_COLUMNS or self.tile[1] % whole:
+            yield (
+                f"tile columns must be a multiple of {whole} up to {MAX_MMA_COLUMNS} for layout"
+                f" {problem.layout}, cluster {self.cluster} and {problem.sums} right operands,"
+                f" got tile={self.tile}"
+            )
+        columns = self.out_tile(problem)[1]
+        if self.store_columns < 1 or columns % self.store_columns:
+            yield (
+                f"store_columns must divide the {columns} columns of a tile of the result,"
+                f" got {self.store_columns}"
+            )
+        if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
+            yield (
+                f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"
+                f" {problem.out_dtype}, got {self.store_columns}"
+            )
+
+    def _mode_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.accumulators not in (1, 2):
+            yield f"accumulators must be 1 or 2, got {self.accumulators}"
+        if not self.specialised and self.persistence != "none":
+            yield (
+                "specialised=False computes one tile per cluster: persistence must be 'none', got"
+                f" {self.persistence!r}"
+            )
+        if self.persistence == "dynamic" and self.is_online:
+            yield "persistence='dynamic' needs a schedule that is a table, got an online one"
+        if not self.direct_store:
+            return
+        rows, cols = self.tile[0] * self.cluster[0], self.out_tile(problem)[1]
+        if problem.m % rows or problem.n % cols:
+            yield (
+                f"direct_store needs m to be a multiple of {rows} and n of {cols}, got"
+                f" m={problem.m}, n={problem.n}"
+            )
+        if problem.epilogue.residual:
+            yield "direct_store has no residual"
+
+    def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        if not 1 <= self.stages <= MAX_BARRIERS:
+            yield f"stages must be from 1 to {MAX_BARRIERS}, got {self.stages}"
+            return
+        needed = self.shared_memory_bytes(problem)
+        if needed > device.shared_memory:
+            yield (
+                f"shared memory: needs {needed} bytes of {device.shared_memory};"
+                f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
+            )
+
+
+def problem_refusals(problem: Problem) -> Iterator[str]:
+    """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
+    yield from _dtype_refusals(problem)
+    if 0 in (problem.m, problem.n, problem.k, problem.batch):
+        yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
+    for name, shape, dtype in (
+        ("a", problem.a_shape, problem.a_dtype),
+        ("b", problem.b_shape, problem.b_dtype),
+        ("the result", problem.out_shape, problem.out_dtype),
+    ):
+        whole = 16 // dtype.itemsize
+        if shape[-1] % whole:
+            yield (
+                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
+                f" multiple of {whole} for {dtype}, got {shape[-1]};"
+                f" the next is {-(-shape[-1] // whole) * whole}"
+            )
+    for name, size, transposed, stored in (
+        ("m", problem.m, problem.transpose_a, "a stored [k, m]"),
+        ("n", problem.n, not problem.transpose_b, "b stored [k, n]"),
+    ):
+        atom = STEP_BYTES // problem.a_dtype.itemsize
+        if transposed and (size % atom or problem.k % 8):
+            yield (
+                f"{stored} needs {name} to be a multiple of {atom} and k a multiple of 8, got"
+                f" {name}={size}, k={problem.k}; stored with k last it needs neither"
+            )
+
+
+def _dtype_refusals(problem: Problem) -> Iterator[str]:
+    a, b = problem.a_dtype, problem.b_dtype
+    if not (a == b or {a, b} <= DTYPES_FP8):
+        yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
+    if a not in {*DTYPES_16, *DTYPES_FP8, INT8}:
+        yield f"operands must be bfloat16, float16, float8 or int8, got {a}"
+    if a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
+        yield (
+            f"{a} operands must be stored with k last (layout NT): only 16-bit elements are"
+            f" transposed on the way into the MMA, got layout {problem.layout}"
+        )
+    legal_out = (
+        {np.dtype(np.int32)} if a == INT8 else {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32)}
+    )
+    if problem.out_dtype not in legal_out:
+        names = ", ".join(sorted(map(str, legal_out)))
+        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
+    if a == INT8 and not problem.epilogue.is_identity:
+        yield "int8 operands have no epilogue: the sum is the result"
