@@ -15,9 +15,12 @@ except ImportError as error:
         path=error.path,
     ) from error
 
+from pallas_gemm import checkpoint_policies as checkpoint_policies
 from pallas_gemm._version import __version__ as __version__
 from pallas_gemm.api import dot_general as dot_general
 from pallas_gemm.api import gated_gemm as gated_gemm
 from pallas_gemm.api import gemm as gemm
 from pallas_gemm.api import matmul as matmul
+from pallas_gemm.explanation import Explanation as Explanation
+from pallas_gemm.explanation import explain as explain
 from pallas_gemm.targeting import target as target

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-# The derivatives and the rule for `vmap` are registered when these are imported.
+# What JAX has to know of the product is registered when these are imported.
 from pallas_gemm import autodiff as autodiff
 from pallas_gemm import batching as batching
-from pallas_gemm import dispatch, request
+from pallas_gemm import dispatch, explanation, request
+from pallas_gemm import lowering as lowering
 from pallas_gemm.call import OUT_NAME, Call, Operands
 from pallas_gemm.canonical import Form
 from pallas_gemm.config import GemmConfig
@@ -158,6 +159,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
 def _answer(asked: Request) -> jax.Array:
     """Computes what was asked for, and names it for `jax.checkpoint`."""
+    explanation.note(asked)
     operands = asked.operands.present()
     if asked.outside is not None:
         return checkpoint_name(asked.by_xla(*operands), OUT_NAME)

@@ -61,10 +61,9 @@ def known_target(*operands: Any) -> Device | None:
 def first_gpu() -> Device | None:
     """Returns the first GPU of this process, None if it has none."""
     try:
-        gpu = jax.local_devices(backend="cuda")[0]
+        return device_of(jax.local_devices(backend="cuda")[0])
     except RuntimeError:
         return None
-    return device_of(gpu)
 
 
 def device_of(device: jax.Device) -> Device | None:

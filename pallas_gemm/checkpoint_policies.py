@@ -1,0 +1,29 @@
+"""Policies for `jax.checkpoint` that know the products of this package.
+
+JAX's own `dots_saveable` looks for `dot_general` and would compute every product here again. Each
+of these does what JAX's policy of the same name does, and keeps the results that `gemm` and its
+relatives name `pallas_gemm_out` (with an activation, also the pre-activation that its derivative
+needs, so that the backward pass multiplies nothing twice).
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_gemm.call import OUT_NAME
+
+_OURS = jax.checkpoint_policies.save_only_these_names(OUT_NAME)
+
+
+def dots_saveable(prim: Any, *args: Any, **params: Any) -> Any:
+    """Keeps the result of every product, whoever computes it."""
+    return jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, _OURS
+    )(prim, *args, **params)
+
+
+def dots_with_no_batch_dims_saveable(prim: Any, *args: Any, **params: Any) -> Any:
+    """Keeps the result of every product of this package, and of XLA's that have no batch."""
+    return jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _OURS
+    )(prim, *args, **params)

@@ -1,0 +1,197 @@
+"""`explain`: what would compute the products of a function, and why, without computing anything."""
+
+import contextlib
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from pallas_gemm import dispatch, targeting
+from pallas_gemm.call import Call, signature_of
+from pallas_gemm.dispatch import Decision, Plan
+from pallas_gemm.problem import Problem
+from pallas_gemm.product import product_p
+from pallas_gemm.request import Request
+
+
+class _Notes:
+    """The requests that were made while a function was traced."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+
+# A context of JAX's own, so that a function that was traced before is traced anew.
+_NOTES = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would compute the products of a function. `print` it.
+
+    Attributes:
+        products: The decision for each product, in the order of the program. What is derived or
+            mapped is there as it is computed: the products of a gradient, one for a whole `vmap`.
+        outside: (what, why) of each call that XLA computes without a look at the kernels.
+        copies: Copies that are made of operands to bring their dimensions side by side.
+    """
+
+    products: tuple[Decision, ...]
+    outside: tuple[tuple[str, str], ...] = ()
+    copies: tuple[str, ...] = ()
+
+    @property
+    def implementation(self) -> str:
+        """What computes the first product."""
+        return self.products[0].implementation if self.products else "xla"
+
+    @property
+    def reason(self) -> str:
+        """Why that computes it."""
+        return self.products[0].reason if self.products else self.outside[0][1]
+
+    @property
+    def plan(self) -> Plan | None:
+        """How a kernel computes the first product: config, steps, predicted time."""
+        return self.products[0].plan if self.products else None
+
+    def __str__(self) -> str:
+        parts = [_decision_text(decision) for decision in self.products]
+        parts += [f"xla: {what}\n  why       {why}" for what, why in self.outside]
+        parts += [f"before it: {copy}" for copy in self.copies]
+        return "\n".join(parts) or "no product"
+
+
+def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Says what would compute the products of a function, and why, without computing anything.
+
+    >>> print(explain(gemm, a, b, activation="gelu"))  # doctest: +SKIP
+    >>> print(explain(jax.grad(loss), params, batch))  # doctest: +SKIP
+
+    Args:
+        f: A function that calls `gemm` and its relatives, however deep inside; or the left operand
+            of a `gemm`, whose other arguments then follow.
+        *args: Its arguments: arrays, trees of them, or `jax.ShapeDtypeStruct`s.
+        **kwargs: Its keyword arguments; what is not an array is passed as it is.
+
+    Returns:
+        The explanation. Under `target(...)` it is for that GPU.
+
+    Raises:
+        ValueError: What a call names cannot compute its product.
+    """
+    if not callable(f):
+        from pallas_gemm.api import gemm
+
+        return explain(gemm, f, *args, **kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for place, x in zip(places, arrays, strict=True):
+            filled[place] = x
+        own_args, own_kwargs = jax.tree.unflatten(tree, filled)
+        return f(*own_args, **own_kwargs)
+
+    notes = _Notes()
+    with _NOTES(notes), _target_of(leaves):
+        jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
+        gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
+        products = tuple(_decided(equation, gpu) for equation in _products(jaxpr.jaxpr))
+    outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
+    copies = tuple(copy for r in notes.requests if not r.outside for copy in _copies(r))
+    return Explanation(products, outside, copies)
+
+
+def note(asked: Request) -> None:
+    """Notes a request if somebody asked for an explanation."""
+    notes = _NOTES.value
+    if notes is not None:
+        notes.requests.append(asked)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def _target_of(leaves: list[Any]) -> Any:
+    """Plans for the GPU that the arguments are on, which tracing them would forget."""
+    known = targeting.known_target(*(leaf for leaf in leaves if _is_array(leaf)))
+    return contextlib.nullcontext() if known is None else targeting.target(known)
+
+
+def _products(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        if equation.primitive is product_p:
+            yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _products(inner)
+
+
+def _decided(equation: core.JaxprEqn, gpu: Any) -> Decision:
+    call: Call = equation.params["call"]
+    if call.options.target is None:
+        call = call.with_target(gpu)
+    return dispatch.decide(call, signature_of(tuple(v.aval for v in equation.invars)))
+
+
+def _decision_text(decision: Decision) -> str:
+    lines = [f"{decision.implementation}: {_problem_text(decision.problem)}"]
+    rows = [("why", decision.reason)]
+    if (plan := decision.plan) is not None:
+        rows.append(("for", plan.device.kind))
+        rows.append(("config", _config_text(plan)))
+        rows.append(("schedule", str(plan.config.schedule)))
+        rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
+        if plan.unfused is not None:
+            rows.append(("epilogue", f"by XLA, because {plan.unfused}"))
+        rows += [("step", str(step)) for step in plan.realigned.steps]
+    rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in decision.refused]
+    for name, text in rows:
+        lines += textwrap.wrap(
+            text, 100, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16
+        )
+    return "\n".join(lines)
+
+
+def _config_text(plan: Plan) -> str:
+    fields = dataclasses.asdict(plan.config)
+    fields.pop("schedule")
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _problem_text(problem: Problem) -> str:
+    batch = f"{problem.batch} x " if problem.batch != 1 else ""
+    sizes = f"m={problem.m} n={problem.n} k={problem.k}"
+    dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
+    epilogue = problem.epilogue
+    extras = [name for name in ("bias", "residual", "gated") if getattr(epilogue, name)]
+    if epilogue.activation is not None:
+        extras.append(getattr(epilogue.activation, "__name__", "activation"))
+    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *extras])
+
+
+def _asked_text(asked: Request) -> str:
+    shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in asked.operands[:2])
+    return f"{shapes} -> {asked.call.out_dtype}"
+
+
+def _copies(asked: Request) -> Iterator[str]:
+    form = asked.form
+    left, right = asked.operands.a, asked.operands.b
+    if form.swapped:
+        left, right = right, left
+    for x, side in ((left, form.a), (right, form.b)):
+        if side.is_free:
+            continue
+        if side.broadcast is not None:
+            what, shape = "broadcast", side.broadcast
+        else:
+            what, shape = f"transpose{side.permutation}", side.shape
+        moved = (np.prod(x.shape) + np.prod(shape)) * x.dtype.itemsize
+        yield f"{what} of {x.dtype}{list(x.shape)}: moves {moved / 1e6:.1f} MB"

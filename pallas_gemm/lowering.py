@@ -1,0 +1,71 @@
+"""What the product becomes in a compiled program: its type, and its form on each platform.
+
+This is where partitioning among devices belongs: `_lowered` has the operands of one product and
+gives them to what `dispatch` decided on.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+
+from pallas_gemm import dispatch, targeting
+from pallas_gemm.architectures import ARCHITECTURES
+from pallas_gemm.call import Call, Signature
+from pallas_gemm.kernels import xla
+from pallas_gemm.product import product_p
+
+
+@product_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, call: Call) -> Any:
+    """The result has the type of XLA's product, with its sharding and manual axes.
+
+    The simulator calls back into Python in order, which JAX has to know.
+    """
+    result = _result_aval(call, avals)
+    if call.options.implementation != "interpret":
+        return result, set()
+    return result, _simulator_effects(call, _signature(avals))
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_aval(call: Call, avals: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(functools.partial(xla.product, call))(*avals).out_avals[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulator_effects(call: Call, signature: Signature) -> Any:
+    run = dispatch.implement(dispatch.decide(call, signature), call)
+    operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+    return jax.make_jaxpr(run)(*operands).effects
+
+
+def _signature(avals: Any) -> Signature:
+    return tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: bool) -> Any:
+    if gpu and call.options.target is None:
+        call = call.with_target(targeting.first_gpu())
+    if not gpu:
+        _refuse_gpu_kernel(call)
+        if call.options.implementation != "interpret":
+            call = call.with_target(None)
+    decision = dispatch.decide(call, _signature(ctx.avals_in))
+    run = dispatch.implement(decision, call)
+    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _refuse_gpu_kernel(call: Call) -> None:
+    asked = call.options.implementation
+    if asked in [architecture.name for architecture in ARCHITECTURES]:
+        raise ValueError(
+            f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
+            " another platform; None takes what there is, 'interpret' simulates the kernel"
+        )
+
+
+mlir.register_lowering(product_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(product_p, functools.partial(_lowered, gpu=True), platform="cuda")
