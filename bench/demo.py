@@ -6,15 +6,33 @@ It is here and not in the package because it is a program for a source tree: it 
 A step is a function that takes a console and prints; `STEPS` lists them with their titles.
 """
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+# Before JAX is imported: where there is no GPU it need not look for one, and the simulator waits
+# inside the thread pool of the CPU backend, which must not want a second thread for a product.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import rich.box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import pallas_gemm
+from pallas_gemm import offline
+from pallas_gemm.device import H200 as H200_DEVICE
+from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels import hopper
+from pallas_gemm.kernels.plan import HopperPlan
+from pallas_gemm.problem import Problem
 from schedules import build, draw
 from schedules.model import B200, H100, H200, Machine, predict
 
@@ -136,9 +154,69 @@ def _predicted(order: str, launch: Launch) -> str:
     return f"{prediction.l2_hit_rate:.0%}  {prediction.dram_read_bytes / 1e9:.2f} GB"
 
 
+SIMULATED = Problem(200, 192, 264)
+"""Small, and no multiple of any tile."""
+
+COMPILED = {
+    "tile 128x256": HopperConfig(),
+    "tile 128x256, cluster 2x1": HopperConfig(cluster=(2, 1)),
+    "tile 256x192": HopperConfig(tile=(256, 192), stages=3, store_columns=32, late_store=False),
+    "tile 128x192, ping-pong": HopperConfig(tile=(128, 192), pingpong=True, late_store=False),
+}
+"""Configurations of the Hopper kernel that are compiled for an H200."""
+
+
+def show_simulation(console: Console) -> None:
+    """Runs the kernel in JAX's GPU simulator and compares it with float64."""
+    rng = np.random.default_rng(0)
+    a, b = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in (SIMULATED.a_shape, SIMULATED.b_shape)
+    )
+    with console.status("simulating"):
+        ours = pallas_gemm.gemm(a, b, implementation="interpret")
+    exact = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64)
+    theirs = jnp.matmul(a, b)
+    table = Table(box=rich.box.SIMPLE)
+    table.add_column(f"{SIMULATED.m} x {SIMULATED.n} x {SIMULATED.k}, bf16, largest error")
+    table.add_column("against float64", justify="right")
+    for name, result in (("the kernel, simulated", ours), ("XLA on the CPU", theirs)):
+        error = np.abs(np.asarray(result).astype(np.float64) - exact).max()
+        table.add_row(name, f"{error:.4f}")
+    console.print(table)
+    console.print(
+        "Every barrier, copy and tensor-core instruction ran one by one; the tests do this with"
+        " race detection on for every mode, layout and ragged edge."
+    )
+
+
+def show_compilation(console: Console) -> None:
+    """Compiles the same kernel to the machine code of a GPU that need not be there."""
+    problem = Problem(SIZE, SIZE, SIZE)
+    table = Table(box=rich.box.SIMPLE, title=f"{SIZE} x {SIZE} x {SIZE}, bf16, for an H200")
+    for column in ("configuration", "registers", "spilled bytes", "shared memory", "serialized"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (problem.a_shape, problem.b_shape)
+    ]
+    for name, config in track(COMPILED.items(), "compiling", console=console, transient=True):
+        kernel = hopper.build(HopperPlan(problem, config, H200_DEVICE))
+        report = offline.compile_report(kernel, *operands, target="h200")
+        table.add_row(
+            name,
+            str(report.registers),
+            str(report.spill_bytes),
+            f"{report.shared_memory_bytes:,}",
+            "yes" if report.serialized else "no",
+        )
+    console.print(table)
+
+
 STEPS = (
     Step("The order in which the tiles of a product are visited", show_orders),
     Step("What the order costs, predicted before any GPU has run it", show_predictions),
+    Step("A product through the simulated kernel", show_simulation),
+    Step("The kernel as machine code", show_compilation),
 )
 
 
