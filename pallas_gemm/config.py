@@ -93,7 +93,7 @@ class GemmConfig:
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
         reasons = (*self._shape_refusals(), *self._schedule_refusals(problem))
-        if self.persistence != "none" and self.workers(problem, device) < 1:
+        if self.persistence != "none" and device.coresident_clusters(self.cluster_size) < 1:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
 

@@ -142,6 +142,7 @@ class HopperConfig(GemmConfig):
         if (
             cols < 16
             or cols % whole
+            or self.tile[1] % cols
             or cols > MAX_WGMMA_COLUMNS
             or self.tile[1] > MAX_WGMMA_COLUMNS
         ):
@@ -158,16 +159,17 @@ class HopperConfig(GemmConfig):
             ("rows", self.tile[0], self.cluster[1]),
             ("columns", self.tile[1], self.cluster[0]),
         ):
-            if size % (8 * sharers):
+            if sharers > 1 and size % (8 * sharers):
                 yield f"tile {name} must be a multiple of {8 * sharers} to be multicast, got {size}"
 
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.late_store and not self.allows_late_store(problem):
             yield (
-                "late_store needs cooperative consumers, a schedule that is a table, a result of at"
-                " most 16 bits, no residual,"
-                " at most 128 accumulator registers and at most 4 chunks per tile, got"
-                f" pingpong={self.pingpong}, out_dtype={problem.out_dtype},"
+                "late_store needs one or two cooperative consumers, a schedule that is a table, a"
+                " result of at most 16 bits, no residual, at most 128 accumulator registers and at"
+                f" most 4 chunks per tile, got consumers={self.consumers},"
+                f" pingpong={self.pingpong}, schedule={self.schedule!r},"
+                f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
                 f" {self.accumulator_registers} registers, {len(self.store_chunks(problem))} chunks"
             )
         if self.persistence == "dynamic":
@@ -220,7 +222,10 @@ def problem_refusals(problem: Problem) -> Iterator[str]:
     """Yields every reason why the Hopper kernel cannot take a problem, whatever the config."""
     yield from _dtype_refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
+        yield (
+            f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
+            f" batch={problem.batch}"
+        )
     for name, shape, dtype in (
         ("a", problem.a_shape, problem.a_dtype),
         ("b", problem.b_shape, problem.b_dtype),
@@ -261,4 +266,4 @@ def _dtype_refusals(problem: Problem) -> Iterator[str]:
         names = ", ".join(sorted(map(str, legal_out)))
         yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
     if a == np.dtype(np.int8) and not problem.epilogue.is_identity:
-        yield "int8 operands have no epilogue: the sum is the result"
+        yield f"int8 operands have no epilogue: the sum is the result, got {problem.epilogue}"
