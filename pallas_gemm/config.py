@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Literal
 
 from pallas_gemm.device import Device
@@ -92,6 +93,8 @@ class GemmConfig:
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
+        if malformed := tuple(self._malformed(problem)):
+            return malformed
         reasons = (*self._shape_refusals(), *self._schedule_refusals(problem))
         if self.persistence != "none" and device.coresident_clusters(self.cluster_size) < 1:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
@@ -103,11 +106,16 @@ class GemmConfig:
         if reasons:
             raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
 
+    def _malformed(self, problem: Problem) -> Iterator[str]:
+        """What would divide by zero in every other question."""
+        if self.cluster not in CLUSTERS:
+            yield f"cluster must be one of {CLUSTERS}, got {self.cluster}"
+        if len(self.tile) != 2 or min(self.out_tile(problem)) < 1:
+            yield f"tile must be at least 1 row and {problem.sums} columns, got {self.tile}"
+
     def _shape_refusals(self) -> tuple[str, ...]:
         """What is illegal whatever the problem."""
         reasons = []
-        if self.cluster not in CLUSTERS:
-            reasons.append(f"cluster must be one of {CLUSTERS}, got {self.cluster}")
         if self.persistence not in ("none", "static", "dynamic"):
             reasons.append(
                 f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"

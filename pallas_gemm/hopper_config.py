@@ -119,6 +119,8 @@ class HopperConfig(GemmConfig):
                 "the Hopper kernel needs compute capability 9.0,"
                 f" {device.kind} has {major}.{minor}",
             )
+        if malformed := tuple(self._malformed(problem)):
+            return malformed
         return (
             *problem_refusals(problem),
             *self._tile_refusals(problem),
@@ -127,10 +129,13 @@ class HopperConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
-    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
-        rows, cols = self.consumer_tile
+    def _malformed(self, problem: Problem) -> Iterator[str]:
+        yield from super()._malformed(problem)
         if self.consumers not in (1, 2, 3):
             yield f"consumers must be 1, 2 or 3, got {self.consumers}"
+
+    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
+        rows, cols = self.consumer_tile
         if self.pingpong and self.consumers != 2:
             yield f"pingpong needs 2 consumers, got {self.consumers}"
         if rows < WGMMA_ROWS or rows % WGMMA_ROWS or self.tile[0] > 256:
