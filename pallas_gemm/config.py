@@ -54,12 +54,17 @@ class GemmConfig:
         """Contracted elements per step."""
         return STEP_BYTES // problem.a_dtype.itemsize
 
+    def seen(self, problem: Problem) -> Problem:
+        """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
+        return problem
+
     def out_tile(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of the result that one CTA computes at a time."""
         return self.tile[0], self.tile[1] // problem.sums
 
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""
+        problem = self.seen(problem)
         rows, cols = self.out_tile(problem)
         return -(-problem.m // (rows * self.cluster[0])), -(-problem.n // (cols * self.cluster[1]))
 

@@ -39,11 +39,19 @@ class HopperConfig(GemmConfig):
         pingpong: Two consumers take the tiles in turn: one stores while the other multiplies.
         late_store: A tile is stored during the first k steps of the next one. Rounded, it stays in
             registers beside the next accumulator, so that only small accumulators allow it.
+        mirrored: Compute the transposed product and transpose it on the way out. A right operand
+            stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
+            few columns, of which a tile may have as few as 16.
     """
 
     consumers: int = 2
     pingpong: bool = False
     late_store: bool = True
+    mirrored: bool = False
+
+    def seen(self, problem: Problem) -> Problem:
+        """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
+        return problem.mirrored() if self.mirrored and not problem.transpose_out else problem
 
     @property
     def split_rows(self) -> bool:
@@ -77,7 +85,7 @@ class HopperConfig(GemmConfig):
         return Registers(24, 240) if self.accumulator_registers > 128 else Registers(40, 232)
 
     def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
-        """(first column, width) of each chunk of a consumer's part of the result.
+        """(first column, width) of each chunk of a consumer's part of the sums.
 
         Chunks are `store_columns` wide, and what is left over is cut into halves of that, quarters
         and so on.
@@ -93,10 +101,16 @@ class HopperConfig(GemmConfig):
                 width //= 2
         return tuple(chunks)
 
+    def stores_per_tile(self, problem: Problem) -> int:
+        """How many TMA stores a consumer's tile takes: transposed, one per chunk and 64 rows."""
+        panels = self.consumer_tile[0] // WGMMA_ROWS if problem.transpose_out else 1
+        return panels * len(self.store_chunks(problem))
+
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
+        problem = self.seen(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
-        rows, _ = self.consumer_tile
+        rows = WGMMA_ROWS if problem.transpose_out else self.consumer_tile[0]
         stores = self.consumers * self.store_slots * rows * self.store_columns
         buffers = (
             tile_m * depth * problem.a_dtype.itemsize,
@@ -121,8 +135,9 @@ class HopperConfig(GemmConfig):
             )
         if malformed := tuple(self._malformed(problem)):
             return malformed
+        problem = self.seen(problem)
         return (
-            *problem_refusals(problem),
+            *_layout_refusals(problem),
             *self._tile_refusals(problem),
             *self._mode_refusals(problem),
             *super().refusals(problem, device),
@@ -175,7 +190,7 @@ class HopperConfig(GemmConfig):
                 f" most 4 chunks per tile, got consumers={self.consumers},"
                 f" pingpong={self.pingpong}, schedule={self.schedule!r},"
                 f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
-                f" {self.accumulator_registers} registers, {len(self.store_chunks(problem))} chunks"
+                f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores"
             )
         if self.persistence == "dynamic":
             if self.pingpong:
@@ -202,7 +217,7 @@ class HopperConfig(GemmConfig):
             and problem.out_dtype.itemsize <= 2
             and not problem.epilogue.residual
             and self.accumulator_registers <= 128
-            and len(self.store_chunks(problem)) <= 4
+            and self.stores_per_tile(problem) <= 4
         )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -223,9 +238,16 @@ class HopperConfig(GemmConfig):
             )
 
 
-def problem_refusals(problem: Problem) -> Iterator[str]:
-    """Yields every reason why the Hopper kernel cannot take a problem, whatever the config."""
+def problem_refusals(problem: Problem) -> tuple[str, ...]:
+    """Returns every reason why the Hopper kernel cannot take a problem, whatever the config."""
+    reasons = tuple(_layout_refusals(problem))
+    return reasons if any(_layout_refusals(problem.mirrored())) else ()
+
+
+def _layout_refusals(problem: Problem) -> Iterator[str]:
     yield from _dtype_refusals(problem)
+    if problem.transpose_out:
+        yield from _transposed_refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield (
             f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
@@ -248,6 +270,13 @@ def problem_refusals(problem: Problem) -> Iterator[str]:
             "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
             f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
         )
+
+
+def _transposed_refusals(problem: Problem) -> Iterator[str]:
+    if problem.out_dtype.itemsize != 2:
+        yield f"a mirrored product has a result of 16 bits, got {problem.out_dtype}"
+    if problem.epilogue.residual or problem.epilogue.gated:
+        yield "a mirrored product has neither a residual nor a gate"
 
 
 def _dtype_refusals(problem: Problem) -> Iterator[str]:

@@ -55,6 +55,8 @@ class Problem:
         batch: How many products of this size are computed; the operands and the result then have
             a leading dimension of this size, unless `batch` is 1.
         epilogue: What happens to the sum before it is rounded.
+        transpose_out: The result is stored `[n, m]`. Bias and residual belong to the result as it
+            is stored.
     """
 
     m: int
@@ -67,6 +69,7 @@ class Problem:
     transpose_b: bool = False
     batch: int = 1
     epilogue: Epilogue = Epilogue()
+    transpose_out: bool = False
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -103,7 +106,20 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result."""
-        return self._batched((self.m, self.n))
+        return self._batched((self.n, self.m) if self.transpose_out else (self.m, self.n))
+
+    def mirrored(self) -> "Problem":
+        """The same arrays as the transposed product: operands change sides, the result stays."""
+        return dataclasses.replace(
+            self,
+            m=self.n,
+            n=self.m,
+            a_dtype=self.b_dtype,
+            b_dtype=self.a_dtype,
+            transpose_a=not self.transpose_b,
+            transpose_b=not self.transpose_a,
+            transpose_out=not self.transpose_out,
+        )
 
     @property
     def accumulator_dtype(self) -> Any:

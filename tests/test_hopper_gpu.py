@@ -98,6 +98,24 @@ def test_epilogues(epilogue, config, rng):
 
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("config", [WIDE, EARLY, PINGPONG], ids=["late", "early", "pingpong"])
+@pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue(0.5, bias=True, activation=jax.nn.relu)])
+def test_mirrored_with_ragged_edges(epilogue, config, layout, rng):
+    m = 1000 if layout[0] == "T" else 1001
+    problem = products.transposed(Problem(m, 1000, 520, epilogue=epilogue), layout)
+    check_exact(problem, dataclasses.replace(config, mirrored=True), rng)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 144])
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)])
+def test_mirrored_few_rows(cluster, columns, rng):
+    config = dataclasses.replace(SMALL, tile=(64, columns), consumers=1, cluster=cluster, stages=8)
+    config = dataclasses.replace(config, mirrored=True)
+    check_exact(Problem(13, 2000, 1000), config, rng)
+    check_exact(Problem(70, 200, 264, batch=3), config, rng)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("config", [WIDE, EARLY], ids=["late", "early"])
 def test_gated(layout, config, rng):
     epilogue = Epilogue(alpha=0.5, gated=True, activation=jax.nn.relu)

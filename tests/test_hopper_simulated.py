@@ -153,6 +153,31 @@ def test_epilogues(epilogue, config, rng):
     check_exact(Problem(328, 192, 200, epilogue=epilogue), config, rng)
 
 
+MIRRORED = dataclasses.replace(SMALL, mirrored=True)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+def test_mirrored_with_ragged_edges(layout, late, rng):
+    # Stored [k, n], the right operand becomes the left one, and n may be any multiple of 8.
+    m = 256 if layout[0] == "T" else 201
+    problem = products.transposed(Problem(m, 200, 264), layout)
+    check_exact(problem, dataclasses.replace(MIRRORED, late_store=late), rng)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 80])
+def test_mirrored_few_rows(columns, rng):
+    config = dataclasses.replace(MIRRORED, tile=(64, columns), consumers=1)
+    check_exact(Problem(13, 200, 264, batch=2), config, rng)
+
+
+def test_mirrored_epilogue_and_tall_tiles(rng):
+    problem = Problem(77, 328, 200, epilogue=Epilogue(0.5, bias=True, activation=jax.nn.relu))
+    check_exact(problem, MIRRORED, rng)
+    check_exact(problem, dataclasses.replace(MIRRORED, tile=(256, 64), late_store=False), rng)
+    check_exact(problem, dataclasses.replace(MIRRORED, cluster=(2, 1)), rng)
+
+
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_gated(layout, rng):
     epilogue = Epilogue(gated=True, activation=jax.nn.relu)

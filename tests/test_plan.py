@@ -30,6 +30,7 @@ def test_a_store_slot_is_free_when_its_next_chunk_takes_it(slots, columns):
 def test_narrow_chunks_begin_where_wide_ones_would():
     config = HopperConfig(tile=(128, 208), store_columns=64, stages=2, late_store=False)
     plan = HopperPlan(Problem(512, 512, 512, transpose_b=True), config, H200)
-    assert plan.chunks == ((0, 64), (64, 64), (128, 64), (192, 16))
+    widths = [(chunk.col, chunk.cols) for chunk in plan.chunks]
+    assert widths == [(0, 64), (64, 64), (128, 64), (192, 16)]
     assert [plan.store_slot(chunk) for chunk in range(4)] == [0, 1, 0, 4]
-    assert plan.store_slots(16) == 8
+    assert plan.store_shape(16) == (2, 8, 64, 16)

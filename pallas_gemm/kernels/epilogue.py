@@ -9,7 +9,9 @@ from pallas_gemm.kernels import elementwise
 from pallas_gemm.problem import Problem
 
 
-def finish(problem: Problem, total: Any, up: Any = None, bias: Any = None) -> Any:
+def finish(
+    problem: Problem, total: Any, up: Any = None, bias: Any = None, bias_axis: int = 1
+) -> Any:
     """Applies the epilogue to some of the sums, and rounds them.
 
     They are not rounded yet if a residual is still to be added.
@@ -19,6 +21,7 @@ def finish(problem: Problem, total: Any, up: Any = None, bias: Any = None) -> An
         total: Sums, `[rows, columns]`; those of the gate if the result is gated.
         up: The other sums of a gated result.
         bias: The bias of these columns, or None.
+        bias_axis: The axis that the bias lies along: 0 where sums are kept transposed.
     """
     epilogue = problem.epilogue
 
@@ -27,7 +30,7 @@ def finish(problem: Problem, total: Any, up: Any = None, bias: Any = None) -> An
 
     values = scaled(total)
     if bias is not None:
-        values = values + lax.broadcast_in_dim(bias, values.shape, (1,))
+        values = values + lax.broadcast_in_dim(bias, values.shape, (bias_axis,))
     if epilogue.activation is not None:
         values = elementwise.plain(epilogue.activation)(values)
     if up is not None:

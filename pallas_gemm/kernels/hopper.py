@@ -51,7 +51,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, elementwise, smem, tiles
+from pallas_gemm.kernels import claims, epilogue, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
@@ -239,63 +239,60 @@ def multiply(
     return total
 
 
-def finish(plan: HopperPlan, total: Any, at: Where, chunk: int, gmem: Gmem) -> Any:
-    """Applies the epilogue to the sums of a chunk, and rounds it.
-
-    It is not rounded yet if a residual is still to be added.
-    """
-    epilogue = plan.problem.epilogue
-    start, width = plan.chunks[chunk]
-    values = total[:, start : start + width]
-    if epilogue.alpha != 1:
-        values = values * jnp.float32(epilogue.alpha)
-    if epilogue.bias:
-        here = gmem.bias.at[pl.ds(at.col + start, width)]
-        bias = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        values = values + lax.broadcast_in_dim(bias, values.shape, (1,))
-    if epilogue.activation is not None:
-        values = elementwise.plain(epilogue.activation)(values)
-    if epilogue.gated:
-        up = start + plan.out_tile[1]
-        values = values * (total[:, up : up + width] * jnp.float32(epilogue.alpha))
-    return values if epilogue.residual else values.astype(plan.problem.out_dtype)
+def finish(plan: HopperPlan, total: Any, at: Where, rows: slice, cols: slice, gmem: Gmem) -> Any:
+    """Applies the epilogue to some of the sums of a tile."""
+    up, bias, axis = None, None, 0 if plan.problem.transpose_out else 1
+    if plan.problem.epilogue.gated:
+        beyond = plan.out_tile[1]
+        up = total[rows, cols.start + beyond : cols.stop + beyond]
+    if plan.problem.epilogue.bias:
+        here, part = ((at.row, rows), (at.col, cols))[axis]
+        bias = gmem.bias.at[pl.ds(here + part.start, part.stop - part.start)]
+        # The layout that a sum over the other axis would have.
+        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    return epilogue.finish(plan.problem, total[rows, cols], up, bias, axis)
 
 
 def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
-    """Finishes a whole tile, a chunk at a time where the epilogue takes registers."""
+    """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
     if plan.problem.epilogue.is_identity:
         return total.astype(plan.problem.out_dtype)
+    rows = slice(0, plan.out_tile[0])
     return lax.concatenate(
-        [finish(plan, total, at, chunk, gmem) for chunk in range(len(plan.chunks))], 1
+        [
+            finish(plan, total, at, rows, slice(start, start + width), gmem)
+            for start, width in plan.config.store_chunks(plan.problem)
+        ],
+        1,
     )
 
 
 def store(
-    plan: HopperPlan, me: Any, tile: Tile, chunk: int, gmem: Gmem, slots: Smem, barriers: Barriers
+    plan: HopperPlan, me: Any, tile: Tile, number: int, gmem: Gmem, slots: Smem, barriers: Barriers
 ) -> None:
-    """Stores one chunk of columns of a consumer's tile, through shared memory.
+    """Stores one chunk of a consumer's tile, through shared memory.
 
     Unless it is stored late, the chunk is finished here, because the registers that its epilogue
     needs are free only a chunk at a time.
     """
-    config = plan.config
-    start, width = plan.chunks[chunk]
-    view, slot = slots.out[plan.store_widths.index(width)], plan.store_slot(chunk)
+    config, chunk = plan.config, plan.chunks[number]
+    view, slot = slots.out[plan.store_widths.index(chunk.cols)], plan.store_slot(number)
+    rows = slice(chunk.row, chunk.row + chunk.rows)
+    cols = slice(chunk.col, chunk.col + chunk.cols)
     if config.late_store:
-        values = tile.values[:, start : start + width]
+        values = tile.values[rows, cols]
     else:
-        values = finish(plan, tile.values, tile.at, chunk, gmem)
+        values = finish(plan, tile.values, tile.at, rows, cols, gmem)
     if plan.problem.epilogue.residual:
-        plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, chunk)])
-        residual = view.tile[me, slot].astype(jnp.float32)
-        values = values + jnp.float32(plan.problem.epilogue.beta) * residual
-        values = values.astype(plan.problem.out_dtype)
+        plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, number)])
+        values = epilogue.add_residual(plan.problem, values, view.tile[me, slot])
     else:
-        plgpu.wait_smem_to_gmem(plan.stores_in_flight(chunk), wait_read_only=True)
-    view.tile.at[me, slot][...] = values
+        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
+    target = view.tile.at[me, slot]
+    (target.transpose((1, 0)) if plan.problem.transpose_out else target)[...] = values
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(view.box.at[me, slot], _chunk(plan, gmem.out, tile.at, chunk))
-    following = chunk + config.store_slots
+    plgpu.copy_smem_to_gmem(view.box.at[me, slot], _chunk(plan, gmem.out, tile.at, number))
+    following = number + config.store_slots
     if following < len(plan.chunks):
         fetch_residual(plan, me, tile.at, (following,), gmem, slots, barriers)
 
@@ -315,8 +312,7 @@ def fetch_residual(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for chunk in chunks:
         if chunk < len(plan.chunks):
-            _, width = plan.chunks[chunk]
-            view = slots.out[plan.store_widths.index(width)]
+            view = slots.out[plan.store_widths.index(plan.chunks[chunk].cols)]
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, gmem.residual, at, chunk),
                 view.box.at[me, plan.store_slot(chunk)],
@@ -328,11 +324,12 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
     return me * plan.config.store_slots + chunk % plan.config.store_slots
 
 
-def _chunk(plan: HopperPlan, gmem: Any, at: Where, chunk: int) -> Any:
+def _chunk(plan: HopperPlan, gmem: Any, at: Where, number: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
-    start, width = plan.chunks[chunk]
-    rows, _ = plan.out_tile
-    return _matrix(gmem, at.batch).at[pl.ds(at.row, rows), pl.ds(at.col + start, width)]
+    chunk = plan.chunks[number]
+    rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
+    here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
+    return _matrix(gmem, at.batch).at[here]
 
 
 def _issue_wgmma(plan: HopperPlan, me: Any, acc: Any, slots: Smem, slot: Any) -> None:
@@ -435,10 +432,7 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
             return smem.boxed(shape, operand.dtype, simulated=simulated)
         return smem.tiled(shape, operand.dtype)
 
-    stores: list[tuple[int, ...]] = [
-        (config.consumers, plan.store_slots(width), plan.out_tile[0], width)
-        for width in plan.store_widths
-    ]
+    stores = [plan.store_shape(width) for width in plan.store_widths]
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
         empty=plgpu.ClusterBarrier(
@@ -507,14 +501,14 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
     """
     simulated = bool(interpret)
     claimed = plan.config.persistence == "dynamic" and not simulated
-    epilogue = plan.problem.epilogue
+    asked = plan.problem.epilogue
 
     def body(*refs: Any) -> None:
         *operands, out, ring, stores, barriers = refs
         a, *operands = operands
         b = [operands.pop(0) for _ in range(plan.b.parts)]
-        bias = operands.pop(0) if epilogue.bias else None
-        residual = operands.pop(0) if epilogue.residual else None
+        bias = operands.pop(0) if asked.bias else None
+        residual = operands.pop(0) if asked.residual else None
         gmem = Gmem((a,), tuple(b), bias, residual, out)
         slots = _slots(plan, ring, stores, simulated)
         registers = plan.config.registers
@@ -556,14 +550,17 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
         interpret=interpret,
     )
 
-    def run(a: jax.Array, *rest: jax.Array) -> jax.Array:
-        operands = list(rest)
-        if epilogue.bias:
+    def run(*given: jax.Array) -> jax.Array:
+        operands = list(given)
+        if plan.config.mirrored:
+            operands[:2] = operands[1::-1]
+        if asked.bias:
             # Loaded without a mask, so it has to reach to the end of the last tile.
-            _, cols = plan.config.grid(plan.problem)
-            reach = cols * plan.config.cluster[1] * plan.config.out_tile(plan.problem)[1]
-            bias = operands[plan.b.parts].astype(jnp.float32)
-            operands[plan.b.parts] = jnp.pad(bias, (0, reach - plan.problem.n))
-        return kernel(a, *operands, *_order_operands(plan, claimed))
+            axis = 0 if plan.problem.transpose_out else 1
+            tiles_along = plan.config.grid(plan.problem)[axis] * plan.config.cluster[axis]
+            reach = tiles_along * plan.config.out_tile(plan.problem)[axis]
+            bias = operands[1 + plan.b.parts].astype(jnp.float32)
+            operands[1 + plan.b.parts] = jnp.pad(bias, (0, reach - bias.size))
+        return kernel(*operands, *_order_operands(plan, claimed))
 
     return run

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_gemm.device import Device
 from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig
@@ -53,9 +53,21 @@ class OperandPlan:
         return (self.tile_k, self.tile)
 
 
+class Chunk(NamedTuple):
+    """A part of a consumer's tile that is stored at once."""
+
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
 @dataclasses.dataclass(frozen=True)
 class HopperPlan:
-    """A problem, a legal config and a device, and what follows from them."""
+    """A problem, a legal config and a device, and what follows from them.
+
+    `problem` is the one that the kernel computes: `config.seen` of the one given.
+    """
 
     problem: Problem
     config: HopperConfig
@@ -63,6 +75,7 @@ class HopperPlan:
 
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
+        object.__setattr__(self, "problem", self.config.seen(self.problem))
 
     @functools.cached_property
     def a(self) -> OperandPlan:
@@ -117,9 +130,15 @@ class HopperPlan:
         return self.config.workers(self.problem, self.device)
 
     @functools.cached_property
-    def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(first column, width) of each chunk of a consumer's part of the result."""
-        return self.config.store_chunks(self.problem)
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The parts in which a consumer stores its part of the result, in this order."""
+        rows, _ = self.out_tile
+        height = WGMMA_ROWS if self.problem.transpose_out else rows
+        return tuple(
+            Chunk(row, height, start, width)
+            for start, width in self.config.store_chunks(self.problem)
+            for row in range(0, rows, height)
+        )
 
     @property
     def out_tile(self) -> tuple[int, int]:
@@ -130,12 +149,15 @@ class HopperPlan:
     @property
     def store_widths(self) -> tuple[int, ...]:
         """The different widths of the chunks, widest first."""
-        widths = {width for _, width in self.chunks}
+        widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
-    def store_slots(self, width: int) -> int:
-        """How many chunks of `width` fit into a consumer's store slots."""
-        return self.config.store_slots * (self.config.store_columns // width)
+    def store_shape(self, width: int) -> tuple[int, ...]:
+        """The shape of all store slots, cut up for chunks of `width` columns."""
+        slots = self.config.store_slots * (self.config.store_columns // width)
+        rows = self.chunks[0].rows
+        chunk = (width, rows) if self.problem.transpose_out else (rows, width)
+        return self.config.consumers, slots, *chunk
 
     def store_slot(self, chunk: int) -> int:
         """The slot of a chunk, counted in chunks of its width.
@@ -143,7 +165,7 @@ class HopperPlan:
         Chunks take the slots in turn. A narrower one begins where a wide one in its slot would.
         """
         slot = chunk % self.config.store_slots
-        return slot * (self.config.store_columns // self.chunks[chunk][1])
+        return slot * (self.config.store_columns // self.chunks[chunk].cols)
 
     def stores_in_flight(self, chunk: int) -> int:
         """How many stores may still be read from their slots when a chunk takes its own.
