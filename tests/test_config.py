@@ -1,0 +1,401 @@
+"""What is legal: each refusal says which argument, what it was, and what it may be."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedules
+from pallas_gemm import config as config_module
+from pallas_gemm import hopper_config, offline
+from pallas_gemm.config import CLUSTERS
+from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.hopper_candidates import candidates
+from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels import hopper
+from pallas_gemm.kernels.plan import HopperPlan
+from pallas_gemm.problem import Epilogue, Problem
+
+PROBLEM = Problem(4096, 4096, 4096)
+NT = dataclasses.replace(PROBLEM, transpose_b=True)
+EARLY = HopperConfig(late_store=False)
+NO_CLUSTERS = dataclasses.replace(H200, measured_clusters=((1, 132), (2, 66), (4, 0)))
+RESIDUAL = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True))
+GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True))
+FLOAT32 = dataclasses.replace(PROBLEM, out_dtype=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A refusal and what it has to say.
+
+    Attributes:
+        says: Parts of the message: the argument, what is legal, and last its value.
+        config: The config that is refused.
+        problem: For this problem.
+        device: On this device.
+        among: How many refusals there are, where one fault has several consequences.
+    """
+
+    says: tuple[str, ...]
+    config: HopperConfig = EARLY
+    problem: Problem = PROBLEM
+    device: Device = H200
+    among: int = 1
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.config.refusals(self.problem, self.device)
+
+
+def config(**changes: Any) -> HopperConfig:
+    return dataclasses.replace(EARLY, **changes)
+
+
+def problem(**changes: Any) -> Problem:
+    return dataclasses.replace(PROBLEM, **changes)
+
+
+def nt(dtype: Any, **changes: Any) -> Problem:
+    return dataclasses.replace(NT, a_dtype=dtype, b_dtype=dtype, **changes)
+
+
+CASES = {
+    # Whatever the problem.
+    "capability": Case(("compute capability 9.0", "NVIDIA B200 has 10.0"), device=B200),
+    "cluster": Case(
+        ("cluster must be one of ((1, 1), (2, 1)", "got (3, 1)"), config(cluster=(3, 1))
+    ),
+    "cluster of none": Case(("cluster must be one of", "got (0, 1)"), config(cluster=(0, 1))),
+    "tile": Case(
+        ("tile must be at least 1 row and 1 columns", "got (0, 128)"), config(tile=(0, 128))
+    ),
+    "tile of three": Case(("tile must be", "got (64, 64, 64)"), config(tile=(64, 64, 64))),
+    "gated tile": Case(
+        ("tile must be at least 1 row and 2", "got (64, 1)"), config(tile=(64, 1)), GATED
+    ),
+    "consumers": Case(("consumers must be 1, 2 or 3", "got 4"), config(consumers=4)),
+    "no consumers": Case(("consumers must be 1, 2 or 3", "got 0"), config(consumers=0)),
+    "persistence": Case(
+        ("persistence must be 'none', 'static' or 'dynamic'", "got 'lazy'"),
+        config(persistence="lazy"),
+    ),
+    "ctas": Case(
+        ("ctas must be at least one cluster (2)", "got 1"), config(cluster=(2, 1), ctas=1)
+    ),
+    "store_columns": Case(
+        ("store_columns must be 16, 32 or 64", "got 48"), config(store_columns=48)
+    ),
+    "store_slots": Case(("store_slots must be at least 1", "got 0"), config(store_slots=0)),
+    "no such cluster": Case(
+        ("cluster: NVIDIA H200 runs no cluster of (2, 2)",),
+        config(cluster=(2, 2)),
+        device=NO_CLUSTERS,
+    ),
+    # The order of the tiles.
+    "schedule's name": Case(("schedule: ", "swizzle", "'zigzag'"), config(schedule="zigzag")),
+    "schedule's grid": Case(
+        ("schedule must be made for the grid (32, 16)", "got (32, 32)"),
+        config(schedule=schedules.build("raster", 32, 32)),
+    ),
+    # The tile and who computes it.
+    "pingpong": Case(
+        ("pingpong needs 2 consumers", "got 1"),
+        config(tile=(128, 128), pingpong=True, consumers=1),
+    ),
+    "tile rows": Case(
+        ("tile rows", "a multiple of 64", "at most 256", "got tile=(320, 64)"),
+        config(tile=(320, 64), stages=2, consumers=1),
+    ),
+    "rows of a consumer": Case(
+        ("tile rows per consumer", "a multiple of 64", "got tile=(96, 128)"),
+        config(tile=(96, 128)),
+    ),
+    "tile columns": Case(
+        ("tile columns must be at most 256", "got tile=(64, 288)"),
+        config(tile=(64, 288), consumers=1),
+        NT,
+    ),
+    "columns of a consumer": Case(
+        ("tile columns", "a multiple of 64 for layout NN", "got tile=(128, 160)"),
+        config(tile=(128, 160)),
+    ),
+    "columns that k-major operands need": Case(
+        ("tile columns", "a multiple of 16 for layout NT", "got tile=(128, 72)"),
+        config(tile=(128, 72)),
+        NT,
+    ),
+    "columns that cannot be shared": Case(
+        ("tile columns", "per consumer a multiple of 16", "got tile=(64, 97)"),
+        config(tile=(64, 97)),
+        NT,
+    ),
+    "columns to be multicast": Case(
+        ("tile columns must be a multiple of 32 to be multicast", "got 80"),
+        config(tile=(128, 80), cluster=(4, 1)),
+        NT,
+    ),
+    "store_columns of 32 bits": Case(
+        ("store_columns must be at most 32 for float32", "got 64"), config(stages=3), FLOAT32
+    ),
+    # The mode.
+    "late_store of three": Case(
+        ("late_store", "one or two cooperative consumers", "consumers=3, pingpong=False"),
+        HopperConfig(tile=(192, 128), stages=3, consumers=3),
+    ),
+    "late_store in turns": Case(
+        ("late_store", "cooperative", "pingpong=True"),
+        HopperConfig(tile=(64, 128), pingpong=True),
+    ),
+    "late_store on-line": Case(
+        ("late_store", "a schedule that is a table", "schedule='online_raster'"),
+        HopperConfig(schedule="online_raster"),
+    ),
+    "late_store of 32 bits": Case(
+        ("late_store", "at most 16 bits", "out_dtype=float32"),
+        HopperConfig(store_columns=32, tile=(128, 128)),
+        FLOAT32,
+    ),
+    "late_store of a residual": Case(
+        ("late_store", "no residual", "residual=True"), HopperConfig(), RESIDUAL
+    ),
+    "late_store of many registers": Case(
+        ("late_store", "at most 128 accumulator registers", "192 registers"),
+        HopperConfig(tile=(256, 192), stages=3, store_columns=64, store_slots=1),
+    ),
+    "late_store of many chunks": Case(
+        ("late_store", "at most 4 chunks", "128 registers, 8 "), HopperConfig(store_columns=32)
+    ),
+    "dynamic in turns": Case(
+        ("persistence='dynamic' needs cooperative consumers", "got pingpong=True"),
+        config(tile=(64, 128), persistence="dynamic", pingpong=True),
+    ),
+    "dynamic on-line": Case(
+        ("persistence='dynamic' needs a schedule that is a table", "got an online one"),
+        config(persistence="dynamic", schedule="online_raster"),
+    ),
+    "dynamic and many tiles": Case(
+        ("persistence='dynamic'", "fewer than 8191 rows and columns", "got (8191, 1)"),
+        config(tile=(64, 128), persistence="dynamic"),
+        problem(m=8190 * 64 + 8, n=128),
+    ),
+    "gated": Case(
+        ("gated", "share by rows", "a multiple of 128", "got tile=(64, 256) with 2 consumers"),
+        config(tile=(64, 256)),
+        GATED,
+    ),
+    "mirrored 32 bits": Case(
+        ("a mirrored product has a result of 16 bits", "got float32"),
+        config(mirrored=True, stages=2, store_columns=32),
+        FLOAT32,
+    ),
+    "mirrored residual": Case(
+        ("a mirrored product has neither a residual nor a gate",), config(mirrored=True), RESIDUAL
+    ),
+    # What an SM has.
+    "stages": Case(("stages must be from 2 to 32", "got 1"), config(stages=1)),
+    "stages in turns": Case(
+        ("stages must be from 2 to 16", "got 17"),
+        config(tile=(64, 16), stages=17, pingpong=True),
+        NT,
+    ),
+    "registers": Case(
+        ("at most 208 accumulator registers", "tile=(256, 224) needs 224"),
+        config(tile=(256, 224), stages=2),
+        NT,
+    ),
+    "registers of three": Case(
+        ("at most 96 accumulator registers", "tile=(192, 256) needs 128"),
+        config(tile=(192, 256), stages=2, consumers=3),
+    ),
+    "shared memory": Case(
+        ("shared memory: needs 279552 bytes of 232448", "fewer stages than 5", "than (128, 256)"),
+        config(stages=5),
+    ),
+    # The problem.
+    "no rows": Case(("sizes must be positive", "m=0"), problem=problem(m=0), among=2),
+    "no batch": Case(
+        ("m, n and batch must be positive", "got (0, 4096, 4096)"),
+        problem=problem(batch=0),
+        among=2,
+    ),
+    "empty batch": Case(("sizes must be positive", "batch=0"), problem=problem(batch=0), among=2),
+    "rows of a": Case(
+        ("last dimension of a must be a multiple of 8 for bfloat16", "got 4100", "next is 4104"),
+        problem=dataclasses.replace(NT, k=4100),
+        among=2,
+    ),
+    "rows of b": Case(
+        ("last dimension of b must be a multiple of 8", "got 4100"),
+        problem=dataclasses.replace(NT, k=4100, transpose_a=True),
+    ),
+    "rows of the result": Case(
+        ("last dimension of the result must be a multiple of 8", "got 4100"),
+        problem=dataclasses.replace(NT, n=4100),
+    ),
+    "b stored [k, n]": Case(
+        ("n to be a multiple of 64 and k a multiple of 8", "n=4104, k=4096"),
+        problem=problem(n=4104),
+    ),
+    # Its types.
+    "two dtypes": Case(
+        ("one dtype, or two of 8-bit floats", "got bfloat16 and float16"),
+        problem=problem(b_dtype=jnp.float16),
+    ),
+    "dtype": Case(
+        ("operands must be bfloat16, float16, float32, float8 or int8", "got int16"),
+        problem=nt(jnp.int16, out_dtype=jnp.bfloat16),
+    ),
+    "layout": Case(
+        ("int8 operands must be stored with k last (layout NT)", "got layout NN"),
+        config(store_columns=32, tile=(128, 128)),
+        problem(a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.int32),
+    ),
+    "result": Case(
+        ("the result of int8 must be one of int32", "got bfloat16"),
+        config(tile=(128, 128)),
+        nt(jnp.int8, out_dtype=jnp.bfloat16),
+    ),
+    "epilogue of integers": Case(
+        ("int8 operands have no epilogue", "alpha=2"),
+        config(store_columns=32, tile=(128, 128)),
+        nt(jnp.int8, out_dtype=jnp.int32, epilogue=Epilogue(alpha=2.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_refusal_says_which_argument_and_what_is_legal(case):
+    found = [reason for reason in case.reasons if all(part in reason for part in case.says)]
+    assert (len(found), len(case.reasons)) == (1, case.among), case.reasons
+    with pytest.raises(ValueError, match="config cannot compute this problem: ") as caught:
+        case.config.check(case.problem, case.device)
+    assert found[0] in str(caught.value)
+
+
+def written_reasons() -> set[str]:
+    """The longest constant text of every message in the functions that refuse."""
+    found = set()
+    for module in (config_module, hopper_config):
+        for function in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(function, ast.FunctionDef) and (
+                function.name == "_malformed" or function.name.endswith("refusals")
+            ):
+                found.update(map(longest_text, ast.walk(function)))
+    return {text for text in found if " " in text.strip()}
+
+
+def longest_text(node: ast.AST) -> str:
+    """Of a message, an f-string or what is yielded, the longest part that is always the same."""
+    if isinstance(node, ast.JoinedStr):
+        texts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        return max(map(str, texts), key=len)
+    if isinstance(node, ast.Yield) and isinstance(node.value, ast.Constant):
+        return str(node.value.value)
+    return ""
+
+
+@pytest.mark.parametrize("text", sorted(written_reasons()))
+def test_every_refusal_that_is_written_has_a_case(text):
+    assert any(text in reason for case in CASES.values() for reason in case.reasons)
+
+
+def test_all_reasons_come_at_once():
+    with pytest.raises(ValueError, match=r"store_columns .*; store_slots .*; schedule: .*; stages"):
+        config(store_columns=1, store_slots=0, schedule="zigzag", stages=1).check(PROBLEM, H200)
+
+
+@given(
+    tile=st.tuples(st.integers(-1, 320), st.integers(-1, 320)),
+    cluster=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
+    numbers=st.fixed_dictionaries(
+        {
+            name: st.integers(-1, 40)
+            for name in ("stages", "consumers", "ctas", "store_columns", "store_slots")
+        }
+    ),
+    sizes=st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300)),
+    gated=st.booleans(),
+)
+def test_nonsense_is_refused_and_never_an_error_of_another_kind(
+    tile, cluster, numbers, sizes, gated
+):
+    nonsense = config(tile=tile, cluster=cluster, **numbers)
+    for reason in nonsense.refusals(Problem(*sizes, epilogue=Epilogue(gated=gated)), H200):
+        assert re.search(r"must|needs|at most|fewer", reason)
+
+
+LEGAL = {
+    "default": (HopperConfig(), PROBLEM),
+    "pingpong": (config(tile=(64, 256), pingpong=True, stages=4), PROBLEM),
+    "tall": (config(tile=(256, 192), stages=3, store_columns=32), PROBLEM),
+    "residual": (config(tile=(256, 128), stages=3, store_slots=4, store_columns=32), RESIDUAL),
+    "ragged chunks": (config(tile=(128, 208), stages=4), NT),
+    "float32": (config(store_columns=32), FLOAT32),
+    "float8": (config(tile=(128, 128), stages=6), nt(jnp.float8_e4m3fn)),
+    "gated": (config(tile=(128, 256)), GATED),
+    "small": (config(tile=(64, 16), stages=16, consumers=1, store_columns=16), NT),
+}
+
+
+@pytest.mark.parametrize(("config", "problem"), LEGAL.values(), ids=LEGAL)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_legal_configs_have_no_refusal(config, problem, cluster):
+    if config.tile[1] % (8 * cluster[0]) == 0:
+        config = dataclasses.replace(config, cluster=cluster)
+    assert config.refusals(problem, H200) == ()
+    config.check(problem, H200)
+
+
+@pytest.mark.xfail(reason="Mosaic has no swizzle of 16 bytes, which these chunks would need")
+@pytest.mark.parametrize("changes", [{"store_columns": 16}, {"tile": (128, 208)}])
+def test_chunks_of_16_bytes_are_refused(changes):
+    assert config(**changes).refusals(dataclasses.replace(NT, out_dtype=jnp.float8_e4m3fn), H200)
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, NT, FLOAT32, RESIDUAL, GATED])
+def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem):
+    for candidate in candidates(problem, H200):
+        deeper = dataclasses.replace(candidate, stages=candidate.stages + 1)
+        assert not [reason for reason in candidate.refusals(problem, H200) if "shared" in reason]
+        assert candidate.stages == 12 or any(
+            "shared memory" in reason for reason in deeper.refusals(problem, H200)
+        )
+
+
+def test_shared_memory_is_predicted_to_the_next_1024_bytes():
+    # Launched with different numbers of CTAs, the kernels can be told apart.
+    cases = {
+        ctas: (dataclasses.replace(config, ctas=ctas), problem)
+        for ctas, (config, problem) in enumerate(LEGAL.values(), start=1)
+    }
+    kernels = [
+        hopper.build(HopperPlan(problem, config, H200)) for config, problem in cases.values()
+    ]
+
+    def every(*operands: Any) -> list[Any]:
+        return [kernel(*some) for kernel, some in zip(kernels, operands, strict=True)]
+
+    shapes = [operand_shapes(problem) for _, problem in cases.values()]
+    reports = offline.compile_reports(every, *shapes, target="h200")
+    assert sorted(report.grid[0] for report in reports) == list(cases)
+    for report in reports:
+        config, problem = cases[report.grid[0]]
+        spare = config.shared_memory_bytes(problem) - report.shared_memory_bytes
+        assert 0 <= spare < 1024
+
+
+def operand_shapes(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    epilogue = problem.epilogue
+    shapes = [(problem.a_shape, problem.a_dtype)]
+    shapes += [(problem.b_shape, problem.b_dtype)] * problem.sums
+    if epilogue.residual:
+        shapes.append((problem.out_shape, problem.out_dtype))
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
