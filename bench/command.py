@@ -1,9 +1,11 @@
 """What the benchmark programs share on the command line: flags, errors in one line, progress."""
 
+import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 from rich.console import Console
@@ -16,7 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from bench.gpu import MeterError
+from pallas_gemm.timing import TimingError
 
 WIDTH = 120
 """Columns of every table."""
@@ -50,7 +52,7 @@ def guarded(program: str, run: Callable[[], int]) -> int:
     """Runs a program's work; what the user has to mend is said in one line."""
     try:
         return run()
-    except (RequestError, MeterError) as error:
+    except (RequestError, TimingError) as error:
         complain(program, str(error))
         return BAD_REQUEST
     except KeyboardInterrupt:
@@ -94,6 +96,33 @@ class Steps:
     def advance(self) -> None:
         """One step is done."""
         self._bar.advance(self._task)
+
+
+class Stopwatch:
+    """Says at the end how long the parts of a program took.
+
+    >>> clock = Stopwatch()
+    >>> with clock("predicting"):
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Times a part."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[part] = time.perf_counter() - start
+
+    def summary(self) -> str:
+        """Returns one line."""
+        parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
+        return f"Done in {time.perf_counter() - self._start:.0f} s ({parts})."
 
 
 def output_path(text: str | None) -> pathlib.Path | None:

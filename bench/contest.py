@@ -9,9 +9,10 @@ from typing import Any, Literal
 import jax
 
 from bench import command, products
-from bench.measure import Meter, Settings, Variant, measure
 from bench.peers import Candidate, Peer, Runner
 from bench.shapes import Case
+from pallas_gemm import accuracy
+from pallas_gemm.measure import Meter, Settings, Variant, measure
 
 COLD_BYTES = 2**28
 """Operands are rotated until this much has been read: several times the L2 of any GPU."""
@@ -189,14 +190,14 @@ def _check(
         results = built.runner(adopted[0])
         peer.wait(results)
         if yardstick is None:
-            errors = tuple(map(products.tile_errors, peer.export(results), reference))
+            errors = tuple(map(accuracy.tile_errors, peer.export(results), reference))
             worst = 1.0
         else:
             errors = None
             worst = products.worst_error(peer.export(results), reference, yardstick)
     except Exception as error:
         return Dropout(name, "failed", _reason(error)), None
-    if not worst <= products.ALLOWED:
+    if not worst <= accuracy.ALLOWED:
         note = f"{built.candidate.label} errs {worst:.3g} times as much as XLA".strip()
         return Dropout(name, "wrong", note, worst), errors
     return Contender(

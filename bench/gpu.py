@@ -1,9 +1,4 @@
-"""The real `Meter`: kernel times from CUPTI, energy and clock from NVML.
-
-CUPTI, the profiling interface of CUDA, is reached through the extension that JAX ships for its own
-profiler; it sees the kernels of the whole process, so that those of other libraries are timed in
-the same way.
-"""
+"""The benchmark's `Meter`: kernel times from CUPTI, energy and clock from NVML."""
 
 import contextlib
 import importlib
@@ -17,7 +12,8 @@ from typing import Any
 
 import jax
 
-from bench.measure import Turn, Variant
+from pallas_gemm.measure import Variant
+from pallas_gemm.timing import KernelMeter, launched
 
 MEMORY_SHARE = "0.6"
 """How much of the GPU's memory JAX may take; the rest is for the other libraries."""
@@ -28,10 +24,6 @@ SETTLE_SECONDS = 0.1
 
 CHUNK_SECONDS = 0.02
 """Calls are launched in stretches of this length, so that the queue never runs far ahead."""
-
-
-class MeterError(RuntimeError):
-    """The GPU cannot be measured, or what was read makes no sense."""
 
 
 def prepare_environment() -> None:
@@ -61,58 +53,29 @@ def missing_gpu() -> str | None:
     return None
 
 
-class GpuMeter:
-    """Measures on the first GPU that JAX sees."""
+class GpuMeter(KernelMeter):
+    """Measures on the first GPU that JAX sees, its energy and clock where NVML is installed."""
 
     def __init__(self) -> None:
-        from jax.experimental.mosaic.gpu import profiler
-
-        if profiler.mosaic_gpu_lib is None:
-            raise MeterError("this build of JAX has no CUPTI")
-        # The public wrapper takes only functions under jit, and keeps every result alive.
-        self._cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # noqa: SLF001
-        self._gauge = Gauge.found()
-
-    @property
-    def gauge(self) -> "Gauge | None":
-        """Energy and clock, where NVML is installed."""
-        return self._gauge
-
-    def turn(self, variant: Variant, calls: int) -> Turn:
-        """Runs `calls` calls in a row and reads the time of every kernel."""
-        self._cupti._cupti_init()  # noqa: SLF001
-        try:
-            start = time.perf_counter()
-            done = _launch(variant, 0, calls)
-            # The launches have returned, the kernels still run: this is the clock under load.
-            clock = self._gauge.clock_hz() if self._gauge else None
-            variant.wait(done)
-            wall = time.perf_counter() - start
-        finally:
-            # Detaching and attaching again would cost more than most turns.
-            kernels = self._cupti._cupti_get_timings(False)  # noqa: SLF001
-        return Turn(seconds_per_call(kernels, calls, variant.name), wall, clock)
+        self.gauge = Gauge.found()
+        super().__init__(self.gauge.clock_hz if self.gauge else None)
 
     def joules(self, variant: Variant, seconds: float) -> float | None:
         """Runs calls in a row for a while: mean power, times how long one call takes."""
-        if self._gauge is None:
+        if self.gauge is None:
             return None
         variant.wait(variant.launch(0))
         start = time.perf_counter()
         variant.wait(variant.launch(0))
         chunk = max(1, int(CHUNK_SECONDS / (time.perf_counter() - start)))
-        with self._gauge.watch() as samples:
+        with self.gauge.watch() as samples:
             start = time.perf_counter()
             calls = 0
             while (elapsed := time.perf_counter() - start) < seconds + SETTLE_SECONDS:
-                variant.wait(_launch(variant, calls, chunk))
+                variant.wait(launched(variant.launch, calls, chunk))
                 calls += chunk
         watts = watts_between_steps(samples, start + SETTLE_SECONDS)
         return None if watts is None else watts * elapsed / calls
-
-    def pause(self, seconds: float) -> None:
-        """Leaves the GPU alone."""
-        time.sleep(seconds)
 
 
 class Gauge:
@@ -195,37 +158,3 @@ def watts_between_steps(samples: Sequence[tuple[float, float]], since: float) ->
         return None
     (first_time, first_energy), (last_time, last_energy) = steps[0], steps[-1]
     return (last_energy - first_energy) / (last_time - first_time)
-
-
-def seconds_per_call(
-    kernels: Sequence[tuple[str, float]], calls: int, name: str
-) -> tuple[float, ...]:
-    """Shares kernels out to the calls that launched them.
-
-    Args:
-        kernels: Name and milliseconds of each kernel, as CUPTI lists them.
-        calls: How many equal calls launched them.
-        name: Whose calls they were, for the message.
-
-    Returns:
-        The seconds of each call's kernels.
-
-    Raises:
-        MeterError: There are none, or the calls did not all launch the same kernels.
-    """
-    each, rest = divmod(len(kernels), calls)
-    if rest or not each:
-        raise MeterError(f"{name}: {calls} calls launched {len(kernels)} kernels")
-    names = [kernel for kernel, _ in kernels]
-    if any(names[i] != names[i % each] for i in range(len(names))):
-        raise MeterError(f"{name}: its calls launched different kernels: {sorted(set(names))}")
-    times = [milliseconds * 1e-3 for _, milliseconds in kernels]
-    return tuple(sum(times[i * each : (i + 1) * each]) for i in range(calls))
-
-
-def _launch(variant: Variant, first: int, calls: int) -> Any:
-    done = None
-    for i in range(first, first + calls):
-        # The result of the call before is dropped here: ten of them would fill the memory.
-        done = variant.launch(i)
-    return done

@@ -19,8 +19,8 @@ from absl import app, flags
 
 from bench import command, gpu, peers, report, shapes
 from bench.gemm_bench import Options
-from bench.measure import Settings
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.measure import Settings
 
 PROGRAM = "hopper_ladder"
 SHAPES = ("4096x4096x4096", "8192x8192x8192", "8192x8192x1024")

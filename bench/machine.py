@@ -12,13 +12,13 @@ import pallas_gemm
 from bench import limit, peers
 from bench.command import RequestError
 from bench.gpu import GpuMeter
-from bench.measure import Settings, measure
 from bench.report import MODES, Limits
 from bench.session import Bench
 from bench.shapes import DTYPES
 from pallas_gemm import cache
 from pallas_gemm.device import Device, device_named
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.measure import Settings, measure
 
 if TYPE_CHECKING:
     from bench.gemm_bench import Options
@@ -36,7 +36,7 @@ def open_bench(options: "Options") -> Bench:
 
     Raises:
         RequestError: The configuration to time is none, or the device is not known.
-        MeterError: The GPU cannot be measured.
+        TimingError: The GPU cannot be measured.
     """
     meter = GpuMeter()
     chosen: list[peers.Peer] = [_peer(name, options) for name in options.peers]

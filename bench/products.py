@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from bench.shapes import Case
+from pallas_gemm import accuracy
 
 Operands = dict[str, jax.Array]
 Results = tuple[jax.Array, ...]
 Formula = Callable[[Operands], Results]
-
-CHECK_TILE = 128
-"""Results are compared tile by tile, so that one wrong tile cannot hide among the right ones."""
-
-ALLOWED = 2.0
-"""A result may be so many times as wrong as that of XLA's product in the same types."""
 
 
 def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
@@ -114,38 +109,22 @@ def _upright(case: Case, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Arr
     )
 
 
-@jax.jit
-def tile_errors(result: jax.Array, reference: jax.Array) -> jax.Array:
-    """Returns the largest absolute error within each tile of the last two dimensions."""
-    error = jnp.abs(result.astype(jnp.float32) - reference.astype(jnp.float32))
-    *batch, rows, cols = error.shape
-    down, across = -(-rows // CHECK_TILE), -(-cols // CHECK_TILE)
-    filled = [(0, 0)] * len(batch) + [
-        (0, down * CHECK_TILE - rows),
-        (0, across * CHECK_TILE - cols),
-    ]
-    tiled = jnp.pad(error, filled).reshape(*batch, down, CHECK_TILE, across, CHECK_TILE)
-    return tiled.max(axis=(-3, -1))
-
-
 def worst_error(results: Results, reference: Results, xla_errors: Results) -> float:
     """Returns the largest error of a tile in units of XLA's error in the same tile.
 
     Args:
         results: What is checked.
         reference: What `exact` gives.
-        xla_errors: `tile_errors` of XLA's product.
+        xla_errors: `accuracy.tile_errors` of XLA's product.
 
     Returns:
-        At most `ALLOWED` for a right result; NaN or infinite if a result has another shape, holds
-        a NaN, or is wrong where XLA is exact.
+        At most `accuracy.ALLOWED` for right results; NaN or infinite if one has another shape,
+        holds a NaN, or is wrong where XLA is exact.
     """
     worst = 0.0
     for result, expected, allowed in zip(results, reference, xla_errors, strict=True):
         if result.shape != expected.shape:
             return float("inf")
-        errors = tile_errors(result, expected)
-        share = jnp.where(errors == 0, 0.0, errors / allowed)
         # Python's max would let a NaN pass.
-        worst = float(jnp.maximum(worst, share.max()))
+        worst = float(jnp.maximum(worst, accuracy.worst_error(result, expected, allowed)))
     return worst

@@ -9,11 +9,11 @@ One table for each kind of persistence and shape of cluster: order by order, com
 over rounds of the time of XLA's product over this one's in the same round.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +25,18 @@ from absl import app, flags
 from rich.console import Console
 
 from bench import command, contest, counters, gpu, report, shapes, study
-from bench.gpu import MeterError
-from bench.measure import Meter, Settings, measure
 from bench.peers import Peer
 from pallas_gemm.config import Persistence
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.measure import Meter, Settings, measure
+from pallas_gemm.timing import TimingError
 
 PROGRAM = "schedule_study"
 KERNEL = "pallas_gemm"
 """What the names of our kernels begin with."""
+
+PAUSE = 0.05
+"""Seconds before each burst turn: many launches are compared, and none of them is hot for long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +77,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("clusters", ["1x1", "2x1"], "Shapes of clusters.", **text)
     flags.DEFINE_integer("ctas", None, "At most so many blocks of a persistent kernel.", 1, **text)
     flags.DEFINE_integer("burst_rounds", 5, "Rounds of burst turns.", 0, **text)
-    flags.DEFINE_integer("sustained_rounds", 8, "Rounds of sustained turns.", 0, **text)
-    flags.DEFINE_float("turn_seconds", 0.04, "Length of a sustained turn.", 0.001, **text)
-    flags.DEFINE_float("energy_seconds", 0.0, "Time to read energy; 0 for none.", 0.0, **text)
+    flags.DEFINE_integer("sustained_rounds", 6, "Rounds of sustained turns.", 0, **text)
+    flags.DEFINE_float("turn_seconds", 0.06, "Length of a sustained turn.", 0.001, **text)
+    flags.DEFINE_float("energy_seconds", 0.3, "Time to read energy; 0 for none.", 0.0, **text)
     flags.DEFINE_bool("counters", False, "Read hardware counters through ncu.", **text)
     flags.DEFINE_string("csv", None, "Write the rows to this file.", **text)
     flags.DEFINE_string("plot", None, "Write pictures into this folder.", **text)
@@ -96,6 +99,8 @@ def options_from(values: flags.FlagValues) -> Options:
         tile = _pair("tile", values.tile)
     except ValueError as error:
         raise command.RequestError(str(error)) from None
+    if (case.batch, case.epilogue, case.direction) != (1, "none", "forward"):
+        raise command.RequestError(f"shape must be that of one bare product, got {values.shape!r}")
     return Options(
         case=case,
         # The same epilogue for every order: only tables can be stored late.
@@ -105,6 +110,7 @@ def options_from(values: flags.FlagValues) -> Options:
         clusters=clusters,
         settings=Settings(
             burst_rounds=values.burst_rounds,
+            pause=PAUSE,
             sustained_rounds=values.sustained_rounds,
             turn_seconds=values.turn_seconds,
             energy_seconds=values.energy_seconds,
@@ -154,18 +160,21 @@ def _run(values: flags.FlagValues) -> int:
         )
     if values.replay:
         return _replay(options, chosen)
-    started = time.perf_counter()
+    clock = command.Stopwatch()
     console = command.console()
     counted: Sequence[Any] = [None] * len(chosen)
     if options.counters:
-        counted = _counted(len(chosen))
-    with console.status("predicting"):
+        with console.status("counting under Nsight Compute"), clock("counting"):
+            counted = _counted(len(chosen))
+    with console.status("predicting"), clock("predicting"):
         predicted = study.predictions(chosen, problem, device, os.cpu_count() or 1)
     rows = [
         study.Row(launch, prediction, counters=seen)
         for launch, prediction, seen in zip(chosen, predicted, counted, strict=True)
     ]
-    rows = timed_rows(rows, options, study.contestants(chosen, device), gpu.GpuMeter(), console)
+    with clock("compiling and timing"):
+        contestants = study.contestants(chosen, device)
+        rows = timed_rows(rows, options, contestants, gpu.GpuMeter(), console)
     for line in study.choice_lines(rows):
         console.print(line)
     if options.csv:
@@ -174,7 +183,7 @@ def _run(values: flags.FlagValues) -> int:
         from bench import plots
 
         report.write(options.plot / "orders.png", plots.orders(rows))
-    console.print(f"Done in {time.perf_counter() - started:.0f} s.")
+    console.print(clock.summary())
     return 0 if all(row.result for row in rows) else 1
 
 
@@ -206,7 +215,7 @@ def timed_rows(
             console.print(f"{out.peer}: {out.status}: {out.note}")
         by_name = {contender.peer: contender.variant for contender in passed}
         if contest.BASELINE not in by_name:
-            raise MeterError("XLA's product, which all are compared with, failed")
+            raise TimingError("XLA's product, which all are compared with, failed")
         done: list[study.Row] = []
         for (persistence, _), table in study.tables(rows).items():
             names = [row.launch.name for row in table if row.launch.name in by_name]
@@ -228,16 +237,18 @@ def _counted(launches: int) -> list[dict[str, float]]:
 
 
 def _replay(options: Options, chosen: Sequence[study.Launch]) -> int:
-    """Runs each launch once, in order."""
+    """Runs each launch once, in order; what else runs on the GPU has other names."""
     import jax
 
     from bench import machine, products
 
-    device = machine.this_device()
+    peers = study.contestants(chosen, machine.this_device())[1:]
+    candidates = [candidate for peer in peers for candidate in peer.candidates(options.case)]
+    with concurrent.futures.ThreadPoolExecutor(command.threads()) as pool:
+        runners = list(pool.map(lambda candidate: candidate.build(), candidates))
     operands = products.make_operands(options.case, jax.random.key(0))
-    for peer in study.contestants(chosen, device)[1:]:
-        (candidate,) = peer.candidates(options.case)
-        peer.wait(candidate.build()(operands))
+    for runner in runners:
+        jax.block_until_ready(runner(operands))
     return 0
 
 

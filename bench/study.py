@@ -8,11 +8,11 @@ import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.measure import Result, Timing
 from bench.peers import Kernel, Peer, Xla
 from pallas_gemm.config import Persistence
 from pallas_gemm.device import Device
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.measure import Result, Timing
 from pallas_gemm.problem import Problem
 from schedules.model import Prediction, machine_named, predict
 from schedules.spec import ONLINE_BUILDERS, build
@@ -163,7 +163,7 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
         f"{words}, cluster {cluster[0]}x{cluster[1]}, tile {config.tile[0]}x{config.tile[1]},"
         f" {config.stages} stages"
     )
-    title.append(f"{'':26}|{'burst':^19}|{'sustained':^28}|{'model':^18}|{'counted':^24}")
+    title.append(f"{'':26}|{'burst':^19}|{'sustained':^29}|{'model':^18}|{'counted':^24}")
     title.append(
         f"{'order':18} {'how':7}|{'ms':>7} {'x XLA':>6} {'+-%':>4}|{'ms':>7} {'x XLA':>6}"
         f" {'+-%':>4} {'MHz':>4}{'mJ':>5}|{'hit%':>4} {'Msect':>6} {'GB':>6}|{'hit%':>4}"

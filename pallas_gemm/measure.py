@@ -2,14 +2,14 @@
 
 A GPU under load is power limited: its clock wanders by a few percent over seconds, and for all
 variants alike. So each round gives every variant a short turn, and what is compared are times of
-the same round; the order of the turns rotates and reverses, so that none always runs after the
-same neighbour. The result is the median over rounds of these ratios, which moves far less than the
-ratio of the medians.
+the same round; over the rounds everyone follows everyone else equally often, for a turn still feels
+how hot its predecessor ran. The result is the median over rounds of these ratios, which moves far
+less than the ratio of the medians.
 
 Two modes are told apart. *Burst*: a few calls after a pause, at a clock that power does not limit.
 *Sustained*: call after call without a gap, at the clock that the power limit leaves.
 
-This module knows no GPU: it is given a `Meter`, which `gpu.py` makes real and the tests make up.
+This module knows no GPU: it is given a `Meter`, which `timing.py` makes real and the tests make up.
 """
 
 import dataclasses
@@ -153,10 +153,15 @@ class Result:
 
 
 def turn_order(count: int, round_number: int) -> list[int]:
-    """Returns the order of a round's turns: rotated from round to round, reversed in odd ones."""
-    start = round_number % count
-    order = [*range(start, count), *range(start)]
-    return order[::-1] if round_number % 2 else order
+    """Returns the order of a round's turns: a row of a Williams square.
+
+    The first row zigzags, 0, n-1, 1, n-2, ..., and each round adds one to every place. For an even
+    count, each turn follows each other one once in `count` rounds; for an odd one, where every
+    other round runs backwards, twice in `2 * count`.
+    """
+    zigzag = [place // 2 if place % 2 == 0 else -1 - place // 2 for place in range(count)]
+    order = [(place + round_number) % count for place in zigzag]
+    return order[::-1] if count % 2 and round_number % 2 else order
 
 
 def measure(

@@ -1,0 +1,38 @@
+"""Whether a product is right: its errors, tile by tile, beside those of XLA in the same types."""
+
+import jax
+import jax.numpy as jnp
+
+TILE = 128
+"""Results are compared tile by tile, so that one wrong tile cannot hide among the right ones."""
+
+ALLOWED = 2.0
+"""A result may be so many times as wrong as that of XLA's product in the same types."""
+
+
+@jax.jit
+def tile_errors(result: jax.Array, reference: jax.Array) -> jax.Array:
+    """Returns the largest absolute error within each tile of the last two dimensions."""
+    error = jnp.abs(result.astype(jnp.float32) - reference.astype(jnp.float32))
+    *batch, rows, cols = error.shape
+    down, across = -(-rows // TILE), -(-cols // TILE)
+    filled = [(0, 0)] * len(batch) + [(0, down * TILE - rows), (0, across * TILE - cols)]
+    tiled = jnp.pad(error, filled).reshape(*batch, down, TILE, across, TILE)
+    return tiled.max(axis=(-3, -1))
+
+
+@jax.jit
+def worst_error(result: jax.Array, reference: jax.Array, xla_errors: jax.Array) -> jax.Array:
+    """Returns the largest error of a tile in units of XLA's error in the same tile.
+
+    Args:
+        result: What is checked.
+        reference: The product in float32 (integers in int32), not rounded.
+        xla_errors: `tile_errors` of XLA's product.
+
+    Returns:
+        At most `ALLOWED` for a right result; NaN or infinite if it holds a NaN or is wrong where
+        XLA is exact.
+    """
+    errors = tile_errors(result, reference)
+    return jnp.where(errors == 0, 0.0, errors / xla_errors).max()
