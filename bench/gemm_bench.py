@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, gpu, peers, report, shapes
-from bench.measure import Settings
+from pallas_gemm.measure import Settings
 
 PROGRAM = "gemm_bench"
 DEFAULT_PEERS = ("xla", "ours", "jax", "torch", "quack")

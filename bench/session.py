@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bench import command, contest, report
-from bench.measure import Meter, measure
 from bench.peers import Peer
 from bench.shapes import Case
+from pallas_gemm.measure import Meter, measure
 
 if TYPE_CHECKING:
     from bench.gemm_bench import Options
