@@ -158,10 +158,11 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
 
 def _answer(asked: Request) -> jax.Array:
-    """Computes what was asked for, and names it for `jax.checkpoint`."""
+    """Computes what was asked for."""
     explanation.note(asked)
     operands = asked.operands.present()
     if asked.outside is not None:
+        # The product names its own result where it is derived.
         return checkpoint_name(asked.by_xla(*operands), OUT_NAME)
     if asked.call.options.names_something:
         # What is named and does not fit is refused here, before anything is traced.
@@ -178,5 +179,4 @@ def _product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
         ready = ready._replace(up=form.b.apply(given.up))
     if given.residual is not None:
         ready = ready._replace(residual=given.residual.reshape(form.product_shape))
-    result = product(call, *ready.present()).reshape(form.shape)
-    return checkpoint_name(result, OUT_NAME)
+    return product(call, *ready.present()).reshape(form.shape)

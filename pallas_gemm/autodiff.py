@@ -39,16 +39,21 @@ def _jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
     moved = call.unpack([None if isinstance(t, ad.Zero) else t for t in tangents])
     epilogue = call.epilogue
     if epilogue.activation is None and not epilogue.gated:
-        result = product(call, *primals)
+        result = _named(call, *primals)
         change = _affine_change(call, given, moved, given.b, moved.b)
         if moved.residual is not None:
             change.append(moved.residual.astype(jnp.float32) * jnp.float32(epilogue.beta))
         return result, _rounded_sum(change, result)
     if epilogue.activation is jax.nn.relu and not (epilogue.gated or epilogue.residual):
-        result = product(call, *primals)
+        result = _named(call, *primals)
         change = _rounded_sum(_affine_change(call, given, moved, given.b, moved.b), result)
         return result, jnp.where(result > 0, change, jnp.zeros_like(change))
     return _through_activation(call, given, moved)
+
+
+def _named(call: Call, *operands: Any) -> Any:
+    """Computes a product whose result a policy of `jax.checkpoint` may keep."""
+    return checkpoint_name(product(call, *operands), OUT_NAME)
 
 
 def _through_activation(call: Call, given: Operands, moved: Operands) -> tuple[Any, Any]:
@@ -63,7 +68,7 @@ def _through_activation(call: Call, given: Operands, moved: Operands) -> tuple[A
     for b, db in ((given.b, moved.b), (given.up, moved.up)):
         if b is not None:
             operands = Operands(given.a, b, bias=given.bias)
-            total = checkpoint_name(product(before, *operands.present()), OUT_NAME)
+            total = _named(before, *operands.present())
             change = _affine_change(before, given, moved, b, db)
             sums.append(total)
             changes.append(_rounded_sum(change, total) if change else jnp.zeros_like(total))
@@ -82,20 +87,16 @@ def _affine_change(
     call: Call, given: Operands, moved: Operands, b: jax.Array, db: jax.Array | None
 ) -> list[jax.Array]:
     """Returns the terms, in float32, of the change of `alpha * (a @ b) + bias`."""
-    plain = call.plain(kept_dtype(call.out_dtype), call.epilogue.alpha)
+    # In reverse mode the type of the terms costs nothing: only their transposes are computed.
+    plain = call.plain(np.float32, call.epilogue.alpha)
     pairs = [(moved.a, b), (given.a, db)]
-    terms = [product(plain, *pair) for pair in pairs if None not in _missing(pair)]
-    terms = [term.astype(jnp.float32) for term in terms]
+    terms = [product(plain, *pair) for pair in pairs if not any(x is None for x in pair)]
     if moved.bias is not None:
         batch = max(given.a.shape[:-2], b.shape[:-2], key=len)
         shape = (*batch, *call.matrix_shape(given.a.shape, b.shape))
         bias = xla.align_bias(moved.bias.astype(jnp.float32), len(shape))
         terms.append(jnp.broadcast_to(bias, shape))
     return terms
-
-
-def _missing(pair: tuple[Any, Any]) -> list[Any]:
-    return [None for x in pair if x is None]
 
 
 def _rounded_sum(terms: list[jax.Array], like: jax.Array) -> Any:

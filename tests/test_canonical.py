@@ -50,8 +50,7 @@ def _applied(side: Side, x: np.ndarray) -> np.ndarray:
         x = np.broadcast_to(x, side.broadcast)
     if side.permutation is not None:
         x = x.transpose(side.permutation)
-    x = x.reshape(side.shape)
-    return x
+    return x.reshape(side.shape)
 
 
 def _product(form: Form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -78,7 +77,7 @@ def _einsum(lhs: np.ndarray, rhs: np.ndarray, numbers: DimensionNumbers) -> np.n
     return np.einsum(f"{''.join(names)},{''.join(others)}->{''.join(out)}", lhs, rhs)
 
 
-@pytest.mark.parametrize("ranks", [r for r in itertools.product(range(5), repeat=2)], ids=str)
+@pytest.mark.parametrize("ranks", list(itertools.product(range(5), repeat=2)), ids=str)
 def test_every_contraction_up_to_rank_4(ranks: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     for pairs in _matchings(*ranks):
