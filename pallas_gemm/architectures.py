@@ -18,6 +18,8 @@ class Kernel:
         config: The class of its configs.
         problem_refusals: Why it cannot take a problem, whatever the config.
         candidates: The configs that the heuristics consider for a problem.
+        shared_rows: Rows of `STEP_BYTES` that shared memory takes in and gives out per k step of a
+            config, each operand as often as it is written or read.
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU).
     """
@@ -25,6 +27,7 @@ class Kernel:
     config: type[GemmConfig]
     problem_refusals: Callable[[Problem], Iterable[str]]
     candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
+    shared_rows: Callable[[Any], int]
     build: Callable[[Problem, GemmConfig, Device, Any], Callable[..., Any]]
 
 
@@ -35,12 +38,15 @@ class Architecture:
     Attributes:
         name: What `implementation=` calls its kernel.
         capability: The first number of its compute capability, or both where only one will do.
+        flops_per_cycle: What the tensor cores of an SM do with 16-bit operands; half of it with 32
+            bits, twice with 8.
         example: A GPU to plan for when nothing else is known.
         load: Imports the kernel; raises `ImportError` where this version has none.
     """
 
     name: str
     capability: tuple[int, ...]
+    flops_per_cycle: int
     example: Device
     load: Callable[[], Kernel]
 
@@ -61,18 +67,33 @@ def _hopper() -> Kernel:
         hopper_config.HopperConfig,
         hopper_config.problem_refusals,
         hopper_candidates.candidates,
+        hopper_candidates.shared_rows,
         build,
     )
 
 
 @functools.cache
 def _blackwell() -> Kernel:
-    raise ImportError("this version has no kernel for Blackwell")
+    from pallas_gemm import blackwell_candidates, blackwell_config
+    from pallas_gemm.kernels import blackwell, blackwell_plan
+
+    def build(problem: Problem, config: GemmConfig, device: Device, interpret: Any) -> Any:
+        plan = blackwell_plan.BlackwellPlan(problem, config, device)
+        return blackwell.build(plan, interpret=interpret)
+
+    return Kernel(
+        blackwell_config.BlackwellConfig,
+        blackwell_config.problem_refusals,
+        blackwell_candidates.candidates,
+        # Written by TMA, read by the MMA; a pair of CTAs shares the right operand.
+        lambda config: 2 * (config.tile[0] + config.tile[1] // config.cluster_size),
+        build,
+    )
 
 
 # WGMMA exists on 9.0 alone; the tensor memory of Blackwell's data-centre GPUs on every 10.x, but
 # not on 12.x.
 ARCHITECTURES = (
-    Architecture("hopper", (9, 0), H200, _hopper),
-    Architecture("blackwell", (10,), B200, _blackwell),
+    Architecture("hopper", (9, 0), 4096, H200, _hopper),
+    Architecture("blackwell", (10,), 8192, B200, _blackwell),
 )

@@ -138,7 +138,7 @@ def _wrong_capability(architecture: Architecture, device: Device) -> str:
 def _raise_if_named(call: Call, refused: list[tuple[str, Reasons]]) -> None:
     """Raises if what is named can nowhere compute a product."""
     named = [
-        f"{name}={value!r:.200}"
+        f"{name}={value!r}"
         for name in ("implementation", "config", "schedule")
         if (value := getattr(call.options, name)) is not None
     ]
@@ -160,7 +160,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     ):
         found = cache.find(problem, device)
         if found is not None:
-            seconds = heuristics.seconds(problem, found.config, device)
+            seconds = heuristics.seconds(problem, found.config, device, architecture)
             return prepared.plan(found.config, f"tuned ({found.source})", seconds)
     if isinstance(prepared.choice, tuple):
         return prepared.choice
@@ -247,7 +247,11 @@ def _choose(
     """Returns the config that is named, or the best one by the heuristics, or why there is none."""
     options, kernel = call.options, architecture.load()
     if options.config is not None:
-        return _named_config(options.config, call, problem, device, kernel.config), "argument"
+        named = _named_config(options.config, call, problem, device, kernel.config)
+        if not isinstance(named, GemmConfig):
+            return named, "argument"
+        seconds = heuristics.seconds(problem, named, device, architecture)
+        return heuristics.Choice(named, seconds), "argument"
     choices = heuristics.rank(problem, device, architecture)
     if options.implementation == "interpret":
         # The simulator's time goes with the size of the tiles.
@@ -261,14 +265,12 @@ def _choose(
 
 def _named_config(
     config: GemmConfig, call: Call, problem: Problem, device: Device, kind: type[GemmConfig]
-) -> heuristics.Choice | Reasons:
+) -> GemmConfig | Reasons:
     if not isinstance(config, kind):
-        return (f"it takes a {kind.__name__}, got config={config!r:.200}",)
+        return (f"it takes a {kind.__name__}, got a {type(config).__name__}",)
     if call.options.schedule is not None:
         config = dataclasses.replace(config, schedule=call.options.schedule)
-    if reasons := config.refusals(problem, device):
-        return reasons
-    return heuristics.Choice(config, heuristics.seconds(problem, config, device))
+    return config.refusals(problem, device) or config
 
 
 def _with_schedule(

@@ -2,9 +2,11 @@
 
 The score is a model of the busiest CTA, in clock cycles: each step of the k loop takes as long as
 the tensor cores need for it, or as shared memory needs to feed them, and each tile adds what its
-epilogue cannot hide. Its constants were fitted to these times of the kernel on an H200, in bursts
-on N(0, 1) bfloat16 operands: 1320 us for 8192 cubed, 172 us for 8192 x 8192 x 1024, 24.6 us for
-2048 cubed, 13 us for 1000 cubed, all with tiles of 128 x 256 and no cluster.
+epilogue cannot hide. Its constants were chosen after times of the Hopper kernel on an H200, in
+bursts on N(0, 1) bfloat16 operands: 1310 us for 8192 cubed, 165 us for 4096 cubed, 171 us for
+8192 x 8192 x 1024 and 23.5 us for 2048 cubed with tiles of 128 x 256; 5.2 us for 1024 cubed
+(64 x 128), 3.1 us for 512 cubed (64 x 64), 33 us for 16 x 8192 x 8192 (64 x 16, mirrored). What
+takes longer than 2 ms is slowed down further by the power limit, all configs alike.
 """
 
 import dataclasses
@@ -16,21 +18,21 @@ from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
 from pallas_gemm.realign import Realigned
 
-FLOPS_PER_CYCLE = 4096
-"""Of an SM, for 16-bit operands; half of it for 32 bits, twice for 8."""
 SHARED_BYTES_PER_CYCLE = 128
-LOAD_CYCLES = 1000
+LOAD_CYCLES = 600
 """From the start of a CTA to its first WGMMA."""
 STORE_CYCLES = 1200
 """Between the last WGMMA of a tile and the first one of the next."""
-LAST_STORE_CYCLES = 3000
-"""From the last WGMMA to the end of the kernel."""
-LAUNCH_SECONDS = 2.5e-6
+LAST_STORE_CYCLES = 0.05
+"""From the last WGMMA to the end of the kernel, for each element of the tile."""
+LAUNCH_SECONDS = 2.0e-6
 """Of a kernel, and of each pass over an operand before or after it."""
-CLOCK_HZ = 1.67e9
-"""What an H200 holds in a burst of large products."""
+CLOCK_HZ = 1.62e9
+"""What an H200 holds in a burst of large products, less what waiting for memory costs."""
 MEMORY_SHARE = 0.8
 """Of the peak bandwidth of memory, what a pass over an operand reaches."""
+NOT_OVERLAPPED = 0.2
+"""Of the shorter of computing and reading memory, what the longer does not hide."""
 WIDEST_BAND = 64
 """The most rows or columns of tiles that an order keeps together."""
 
@@ -57,9 +59,10 @@ def rank(problem: Problem, device: Device, architecture: Architecture) -> tuple[
             config = dataclasses.replace(
                 candidate,
                 ctas=balanced_ctas(problem, candidate, device),
-                schedule=order(problem, candidate, device),
+                schedule=("online_" if candidate.is_online else "")
+                + order(problem, candidate, device),
             )
-            choices.append(Choice(config, seconds(problem, config, device)))
+            choices.append(Choice(config, seconds(problem, config, device, architecture)))
     return tuple(sorted(choices, key=lambda choice: choice.seconds))
 
 
@@ -114,19 +117,21 @@ def _band_loads(
     return total
 
 
-def seconds(problem: Problem, config: GemmConfig, device: Device) -> float:
+def seconds(
+    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
+) -> float:
     """Predicts the time of a kernel: the busiest CTA's, or that of memory if it is longer."""
     rows, cols = config.tile
     steps = math.ceil(problem.k / config.tile_k(problem))
-    multiply = rows * cols * STEP_BYTES / FLOPS_PER_CYCLE
-    consumers = getattr(config, "consumers", 1)
-    shared = (2 * rows + (1 + consumers) * cols) * STEP_BYTES / SHARED_BYTES_PER_CYCLE
+    # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
+    multiply = rows * cols * STEP_BYTES / architecture.flops_per_cycle
+    shared = architecture.load().shared_rows(config) * STEP_BYTES / SHARED_BYTES_PER_CYCLE
     tiles = math.prod(config.stacked_grid(problem))
     waves = math.ceil(tiles / config.workers(problem, device))
-    cycles = waves * (steps * max(multiply, shared) + STORE_CYCLES)
-    busy = (cycles + LOAD_CYCLES + LAST_STORE_CYCLES) / CLOCK_HZ
+    cycles = waves * steps * max(multiply, shared) + (waves - 1) * STORE_CYCLES
+    busy = (cycles + LOAD_CYCLES + LAST_STORE_CYCLES * rows * cols) / CLOCK_HZ
     memory = problem_bytes(problem) / device.machine.dram_bytes_per_second
-    return LAUNCH_SECONDS + max(busy, memory)
+    return LAUNCH_SECONDS + max(busy, memory) + NOT_OVERLAPPED * min(busy, memory)
 
 
 def pass_seconds(realigned: Realigned, device: Device) -> float:
