@@ -225,6 +225,7 @@ class Table:
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(self.dumps())
+            pathlib.Path(name).chmod(0o644)
             pathlib.Path(name).replace(target)
         except BaseException:
             pathlib.Path(name).unlink(missing_ok=True)
@@ -241,7 +242,7 @@ class Table:
         try:
             return cls.loads(pathlib.Path(path).read_text())
         except UnicodeDecodeError as error:
-            raise TableError(f"it is not text: {error}") from None
+            raise TableError(f"{path}: it is not text: {error}") from None
         except TableError as error:
             raise TableError(f"{path}: {error}") from None
 
@@ -317,7 +318,7 @@ def user_path(device: str) -> pathlib.Path:
         import platformdirs
 
         folder = platformdirs.user_cache_dir("pallas_gemm", appauthor=False)
-    return pathlib.Path(folder).expanduser() / f"{_slug(device)}.json"
+    return pathlib.Path(folder).expanduser() / f"{slug(device)}.json"
 
 
 def save_for_user(table: Table) -> pathlib.Path:
@@ -441,10 +442,10 @@ def _read(path: pathlib.Path, stamp: int, device: str) -> Table | None:  # noqa:
 
 @functools.lru_cache(maxsize=16)
 def _packaged_table(device: str) -> Table | None:
-    file = importlib.resources.files("pallas_gemm") / "tuned" / f"{_slug(device)}.json"
+    file = importlib.resources.files("pallas_gemm") / "tuned" / f"{slug(device)}.json"
     return Table.loads(file.read_text()) if file.is_file() else None
 
 
-def _slug(device: str) -> str:
+def slug(device: str) -> str:
     """Returns a device's kind as the name of a file: "NVIDIA H200" is nvidia_h200."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
