@@ -49,7 +49,7 @@ class BlackwellConfig(GemmConfig):
         specialised: Loads and MMAs are issued by warps of their own; else by one warp in turn, and
             a cluster computes only one tile.
         direct_store: The result goes from registers straight to global memory, without the store
-            slots and TMA.
+            slots and TMA. Nothing clips it there: a ragged result is stored in whole tiles and cut.
     """
 
     tile: tuple[int, int] = (128, 256)
@@ -122,6 +122,8 @@ class BlackwellConfig(GemmConfig):
                 "the Blackwell kernel needs compute capability 10.x,"
                 f" {device.kind} has {major}.{minor}",
             )
+        if malformed := tuple(self._malformed(problem)):
+            return malformed
         return (
             *problem_refusals(problem),
             *self._tile_refusals(problem),
@@ -130,10 +132,13 @@ class BlackwellConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
-    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
+    def _malformed(self, problem: Problem) -> Iterator[str]:
         if self.cluster not in ((1, 1), PAIR):
             yield f"cluster must be (1, 1) or, for a pair of CTAs, {PAIR}, got {self.cluster}"
             return
+        yield from super()._malformed(problem)
+
+    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         if self.tile[0] != MMA_ROWS:
             yield f"tile rows must be {MMA_ROWS}, got tile={self.tile}"
         atom = STEP_BYTES // problem.b_dtype.itemsize
@@ -166,16 +171,8 @@ class BlackwellConfig(GemmConfig):
             )
         if self.persistence == "dynamic" and self.is_online:
             yield "persistence='dynamic' needs a schedule that is a table, got an online one"
-        if not self.direct_store:
-            return
-        rows, cols = self.tile[0] * self.cluster[0], self.out_tile(problem)[1]
-        if problem.m % rows or problem.n % cols:
-            yield (
-                f"direct_store needs m to be a multiple of {rows} and n of {cols}, got"
-                f" m={problem.m}, n={problem.n}"
-            )
-        if problem.epilogue.residual:
-            yield "direct_store has no residual"
+        if self.direct_store and problem.epilogue.residual:
+            yield "direct_store has no residual, got Epilogue(residual=True)"
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if not 1 <= self.stages <= MAX_BARRIERS:
@@ -192,6 +189,8 @@ class BlackwellConfig(GemmConfig):
 def problem_refusals(problem: Problem) -> Iterator[str]:
     """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
     yield from _dtype_refusals(problem)
+    if problem.transpose_out:
+        yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
     for name, shape, dtype in (

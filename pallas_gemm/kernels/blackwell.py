@@ -531,7 +531,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(plan.problem.out_shape, plan.problem.out_dtype),
+        out_type=jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),
         grid=(plan.launched,),
         grid_names=(WORKER,),
         cluster=(plan.ctas,),
@@ -552,6 +552,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
             reach = cols * plan.config.out_tile(plan.problem)[1]
             bias = operands[plan.b.parts].astype(jnp.float32)
             operands[plan.b.parts] = jnp.pad(bias, (0, reach - plan.problem.n))
-        return kernel(a, *operands, *_order_operands(plan))
+        stored = kernel(a, *operands, *_order_operands(plan))
+        return stored[..., : plan.problem.m, : plan.problem.n]
 
     return run

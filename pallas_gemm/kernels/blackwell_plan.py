@@ -73,6 +73,18 @@ class BlackwellPlan:
         return self.config.store_chunks(self.problem)
 
     @property
+    def stored(self) -> Problem:
+        """The problem whose result is stored: of whole tiles where nothing clips the stores."""
+        if not self.config.direct_store:
+            return self.problem
+        grid, tile = self.config.grid(self.problem), self.config.out_tile(self.problem)
+        m, n = (
+            size * step * sharers
+            for size, step, sharers in zip(grid, tile, self.config.cluster, strict=True)
+        )
+        return dataclasses.replace(self.problem, m=m, n=n)
+
+    @property
     def full_arrivals(self) -> int:
         """Arrivals that complete `full[s]`."""
         return protocol.full_arrivals(self.a.copies + self.b.copies)

@@ -1,0 +1,480 @@
+"""Teaches JAX's GPU simulator what the Blackwell kernel needs and it lacks.
+
+`install` replaces, for one test, the parts of JAX 0.11's simulator that know nothing of
+
+* pairs of CTAs: copies of which each CTA makes one half while the first CTA's barrier counts the
+  bytes of both, MMAs that read and write the memory of two CTAs, commits that arrive in both;
+* barriers that count bytes: a phase ends when all arrivals and all announced bytes are there, in
+  any order;
+* cluster launch control, which the stock simulator always refuses: here waiting clusters are handed
+  out until there are none;
+* impatience: who waits too long for a barrier fails, instead of hanging the test;
+* haste: what the threads of a kernel run is compiled once, and not by every thread every time.
+
+Races are recorded as in the stock simulator. All of it follows the PTX ISA's description of
+`mbarrier`, `cp.async.bulk.tensor` with `.cta_group::2`, `tcgen05.mma` and `tcgen05.commit` with
+`.cta_group::2`, and `clusterlaunchcontrol`.
+"""
+
+import collections
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src import callback  # noqa: TID251 - here and below, what is extended is private
+from jax._src.pallas.mosaic.interpret import thread_map  # noqa: TID251
+from jax._src.pallas.mosaic_gpu import primitives  # noqa: TID251
+from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
+    gpu_callbacks,
+    jaxpr_interpret,
+    shared_memory,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import blackwell_plan
+
+ANSWER_BYTES = 16
+PATIENCE_SECONDS = 60.0
+"""Far more than any wait in a correct kernel, on a busy computer too."""
+
+QUICK_COMPILATION = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""A program is run once or a few times, and mostly calls back into Python."""
+
+StockBarrier = shared_memory.Barrier
+StockCopy = gpu_callbacks.AsyncCopyGmemToSmemTask
+StockMma = gpu_callbacks.TcGen05Mma
+Key = shared_memory.HostAllocationKey
+
+
+class CountingBarrier(StockBarrier):
+    """A barrier whose phase also waits for the bytes that were announced, and that is impatient."""
+
+    patience_seconds = PATIENCE_SECONDS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cv = _Impatient(self.patience_seconds)
+        self._lock = threading.RLock()
+        self._missing_bytes = 0
+        self._last_arrival: tuple[Any, ...] | None = None
+
+    def arrive(
+        self, thread: Any, clock: Any = None, logging_info: Any = None, announced: int = 0
+    ) -> None:
+        """Arrives, and announces bytes that the phase has to wait for."""
+        with self._lock:
+            if self._last_arrival is not None:
+                raise ValueError("Arrival on a barrier that has all the arrivals of its phase.")
+            self._missing_bytes += announced
+            with self.cv:
+                is_last = self.arrivals_count == self.num_arrivals - 1
+            if is_last and self._missing_bytes:
+                self._last_arrival = (thread, clock, logging_info)
+            else:
+                super().arrive(thread, clock, logging_info)
+
+    def transfer(self, count: int, clock: Any) -> None:
+        """Some of the bytes are there; they may be there before they were announced."""
+        with self._lock:
+            self._missing_bytes -= count
+            if self.detect_races:
+                with self.cv:
+                    if self.clock is None:
+                        self.clock = clock.copy()
+                    else:
+                        self.clock.update(clock)
+            if self._last_arrival is not None and not self._missing_bytes:
+                arrival, self._last_arrival = self._last_arrival, None
+                super().arrive(*arrival)
+
+    def deallocate(self) -> None:
+        """Fails if anything is still on its way."""
+        if self._missing_bytes or self._last_arrival is not None:
+            raise ValueError(f"Barrier deallocated with {self._missing_bytes} bytes missing.")
+        super().deallocate()
+
+
+class _Impatient(threading.Condition):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(timeout or self._seconds):
+            raise TimeoutError(f"Waited {self._seconds} s for a barrier that nobody completes.")
+        return True
+
+
+class HalfCopy(StockCopy):
+    """One CTA's half of a copy that the first CTA's barrier keeps track of."""
+
+    def post_write(self, tma_thread_id: int, shared_memory: Any) -> None:
+        """Reports the bytes instead of arriving."""
+        del tma_thread_id, shared_memory
+        assert isinstance(self.barrier, CountingBarrier)
+        self.barrier.transfer(_count_bytes(self.dst_allocation_key, self.dst_access), self.clock)
+
+
+class PairMma(StockMma):
+    """An MMA of two CTAs, if it names the axis of the pair."""
+
+    def __call__(self, pipeline_clock: Any, tma_thread_id: int) -> Any:
+        """Multiplies the rows of both CTAs by the columns of both; only the first CTA issues."""
+        if self.collective_axis is None:
+            return super().__call__(pipeline_clock, tma_thread_id)
+        memory = gpu_callbacks._get_shared_memory()
+        clock = memory.get_clock(self.thread)
+        if self.thread.block_id:
+            return clock
+        if clock is not None:
+            if pipeline_clock is not None:
+                clock.update(pipeline_clock)
+            clock.inc(tma_thread_id)
+        a, b = (
+            [self._read(memory, clock, _in_cta(key, cta), access) for cta in (0, 1)]
+            for key, access in ((self.a_key, self.a_access), (self.b_key, self.b_access))
+        )
+        dtype = memory.buffer_shape_and_dtype(self.acc_key).dtype
+        with np.errstate(invalid="ignore"):  # NaN and infinity are nothing to warn of.
+            product = np.matmul(np.concatenate(a), np.concatenate(b, axis=1), dtype=dtype)
+        for cta, rows in enumerate(np.split(product, 2)):
+            self._accumulate(memory, clock, _in_cta(self.acc_key, cta), rows)
+        if self.barrier_key is not None:
+            for cta in (0, 1):
+                memory.get_barrier(_in_cta(self.barrier_key, cta)).arrive(self.thread, clock)
+        return clock if clock is None else clock.copy()
+
+    def _read(self, memory: Any, clock: Any, key: Key, access: Any) -> np.ndarray:
+        value, _, _ = memory.get_buffer_content(key, access, self.thread)
+        if clock is not None:
+            gpu_callbacks.get_races().check_read(
+                self.thread, clock.async_smem_clock, key, access, source_info=self.source_info
+            )
+        return value
+
+    def _accumulate(self, memory: Any, clock: Any, key: Key, rows: np.ndarray) -> None:
+        if self.accumulate:
+            before, _, _ = memory.get_buffer_content(key, self.acc_access, None)
+            rows = before + rows
+        memory.store_buffer_content(key, self.acc_access, rows, self.thread, increment_clock=False)
+        if clock is not None:
+            gpu_callbacks.get_races().check_write(
+                self.thread, clock.generic_clock, key, self.acc_access, source_info=self.source_info
+            )
+
+
+class WaitingClusters:
+    """The clusters that have not started, handed out to those that run.
+
+    Attributes:
+        started: Clusters of the grid that start by themselves.
+        total: All clusters of the grid.
+    """
+
+    def __init__(self, started: int, total: int) -> None:
+        self.started, self.total = started, total
+        self._next = started
+        self._granted: dict[Any, int] = collections.defaultdict(int)
+        self._lock = threading.Lock()
+
+    def take(self, cluster: Any) -> int | None:
+        """Returns the next cluster, or None if there is none for the cluster that asks.
+
+        The simulator runs one cluster after the other. As if they ran together, each but the last
+        gets its fair share.
+        """
+        with self._lock:
+            share = -(-(self.total - self.started) // self.started)
+            if self._next == self.total or self._granted[cluster] == share:
+                return None
+            self._granted[cluster] += 1
+            self._next += 1
+            return self._next - 1
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    started: int | None = None,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> None:
+    """Teaches the simulator for the duration of a test.
+
+    Args:
+        monkeypatch: Undoes it.
+        started: How many clusters start by themselves with dynamic persistence; None for all.
+        patience_seconds: How long to wait for a barrier.
+    """
+    monkeypatch.setattr(thread_map, "_run_jaxpr", _compiled_once())
+    monkeypatch.setattr(CountingBarrier, "patience_seconds", patience_seconds)
+    monkeypatch.setattr(shared_memory, "Barrier", CountingBarrier)
+    monkeypatch.setattr(gpu_callbacks, "TcGen05Mma", PairMma)
+    stock_commit = gpu_callbacks.tcgen05_commit_arrive
+    monkeypatch.setattr(
+        gpu_callbacks, "tcgen05_commit_arrive", functools.partial(_commit, stock_commit)
+    )
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    stock_copy = interpreter._interpret_copy_gmem_to_smem_p
+    monkeypatch.setattr(
+        interpreter,
+        "_interpret_copy_gmem_to_smem_p",
+        lambda self, eqn, token, get: (
+            stock_copy(self, eqn, token, get)
+            if eqn.params["leader_tracked"] is None
+            else _interpret_half_copy(self, eqn, token, get())
+        ),
+    )
+    if started is None:
+        return
+    plan = blackwell_plan.BlackwellPlan
+    waiting: dict[Any, WaitingClusters] = {}
+
+    def launched(self: blackwell_plan.BlackwellPlan) -> int:
+        waiting["now"] = WaitingClusters(started, self.config.launched(self.problem, self.device))
+        return started
+
+    monkeypatch.setattr(plan, "launched", property(launched))
+    monkeypatch.setattr(
+        interpreter,
+        "_interpret_try_cluster_cancel_p",
+        lambda self, eqn, token, get: _interpret_request(self, eqn, token, get(), waiting),
+    )
+    monkeypatch.setattr(interpreter, "_interpret_query_cluster_cancel_p", _interpret_answer)
+
+
+def _compiled_once() -> Callable[..., None]:
+    """Returns a function that runs a thread's program, and compiles it when it is new."""
+    programs: dict[int, tuple[Any, Any]] = {}
+    lock = threading.Lock()
+
+    def run(jaxpr: Any, consts: Any, *args: Any) -> None:
+        with lock:
+            if id(jaxpr) not in programs:
+                traced = jax.jit(thread_map._run, static_argnums=(0,)).trace(jaxpr, consts, *args)
+                program = traced.lower().compile(compiler_options=QUICK_COMPILATION)
+                # Beside the program its jaxpr, so that no other one gets its place in memory.
+                programs[id(jaxpr)] = jaxpr, program
+        programs[id(jaxpr)][1](consts, *args)
+
+    return run
+
+
+def _in_cta(key: Key, cta: int) -> Key:
+    """The same buffer or barrier in another CTA of the pair, which may not have allocated it yet.
+
+    On a GPU, a pair begins when both CTAs have their barriers.
+    """
+    there, memory = dataclasses.replace(key, block_id=cta), gpu_callbacks._get_shared_memory()
+    patience = time.monotonic() + PATIENCE_SECONDS
+    while there not in memory.mem:
+        memory.check_failed()
+        if time.monotonic() > patience:
+            raise TimeoutError(f"CTA {cta} has no {there}: it has left, or never came.")
+        time.sleep(0.001)
+    return there
+
+
+def _barrier(key: Key) -> CountingBarrier:
+    barrier = gpu_callbacks._get_shared_memory().get_barrier(key)
+    assert isinstance(barrier, CountingBarrier)
+    return barrier
+
+
+def _count_bytes(key: Key, access: Any) -> int:
+    dtype = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype(key).dtype
+    return int(np.prod(access.shape)) * np.dtype(dtype).itemsize
+
+
+def _half(access: Any, axis: int, cta: int) -> Any:
+    """One of two halves of a window, along one of the axes that it does not drop."""
+    kept = [i for i, index in enumerate(access.range) if isinstance(index, slice)]
+    whole = access.range[kept[axis]]
+    size = (whole.stop - whole.start) // 2
+    half = slice(whole.start + cta * size, whole.start + (cta + 1) * size)
+    window = (*access.range[: kept[axis]], half, *access.range[kept[axis] + 1 :])
+    return dataclasses.replace(access, range=window)
+
+
+def _interpret_half_copy(self: Any, eqn: Any, token: Any, invals: Any) -> tuple[Any, list[Any]]:
+    (src, dst, barrier), rest = invals[:3], list(invals[3:])
+    trees = [eqn.params[f"{name}_transforms_treedef"] for name in ("src", "dst", "barrier")]
+    flat = [[rest.pop(0) for _ in range(tree.num_leaves)] for tree in trees]
+    key = jaxpr_interpret._get_barrier_allocation_key_from_inval(barrier, trees[2], flat[2])
+    (src, src_transforms), (dst, dst_transforms) = (
+        jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, leaves))
+        for var, ref, tree, leaves in zip(eqn.invars, (src, dst), trees, flat, strict=False)
+    )
+    return (
+        callback.io_callback(
+            functools.partial(
+                _copy_half, axis=eqn.params["leader_tracked"].axis, source_info=eqn.source_info
+            ),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            src=(src, src_transforms),
+            dst=(dst, dst_transforms),
+            barrier=key,
+        ),
+        [],
+    )
+
+
+@gpu_callbacks.fail_on_exception
+def _copy_half(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    src: Any,
+    dst: Any,
+    barrier: Any,
+    axis: int,
+    source_info: Any,
+) -> Any:
+    memory = gpu_callbacks._get_shared_memory()
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    (src_key, src_access), (dst_key, dst_access) = (_window(memory, *ref) for ref in (src, dst))
+    cta = thread.block_id
+    leaders_barrier = _in_cta(Key.from_array(barrier), 0)
+    if cta == 0:
+        both = 2 * _count_bytes(dst_key, dst_access)
+        _barrier(leaders_barrier).arrive(thread, clock, announced=both)
+    memory.execute_async_task(
+        HalfCopy(
+            mesh_location=mesh_location,
+            thread=thread,
+            src_allocation_key=src_key,
+            src_access=_half(src_access, axis, cta),
+            dst_allocation_key=dst_key,
+            dst_access=dst_access,
+            barrier_allocation_key=leaders_barrier,
+            source_info=source_info,
+            clock=None if clock is None else clock.copy(),
+        )
+    )
+    return token
+
+
+def _window(memory: Any, key_as_array: Any, transforms: Any) -> tuple[Key, Any]:
+    key = Key.from_array(key_as_array)
+    transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    return key, memory.access(key, transforms)
+
+
+def _commit(
+    stock: Callable[..., Any], *, token: Any, collective_axis: str | None = None, **params: Any
+) -> Any:
+    """A commit of a pair arrives in both CTAs, and only the first CTA's counts."""
+    if collective_axis is None:
+        return stock(token=token, **params)
+    if params["thread"].block_id:
+        return token
+    key = Key.from_array(params.pop("barrier_key_as_array"))
+    for cta in (0, 1):
+        token = stock(token=token, barrier_key_as_array=_in_cta(key, cta).as_np_array, **params)
+    return token
+
+
+def _interpret_request(
+    self: Any, eqn: Any, token: Any, invals: Any, waiting: dict[Any, WaitingClusters]
+) -> tuple[Any, list[Any]]:
+    answer, barrier, *leaves = invals
+    tree = eqn.params["result_transforms_tree"]
+    answer, transforms = jaxpr_interpret.resolve_ref(
+        eqn.invars[0].aval, answer, jax.tree.unflatten(tree, leaves[: tree.num_leaves])
+    )
+    key = jaxpr_interpret._get_barrier_allocation_key_from_inval(
+        barrier, eqn.params["barrier_transforms_tree"], leaves[tree.num_leaves :]
+    )
+    return (
+        callback.io_callback(
+            functools.partial(_request, waiting=waiting, source_info=eqn.source_info),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            answer=(answer, transforms),
+            barrier=key,
+        ),
+        [],
+    )
+
+
+@gpu_callbacks.fail_on_exception
+def _request(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    answer: Any,
+    barrier: Any,
+    waiting: dict[Any, WaitingClusters],
+    source_info: Any,
+) -> Any:
+    memory = gpu_callbacks._get_shared_memory()
+    clock = memory.incr_clock(thread)
+    key = Key.from_array(barrier)
+    _barrier(key).arrive(thread, clock, announced=ANSWER_BYTES)
+    if thread.block_id:
+        return token
+    taken = waiting["now"].take(mesh_location.cluster_coords)
+    words = np.array([taken or 0, taken is not None, 0, 0], np.int32)
+    answer_key, access = _window(memory, *answer)
+
+    def write(unit: int, cta: int) -> None:
+        written, target = clock.copy(), _in_cta(answer_key, cta)
+        written.inc(unit)
+        memory.store_buffer_content(target, access, words.view(np.int8), thread)
+        gpu_callbacks.get_races().check_write(
+            thread, written.generic_clock, target, access, source_info=source_info
+        )
+        _barrier(_in_cta(key, cta)).transfer(ANSWER_BYTES, written)
+
+    for cta in range(memory.num_blocks_per_cluster):
+        memory.execute_async_task(functools.partial(write, cta=cta))
+    return token
+
+
+def _interpret_answer(self: Any, eqn: Any, token: Any, get: Any) -> tuple[Any, list[Any]]:
+    assert eqn.primitive is primitives.query_cluster_cancel_p
+    answer, *leaves = get()
+    ref, transforms = jaxpr_interpret.resolve_ref(
+        eqn.invars[0].aval, answer, jax.tree.unflatten(eqn.params["transforms_tree"], leaves)
+    )
+    token, words = gpu_callbacks.call_get(
+        token=token,
+        result_shape_and_dtype=jax.ShapeDtypeStruct((ANSWER_BYTES,), jnp.int8),
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=ref,
+        transforms=transforms,
+        source_info=eqn.source_info,
+    )
+    number, granted, _, _ = lax.bitcast_convert_type(words.reshape(4, 4), jnp.int32)
+    return token, [number, granted != 0]
+
+
+def simulate(kernel: Callable[..., Any], operands: Any) -> tuple[np.ndarray, bool]:
+    """Runs a kernel that was built for the simulator; returns the result and whether it raced."""
+    try:
+        out = np.asarray(jax.jit(kernel)(*operands))
+        return out, gpu_callbacks.get_races().races_found
+    except Exception:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        raise
+
+
+PARAMS = plgpu.InterpretGPUParams(detect_races=True)
