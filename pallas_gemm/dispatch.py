@@ -252,6 +252,9 @@ def _choose(
             return named, "argument"
         seconds = heuristics.seconds(problem, named, device, architecture)
         return heuristics.Choice(named, seconds), "argument"
+    if options.implementation != "interpret" and options.schedule is None:
+        best = heuristics.best(problem, device, architecture)
+        return best or ("none of the configs that are considered is legal",), "heuristics"
     choices = heuristics.rank(problem, device, architecture)
     if options.implementation == "interpret":
         # The simulator's time goes with the size of the tiles.

@@ -11,6 +11,7 @@ takes longer than 2 ms is slowed down further by the power limit, all configs al
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from pallas_gemm.architectures import Architecture
 from pallas_gemm.config import STEP_BYTES, GemmConfig
@@ -33,6 +34,8 @@ MEMORY_SHARE = 0.8
 """Of the peak bandwidth of memory, what a pass over an operand reaches."""
 NOT_OVERLAPPED = 0.2
 """Of the shorter of computing and reading memory, what the longer does not hide."""
+HELD_SHARE = 0.35
+"""Of the L2, what holds the operands of a wave for the next one."""
 WIDEST_BAND = 64
 """The most rows or columns of tiles that an order keeps together."""
 
@@ -52,18 +55,28 @@ class Choice:
 
 def rank(problem: Problem, device: Device, architecture: Architecture) -> tuple[Choice, ...]:
     """Returns every legal candidate for a problem, fastest first."""
-    kernel = architecture.load()
-    choices = []
-    for candidate in kernel.candidates(problem, device):
-        if not candidate.refusals(problem, device):
-            config = dataclasses.replace(
-                candidate,
-                ctas=balanced_ctas(problem, candidate, device),
-                schedule=("online_" if candidate.is_online else "")
-                + order(problem, candidate, device),
-            )
-            choices.append(Choice(config, seconds(problem, config, device, architecture)))
-    return tuple(sorted(choices, key=lambda choice: choice.seconds))
+    return tuple(_legal(problem, device, architecture))
+
+
+def best(problem: Problem, device: Device, architecture: Architecture) -> Choice | None:
+    """Returns the fastest legal candidate for a problem, None if there is none."""
+    return next(_legal(problem, device, architecture), None)
+
+
+def _legal(problem: Problem, device: Device, architecture: Architecture) -> Iterator[Choice]:
+    """Yields legal candidates, fastest first; to score them is quicker than to check them."""
+    scored = [
+        Choice(config, seconds(problem, config, device, architecture))
+        for config in architecture.load().candidates(problem, device)
+    ]
+    for choice in sorted(scored, key=lambda choice: choice.seconds):
+        config = dataclasses.replace(
+            choice.config,
+            ctas=balanced_ctas(problem, choice.config, device),
+            schedule=order(problem, choice.config, device),
+        )
+        if not config.refusals(problem, device):
+            yield Choice(config, choice.seconds)
 
 
 def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
@@ -74,47 +87,59 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
 
 
 def order(problem: Problem, config: GemmConfig, device: Device) -> str:
-    """Returns the order of the tiles that reads the fewest bytes by a closed form.
+    """Returns the banded order of the tiles that reads the fewest bytes from memory.
 
-    While a band of `group` rows is walked across, the tiles under way form a rectangle of that many
-    rows: a wave reads its rows of the left operand and its columns of the right one. All waves of
-    a band of h rows, with w tiles under way, read `h * h / w` tile rows and 1 tile column for each
-    column of the grid. That is least where the rectangle is square in elements.
+    By a closed form: while a band of rows of tiles is walked across, the tiles under way form a
+    rectangle. Each wave reads the columns of the right operand that it comes to, and the band's
+    rows of the left operand, unless both fit into the part of the L2 in which the model of the
+    cache (`schedules.model`) finds them again. It reads within 20% of the best such order there.
     """
     rows, cols = config.stacked_grid(problem)
     under_way = min(config.workers(problem, device), rows * cols)
-    tile_rows, tile_cols = (
-        size * sharers for size, sharers in zip(config.tile, config.cluster, strict=True)
+    sizes = (config.tile[0] * config.cluster[0], config.tile[1] * config.cluster[1])
+    held = HELD_SHARE * device.machine.l2_bytes / (problem.k * problem.a_dtype.itemsize)
+    walks = (
+        _Walk(rows, cols, *sizes, under_way, held),
+        _Walk(cols, rows, *sizes[::-1], under_way, held),
     )
-    ways = (
-        (rows, cols, tile_rows, tile_cols, ""),
-        (cols, rows, tile_cols, tile_rows, ":cols"),
+    _, along, group = min(
+        (walk.loads(group), along, group)
+        for along, walk in zip(("", ":cols"), walks, strict=True)
+        for group in range(1, min(walk.across, WIDEST_BAND) + 1)
     )
-    best = min(
-        (
-            _band_loads(across, along, group, under_way, size_across, size_along),
-            len(suffix),
-            group,
-            suffix,
-        )
-        for across, along, size_across, size_along, suffix in ways
-        for group in range(1, min(across, WIDEST_BAND) + 1)
-    )
-    return f"swizzle:{best[2]}{best[3]}"
+    return f"swizzle:{group}{along}"
 
 
-def _band_loads(
-    across: int, along: int, group: int, under_way: int, size_across: int, size_along: int
-) -> float:
-    """Returns elements of k that a banded order reads, per element of k."""
-    whole, rest = divmod(across, group)
-    total = 0.0
-    for height, bands in ((group, whole), (rest, min(rest, 1))):
-        # A rectangle is no longer than the band: beyond it the next band begins.
-        length = min(along, math.ceil(under_way / height)) if height else 0
-        waves = along / length if length else 0
-        total += bands * waves * (height * size_across + length * size_along)
-    return total
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Walking through a grid of tiles in bands.
+
+    Attributes:
+        across: Tiles of the grid across the bands.
+        along: Tiles of the grid along the bands.
+        height: Rows of an operand that a tile reads, across the bands.
+        width: Those of the other operand.
+        under_way: Tiles computed at the same time.
+        held: Rows that the L2 holds.
+    """
+
+    across: int
+    along: int
+    height: int
+    width: int
+    under_way: int
+    held: float
+
+    def loads(self, group: int) -> float:
+        """Returns the rows of both operands that all bands of `group` tiles read from memory."""
+        whole, rest = divmod(self.across, group)
+        return whole * self._band(group) + (self._band(rest) if rest else 0)
+
+    def _band(self, group: int) -> float:
+        length = min(self.along, math.ceil(self.under_way / group))
+        fits = group * self.height + length * self.width <= self.held
+        waves = 1 if fits else self.along / length
+        return waves * group * self.height + self.along * self.width
 
 
 def seconds(
