@@ -25,8 +25,8 @@ Action = Literal["reshape", "broadcast", "transpose", "swap", "pad", "slice"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
-ROW_BYTES = 16
-"""What rows have to be a multiple of for TMA."""
+ROW_BYTES = 128
+"""What rows are padded to: TMA asks for 16 bytes, and reads whole cache lines fastest."""
 WIDE = 64
 """What the columns of a right operand stored [k, n] have to be a multiple of."""
 

@@ -1,5 +1,7 @@
 """Activations without their derivative rules."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,3 +43,13 @@ def test_same_values_and_no_rules(function):
 def test_refuses_what_is_not_elementwise(function):
     with pytest.raises(ValueError, match="activation must return"):
         elementwise.plain(function)(jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("function", "exact"), [(jax.lax.erf, math.erf), (jax.lax.erfc, math.erfc)]
+)
+def test_erf_is_as_exact_as_float32_allows(function, exact):
+    x = np.concatenate([np.linspace(-6, 6, 4001), [0, -np.inf, np.inf]]).astype(np.float32)
+    ours = np.asarray(elementwise.plain(function)(jnp.asarray(x))).astype(np.float64)
+    expected = np.array([exact(value) for value in x.astype(np.float64)])
+    np.testing.assert_allclose(ours, expected, rtol=5e-6, atol=1e-7)

@@ -101,7 +101,7 @@ def test_epilogues(epilogue, config, rng):
 @pytest.mark.parametrize("config", [WIDE, EARLY, PINGPONG], ids=["late", "early", "pingpong"])
 @pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue(0.5, bias=True, activation=jax.nn.relu)])
 def test_mirrored_with_ragged_edges(epilogue, config, layout, rng):
-    m = 1000 if layout[0] == "T" else 1001
+    m = 1088 if layout[0] == "T" else 1001
     problem = products.transposed(Problem(m, 1000, 520, epilogue=epilogue), layout)
     check_exact(problem, dataclasses.replace(config, mirrored=True), rng)
 

@@ -5,6 +5,7 @@ rules of their own, as `jax.nn.relu` does, nor every function of one number. `pl
 function, drops the rules and rewrites the rest.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,20 +17,70 @@ _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
 """Calls that are replaced by what they call, and the parameter that holds it."""
 
 
-def _erfc(x: Any) -> Any:
-    """Formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7 of erfc everywhere."""
-    series = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-    t = 1 / (1 + 0.3275911 * jnp.abs(x))
-    total = jnp.zeros_like(x)
-    for coefficient in reversed(series):
-        total = t * (coefficient + total)
-    right = total * jnp.exp(-x * x)
+# Cephes, ndtrf.c: erf of less than 1, and erfc of less and of more than 2, highest power first.
+_ERF = (
+    7.853861353153693e-5,
+    -8.010193625184903e-4,
+    5.188327685732524e-3,
+    -2.685381193529856e-2,
+    1.128358514861418e-1,
+    -3.761262582423300e-1,
+    1.128379165726710e0,
+)
+_ERFC_NEAR = (
+    2.326819970068386e-2,
+    -1.387039388740657e-1,
+    3.687424674597105e-1,
+    -5.824733027278666e-1,
+    6.210004621745983e-1,
+    -4.944515323274145e-1,
+    3.404879937665872e-1,
+    -2.741127028184656e-1,
+    5.638259427386472e-1,
+)
+_ERFC_FAR = (
+    -1.047766399936249e1,
+    1.297719955372516e1,
+    -7.495518717768503e0,
+    2.921019019210786e0,
+    -1.015265279202700e0,
+    4.218463358204948e-1,
+    -2.820767439740514e-1,
+    5.641895067754075e-1,
+)
+
+
+def _polynomial(coefficients: Sequence[float], x: Any) -> Any:
+    total = jnp.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = total * x + coefficient
+    return total
+
+
+def _erf_inside(x: Any) -> Any:
+    return x * _polynomial(_ERF, x * x)
+
+
+def _erfc_outside(x: Any) -> Any:
+    size = jnp.maximum(jnp.abs(x), 1)
+    inverse = 1 / size
+    square = inverse * inverse
+    near, far = _polynomial(_ERFC_NEAR, square), _polynomial(_ERFC_FAR, square)
+    right = jnp.exp(-size * size) * inverse * jnp.where(size < 2, near, far)
     return jnp.where(x >= 0, right, 2 - right)
+
+
+def _erf(x: Any) -> Any:
+    return jnp.where(jnp.abs(x) < 1, _erf_inside(x), 1 - _erfc_outside(x))
+
+
+def _erfc(x: Any) -> Any:
+    return jnp.where(jnp.abs(x) < 1, 1 - _erf_inside(x), _erfc_outside(x))
 
 
 _REWRITTEN = {
     "copy": lambda x: x,
-    "erf": lambda x: 1 - _erfc(x),
+    "erf": _erf,
     "erfc": _erfc,
     "log1p": lambda x: jnp.log(1 + x),
 }
@@ -44,7 +95,7 @@ def plain(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
 
     def run(x: Any) -> Any:
-        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        closed = _traced(function, x.shape, x.dtype)
         results = closed.out_avals
         if len(results) != 1 or (results[0].shape, results[0].dtype) != (x.shape, x.dtype):
             raise ValueError(
@@ -54,6 +105,11 @@ def plain(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return _run(closed.jaxpr, closed.consts, [x])[0]
 
     return run
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(function: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any) -> core.ClosedJaxpr:
+    return jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -55,6 +55,9 @@ from pallas_gemm.kernels import claims, epilogue, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
+STRIP = 32
+"""Columns of a tile that are finished at once: an epilogue takes registers for each of them."""
+
 
 class Gmem(NamedTuple):
     """The operands and the result in global memory; None for what a problem has not."""
@@ -257,14 +260,12 @@ def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
     if plan.problem.epilogue.is_identity:
         return total.astype(plan.problem.out_dtype)
-    rows = slice(0, plan.out_tile[0])
-    return lax.concatenate(
-        [
-            finish(plan, total, at, rows, slice(start, start + width), gmem)
-            for start, width in plan.config.store_chunks(plan.problem)
-        ],
-        1,
-    )
+    height, width = plan.out_tile
+    strips = [
+        finish(plan, total, at, slice(0, height), slice(start, start + STRIP), gmem)
+        for start in range(0, width, STRIP)
+    ]
+    return lax.concatenate(strips, 1)
 
 
 def store(
