@@ -17,7 +17,7 @@ Status = Literal["ok", "refused", "failed", "wrong"]
 Mode = Literal["burst", "sustained"]
 MODES: tuple[Mode, ...] = ("burst", "sustained")
 
-_NOTE_WIDTH = 19
+_NOTE_WIDTH = 18
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,14 +67,15 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
     """Yields, where the kernel is Hopper's, each tile as it is, mirrored, and in ping-pong."""
     if not isinstance(first, HopperConfig):
         return
-    modes = ({}, {"mirrored": True}, {"pingpong": True})
-    for rows, cols, mode in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
+    modes = ((False, False), (True, False), (False, True))
+    for rows, cols, (mirrored, pingpong) in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
         config = HopperConfig(
             tile=(rows, cols),
-            consumers=2 if mode.get("pingpong") else CONSUMERS[rows],
+            consumers=2 if pingpong else CONSUMERS[rows],
+            pingpong=pingpong,
+            mirrored=mirrored,
             late_store=False,
             store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
-            **mode,
         )
         if math.prod(config.stacked_grid(problem)) <= device.sms:
             # A tile for each CTA: a table would only be waited for.

@@ -211,7 +211,7 @@ def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
         dataclasses.replace(PROBLEM, epilogue=Epilogue(bias=True, residual=True, beta=0.5)),
         dataclasses.replace(PROBLEM, batch=3, transpose_a=True),
         Problem(256, 256, 512, jnp.int8, jnp.int8, jnp.int32, transpose_b=True),
-        Problem(256, 256, 512, *[jnp.float8_e4m3fn] * 2, jnp.bfloat16, transpose_b=True),
+        Problem(256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, transpose_b=True),
     ],
     ids=tuning.problem_label,
 )
