@@ -42,6 +42,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import blackwell_plan
 
 ANSWER_BYTES = 16
+ASYNC_UNITS = 512
+"""Asynchronous operations that can be told apart. Two that share a unit, of which the simulator has
+five if it is not asked for more, pass for one after the other, and their races are not seen."""
 PATIENCE_SECONDS = 60.0
 """Far more than any wait in a correct kernel, on a busy computer too."""
 
@@ -477,4 +480,24 @@ def simulate(kernel: Callable[..., Any], operands: Any) -> tuple[np.ndarray, boo
         raise
 
 
-PARAMS = plgpu.InterpretGPUParams(detect_races=True)
+def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> set[str]:
+    """Runs a kernel and returns what is wrong with it.
+
+    "race": two accesses that nothing orders. "stuck": a barrier that nobody completes. "refused":
+    what the simulator never allows, such as a phase of a barrier that a waiter does not see.
+    "wrong": another result.
+    """
+    found = set()
+    try:
+        out = np.asarray(jax.jit(kernel)(*operands)).astype(np.float64)
+        if not np.array_equal(out, expected):
+            found.add("wrong")
+    except jax.errors.JaxRuntimeError as error:
+        found.add("stuck" if "TimeoutError" in str(error) else "refused")
+    if gpu_callbacks.get_races().races_found:
+        found.add("race")
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    return found
+
+
+PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=ASYNC_UNITS)
