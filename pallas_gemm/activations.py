@@ -45,8 +45,8 @@ KERNEL_PRIMITIVES = frozenset(
     (
         *("abs", "add", "and", "clamp", "convert_element_type", "copy", "cos", "custom_jvp_call"),
         *("div", "eq", "erf", "erfc", "exp", "exp2", "ge", "gt", "integer_pow", "jit", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "sub", "tanh"),
+        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "or", "rsqrt"),
+        *("select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
     )
 )
 """What a kernel can apply to its accumulator; anything else is applied by XLA."""

@@ -114,22 +114,19 @@ def result_dtype(a: Any, b: Any, preferred_element_type: Any) -> np.dtype:
     """Returns the type of the result: the preferred one, or what JAX promotes the operands to.
 
     Raises:
-        TypeError: `preferred_element_type` is no type of numbers, or an integer for floats.
+        TypeError: `preferred_element_type` is no type of numbers.
     """
     if preferred_element_type is None:
         return np.dtype(jnp.promote_types(a.dtype, b.dtype))
     try:
         wanted = jax.dtypes.canonicalize_dtype(preferred_element_type)
     except TypeError:
-        raise TypeError(f"preferred_element_type={preferred_element_type!r} is no dtype") from None
-    operands = jnp.result_type(a.dtype) if a.dtype == b.dtype else None
-    for kind, names in ((jnp.integer, "an integer"), (jnp.complexfloating, "a complex")):
-        is_kind = jnp.issubdtype(wanted, kind)
-        if is_kind and operands is not None and not jnp.issubdtype(operands, kind):
-            raise TypeError(
-                f"preferred_element_type={wanted} is {names} type, but the operands are"
-                f" {a.dtype}; legal are floating-point types"
-            )
+        wanted = None
+    if wanted is None or not jnp.issubdtype(wanted, jnp.number):
+        raise TypeError(
+            f"preferred_element_type={preferred_element_type!r} is no type of numbers, such as"
+            " jnp.float32"
+        )
     return np.dtype(wanted)
 
 

@@ -55,7 +55,7 @@ def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call) -> t
     if flags.a and not (flags.b or flags.up or flags.bias):
         if mapped.inner_batch is None and not call.transpose_a:
             return _more_rows(mapped), 0
-        if _swapping_is_cheaper(mapped):
+        if _rows_of_each_are_cheaper(mapped):
             return _more_rows_of_each(mapped), 1
     return _batched(mapped), 0
 
@@ -86,12 +86,13 @@ def _more_rows(mapped: _Mapped) -> jax.Array:
     return result.reshape(mapped.size, -1, result.shape[-1])
 
 
-def _swapping_is_cheaper(mapped: _Mapped) -> bool:
+def _rows_of_each_are_cheaper(mapped: _Mapped) -> bool:
     """Whether to bring each product of a batch its rows rather than each row its right operand."""
     a, b = mapped.operands.a, mapped.operands.b
-    if mapped.call.transpose_a or mapped.inner_batch is None or b.ndim == 2:
+    if mapped.call.transpose_a or b.ndim == 2:
         return False
-    return 2 * a.size < mapped.size * b.size
+    # Rows that the batch shares need not be moved at all.
+    return a.ndim == 3 or 2 * a.size < mapped.size * b.size
 
 
 def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
@@ -99,6 +100,8 @@ def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
     given = mapped.operands
 
     def fold(x: jax.Array) -> jax.Array:
+        if x.ndim == 3:
+            return x.reshape(-1, x.shape[-1])
         return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1])
 
     folded = given._replace(a=fold(given.a))

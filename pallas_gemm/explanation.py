@@ -46,13 +46,17 @@ class Explanation:
 
     @property
     def implementation(self) -> str:
-        """What computes the first product."""
-        return self.products[0].implementation if self.products else "xla"
+        """What computes the first product; "none" if there is none."""
+        if self.products:
+            return self.products[0].implementation
+        return "xla" if self.outside else "none"
 
     @property
     def reason(self) -> str:
         """Why that computes it."""
-        return self.products[0].reason if self.products else self.outside[0][1]
+        if self.products:
+            return self.products[0].reason
+        return self.outside[0][1] if self.outside else "no product"
 
     @property
     def plan(self) -> Plan | None:

@@ -20,7 +20,20 @@ product_p = core.Primitive("pallas_gemm")
 
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from its operands, in the order of `Operands`."""
-    return product_p.bind(*operands, call=call)
+    return product_p.bind(*_equally_varying(operands), call=call)
+
+
+def _equally_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Lets all operands vary over the axes of `shard_map` that one varies over.
+
+    The gradient of an operand that was the same everywhere is then summed over those axes.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    every = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(operands, varying, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

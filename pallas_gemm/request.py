@@ -18,12 +18,11 @@ from pallas_gemm.kernels import xla
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.targeting import known_target
 
-_KERNEL_DTYPES = frozenset(
-    map(
-        np.dtype,
-        (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8),
-    )
+_FLOATS = frozenset(
+    map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2))
 )
+_INTEGERS = frozenset(map(np.dtype, (jnp.int8, jnp.int32)))
+_OPERANDS = _FLOATS | {np.dtype(jnp.int8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +103,13 @@ class Wish:
             options,
         )
 
-    def outside(self, operands: Operands) -> str | None:
+    def outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
         """Returns why no kernel is considered, None if one is.
 
         Raises:
             ValueError: A kernel was named all the same.
         """
-        reason = self._reason_outside(operands)
+        reason = self._reason_outside(operands, out_dtype)
         if reason is not None and self.implementation not in (None, "xla"):
             raise ValueError(
                 f"implementation={self.implementation!r} cannot compute this product: {reason};"
@@ -118,12 +117,15 @@ class Wish:
             )
         return reason
 
-    def _reason_outside(self, operands: Operands) -> str | None:
+    def _reason_outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
         if self.implementation == "xla":
             return "implementation='xla'"
-        foreign = {x.dtype for x in operands[:3] if x is not None} - _KERNEL_DTYPES
-        if foreign:
+        dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
+        if foreign := dtypes - _OPERANDS:
             return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
+        if out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
+            names = ", ".join(sorted(map(str, dtypes)))
+            return f"no kernel makes a result of {out_dtype} from {names}"
         if self.out_sharding is not None:
             return "out_sharding is given"
         if any(map(_explicitly_sharded, operands.present())):
@@ -158,7 +160,7 @@ def of_gemm(
     call = wish.call(given, form, epilogue)
     product = functools.partial(_matmul, bool(transpose_a), bool(transpose_b))
     by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
-    return Request(call, form, given, by_xla, wish.outside(given))
+    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
 
 
 def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Request:
@@ -171,7 +173,7 @@ def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Re
     call = wish.call(given, form, Epilogue())
     product = functools.partial(_dot_general, numbers)
     by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
-    return Request(call, form, given, by_xla, wish.outside(given))
+    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
 
 
 def _explicitly_sharded(x: Any) -> bool:

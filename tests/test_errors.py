@@ -102,13 +102,13 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "preferred type",
         lambda: gemm(A, B, preferred_element_type="float31"),
         TypeError,
-        "preferred_element_type='float31' is no dtype",
+        "preferred_element_type='float31' is no type of numbers",
     ),
     (
-        "integers of floats",
-        lambda: matmul(A, B, preferred_element_type=jnp.int32),
+        "preferred type of no numbers",
+        lambda: matmul(A, B, preferred_element_type=bool),
         TypeError,
-        "preferred_element_type=int32 is an integer type, but the operands are float32",
+        "preferred_element_type=<class 'bool'> is no type of numbers",
     ),
     (
         "an epilogue of integers",
