@@ -1,0 +1,309 @@
+"""The study of schedules, and the program that makes tables: what they launch, print and write."""
+
+import csv
+import dataclasses
+import io
+import itertools
+import pathlib
+
+import jax
+import pytest
+from absl import flags
+from rich.console import Console
+
+from bench import command, counters, schedule_study, shapes, study, tune
+from bench.peers import Candidate, JaxPeer, Xla, compiled
+from bench.products import plain
+from pallas_gemm import cache, rules, tuning
+from pallas_gemm.device import H200
+from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels import xla
+from pallas_gemm.measure import Result, Settings, Spread, Timing, Turn, Variant
+from pallas_gemm.problem import Problem
+from schedules.model import Prediction
+
+PROBLEM = Problem(8192, 8192, 8192)
+BASE = HopperConfig(tile=(128, 128), late_store=False)
+QUICK = Settings(
+    burst_rounds=2, burst_calls=2, sustained_rounds=2, warm_seconds=0.01, energy_seconds=0.1
+)
+
+
+def launches(**changes: object) -> list[study.Launch]:
+    wanted: dict = {
+        "orders": study.orders(["raster", "hilbert", "swizzle"], [8, 24]),
+        "persistence": study.PERSISTENCE,
+        "clusters": [(1, 1), (2, 1)],
+    }
+    return study.launches(PROBLEM, H200, BASE, **(wanted | changes))
+
+
+def options(*arguments: str) -> schedule_study.Options:
+    values = flags.FlagValues()
+    schedule_study.define_flags(values)
+    values(["schedule_study", *arguments])
+    return schedule_study.options_from(values)
+
+
+def row(launch: study.Launch, ratio: float, cost: float = 1.0) -> study.Row:
+    """A row with a measured ratio to XLA and a predicted cost, its figures as wide as they get."""
+    spread = Spread(ratio, ratio * 0.5, ratio * 1.5)
+    timing = Timing(Spread(0.9876, 0.9, 1.0), spread, 1.98e9, 1.0)
+    prediction = Prediction(
+        l2_sectors=round(cost * 1e9),
+        l2_hit_rate=1.0,
+        requested_bytes=0,
+        merged_bytes=0,
+        fabric_bytes=0,
+        dram_read_bytes=round(cost * 1e10),
+        dram_write_bytes=0,
+        compulsory_read_bytes=0,
+        concurrency=1,
+        waves=1,
+        tail=0.0,
+        balance=1.0,
+    )
+    counted = dict.fromkeys(counters.METRICS, 1.0) | {"dram_read_bytes": 1e11, "l2_sectors": 1e9}
+    return study.Row(launch, prediction, Result(timing, timing, 12.3456), counted)
+
+
+class MadeUpGpu:
+    """A meter for which online orders take twice as long."""
+
+    def turn(self, variant: Variant, calls: int) -> Turn:
+        variant.wait(variant.launch(0))
+        each = 2e-3 if "online" in variant.name else 1e-3
+        return Turn((each,) * calls, each * calls, 1.5e9)
+
+    def joules(self, *_: object) -> float | None:
+        return 0.7
+
+    def pause(self, seconds: float) -> None:
+        pass
+
+
+class MadeUpLaunch(JaxPeer):
+    """Computes by XLA what a launch would."""
+
+    def __init__(self, name: str, breaks: bool = False) -> None:
+        self.name = name
+        self._breaks = breaks
+
+    def candidates(self, case: shapes.Case) -> list[Candidate]:
+        def build() -> object:
+            if self._breaks:
+                raise RuntimeError("no luck")
+            return compiled(plain(case), case)
+
+        return [Candidate("", build)]
+
+
+def test_swizzle_stands_for_one_of_each_group() -> None:
+    assert study.orders(["raster", "swizzle"], [8, 12]) == ["raster", "swizzle:8", "swizzle:12"]
+    with pytest.raises(ValueError, match="peano"):
+        study.orders(["peano"], [8])
+
+
+def test_every_launch_is_legal_and_there_once() -> None:
+    found = launches()
+    assert len({launch.name for launch in found}) == len(found)
+    assert all(launch.config.refusals(PROBLEM, H200) == () for launch in found)
+    places = [launch.place for launch in found]
+    assert list(dict.fromkeys(places)) == list(
+        itertools.product(study.PERSISTENCE, [(1, 1), (2, 1)])
+    )
+    # Those of one table stand together.
+    assert [place for place, _ in itertools.groupby(places)] == list(dict.fromkeys(places))
+
+
+def test_arithmetic_orders_are_launched_both_ways_where_a_kernel_can() -> None:
+    ways = {(launch.config.persistence, launch.order): set[bool]() for launch in launches()}
+    for launch in launches():
+        ways[launch.config.persistence, launch.order].add(launch.online)
+        named = f"online_{launch.order}" if launch.online else launch.order
+        assert launch.config.schedule == named
+    for (persistence, order), both in ways.items():
+        has_twin = order != "hilbert" and persistence != "dynamic"
+        assert both == ({False, True} if has_twin else {False}), (persistence, order)
+
+
+def test_all_launches_of_a_table_share_everything_but_the_order() -> None:
+    for table in study.tables([row(launch, 1.0) for launch in launches()]).values():
+        configs = {dataclasses.replace(r.launch.config, schedule="raster") for r in table}
+        assert len(configs) == 1
+
+
+def test_the_ring_is_as_deep_as_shared_memory() -> None:
+    config = study.deepest(BASE, PROBLEM, H200)
+    deeper = dataclasses.replace(config, stages=config.stages + 1)
+    assert config.refusals(PROBLEM, H200) == ()
+    assert any("shared memory" in reason for reason in deeper.refusals(PROBLEM, H200))
+
+
+def test_equal_orders_are_predicted_once_and_alike() -> None:
+    small = Problem(1024, 1024, 1024)
+    found = study.launches(
+        small, H200, BASE, orders=["raster"], persistence=["static"], clusters=[(1, 1)]
+    )
+    assert [launch.online for launch in found] == [False, True]
+    offline, online = study.predictions(found, small, H200, processes=1)
+    assert offline is online
+    assert offline.requested_bytes == 8 * 8 * 2 * 128 * 1024 * 2
+
+
+def test_tables_fit_their_width() -> None:
+    launch = study.Launch("nested_swizzle:4x2", False, BASE)
+    full = row(launch, 1.234)
+    bare = study.Row(launch, full.prediction)
+    lines = study.table_lines([full, bare])
+    assert max(map(len, lines)) <= command.WIDTH
+    # The columns stand below their names.
+    bars = [[i for i, x in enumerate(line) if x == "|"] for line in lines[1:]]
+    assert bars[0] == bars[1] == bars[2] == bars[3]
+
+
+def test_the_models_choice_is_held_against_the_best() -> None:
+    static = [launch for launch in launches() if launch.place == ("static", (1, 1))]
+    offline = [launch for launch in static if not launch.online]
+    costs = dict(zip(offline, (3.0, 1.0, 2.0, 4.0), strict=True))
+    ratios = dict(zip(offline, (0.90, 0.98, 1.00, 0.95), strict=True))
+    rows = [row(launch, ratios[launch], costs[launch]) for launch in offline]
+    # An online order is no choice of the model, however fast.
+    rows += [row(launch, 2.0, 0.1) for launch in static if launch.online]
+    burst, sustained = study.choice_lines(rows)
+    assert "best swizzle:8" in burst
+    assert "model chooses hilbert" in burst
+    assert "2.04% slower" in burst
+    assert "sustained" in sustained
+
+
+def test_csv_has_every_figure_of_every_row() -> None:
+    first, second = launches()[:2]
+    full = row(first, 0.9)
+    bare = study.Row(second, full.prediction)
+    lines = list(csv.DictReader(io.StringIO(study.to_csv([full, bare]))))
+    assert lines[0]["order"] == "raster"
+    assert [line["how"] for line in lines] == ["offline", "online"]
+    assert float(lines[0]["burst_ratio"]) == pytest.approx(0.9)
+    assert float(lines[0]["mj"]) == pytest.approx(12345.6)
+    assert float(lines[0]["model_dram_read_bytes"]) == 1e10
+    assert {f"counted_{name}" for name in counters.METRICS} <= set(lines[0])
+    assert lines[1]["burst_ms"] == lines[1]["counted_l2_hits"] == ""
+
+
+def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result() -> None:
+    found = launches(orders=["raster"], clusters=[(1, 1)])
+    rows = [dataclasses.replace(row(launch, 1.0), result=None, counters=None) for launch in found]
+    peers = [Xla(), *(MadeUpLaunch(x.name, breaks="none" in x.name) for x in found)]
+    console = Console(file=io.StringIO(), width=command.WIDTH)
+    chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK)
+    done = schedule_study.timed_rows(rows, chosen, peers, MadeUpGpu(), console)
+    ratios = {
+        x.launch.name: x.result and x.result.burst and x.result.burst.ratio.median for x in done
+    }
+    assert ratios == {
+        "raster/offline/none/1x1": None,
+        "raster/online/none/1x1": None,
+        "raster/offline/static/1x1": 1.0,
+        "raster/online/static/1x1": 0.5,
+        "raster/offline/dynamic/1x1": 1.0,
+    }
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "raster/offline/none/1x1: failed: RuntimeError: no luck" in text
+    assert "not persistent, cluster 1x1, tile 128x128" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--shape=8x8", "shape must be MxNxK"),
+        ("--shape=64x64x64:b2", "shape must be that of one bare product"),
+        ("--shape=64x64x64:bias", "shape must be that of one bare product"),
+        ("--orders=peano", "peano"),
+        ("--groups=0", "groups must be positive whole numbers, got '0'"),
+        ("--persistence=lazy", "persistence must be among none, static, dynamic, got 'lazy'"),
+        ("--clusters=2", "clusters must be like 128x256, got '2'"),
+        ("--tile=128xwide", "tile must be positive whole numbers, got 'wide'"),
+    ],
+)
+def test_a_study_of_what_is_not_there_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(command.RequestError, match=message):
+        options(argument)
+
+
+def test_a_picture_of_the_orders_is_a_picture() -> None:
+    from bench import plots
+
+    picture = plots.orders([row(launch, 0.9) for launch in launches()])
+    assert picture.startswith(b"\x89PNG")
+
+
+def tune_options(*arguments: str) -> tune.Options:
+    values = flags.FlagValues()
+    tune.define_flags(values)
+    values(["tune", *arguments])
+    return tune.options_from(values)
+
+
+def made_up_tools() -> tuning.Tools:
+    def build(problem: Problem, *_: object) -> tuning.Runner:
+        call = tuning._call(problem)
+        return jax.jit(lambda *operands: xla.product(call, *operands))
+
+    return tuning.Tools(MadeUpGpu(), build)
+
+
+def test_the_products_of_a_case_are_those_that_dispatch_looks_up() -> None:
+    both = shapes.parse("4096x14336x4096:both")
+    assert {(p.m, p.n, p.k, p.layout) for p in tune.products_of(both, H200)} == {
+        (4096, 14336, 4096, "NN"),
+        (4096, 4096, 14336, "NT"),
+        (4096, 14336, 4096, "TN"),
+    }
+    (gelu,) = tune.products_of(shapes.parse("4096x4096x4096:bias_gelu"), H200)
+    assert cache.Key.of(gelu).epilogue == "bias activation"
+
+
+def test_what_is_left_to_xla_is_not_tuned() -> None:
+    narrow = shapes.parse("128x128x65536:TN")
+    assert rules.why_xla(narrow.problem) is not None
+    assert tune.products_of(narrow, H200) == []
+
+
+def test_products_are_tuned_once_and_not_again() -> None:
+    cases = tuple(map(shapes.parse, ("512x512x512", "512x512x512:both", "512x512x256")))
+    chosen = dataclasses.replace(tune_options(), cases=cases, most=3)
+    (known,) = tune.products_of(cases[2], H200)
+    before = cache.Table.of(H200.kind, {cache.Key.of(known): cache.Entry(HopperConfig())})
+    console = Console(file=io.StringIO(), width=200)
+    found = list(tune.tuned_products(chosen, before, H200, made_up_tools(), console))
+    layouts = sorted((tuned.problem.k, tuned.problem.layout) for tuned in found)
+    assert layouts == [(512, "NN"), (512, "NT"), (512, "TN")]
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.startswith("NVIDIA H200: 3 products\n1/3 ")
+    (summary,) = tune.summary_lines(found)
+    assert "by 0.0% in geometric mean" in summary
+    lines = list(csv.DictReader(io.StringIO(tune.to_csv(found))))
+    assert lines[0]["product"] == "512x512x512 NN bfloat16"
+    assert lines[0]["heuristics"] == lines[0]["tuned"]
+
+
+def test_no_product_is_begun_after_the_time_is_over() -> None:
+    chosen = dataclasses.replace(tune_options("--suites=squares"), seconds=-1.0)
+    console = Console(file=io.StringIO())
+    nothing = cache.Table(H200.kind)
+    assert list(tune.tuned_products(chosen, nothing, H200, made_up_tools(), console)) == []
+    assert tune.summary_lines([]) == ["nothing was tuned"]
+
+
+def test_going_on_needs_a_table_of_this_gpu(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "table.json"
+    assert tune._before(path, H200) == cache.Table(H200.kind)
+    path.write_text("{")
+    with pytest.raises(command.RequestError, match="it is not JSON"):
+        tune._before(path, H200)
+    cache.Table("NVIDIA B200").save(path)
+    with pytest.raises(command.RequestError, match="is for NVIDIA B200, not for NVIDIA H200"):
+        tune._before(path, H200)
