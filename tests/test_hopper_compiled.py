@@ -87,11 +87,14 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
 
 
 def told_apart(cases: Sequence[Case]) -> dict[int, Case]:
-    """Gives each kernel a number of CTAs of its own, by which its report is found again."""
+    """Gives each kernel a number of CTAs of its own, by which its report is found again.
+
+    From the largest down, as kernels are launched: one for a single CTA is a simpler one.
+    """
     found: dict[int, Case] = {}
     for config, problem in cases:
         size = config.cluster_size
-        for ctas in range(size, H200.sms + 1, size):
+        for ctas in range(H200.sms // size * size, size, -size):
             numbered = dataclasses.replace(config, ctas=ctas)
             launched = numbered.workers(problem, H200) * size
             if launched not in found:
