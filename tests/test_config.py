@@ -17,7 +17,7 @@ from pallas_gemm import config as config_module
 from pallas_gemm import hopper_config, offline
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import B200, H200, Device
-from pallas_gemm.hopper_candidates import candidates
+from pallas_gemm.hopper_candidates import MOST_STAGES, candidates
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.kernels import hopper
 from pallas_gemm.kernels.plan import HopperPlan
@@ -365,7 +365,7 @@ def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem):
     for candidate in candidates(problem, H200):
         deeper = dataclasses.replace(candidate, stages=candidate.stages + 1)
         assert not [reason for reason in candidate.refusals(problem, H200) if "shared" in reason]
-        assert candidate.stages == 12 or any(
+        assert candidate.stages == MOST_STAGES or any(
             "shared memory" in reason for reason in deeper.refusals(problem, H200)
         )
 
