@@ -117,7 +117,7 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     _, along, group = min(
         (walk.loads(group), along, group)
         for along, walk in zip(("", ":cols"), walks, strict=True)
-        for group in range(1, walk.widest + 1)
+        for group in walk.groups
     )
     return f"swizzle:{group}{along}"
 
@@ -143,10 +143,11 @@ class _Walk:
     held: float
 
     @property
-    def widest(self) -> int:
-        """The widest band to consider: its rows have to stay in the L2 while it is walked."""
+    def groups(self) -> list[int]:
+        """The bands to consider: a wave fills a rectangle, and the L2 holds the band's rows."""
         rows = self.held * BAND_SHARE / HELD_SHARE
-        return max(1, min(self.across, WIDEST_BAND, int(rows // self.height)))
+        widest = max(1, min(self.across, WIDEST_BAND, int(rows // self.height)))
+        return [group for group in range(1, widest + 1) if self.under_way % group == 0]
 
     def loads(self, group: int) -> float:
         """Returns the rows of both operands that all bands of `group` tiles read from memory."""

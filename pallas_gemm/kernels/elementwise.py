@@ -96,7 +96,7 @@ def plain(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def run(x: Any) -> Any:
         closed = _traced(function, x.shape, x.dtype)
-        results = closed.out_avals
+        results: Sequence[Any] = closed.out_avals
         if len(results) != 1 or (results[0].shape, results[0].dtype) != (x.shape, x.dtype):
             raise ValueError(
                 f"activation must return an array of the {x.dtype}[{x.shape}] that it is given,"
