@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.box
+from absl import flags
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import pallas_gemm
+from bench import command, gemm_bench, gpu, report, session
 from pallas_gemm import offline
 from pallas_gemm.device import H200 as H200_DEVICE
 from pallas_gemm.hopper_config import HopperConfig
@@ -166,6 +168,40 @@ COMPILED = {
 """Configurations of the Hopper kernel that are compiled for an H200."""
 
 
+TIMED = ("2048x2048x2048", "4096x4096x4096", "8192x8192x8192", "8192x8192x1024")
+"""Products that are timed where there is a GPU; `make bench` looks longer, and at more of them."""
+
+
+def show_product(console: Console) -> None:
+    """Runs the kernel: on this computer's GPU, or in the simulator where it has none."""
+    if gpu.missing_gpu() is None:
+        show_timing(console)
+    else:
+        show_simulation(console)
+
+
+def show_timing(console: Console) -> None:
+    """Times a few products against XLA."""
+    # Only here, where there is a GPU: the limits are kernels.
+    from bench import machine
+
+    arguments = [
+        "--peers=xla,ours",
+        *(f"--shape={shape}" for shape in TIMED),
+        "--sustained_rounds=6",
+        "--energy_seconds=0.3",
+    ]
+    values = flags.FlagValues()
+    gemm_bench.define_flags(values)
+    values([gemm_bench.PROGRAM, *arguments])
+    options = gemm_bench.options_from(values)
+    # The table is wider than most terminals, and must not be wrapped.
+    wide = Console(file=console.file, width=command.WIDTH, soft_wrap=True, highlight=False)
+    found = session.run(options, machine.open_bench(options), wide)
+    for line in report.summary_lines(found.rows):
+        wide.print(line, markup=False)
+
+
 def show_simulation(console: Console) -> None:
     """Runs the kernel in JAX's GPU simulator and compares it with float64."""
     rng = np.random.default_rng(0)
@@ -215,7 +251,7 @@ def show_compilation(console: Console) -> None:
 STEPS = (
     Step("The order in which the tiles of a product are visited", show_orders),
     Step("What the order costs, predicted before any GPU has run it", show_predictions),
-    Step("A product through the simulated kernel", show_simulation),
+    Step("A product through the kernel: simulated, or timed where there is a GPU", show_product),
     Step("The kernel as machine code", show_compilation),
 )
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from bench import demo
+from bench import demo, gemm_bench, machine, report
 
 
 @pytest.fixture
@@ -46,6 +46,24 @@ def test_every_order_is_predicted_for_every_machine(console: Console) -> None:
         assert len(rows[order]) == 1 + 3 * len(demo.LAUNCHES)
     for launch in demo.LAUNCHES:
         assert launch.machine.name in shown(console)
+
+
+def test_where_there_is_a_gpu_products_are_timed(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = report.Row("2048x2048x2048", "", "ours", "refused", "made up", 1, 1)
+    seen = []
+
+    def run(options: gemm_bench.Options, *_: object) -> report.Report:
+        seen.append([case.name for case in options.cases])
+        assert options.peers == ("xla", "ours")
+        return report.Report({}, report.Limits({}), [row])
+
+    monkeypatch.setattr(demo.gpu, "missing_gpu", lambda: None)
+    monkeypatch.setattr(demo.session, "run", run)
+    monkeypatch.setattr(machine, "open_bench", lambda _: None)
+    demo.show_product(console)
+    assert seen == [list(demo.TIMED)]
 
 
 def test_the_program_shows_every_step(capsys: pytest.CaptureFixture[str]) -> None:
