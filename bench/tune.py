@@ -144,6 +144,8 @@ def _run(values: flags.FlagValues) -> int:
     console = command.console()
     found: list[tuning.Tuned] = []
     for tuned in tuned_products(options, table, device, tuning.gpu_tools(), console):
+        if not isinstance(tuned, tuning.Tuned):
+            continue
         found.append(tuned)
         table |= cache.Table.of(device.kind, dict([tuned.entry]))
         table.save(output)
@@ -157,7 +159,7 @@ def _run(values: flags.FlagValues) -> int:
 
 def tuned_products(
     options: Options, known: cache.Table, device: Device, tools: tuning.Tools, console: Console
-) -> Iterator[tuning.Tuned]:
+) -> Iterator[tuning.Tuned | tuning.Untuned]:
     """Yields what is found for each product until the time is over, and prints it."""
     start = time.perf_counter()
     wanted: dict[cache.Key, Problem] = {}

@@ -125,6 +125,22 @@ class Tuned:
         return f"{text} ({self.tried} tried{wrong})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Untuned:
+    """A product for which nothing was found.
+
+    Attributes:
+        problem: The product.
+        reason: Why.
+    """
+
+    problem: Problem
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{problem_label(self.problem)}: {self.reason}"
+
+
 def autotune(
     f: Callable[..., Any],
     *args: Any,
@@ -167,10 +183,10 @@ def autotune(
     if not wanted:
         raise ValueError("autotune found no product in f that a kernel could compute")
     entries = {}
-    for count, tuned in enumerate(tune(wanted, gpu_tools(), most=most), 1):
-        say(f"{count}/{len(wanted)} {tuned}")
-        if tuned.is_useful:
-            key, entry = tuned.entry
+    for count, found in enumerate(tune(wanted, gpu_tools(), most=most), 1):
+        say(f"{count}/{len(wanted)} {found}")
+        if isinstance(found, Tuned) and found.is_useful:
+            key, entry = found.entry
             entries[key] = entry
     return cache.Table.of(device.kind, entries)
 
@@ -184,21 +200,23 @@ def products_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[
 
 def tune(
     wanted: Iterable[tuple[Problem, Device]], tools: Tools, *, most: int = tuning_space.MOST
-) -> Iterator[Tuned]:
-    """Yields what is found for each product, as soon as it is.
-
-    Products that no config computes are left out.
-    """
+) -> Iterator[Tuned | Untuned]:
+    """Yields what is found for each product, as soon as it is."""
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         for problem, device in wanted:
             architecture = architecture_of(device)
             if architecture is None:
+                yield Untuned(problem, f"no kernel runs on {device.kind}")
                 continue
             configs = tuning_space.configs(problem, device, architecture, most)
-            if configs:
-                field = _compiled(problem, device, configs, tools, pool)
-                if tuned := _contest(field, tools.meter):
-                    yield tuned
+            if not configs:
+                yield Untuned(problem, "no config is legal")
+                continue
+            try:
+                yield _contest(_compiled(problem, device, configs, tools, pool), tools.meter)
+            except Exception as error:
+                # Such as too little memory: the next product is another matter.
+                yield Untuned(problem, _reason(error))
 
 
 def gpu_tools() -> Tools:
@@ -320,12 +338,12 @@ def _jitted(
     return jax.jit(f).lower(*operands).compile(compiler_options=options)
 
 
-def _contest(field: _Field, meter: Meter) -> Tuned | None:
-    """Times what is right; None if nothing is."""
+def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
+    """Times what is right."""
     sets = _operand_sets(field)
     right, dropped = _checked(field, sets)
     if not right:
-        return None
+        return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
     variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
     if field.with_xla:
         variants.append(_variant(XLA, field.xla, sets))
@@ -369,14 +387,17 @@ def _checked(
                 raise runner
             worst = float(accuracy.worst_error(runner(*sets[0]), reference, xla_errors))
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            dropped.append(f"{name}: {type(error).__name__}: {reason}")
+            dropped.append(f"{name}: {_reason(error)}")
             continue
         if worst <= accuracy.ALLOWED:
             right[place] = runner
         else:
             dropped.append(f"{name} errs {worst:.3g} times as much as XLA")
     return right, dropped
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def _variant(name: str, runner: Runner, sets: Sequence[tuple[jax.Array, ...]]) -> Variant:

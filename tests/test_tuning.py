@@ -23,6 +23,8 @@ from pallas_gemm.problem import Epilogue, Problem
 
 HOPPER = ARCHITECTURES[0]
 PROBLEM = Problem(256, 512, 256)
+OLDER = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability=(8, 0))
+NO_KERNEL = "no kernel runs on NVIDIA A100"
 NARROW = Problem(128, 128, 4096)
 
 
@@ -69,6 +71,7 @@ def tuned(
     (found,) = tuning.tune(
         [(problem, H200)], tuning.Tools(gpu, build or (lambda p, *_: product(p)))
     )
+    assert isinstance(found, tuning.Tuned)
     return found, gpu
 
 
@@ -180,12 +183,28 @@ def test_a_result_with_a_nan_is_wrong() -> None:
     assert len(found.dropped) == 1
 
 
-def test_a_product_that_no_config_computes_is_left_out() -> None:
-    gpu = MadeUpGpu(lambda _: 1e-5, lambda _: 1.0)
-    tools = tuning.Tools(gpu, lambda problem, *_: product(problem, off_by=1.0))
-    assert list(tuning.tune([(PROBLEM, H200)], tools)) == []
+def test_a_product_for_which_nothing_is_found_does_not_stop_the_others() -> None:
+    def seconds(_: str) -> float:
+        if len(seen) == 3:
+            raise MemoryError("too\nlarge")
+        return 1e-5
+
+    def build(problem: Problem, *_: object) -> tuning.Runner:
+        return product(problem, off_by=float(problem == PROBLEM))
+
     refused = dataclasses.replace(PROBLEM, a_dtype=jnp.float32, b_dtype=jnp.float32)
-    assert list(tuning.tune([(refused, H200)], tools)) == []
+    large, small = dataclasses.replace(PROBLEM, k=320), dataclasses.replace(PROBLEM, k=128)
+    wanted = [(PROBLEM, H200), (refused, H200), (PROBLEM, OLDER), (large, H200), (small, H200)]
+    seen: list[tuning.Tuned | tuning.Untuned] = []
+    for found in tuning.tune(wanted, tuning.Tools(MadeUpGpu(seconds, lambda _: 1.0), build)):
+        seen.append(found)
+    *without, last = seen
+    reasons = [found.reason for found in without if isinstance(found, tuning.Untuned)]
+    assert [found.problem for found in seen] == [problem for problem, _ in wanted]
+    assert reasons[0].startswith("no config is right: 64x")
+    assert reasons[1:] == ["no config is legal", NO_KERNEL, "MemoryError: too large"]
+    assert isinstance(last, tuning.Tuned)
+    assert str(without[-1]) == "256x512x320 NN bfloat16: MemoryError: too large"
 
 
 @pytest.mark.parametrize(("xla_seconds", "useful"), [(0.9e-5, False), (1.1e-5, True)])
