@@ -35,7 +35,7 @@ class KernelMeter:
 
     def turn(self, variant: Variant, calls: int) -> Turn:
         """Runs `calls` calls in a row and reads the time of every kernel."""
-        self._cupti._cupti_init()  # noqa: SLF001
+        self._listen()
         try:
             start = time.perf_counter()
             done = launched(variant.launch, 0, calls)
@@ -47,6 +47,14 @@ class KernelMeter:
             # Detaching and attaching again would cost more than most turns.
             kernels = self._cupti._cupti_get_timings(False)  # noqa: SLF001
         return Turn(seconds_per_call(kernels, calls, variant.name), wall, clock_hz)
+
+    def _listen(self) -> None:
+        try:
+            self._cupti._cupti_init()  # noqa: SLF001
+        except RuntimeError as error:
+            raise TimingError(
+                f"CUPTI cannot be listened to, is a profiler running? ({error})"
+            ) from error
 
     def joules(self, variant: Variant, seconds: float) -> float | None:  # noqa: ARG002 - no gauge
         """Returns None: reading energy takes more than CUPTI."""

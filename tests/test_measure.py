@@ -229,3 +229,10 @@ def test_kernels_that_cannot_be_shared_out_are_an_error(
 def test_results_are_dropped_as_calls_go_on() -> None:
     assert timing.launched(lambda i: i * i, 3, 4) == 36
     assert timing.launched(lambda i: i, 0, 0) is None
+
+
+def test_where_cupti_cannot_be_listened_to_the_error_says_so() -> None:
+    # On a computer without a GPU.
+    meter = timing.KernelMeter()
+    with pytest.raises(timing.TimingError, match="CUPTI cannot be listened to"):
+        meter.turn(variants("xla")[0], 1)
