@@ -85,9 +85,7 @@ def tile_errors(result: np.ndarray, exact: np.ndarray) -> np.ndarray:
     error = np.abs(result - exact)
     error = error.reshape((*(1,) * max(0, 2 - error.ndim), *error.shape))
     tiles = [-(-size // TILE) for size in error.shape[-2:]]
-    extra = [
-        (0, count * TILE - size) for count, size in zip(tiles, error.shape[-2:], strict=True)
-    ]
+    extra = [(0, count * TILE - size) for count, size in zip(tiles, error.shape[-2:], strict=True)]
     padded = np.pad(error, [(0, 0)] * (error.ndim - 2) + extra)
     split = padded.reshape(*error.shape[:-2], tiles[0], TILE, tiles[1], TILE)
     return split.max(axis=(-3, -1))
