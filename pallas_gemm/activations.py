@@ -6,7 +6,7 @@ accumulator, XLA to the sum.
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -101,17 +101,16 @@ def _primitives(activation: Activation) -> frozenset[str]:
             f"activation={activation!r} captures arrays of shapes {shapes}; only Python numbers can"
             " be built into a kernel"
         )
-    if [(out.shape, out.dtype) for out in jaxpr.out_avals] != [(_PROBE, jnp.float32)]:
+    results: list[Any] = jaxpr.out_avals
+    if [(result.shape, result.dtype) for result in results] != [(_PROBE, jnp.float32)]:
         raise TypeError(
             f"activation={activation!r} must turn a float32 array into one of the same shape, it"
-            f" turns float32{list(_PROBE)} into {', '.join(map(str, jaxpr.out_avals))}"
+            f" turns float32{list(_PROBE)} into {', '.join(map(str, results))}"
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):
         names.add(equation.primitive.name)
-        before, after = (
-            {v.aval.shape for v in variables} for variables in (equation.invars, equation.outvars)
-        )
+        before, after = map(_shapes, (equation.invars, equation.outvars))
         shrinks = _PROBE in before and after != {_PROBE}
         if equation.primitive.name in _MIXING or shrinks or not before | after <= {(), _PROBE}:
             raise TypeError(
@@ -119,6 +118,10 @@ def _primitives(activation: Activation) -> frozenset[str]:
                 f" {equation.primitive.name}"
             )
     return frozenset(names)
+
+
+def _shapes(variables: Iterable[Any]) -> set[tuple[int, ...]]:
+    return {variable.aval.shape for variable in variables}
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:

@@ -28,7 +28,7 @@ class Kernel:
     problem_refusals: Callable[[Problem], Iterable[str]]
     candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
     shared_rows: Callable[[Any], int]
-    build: Callable[[Problem, GemmConfig, Device, Any], Callable[..., Any]]
+    build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _hopper() -> Kernel:
     from pallas_gemm import hopper_candidates, hopper_config
     from pallas_gemm.kernels import hopper, plan
 
-    def build(problem: Problem, config: GemmConfig, device: Device, interpret: Any) -> Any:
+    def build(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
         return hopper.build(plan.HopperPlan(problem, config, device), interpret=interpret)
 
     return Kernel(
@@ -77,7 +77,7 @@ def _blackwell() -> Kernel:
     from pallas_gemm import blackwell_candidates, blackwell_config
     from pallas_gemm.kernels import blackwell, blackwell_plan
 
-    def build(problem: Problem, config: GemmConfig, device: Device, interpret: Any) -> Any:
+    def build(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
         plan = blackwell_plan.BlackwellPlan(problem, config, device)
         return blackwell.build(plan, interpret=interpret)
 

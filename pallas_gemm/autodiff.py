@@ -90,7 +90,7 @@ def _affine_change(
     # In reverse mode the type of the terms costs nothing: only their transposes are computed.
     plain = call.plain(np.float32, call.epilogue.alpha)
     pairs = [(moved.a, b), (given.a, db)]
-    terms = [product(plain, *pair) for pair in pairs if not any(x is None for x in pair)]
+    terms = [product(plain, x, y) for x, y in pairs if x is not None and y is not None]
     if moved.bias is not None:
         batch = max(given.a.shape[:-2], b.shape[:-2], key=len)
         shape = (*batch, *call.matrix_shape(given.a.shape, b.shape))

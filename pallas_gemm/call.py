@@ -1,6 +1,7 @@
 """`Call`: what is fixed about a product while it is traced, everything but the operands."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ class Call:
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
 
-    def unpack(self, operands: tuple[Any, ...]) -> Operands:
+    def unpack(self, operands: Sequence[Any]) -> Operands:
         """Gives each operand its name."""
         rest = list(operands)
         a, b = rest.pop(0), rest.pop(0)

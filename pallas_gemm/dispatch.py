@@ -8,6 +8,7 @@ partitioning have said their part; `explain` and the checks of what a caller nam
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -119,9 +120,7 @@ def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
     options = call.options
     if options.implementation is not None:
         return None
-    if options.target is None:
-        return "no GPU is planned for"
-    if not plan.architecture.fits(options.target):
+    if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
     if options.names_something or plan.source != "heuristics":
         return None
@@ -129,7 +128,9 @@ def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
     return f"XLA is faster: {why}" if why else None
 
 
-def _wrong_capability(architecture: Architecture, device: Device) -> str:
+def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
+    if device is None:
+        return "no GPU is planned for"
     major, minor = device.compute_capability
     needed = ".".join(map(str, architecture.capability))
     return f"it needs compute capability {needed}, {device.kind} has {major}.{minor}"
@@ -286,10 +287,11 @@ def _with_schedule(
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for choice in choices:
         config = dataclasses.replace(choice.config, schedule=schedule)
-        if isinstance(schedule, OnlineSchedule) and hasattr(config, "late_store"):
-            config = dataclasses.replace(config, late_store=False)
-        if not config.refusals(problem, device):
-            return dataclasses.replace(choice, config=config)
+        # What computes its order as it goes has no registers left for a late store.
+        early: dict[str, Any] = {"late_store": False} if hasattr(config, "late_store") else {}
+        for variant in (config, dataclasses.replace(config, **early)):
+            if not variant.refusals(problem, device):
+                return dataclasses.replace(choice, config=variant)
         grids.setdefault(config.stacked_grid(problem), config.tile)
     legal = ", ".join(f"{grid} for tiles of {tile}" for grid, tile in grids.items())
     if isinstance(schedule, str):
@@ -297,7 +299,7 @@ def _with_schedule(
     return (f"schedule is made for the grid {schedule.grid}; legal are {legal}",)
 
 
-def implement(decision: Decision, call: Call) -> Callable[..., object]:
+def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     """Returns the function of the operands that a decision stands for."""
     plan = decision.plan
     if plan is None:
@@ -311,16 +313,12 @@ def implement(decision: Decision, call: Call) -> Callable[..., object]:
     return functools.partial(_unfused, call, plan.realigned, kernel)
 
 
-def _fused(
-    call: Call, realigned: Realigned, kernel: Callable[..., object], *operands: object
-) -> object:
+def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     ready = realigned.prepare(call.unpack(operands))
     return realigned.restore(kernel(*ready.present()))
 
 
-def _unfused(
-    call: Call, realigned: Realigned, kernel: Callable[..., object], *operands: object
-) -> object:
+def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     given = call.unpack(operands)
     sums = []
     for b in (given.b, given.up):
@@ -331,7 +329,7 @@ def _unfused(
     return result.astype(call.out_dtype)
 
 
-def _simulator() -> object:
+def _simulator() -> Any:
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu.InterpretGPUParams()

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from pallas_gemm import occupancy
 from pallas_gemm.device import DEVICES, Device, device_named
 
 # A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
@@ -72,7 +73,8 @@ def device_of(device: jax.Device) -> Device | None:
     if device.platform != "gpu" or capability is None:
         return None
     major, _, minor = str(capability).partition(".")
-    return _described(device.device_kind, (int(major), int(minor or 0)), device.core_count)
+    numbers = (int(major), int(minor or 0))
+    return _present(device.device_kind, numbers, device.core_count, device.local_hardware_id)
 
 
 def _of_concrete(operand: Any) -> Device | None:
@@ -82,6 +84,16 @@ def _of_concrete(operand: Any) -> Device | None:
         devices = getattr(operand.sharding, "device_set", None) or ()
         return next((device_of(device) for device in devices), None)
     return None
+
+
+@functools.cache
+def _present(kind: str, capability: tuple[int, int], sms: int, ordinal: int) -> Device | None:
+    """Returns what is known about a GPU of this computer, with what its driver says."""
+    device = _described(kind, capability, sms)
+    if device is not None:
+        with contextlib.suppress(occupancy.DriverError, ValueError):
+            return occupancy.measured(device, (ordinal,))
+    return device
 
 
 @functools.lru_cache(maxsize=64)

@@ -247,7 +247,8 @@ def test_tracing_a_configured_call_takes_little_more_than_jaxs_own() -> None:
 def test_calls_that_are_not_traced_are_not_traced_again() -> None:
     a, b = _integers(64, 64), _integers(64, 64, seed=1)
     gemm(a, b, activation="gelu")
-    before = pallas_gemm.api._product._cache_size()
+    compiled: Any = pallas_gemm.api._product
+    before = compiled._cache_size()
     for _ in range(3):
         gemm(a, b, activation="gelu")
-    assert pallas_gemm.api._product._cache_size() == before
+    assert compiled._cache_size() == before

@@ -87,7 +87,8 @@ def _stock(
     result = times(b)
     if bias is not None:
         result = result + bias.astype(result.dtype)[None]
-    result = activations.resolve(activation)(result) if activation is not None else result
+    function = activations.resolve(activation)
+    result = function(result) if function is not None else result
     if up is not None:
         result = result * times(up)
     if residual is not None:

@@ -28,7 +28,8 @@ def _shapes(f: Callable[..., Any], *args: Any) -> list[list[tuple[int, ...]]]:
     def visit(jaxpr: core.Jaxpr) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive is product_p:
-                found.append([v.aval.shape for v in equation.invars])
+                avals: list[Any] = [v.aval for v in equation.invars]
+                found.append([aval.shape for aval in avals])
             for inner in core.jaxprs_in_params(equation.params):
                 visit(inner)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import pallas_gemm
 from tests import reference
@@ -34,9 +35,9 @@ TYPES: tuple[tuple[Any, Any, Any], ...] = (
 
 IMPLEMENTATIONS = (
     # On the CPU, None computes by XLA, behind the rules for derivatives and `vmap`.
-    pytest.param(None, 40, id="default"),
-    pytest.param("xla", 20, id="xla"),
-    pytest.param("interpret", 10, id="interpret"),
+    pytest.param(None, 25, id="default"),
+    pytest.param("xla", 12, id="xla"),
+    pytest.param("interpret", 6, id="interpret"),
     pytest.param("hopper", 60, id="hopper", marks=pytest.mark.gpu("hopper")),
 )
 
@@ -95,7 +96,9 @@ def cases(draw: Any, activations: tuple[str | None, ...]) -> Case:
         beta=1 if plain else draw(st.sampled_from([1, 0.5])),
     )
     return Case(
-        *(draw(sizes) for _ in range(3)),
+        draw(sizes),
+        draw(sizes),
+        draw(sizes),
         types,
         formula,
         not plain and draw(st.booleans()),
@@ -135,8 +138,12 @@ def test_an_activation_is_as_good_as_xlas(implementation: str | None, examples: 
 def test_products_of_normal_numbers_are_as_good_as_xlas(
     implementation: str | None, examples: int, types: tuple[Any, Any, Any]
 ) -> None:
-    case = Case(100, 136, 72, types, Formula(transpose_b=True), True, False, seed=3)
+    case = Case(70, 136, 72, types, Formula(transpose_b=True), True, False, seed=3)
     operands = case.operands(reference.normal)
+    if types[0] == jnp.float32:
+        # What tf32 holds of them, so that kernels and a CPU multiply the same numbers.
+        operands["a"] = lax.reduce_precision(operands["a"], 8, 10)
+        operands["b"] = lax.reduce_precision(operands["b"], 8, 10)
     result = case.gemm(implementation, **operands)
     xlas = case.gemm("xla", **operands)
     reference.assert_as_good_as_xla(result, xlas, case.formula(**operands))

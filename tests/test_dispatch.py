@@ -289,3 +289,10 @@ def test_a_target_has_no_influence_on_what_runs_here() -> None:
     ones = jnp.ones((64, 64), jnp.bfloat16)
     with pallas_gemm.target("h200"):
         np.testing.assert_array_equal(gemm(ones, ones), np.full((64, 64), 64))
+
+
+@pytest.mark.parametrize("name", ["online_swizzle:8", "online_raster", "hilbert", "log_swizzle"])
+def test_every_kind_of_order_can_be_asked_for_by_name(name: str) -> None:
+    plan = _decided(4096, 4096, 4096, schedule=name).plan
+    assert plan is not None
+    assert plan.config.schedule == name

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 import pallas_gemm
 from pallas_gemm import offline, targeting
-from pallas_gemm.device import B200, H100, H200
+from pallas_gemm.device import B200, H100, H200, Device
 from pallas_gemm.product import product_p
 
 needs_compiler = pytest.mark.skipif(
@@ -52,6 +52,10 @@ def test_a_block_is_left_by_an_error() -> None:
     assert targeting.known_target() is None
 
 
+def _kind(device: Device | None) -> str | None:
+    return None if device is None else device.kind
+
+
 def _planned(f: Any, *args: Any) -> list[Any]:
     """Returns the targets of the products in a function."""
     equations = jax.make_jaxpr(f)(*args).jaxpr.eqns
@@ -78,17 +82,18 @@ def test_a_function_that_was_traced_before_is_traced_anew_for_a_target() -> None
 @pytest.mark.parametrize("name", ["h100", "h200", "b200"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_ahead_of_time_the_mesh_tells(name: str, kind: AxisType) -> None:
-    devices = offline._device_sharding(name).mesh.devices
+    sharding: Any = offline._device_sharding(name)
+    devices = sharding.mesh.devices
     mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(kind,))
     sharding = jax.NamedSharding(mesh, jax.P())
     a = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
-    assert targeting.known_target(a).kind == devices.flat[0].device_kind
+    assert _kind(targeting.known_target(a)) == devices.flat[0].device_kind
     [device] = _planned(pallas_gemm.gemm, a, a)
     assert device.kind == devices.flat[0].device_kind
     text = jax.jit(pallas_gemm.gemm).lower(a, a).as_text()
     assert "mosaic_gpu" in text
     with jax.set_mesh(mesh):
-        assert targeting.known_target().kind == devices.flat[0].device_kind
+        assert _kind(targeting.known_target()) == devices.flat[0].device_kind
 
 
 def _gpu(kind: str, capability: str, sms: int) -> Any:
@@ -103,13 +108,16 @@ def _gpu(kind: str, capability: str, sms: int) -> Any:
 
 
 def test_devices_of_jax_are_described() -> None:
-    assert targeting.device_of(_gpu("NVIDIA H200", "9.0", 132)).kind == H200.kind
+    assert _kind(targeting.device_of(_gpu("NVIDIA H200", "9.0", 132))) == H200.kind
     other = targeting.device_of(_gpu("NVIDIA GH200 480GB", "9.0", 128))
+    assert other is not None
     assert (other.kind, other.compute_capability, other.sms) == ("NVIDIA GH200 480GB", (9, 0), 128)
     old = targeting.device_of(_gpu("NVIDIA A100-SXM4-80GB", "8.0", 108))
+    assert old is not None
     assert (old.compute_capability, old.sms) == ((8, 0), 108)
-    assert targeting.device_of(types.SimpleNamespace(platform="cpu")) is None
-    amd = types.SimpleNamespace(platform="gpu", device_kind="MI300X")
+    cpu: Any = types.SimpleNamespace(platform="cpu")
+    assert targeting.device_of(cpu) is None
+    amd: Any = types.SimpleNamespace(platform="gpu", device_kind="MI300X")
     assert targeting.device_of(amd) is None
 
 
