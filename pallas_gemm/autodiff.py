@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
@@ -69,9 +70,12 @@ def _through_activation(call: Call, given: Operands, moved: Operands) -> tuple[A
         if b is not None:
             operands = Operands(given.a, b, bias=given.bias)
             total = _named(before, *operands.present())
-            change = _affine_change(before, given, moved, b, db)
+            terms = _affine_change(before, given, moved, b, db)
+            change = _rounded_sum(terms, total) if terms else jnp.zeros_like(total)
             sums.append(total)
-            changes.append(_rounded_sum(change, total) if change else jnp.zeros_like(total))
+            # Otherwise XLA keeps its cotangent in float32 for the gradient of the bias, and writes
+            # and reads twice as much.
+            changes.append(lax.optimization_barrier(change))
 
     def finish(sums: list[jax.Array], residual: jax.Array | None) -> jax.Array:
         result = xla.finish(after, sums, Operands(None, None, residual=residual))

@@ -1,0 +1,65 @@
+"""What surrounds the kernels in programs compiled for a GPU: nothing that need not be there."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from pallas_gemm import offline
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
+)
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[str, dict[str, int]]:
+    """What each program consists of, by its name."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.compiled_programs"],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("program", "kernels", "passes"),
+    [
+        ("plain", 1, 0),
+        ("sequence", 1, 0),
+        ("fused", 1, 0),
+        ("gated", 1, 0),
+        ("mapped", 1, 0),
+        ("attention output", 1, 0),
+        # Both operands are padded and the result is sliced.
+        ("unaligned", 1, 3),
+        # Forward, and both gradients from operands as they are stored.
+        ("training step", 3, 0),
+        # The activation with its derivative, and the sum for the gradient of the bias.
+        ("training step of a layer", 3, 2),
+        # One contraction over all examples; the cotangent is made of a constant.
+        ("examples", 1, 1),
+    ],
+)
+def test_only_what_is_needed(
+    contents: dict[str, dict[str, int]], program: str, kernels: int, passes: int
+) -> None:
+    found = contents[program]
+    others = {name: count for name, count in found.items() if name != "kernel"}
+    assert found["kernel"] == kernels
+    assert sum(others.values()) == passes, others
+
+
+def test_a_policy_keeps_kernels_from_running_twice(contents: dict[str, dict[str, int]]) -> None:
+    # Two layers forward; backward two gradients for each but no product again.
+    assert contents["checkpoint"]["kernel"] == 2 + 4
