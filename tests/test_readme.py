@@ -65,6 +65,15 @@ def test_the_example_of_orders_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(printed) == 3 + 8
 
 
+def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    block = re.search(r"```python\n(.*?)```", _section("Multiply"), re.DOTALL)
+    assert block
+    # The same program on smaller operands, for a computer without a GPU.
+    exec(block[1].replace("4096", "256"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("hopper: m=256 n=256 k=256 NN bfloat16 x bfloat16 -> bfloat16 bias")
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", README))))
 def test_a_command_of_the_readme_exists(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
