@@ -45,7 +45,9 @@ class Device:
             return known[size]
         if size <= 2:
             return self.sms // size
-        return self.machine.gpcs * ((self.sms // self.machine.gpcs - 1) // size)
+        # Counted like the next even size: of 3, 5 and 7, fewer fit than their number of SMs says.
+        whole = size + size % 2
+        return self.machine.gpcs * ((self.sms // self.machine.gpcs - 1) // whole)
 
 
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), machines.H100)

@@ -170,6 +170,13 @@ class HopperConfig(GemmConfig):
                 f"tile columns must be at most 256, and per consumer a multiple of {whole} for"
                 f" layout {problem.layout}, got tile={self.tile}"
             )
+        narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
+        if narrowest * problem.out_dtype.itemsize < 32:
+            yield (
+                f"chunks of a {problem.out_dtype} result must be at least"
+                f" {32 // problem.out_dtype.itemsize} columns wide, store_columns="
+                f"{self.store_columns} cuts tile={self.tile} into some of {narrowest}"
+            )
         if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
             yield (
                 f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"

@@ -72,18 +72,7 @@ def test_an_unmeasured_gpu_is_not_asked_for_more_than_its_sms_hold(target, size)
     assert 1 <= device.coresident_clusters(size) <= device.sms // size
 
 
-ODD = pytest.mark.xfail(
-    reason="clusters of 3, 5 and 7 are estimated at 40, 24 and 16; 39, 22 and 15 ran"
-)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(size, marks=ODD) if size in (3, 5, 7) else size
-        for size in H200.machine.resident_clusters
-    ],
-)
+@pytest.mark.parametrize("size", H200.machine.resident_clusters)
 def test_the_estimate_is_not_above_what_was_measured(size):
     assert unmeasured(H200).coresident_clusters(size) <= H200.coresident_clusters(size)
 

@@ -7,8 +7,9 @@ ring of words in global memory that all roles of all CTAs of the cluster read a 
     word = tag (6 bits) | row (13 bits) | col (13 bits)        row = col = all ones: no tile is left
 
 A word is a whole message, so relaxed accesses are enough. Its tag says for which round through the
-ring it was written: a reader that sees an older tag reads again. A writer is at most as many turns
-ahead of a reader as the ring of operand slots is long, plus one, which `SLOTS` exceeds.
+ring it was written: a reader that sees an older tag reads again. CTAs that share an operand are at
+most a ring of operand slots apart, and any two CTAs of a cluster share one with a third: a writer
+is at most twice as many turns ahead of a reader as there are stages, plus one, and `SLOTS` is more.
 
 Counter and mailbox are made of zeros for every call (a few kilobytes), so that the call stays pure
 and can be replayed in a CUDA graph.
@@ -25,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from schedules import Schedule
 
-SLOTS = 32
+SLOTS = 64
 TAG_BITS = 6
 COORDINATE_BITS = 13
 LIMIT = (1 << COORDINATE_BITS) - 1

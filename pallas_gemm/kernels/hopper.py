@@ -262,7 +262,7 @@ def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
         return total.astype(plan.problem.out_dtype)
     height, width = plan.out_tile
     strips = [
-        finish(plan, total, at, slice(0, height), slice(start, start + STRIP), gmem)
+        finish(plan, total, at, slice(0, height), slice(start, min(start + STRIP, width)), gmem)
         for start in range(0, width, STRIP)
     ]
     return lax.concatenate(strips, 1)
