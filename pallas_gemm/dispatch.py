@@ -7,10 +7,9 @@ partitioning have said their part; `explain` and the checks of what a caller nam
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from pallas_gemm import activations, cache, heuristics, precision, rules
 from pallas_gemm.architectures import ARCHITECTURES, Architecture
@@ -258,10 +257,12 @@ def _choose(
         return best or ("none of the configs that are considered is legal",), "heuristics"
     choices = heuristics.rank(problem, device, architecture)
     if options.implementation == "interpret":
-        # The simulator's time goes with the size of the tiles.
-        choices = sorted(choices, key=lambda choice: np.prod(choice.config.tile))
+        # The simulator's time goes with the size of the tiles, and it knows no pairs of CTAs.
+        choices = tuple(
+            sorted(choices, key=lambda c: (c.config.cluster_size, math.prod(c.config.tile)))
+        )
     if options.schedule is not None:
-        return _with_schedule(options.schedule, tuple(choices), problem, device), "heuristics"
+        return _with_schedule(options.schedule, choices, problem, device), "heuristics"
     if not choices:
         return ("none of the configs that are considered is legal",), "heuristics"
     return choices[0], "heuristics"

@@ -296,3 +296,15 @@ def test_every_kind_of_order_can_be_asked_for_by_name(name: str) -> None:
     plan = _decided(4096, 4096, 4096, schedule=name).plan
     assert plan is not None
     assert plan.config.schedule == name
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_the_kernel_of_the_planned_gpu_is_simulated(target: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (reference.integers(rng, shape, jnp.bfloat16) for shape in ((70, 72), (72, 136)))
+    with pallas_gemm.target(target) as device:
+        plan = pallas_gemm.explain(a, b, implementation="interpret").plan
+        result = gemm(a, b, activation="relu", implementation="interpret")
+    assert plan is not None
+    assert (plan.device, plan.architecture.fits(device)) == (device, True)
+    reference.assert_exact(result, reference.Formula(activation="relu")(a, b))
