@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 # What JAX has to know of the product is registered when these are imported.
 from pallas_gemm import autodiff as autodiff
 from pallas_gemm import batching as batching
 from pallas_gemm import dispatch, explanation, request
 from pallas_gemm import lowering as lowering
-from pallas_gemm.call import OUT_NAME, Call, Operands
+from pallas_gemm.call import Call, Operands
 from pallas_gemm.canonical import Form
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Epilogue
@@ -158,12 +157,11 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
 
 def _answer(asked: Request) -> jax.Array:
-    """Computes what was asked for."""
+    """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
     explanation.note(asked)
     operands = asked.operands.present()
     if asked.outside is not None:
-        # The product names its own result where it is derived.
-        return checkpoint_name(asked.by_xla(*operands), OUT_NAME)
+        return asked.by_xla(*operands)
     if asked.call.options.names_something:
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.decide(asked.call, asked.signature)

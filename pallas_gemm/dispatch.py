@@ -102,7 +102,11 @@ def decide(call: Call, signature: Signature) -> Decision:
         return Decision(name, problem, reason, plan, tuple(refused))
     if not possible:
         _raise_if_named(call, refused)
-    return Decision("xla", problem, "no kernel computes it as fast", None, tuple(refused))
+    if options.target is None:
+        why = "no GPU is planned for"
+    else:
+        why = "no kernel is as fast" if possible else "no kernel takes it"
+    return Decision("xla", problem, why, None, tuple(refused))
 
 
 def _comes_into_question(call: Call, architecture: Architecture) -> bool:

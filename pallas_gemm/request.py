@@ -128,8 +128,8 @@ class Wish:
             return f"no kernel makes a result of {out_dtype} from {names}"
         if self.out_sharding is not None:
             return "out_sharding is given"
-        if any(map(_explicitly_sharded, operands.present())):
-            return "an operand is sharded over an explicit axis of its mesh"
+        if any(map(_on_explicit_mesh, operands.present())):
+            return "the operands are on an explicit mesh of several devices"
         return None
 
 
@@ -176,12 +176,12 @@ def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Re
     return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
 
 
-def _explicitly_sharded(x: Any) -> bool:
-    """Whether the type of an operand says that it is distributed."""
-    sharding = getattr(jax.typeof(x), "sharding", None) if isinstance(x, jax.Array) else None
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+def _on_explicit_mesh(x: Any) -> bool:
+    """Whether the type of an operand says on which of several devices it is."""
+    if not isinstance(x, jax.Array):
         return False
-    return any(axis is not None for axis in sharding.spec)
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.size > 1 and AxisType.Explicit in mesh.axis_types
 
 
 def _by_xla(

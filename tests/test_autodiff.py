@@ -189,9 +189,15 @@ def test_forward_over_reverse_and_the_other_way_round() -> None:
 
 
 def test_a_product_can_be_transposed_as_a_linear_function() -> None:
-    a, b, g = _normal(3, 5), _normal(5, 7, seed=1), _normal(3, 7, seed=2)
-    (transposed,) = jax.linear_transpose(lambda a: gemm(a, b, alpha=2), a)(g)
-    np.testing.assert_allclose(transposed, 2 * g @ b.T, rtol=1e-5, atol=1e-5)
+    rng = np.random.default_rng(0)
+    a, b, g = (reference.integers(rng, s, jnp.float32) for s in ((3, 5), (5, 7), (3, 7)))
+    for implementation in (None, "xla"):
+
+        def product(a: jax.Array, named: str | None = implementation) -> jax.Array:
+            return gemm(a, b, alpha=2, implementation=named)
+
+        (transposed,) = jax.linear_transpose(product, a)(g)
+        np.testing.assert_array_equal(transposed, 2 * (g @ b.T))
     with pytest.raises(NotImplementedError, match="linear"):
         jax.linear_transpose(lambda a: gemm(a, b, bias=_normal(7)), a)(g)
 
