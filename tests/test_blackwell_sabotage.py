@@ -76,12 +76,12 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
     "operands are multiplied before they are there": (
         leave_out(blackwell, "await_operands"),
         CONFIG,
-        {"race"},
+        {"race", "refused"},
     ),
     "an accumulator is overwritten before it was read": (
         leave_out(blackwell, "await_accumulator"),
         CONFIG,
-        {"race"},
+        {"race", "refused"},
     ),
     "sums are read before they are complete": (
         leave_out(blackwell, "await_sums"),
@@ -91,22 +91,22 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
     "an accumulator is freed while it is read": (
         put(blackwell, "free_accumulator", arrive_before_reading),
         CONFIG,
-        {"race"},
+        {"race", "refused"},
     ),
     "a store slot is overwritten before it was stored": (
         leave_out(blackwell, "await_store_slot"),
         CONFIG,
-        {"race"},
+        {"race", "refused"},
     ),
     "a chunk is stored before all threads wrote it": (
         leave_out(plgpu, "commit_smem"),
         CONFIG,
-        {"race"},
+        {"race", "refused"},
     ),
     "an answer is overwritten before all have read it": (
         leave_out(launch_control, "await_readers"),
         DYNAMIC,
-        {"race"},
+        {"race", "refused"},
     ),
     "a barrier expects a reader too few": (
         put(protocol, "read_arrivals", lambda roles: roles - 1),

@@ -195,6 +195,8 @@ def test_rounds_once(rng):
     assert np.all(error <= 2.0**-8 * np.abs(products.exact(problem, operands)) + 1e-4)
 
 
+# The simulator multiplies with NumPy, which warns of what this test is about.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_nan_and_infinity_stay_in_their_rows_and_columns(rng):
     problem = Problem(200, 128, 200)
     operands = products.small_integers(problem, rng)
