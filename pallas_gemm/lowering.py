@@ -5,6 +5,7 @@ gives them to what `dispatch` decided on.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.interpreters import mlir
 from pallas_gemm import dispatch, targeting
 from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.call import Call, Signature
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import xla
 from pallas_gemm.product import product_p
 
@@ -53,9 +55,23 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: boo
         _refuse_gpu_kernel(call)
         if call.options.implementation != "interpret":
             call = call.with_target(None)
-    decision = dispatch.decide(call, _signature(ctx.avals_in))
-    run = dispatch.implement(decision, call)
+    signature = _signature(ctx.avals_in)
+    decision = dispatch.decide(call, signature)
+    if decision.plan is None:
+        run = dispatch.implement(decision, call)
+    else:
+        run = _traced_once(call, signature, decision.plan.config)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_once(call: Call, signature: Signature, config: GemmConfig) -> Callable[..., Any]:
+    """Returns a product whose kernel is traced once, however many programs it is part of."""
+    decision = dispatch.decide(call, signature)
+    # Tables of tuned configs make it another one, which is why it is a part of the key.
+    assert decision.plan is not None
+    assert decision.plan.config == config
+    return jax.jit(dispatch.implement(decision, call))
 
 
 def _refuse_gpu_kernel(call: Call) -> None:
