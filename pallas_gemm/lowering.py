@@ -1,7 +1,9 @@
 """What the product becomes in a compiled program: its type, and its form on each platform.
 
-This is where partitioning among devices belongs: `_lowered` has the operands of one product and
-gives them to what `dispatch` decided on.
+Partitioning among devices belongs here, between the primitive and what `dispatch` decides on, where
+operands are matrices and derivatives and `vmap` are done. JAX tells `custom_partitioning` the
+devices only where it finds it in a program, so the primitive has to carry it as a jaxpr among its
+parameters, around a primitive for the product of one device's part.
 """
 
 import functools
