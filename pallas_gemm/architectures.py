@@ -78,6 +78,11 @@ def _blackwell() -> Kernel:
     from pallas_gemm.kernels import blackwell, blackwell_plan
 
     def build(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
+        if interpret and config.cluster == blackwell_config.PAIR:
+            raise ValueError(
+                "config: the simulator knows no pairs of CTAs; cluster must be (1, 1) to be"
+                f" simulated, got {config.cluster}"
+            )
         plan = blackwell_plan.BlackwellPlan(problem, config, device)
         return blackwell.build(plan, interpret=interpret)
 
@@ -85,8 +90,7 @@ def _blackwell() -> Kernel:
         blackwell_config.BlackwellConfig,
         blackwell_config.problem_refusals,
         blackwell_candidates.candidates,
-        # Written by TMA, read by the MMA; a pair of CTAs shares the right operand.
-        lambda config: 2 * (config.tile[0] + config.tile[1] // config.cluster_size),
+        blackwell_candidates.shared_rows,
         build,
     )
 

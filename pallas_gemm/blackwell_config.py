@@ -19,6 +19,9 @@ TENSOR_COLUMNS = 512
 """Columns of 32 bits in the tensor memory of an SM."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
+ACTIVATED_COLUMNS = 16
+"""Columns that an activation sees at a time, of gate and up together: with 32, `erf` does not fit
+into the registers."""
 PAIR = (2, 1)
 """The cluster of two CTAs that multiply together."""
 
@@ -78,21 +81,13 @@ class BlackwellConfig(GemmConfig):
         """Columns of each right operand that one CTA loads: half of the tile's in a pair."""
         return self.out_tile(problem)[1] // self.ctas_per_mma
 
-    def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
-        """(first column, width) of each chunk of a tile of the result."""
-        width = self.store_columns
-        return tuple((start, width) for start in range(0, self.out_tile(problem)[1], width))
-
     def read_columns(self, problem: Problem) -> int:
         """How many columns of the sums are read and finished at a time.
 
         Fewer with an activation, whose intermediate values need registers too.
         """
-        return (
-            self.store_columns
-            if problem.epilogue.activation is None
-            else min(self.store_columns, 32)
-        )
+        plain = problem.epilogue.activation is None
+        return self.store_columns if plain else ACTIVATED_COLUMNS // problem.sums
 
     def launched(self, problem: Problem, device: Device) -> int:
         """How many clusters the grid has; all but `workers` of them may never start."""

@@ -49,7 +49,7 @@ of this one, and its MMAs the epilogue of this one)
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -190,15 +190,19 @@ def issuer(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
 
 
 def epilogue(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
-    """Finishes and stores what has been multiplied, tile after tile."""
-    chunks = range(len(plan.chunks))
+    """Finishes and stores what has been multiplied, tile after tile.
+
+    The chunks of a tile are a loop of the program, because an activation makes it long.
+    """
 
     def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
         at = place.locate(plan.config, plan.problem, row, col)
         at = at._replace(row=at.row + lax.axis_index(PAIR) * plan.config.tile[0])
-        fetch_residual(plan, cta, at, turn, chunks[: plan.config.store_slots])
+        fetch_residual(plan, cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
         await_sums(plan, cta, turn)
-        for chunk in chunks:
+
+        @pl.loop(0, plan.chunks)
+        def _one_chunk(chunk: Any) -> None:
             store(plan, cta, at, turn, chunk, finish(plan, cta, at, turn, chunk))
 
     source.walk(one_tile, None)
@@ -254,15 +258,15 @@ def publish_sums(plan: BlackwellPlan, cta: Cta, turn: Any) -> None:
     )
 
 
-def finish(plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunk: int) -> Any:
+def finish(plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
     """Reads the sums of a chunk of columns and finishes them, a few columns at a time."""
-    start, width = plan.chunks[chunk]
-    step = plan.config.read_columns(plan.problem)
+    width, step = plan.config.store_columns, plan.config.read_columns(plan.problem)
     parts = []
-    for first in range(start, start + width, step):
+    for within in range(0, width, step):
+        first = chunk * width + within
         sums = load_sums(plan, cta, turn, first, step)
-        if first + step == plan.config.out_tile(plan.problem)[1]:
-            free_accumulator(plan, cta, turn)
+        if within + step == width:
+            pl.when(chunk == plan.chunks - 1)(functools.partial(free_accumulator, plan, cta, turn))
         bias = None
         if plan.problem.epilogue.bias:
             here = cta.gmem.bias.at[pl.ds(at.col + first, step)]
@@ -271,7 +275,7 @@ def finish(plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunk: int
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
-def load_sums(plan: BlackwellPlan, cta: Cta, turn: Any, first: int, width: int) -> tuple[Any, ...]:
+def load_sums(plan: BlackwellPlan, cta: Cta, turn: Any, first: Any, width: int) -> tuple[Any, ...]:
     """Reads some columns of each part of the sums of a tile."""
     columns = plan.config.out_tile(plan.problem)[1]
     return tuple(
@@ -287,7 +291,7 @@ def free_accumulator(plan: BlackwellPlan, cta: Cta, turn: Any) -> None:
 
 
 def store(
-    plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunk: int, values: Any
+    plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any
 ) -> None:
     """Stores a finished chunk of columns, through shared memory unless told otherwise."""
     if plan.config.direct_store:
@@ -303,12 +307,13 @@ def store(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(cta.slots.out.box.at[slot], _chunk(plan, cta.gmem.out, at, chunk))
     following = chunk + plan.config.store_slots
-    if following < len(plan.chunks):
-        fetch_residual(plan, cta, at, turn, (following,))
+    pl.when(following < plan.chunks)(
+        functools.partial(fetch_residual, plan, cta, at, turn, (following,))
+    )
 
 
 def fetch_residual(
-    plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunks: Sequence[int]
+    plan: BlackwellPlan, cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]
 ) -> None:
     """Starts to load chunks of the residual into the store slots that will hold their sums."""
     if not plan.problem.epilogue.residual:
@@ -380,25 +385,22 @@ def _accumulator(plan: BlackwellPlan, turn: Any) -> Any:
     return lax.rem(turn, jnp.int32(plan.config.accumulators))
 
 
-def _sums(plan: BlackwellPlan, cta: Cta, turn: Any, start: int, width: int) -> Any:
+def _sums(plan: BlackwellPlan, cta: Cta, turn: Any, start: Any, width: int) -> Any:
     """Some columns of the accumulator of a tile."""
     first = _accumulator(plan, turn) * plan.config.tile[1] + start
     return cta.sums_tmem.at[:, pl.ds(first, width)]
 
 
-def _store_slot(plan: BlackwellPlan, turn: Any, chunk: int) -> Any:
-    """The store slot of a chunk: chunks of all tiles take the slots in turn."""
-    slots, chunks = plan.config.store_slots, len(plan.chunks)
-    if chunks % slots == 0:
-        return chunk % slots
-    return lax.rem(turn * chunks + chunk, jnp.int32(slots))
+def _store_slot(plan: BlackwellPlan, turn: Any, chunk: Any) -> Any:
+    """The store slot of a chunk: the chunks of all tiles take the slots in turn."""
+    return lax.rem(turn * plan.chunks + chunk, jnp.int32(plan.config.store_slots))
 
 
-def _chunk(plan: BlackwellPlan, gmem: Any, at: place.Where, chunk: int) -> Any:
+def _chunk(plan: BlackwellPlan, gmem: Any, at: place.Where, chunk: Any) -> Any:
     """The part of the result, or of the residual, that a chunk of this CTA's tile covers."""
-    start, width = plan.chunks[chunk]
+    width = plan.config.store_columns
     rows = pl.ds(at.row, plan.config.tile[0])
-    return place.matrix(gmem, at.batch).at[rows, pl.ds(at.col + start, width)]
+    return place.matrix(gmem, at.batch).at[rows, pl.ds(at.col + chunk * width, width)]
 
 
 def _scratch(plan: BlackwellPlan, simulated: bool) -> list[Any]:

@@ -67,10 +67,10 @@ class BlackwellPlan:
         """Warpgroups of a CTA, each with a role of its own."""
         return 3 if self.config.specialised else 2
 
-    @functools.cached_property
-    def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(first column, width) of each chunk of a tile of the result."""
-        return self.config.store_chunks(self.problem)
+    @property
+    def chunks(self) -> int:
+        """Chunks of columns in which a tile of the result is stored."""
+        return self.config.out_tile(self.problem)[1] // self.config.store_columns
 
     @property
     def stored(self) -> Problem:
