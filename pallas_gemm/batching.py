@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import batching
 
 from pallas_gemm.call import Call, Operands
@@ -78,12 +79,11 @@ def _same_product(mapped: _Mapped) -> jax.Array:
 def _more_rows(mapped: _Mapped) -> jax.Array:
     """Folds the mapped dimension of the left operand into the rows."""
     given = mapped.operands
-    rows = given.a.reshape(-1, given.a.shape[-1])
-    folded = given._replace(a=rows)
+    folded = given._replace(a=lax.collapse(given.a, 0, 2))
     if given.residual is not None:
-        folded = folded._replace(residual=_residual(mapped).reshape(len(rows), -1))
+        folded = folded._replace(residual=lax.collapse(_residual(mapped), 0, 2))
     result = product(mapped.call, *folded.present())
-    return result.reshape(mapped.size, -1, result.shape[-1])
+    return result.reshape(mapped.size, given.a.shape[1], result.shape[-1])
 
 
 def _rows_of_each_are_cheaper(mapped: _Mapped) -> bool:
@@ -101,14 +101,14 @@ def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
 
     def fold(x: jax.Array) -> jax.Array:
         if x.ndim == 3:
-            return x.reshape(-1, x.shape[-1])
-        return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1])
+            return lax.collapse(x, 0, 2)
+        return lax.collapse(jnp.swapaxes(x, 0, 1), 1, 3)
 
     folded = given._replace(a=fold(given.a))
     if given.residual is not None:
         folded = folded._replace(residual=fold(_residual(mapped)))
     result = product(mapped.call, *folded.present())
-    return result.reshape(result.shape[0], mapped.size, -1, result.shape[-1])
+    return result.reshape(result.shape[0], mapped.size, given.a.shape[-2], result.shape[-1])
 
 
 def _batched(mapped: _Mapped) -> jax.Array:
@@ -127,7 +127,7 @@ def _batched(mapped: _Mapped) -> jax.Array:
         elif x.ndim == own + 1 and inner is not None:
             x = x[:, None]
         own_shape = x.shape[x.ndim - own :]
-        return jnp.broadcast_to(x, (*lead, *own_shape)).reshape(-1, *own_shape)
+        return lax.collapse(jnp.broadcast_to(x, (*lead, *own_shape)), 0, len(lead))
 
     def share(x: Any, flag: bool) -> Any:
         """Maps both right operands if one is."""
@@ -144,7 +144,7 @@ def _batched(mapped: _Mapped) -> jax.Array:
         None,
     )
     if given.residual is not None:
-        ready = ready._replace(residual=_residual(mapped).reshape(-1, *given.residual.shape[-2:]))
+        ready = ready._replace(residual=lax.collapse(_residual(mapped), 0, len(lead)))
     result = product(mapped.call, *ready.present())
     return result.reshape(*lead, *result.shape[-2:])
 

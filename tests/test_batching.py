@@ -1,5 +1,6 @@
 """What `vmap` makes of a product: right for every combination, and without copies where it can."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,30 @@ def test_gated_products(axes: tuple[int | None, ...]) -> None:
     result = jax.vmap(product, in_axes=axes)(*operands)
     expected = jax.vmap(lambda *x: product(*x, implementation="xla"), in_axes=axes)(*operands)
     np.testing.assert_array_equal(result, expected, strict=True)
+
+
+@pytest.mark.parametrize("empty", ["m", "n", "k", "lead", "mapped"])
+@pytest.mark.parametrize("lead", [(), (4,)], ids=str)
+def test_empty_dimensions(empty: str, lead: tuple[int, ...]) -> None:
+    sizes = {"m": 3, "n": 7, "k": 5, "mapped": SIZE} | {empty: 0}
+    m, n, k = (sizes[name] for name in "mnk")
+    lead = (0,) if empty == "lead" else lead
+    shapes = ((*lead, m, k), (*lead, k, n), (n,), (*lead, m, n))
+
+    def product(a: Any, b: Any, bias: Any, residual: Any, implementation: Any = None) -> jax.Array:
+        return gemm(a, b, bias=bias, residual=residual, implementation=implementation)
+
+    for mapped in ("a", "b", "a b", "bias", "a residual", "a b bias residual"):
+        flags = [name in mapped.split() for name in ("a", "b", "bias", "residual")]
+        axes = [0 if flag else None for flag in flags]
+        operands = [
+            _integers(*((sizes["mapped"],) if flag else ()), *shape)
+            for flag, shape in zip(flags, shapes, strict=True)
+        ]
+        result = jax.vmap(product, in_axes=axes)(*operands)
+        by_xla = functools.partial(product, implementation="xla")
+        expected = jax.vmap(by_xla, in_axes=axes)(*operands)
+        np.testing.assert_array_equal(result, expected, strict=True)
 
 
 def test_a_mapped_left_operand_is_more_rows() -> None:
