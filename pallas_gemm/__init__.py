@@ -21,7 +21,9 @@ from pallas_gemm.api import dot_general as dot_general
 from pallas_gemm.api import gated_gemm as gated_gemm
 from pallas_gemm.api import gemm as gemm
 from pallas_gemm.api import matmul as matmul
+from pallas_gemm.contraction import einsum as einsum
 from pallas_gemm.explanation import Explanation as Explanation
 from pallas_gemm.explanation import explain as explain
+from pallas_gemm.partitioning import reduce_in as reduce_in
 from pallas_gemm.targeting import target as target
 from pallas_gemm.tuning import autotune as autotune

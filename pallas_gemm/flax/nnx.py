@@ -1,0 +1,139 @@
+"""Layers for `flax.nnx`."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pallas_gemm.api import Activation, gated_gemm
+from pallas_gemm.flax import fused
+
+
+class Linear(nnx.Linear):
+    """`flax.nnx.Linear` with its bias, an activation and a residual computed in the kernel.
+
+    It has the parameters of the stock layer, `kernel` and `bias`, and takes all its arguments but
+    `dot_general`.
+
+    >>> Linear(4096, 14336, activation="gelu", dtype=jnp.bfloat16, rngs=rngs)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        """Makes the parameters.
+
+        Args:
+            in_features: As for `flax.nnx.Linear`.
+            out_features: As for `flax.nnx.Linear`.
+            activation: As for `pallas_gemm.gemm`.
+            rngs: As for `flax.nnx.Linear`.
+            **options: All else that `flax.nnx.Linear` takes.
+
+        Raises:
+            ValueError: `dot_general` is given.
+        """
+        fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.activation = activation
+
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes `activation(inputs @ kernel + bias) + residual`, rounded once.
+
+        Args:
+            inputs: Any number of dimensions, of which the last is contracted.
+            out_sharding: The result's sharding under an explicit mesh.
+            residual: An array of the result's shape.
+
+        Returns:
+            The result; its type is that of `residual + flax.nnx.Linear(...)(inputs)`.
+        """
+        bias = None if self.bias is None else self.bias[...]
+        operands = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return fused.dense(
+            operands,
+            residual,
+            activation=self.activation,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+
+Dense = Linear
+"""`Linear` under the name that `linen` has for it."""
+
+
+class GatedDense(nnx.Module):
+    """`activation(inputs @ gate) * (inputs @ up)`, rounded once: SwiGLU and its relatives.
+
+    The parameters lie in two stock layers without bias, `gate` and `up`, so that a block that is
+    written as
+
+        self.gate = nnx.Linear(in_features, out_features, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(in_features, out_features, use_bias=False, rngs=rngs)
+
+    has the same state and the same initial values; of a block with other names, put its layers in
+    their place.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation = "silu",
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        """Makes the parameters.
+
+        Args:
+            in_features: The contracted size.
+            out_features: Columns of the result.
+            activation: As for `pallas_gemm.gated_gemm`; "silu" is SwiGLU, "gelu" GeGLU.
+            rngs: As for `flax.nnx.Linear`.
+            **options: All else that `flax.nnx.Linear` takes, of both layers.
+
+        Raises:
+            ValueError: `use_bias` or `dot_general` is given.
+        """
+        fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
+        if options.pop("use_bias", False):
+            raise ValueError("use_bias=True: a gated product has no bias; legal is False")
+        options["use_bias"] = False
+        self.gate = nnx.Linear(in_features, out_features, rngs=rngs, **options)
+        self.up = nnx.Linear(in_features, out_features, rngs=rngs, **options)
+        self.activation = activation
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Computes the gated product.
+
+        Args:
+            inputs: Any number of dimensions, of which the last is contracted.
+            out_sharding: The result's sharding under an explicit mesh.
+
+        Returns:
+            The result.
+        """
+        layer = self.gate
+        inputs, gate, up = layer.promote_dtype(
+            (inputs, layer.kernel[...], self.up.kernel[...]), dtype=layer.dtype
+        )
+        return gated_gemm(
+            inputs,
+            gate,
+            up,
+            activation=self.activation,
+            precision=layer.precision,
+            preferred_element_type=layer.preferred_element_type,
+            out_sharding=out_sharding,
+        )

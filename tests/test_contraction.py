@@ -1,0 +1,105 @@
+"""`einsum`: every kind of subscript, and which products it is made of."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from pallas_gemm import einsum, explain
+from tests import reference
+
+# Subscripts, shapes, and how many products and transposed operands they come down to.
+CASES: list[tuple[str, list[tuple[int, ...]], int, int]] = [
+    ("ij,jk->ik", [(2, 3), (3, 4)], 1, 0),
+    ("ij,jk", [(2, 3), (3, 4)], 1, 0),
+    ("ij,jk->ki", [(2, 3), (3, 4)], 1, 0),
+    ("bsd,vd->bsv", [(2, 3, 4), (7, 4)], 1, 0),
+    ("vd,bsd->bsv", [(7, 4), (2, 3, 4)], 1, 0),
+    ("bhqd,bhkd->bhqk", [(2, 3, 4, 5), (2, 3, 6, 5)], 1, 0),
+    ("bqhd,bkhd->bhqk", [(2, 4, 3, 5), (2, 6, 3, 5)], 1, 2),
+    ("i,j->ij", [(2,), (3,)], 1, 0),
+    ("ij,ij->ij", [(2, 3), (2, 3)], 1, 0),
+    ("ij,ij", [(2, 3), (2, 3)], 1, 0),
+    (",ij->ij", [(), (2, 3)], 1, 0),
+    ("...ij,...jk->...ik", [(1, 2, 3), (5, 3, 4)], 1, 0),
+    ("...d,df", [(2, 3, 4), (4, 5)], 1, 0),
+    # Summed out, or a diagonal taken, before the product.
+    ("ij,kl->il", [(2, 3), (4, 5)], 1, 0),
+    ("ii,ij->j", [(3, 3), (3, 4)], 1, 0),
+    ("iij,jkk->ik", [(2, 2, 3), (3, 4, 4)], 1, 0),
+    # In pairs.
+    ("ij,jk,kl->li", [(2, 3), (3, 4), (4, 5)], 2, 0),
+    # No product.
+    ("ij->j", [(2, 3)], 0, 0),
+    ("ii", [(3, 3)], 0, 0),
+    ("ij->ji", [(2, 3)], 0, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "products", "copies"), CASES, ids=[case[0] for case in CASES]
+)
+def test_the_result_is_exact(
+    rng: np.random.Generator,
+    subscripts: str,
+    shapes: list[tuple[int, ...]],
+    products: int,
+    copies: int,
+) -> None:
+    operands = [reference.integers(rng, shape, jnp.float32) for shape in shapes]
+    exact = np.einsum(subscripts, *(reference.wide(x) for x in operands))
+    reference.assert_exact(einsum(subscripts, *operands), exact)
+    explained = explain(lambda *xs: einsum(subscripts, *xs), *operands)
+    assert (len(explained.products), len(explained.copies)) == (products, copies)
+
+
+def test_indices_may_be_numbers(rng: np.random.Generator) -> None:
+    a, b = (reference.integers(rng, shape, jnp.int8) for shape in ((2, 3), (3, 4)))
+    result = einsum(a, [0, 1], b, [1, 2], [2, 0], preferred_element_type=jnp.int32)
+    assert result.dtype == jnp.int32
+    reference.assert_exact(result, (reference.wide(a) @ reference.wide(b)).T)
+
+
+def test_a_sum_before_a_product_does_not_overflow() -> None:
+    many = jnp.ones((1000, 2), jnp.int8)
+    result = einsum("ij,jk->k", many, jnp.ones((2, 3), jnp.int8), preferred_element_type=jnp.int32)
+    np.testing.assert_array_equal(result, [2000, 2000, 2000])
+
+
+def test_booleans_are_left_to_jax() -> None:
+    yes = jnp.ones((2, 2), bool)
+    result = einsum("ij,jk->ik", yes, yes)
+    assert result.dtype == bool
+    assert result.all()
+
+
+def test_gradients_and_maps_are_those_of_a_product(rng: np.random.Generator) -> None:
+    a, b = (reference.integers(rng, shape, jnp.float32) for shape in ((5, 2, 3), (3, 4)))
+
+    def loss(op: Any) -> Any:
+        return lambda a, b: jnp.sum(jax.vmap(lambda x: op("sd,df->fs", x, b))(a) ** 2)
+
+    ours, stock = (jax.grad(loss(op), (0, 1))(a, b) for op in (einsum, jnp.einsum))
+    jax.tree.map(np.testing.assert_array_equal, ours, stock)
+
+
+def test_the_sharding_of_the_result_is_that_which_is_asked_for() -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        a = jax.device_put(jnp.ones((4, 6, 8)), jax.P("x"))
+        b = jax.device_put(jnp.ones((8, 2, 10)), jax.P(None, "y"))
+        # The product comes out as bshk and is transposed.
+        result = einsum("bsd,dhk->bhsk", a, b, out_sharding=jax.P("x", "y"))
+        assert jax.typeof(result).sharding.spec == jax.P("x", "y", None, None)
+        np.testing.assert_array_equal(result, np.full((4, 2, 6, 10), 8.0))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    a = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match="label 'j' for operand 1"):
+        einsum("ij,jk", a, a)
+    with pytest.raises(ValueError, match="three or more operands in one step"):
+        einsum("ij,kj,kl", a, a, a, optimize=[(0, 1, 2)])

@@ -1,0 +1,285 @@
+"""`pallas_gemm.flax`: the parameters of the stock layers, and what follows the product fused."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx as stock_nnx
+from jax.sharding import AxisType
+
+import pallas_gemm
+from pallas_gemm import explain
+from pallas_gemm.flax import linen, nnx
+from tests import layers
+
+INPUTS, FEATURES = 16, 24
+X = (2, 5, INPUTS)
+ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+KEY = jax.random.key(0)
+
+
+def _jaxs(activation: str | None) -> Callable[..., Any]:
+    return ACTIVATIONS[activation]
+
+
+@pytest.mark.parametrize("activation", ["gelu", None])
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+def test_a_linen_dense_is_the_stock_layer_and_what_follows(
+    activation: str | None, residual: bool
+) -> None:
+    bias = {"bias_init": nn.initializers.normal()}
+    ours = linen.Dense(FEATURES, activation=activation, **bias)
+    stock = nn.Dense(FEATURES, **bias)
+    x, rest = layers.normal(*X), layers.normal(*X[:-1], FEATURES, seed=1)
+    params = stock.init(KEY, x)
+    layers.assert_same_tree(ours.init(KEY, x), params)
+
+    def follows(params: Any, x: Any, rest: Any) -> Any:
+        result = _jaxs(activation)(stock.apply(params, x))
+        return result + rest if residual else result
+
+    def fused(params: Any, x: Any, rest: Any) -> Any:
+        return ours.apply(params, x, residual=rest if residual else None)
+
+    layers.assert_trained_as_well(fused, follows, params, x, rest)
+    # One product, and nothing else but what is in it.
+    [decision] = explain(fused, params, x, rest).products
+    epilogue = decision.problem.epilogue
+    assert (epilogue.bias, epilogue.residual) == (True, residual)
+    assert (epilogue.activation is None) == (activation is None)
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_an_nnx_linear_is_the_stock_layer_and_what_follows(activation: str | None) -> None:
+    options: Any = {"bias_init": stock_nnx.initializers.normal()}
+    ours = nnx.Linear(INPUTS, FEATURES, activation=activation, rngs=stock_nnx.Rngs(0), **options)
+    stock = stock_nnx.Linear(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **options)
+    (our_graph, our_params), (graph, params) = map(stock_nnx.split, (ours, stock))
+    layers.assert_same_tree(*map(stock_nnx.to_pure_dict, (our_params, params)))
+
+    def follows(params: Any, x: Any, rest: Any) -> Any:
+        return rest + _jaxs(activation)(stock_nnx.merge(graph, params)(x))
+
+    def fused(params: Any, x: Any, rest: Any) -> Any:
+        return stock_nnx.merge(our_graph, params)(x, residual=rest)
+
+    x, rest = layers.normal(*X), layers.normal(*X[:-1], FEATURES, seed=1)
+    layers.assert_trained_as_well(fused, follows, params, x, rest)
+
+
+class Swiglu(nn.Module):
+    """The stock block that `linen.GatedDense` is instead of."""
+
+    names: tuple[str, str] = ("gate", "up")
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(nn.Dense, FEATURES, use_bias=False)
+        gate, up = (dense(name=name)(x) for name in self.names)
+        return nn.silu(gate) * up
+
+
+@pytest.mark.parametrize("names", [("gate", "up"), ("w1", "w3")], ids=str)
+def test_a_linen_gated_dense_is_two_stock_layers(names: tuple[str, str]) -> None:
+    ours = linen.GatedDense(FEATURES, gate_name=names[0], up_name=names[1])
+    stock = Swiglu(names)
+    x = layers.normal(*X)
+    params = stock.init(KEY, x)
+    layers.assert_same_tree(ours.init(KEY, x), params)
+    layers.assert_trained_as_well(ours.apply, stock.apply, params, x)
+    [decision] = explain(ours.apply, params, x).products
+    assert decision.problem.epilogue.gated
+
+
+class NnxSwiglu(stock_nnx.Module):
+    """The stock block that `nnx.GatedDense` is instead of."""
+
+    def __init__(self, rngs: stock_nnx.Rngs) -> None:
+        self.gate = stock_nnx.Linear(INPUTS, FEATURES, use_bias=False, rngs=rngs)
+        self.up = stock_nnx.Linear(INPUTS, FEATURES, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return stock_nnx.gelu(self.gate(x)) * self.up(x)
+
+
+def test_an_nnx_gated_dense_is_two_stock_layers() -> None:
+    ours = nnx.GatedDense(INPUTS, FEATURES, activation="gelu", rngs=stock_nnx.Rngs(0))
+    stock = NnxSwiglu(stock_nnx.Rngs(0))
+    (our_graph, our_params), (graph, params) = map(stock_nnx.split, (ours, stock))
+    layers.assert_same_tree(*map(stock_nnx.to_pure_dict, (our_params, params)))
+    layers.assert_trained_as_well(
+        lambda params, x: stock_nnx.merge(our_graph, params)(x),
+        lambda params, x: stock_nnx.merge(graph, params)(x),
+        params,
+        layers.normal(*X),
+    )
+
+
+def test_checkpoints_load_both_ways() -> None:
+    x = layers.normal(*X)
+    ours, stock = linen.Dense(FEATURES), nn.Dense(FEATURES)
+    saved = flax.serialization.to_bytes(stock.init(jax.random.key(1), x))
+    loaded = flax.serialization.from_bytes(ours.init(KEY, x), saved)
+    layers.assert_same_tree(loaded, stock.init(jax.random.key(1), x))
+    saved = flax.serialization.to_bytes(loaded)
+    layers.assert_same_tree(flax.serialization.from_bytes(stock.init(KEY, x), saved), loaded)
+    # nnx: a state is put into the other layer.
+    our_layer, layer = (
+        cls(INPUTS, FEATURES, rngs=stock_nnx.Rngs(seed))
+        for seed, cls in enumerate((nnx.Linear, stock_nnx.Linear))
+    )
+    stock_nnx.update(our_layer, stock_nnx.state(layer))
+    layers.assert_same_tree(*map(stock_nnx.state, (our_layer, layer)))
+    stock_nnx.update(layer, stock_nnx.state(our_layer))
+
+
+# A layer's fields, and the type of its input.
+TYPES: list[tuple[dict[str, Any], Any]] = [
+    ({}, jnp.float32),
+    ({"dtype": jnp.bfloat16}, jnp.float32),
+    ({"param_dtype": jnp.bfloat16}, jnp.bfloat16),
+    ({"dtype": jnp.bfloat16, "param_dtype": jnp.float16}, jnp.bfloat16),
+    ({"dtype": jnp.float16, "use_bias": False}, jnp.float32),
+    ({"precision": "highest"}, jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("fields", "dtype"), TYPES, ids=str)
+def test_types_are_those_of_the_stock_layer(fields: dict[str, Any], dtype: Any) -> None:
+    x = jax.ShapeDtypeStruct(X, dtype)
+
+    def kind(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+    for ours, stock in (
+        (linen.Dense(FEATURES, **fields), nn.Dense(FEATURES, **fields)),
+        (
+            linen.Dense(FEATURES, promote_dtype=_wide, **fields),
+            nn.Dense(FEATURES, promote_dtype=_wide, **fields),
+        ),
+    ):
+        assert kind(jax.eval_shape(ours.init_with_output, KEY, x)) == kind(
+            jax.eval_shape(stock.init_with_output, KEY, x)
+        )
+    for cls, stock_cls in ((nnx.Linear, stock_nnx.Linear), (nnx.Dense, stock_nnx.Linear)):
+        ours, stock = (
+            make(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **fields) for make in (cls, stock_cls)
+        )
+        assert kind(stock_nnx.state(ours)) == kind(stock_nnx.state(stock))
+        assert kind(jax.eval_shape(lambda x, f=ours: f(x), x)) == kind(
+            jax.eval_shape(lambda x, f=stock: f(x), x)
+        )
+
+
+def _wide(*operands: Any, dtype: Any) -> Any:
+    """A `promote_dtype` of one's own."""
+    return tuple(None if x is None else x.astype(jnp.float32) for x in operands)
+
+
+def test_a_residual_promotes_as_an_addition_does() -> None:
+    layer = nnx.Linear(INPUTS, FEATURES, dtype=jnp.bfloat16, rngs=stock_nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct(X, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        for dtype in (jnp.bfloat16, jnp.float32):
+            residual = jax.ShapeDtypeStruct((*X[:-1], FEATURES), dtype)
+            result = jax.eval_shape(lambda x, r: layer(x, residual=r), x, residual)
+            assert result.dtype == dtype
+    preferring = nnx.Linear(
+        INPUTS,
+        FEATURES,
+        dtype=jnp.bfloat16,
+        use_bias=False,
+        preferred_element_type=jnp.float32,
+        rngs=stock_nnx.Rngs(0),
+    )
+    assert jax.eval_shape(preferring, x).dtype == jnp.float32
+
+
+def test_metadata_of_the_parameters_is_kept() -> None:
+    split = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    x = jnp.ones(X)
+    for layer in (linen.Dense(FEATURES, kernel_init=split), nn.Dense(FEATURES, kernel_init=split)):
+        params = layer.init(KEY, x)
+        assert nn.get_partition_spec(params)["params"]["kernel"] == jax.P(None, "model")
+        assert jnp.shape(layer.apply(params, x)) == (*X[:-1], FEATURES)
+    gated = linen.GatedDense(FEATURES, kernel_init=split).init(KEY, x)
+    specs = nn.get_partition_spec(gated)["params"]
+    assert specs["gate"]["kernel"] == specs["up"]["kernel"] == jax.P(None, "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_layers_run_on_a_mesh(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    metadata = {"kernel_metadata": {"out_sharding": (None, "model")}}
+    x = layers.normal(4, INPUTS)
+    with jax.set_mesh(mesh):
+        ours, stock = (
+            cls(INPUTS, FEATURES, use_bias=False, rngs=stock_nnx.Rngs(0), **metadata)
+            for cls in (nnx.Linear, stock_nnx.Linear)
+        )
+        gated = nnx.GatedDense(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **metadata)
+        assert ours.kernel[...].sharding == stock.kernel[...].sharding
+        split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        wanted = jax.P("data", "model") if kind is AxisType.Explicit else None
+        results = [
+            jax.jit(functools.partial(layer, out_sharding=wanted))(split) for layer in (ours, stock)
+        ]
+        if wanted is not None:
+            assert [jax.typeof(result).sharding.spec for result in results] == [wanted] * 2
+        gate = jax.jit(functools.partial(gated, out_sharding=wanted))(split)
+        assert gate.shape == (4, FEATURES)
+    np.testing.assert_array_equal(*results)
+
+
+def test_arguments_that_have_no_meaning_are_refused() -> None:
+    rngs = stock_nnx.Rngs(0)
+    with pytest.raises(ValueError, match=r"dot_general=.* has no meaning for Linear"):
+        nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=rngs)
+    with pytest.raises(ValueError, match="use_bias=True"):
+        nnx.GatedDense(2, 2, use_bias=True, rngs=rngs)
+    with pytest.raises(ValueError, match=r"dot_general_cls=.* has no meaning for Dense"):
+        linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
+
+
+def test_the_layers_of_a_model_run_on_the_kernels() -> None:
+    layer = linen.GatedDense(4096, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    params = jax.eval_shape(layer.init, KEY, x)
+    with pallas_gemm.target("h200"):
+        [decision] = explain(layer.apply, params, x).products
+    assert decision.implementation == "hopper"
+    assert decision.plan is not None
+    assert decision.plan.unfused is None
+
+
+def _in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_the_op_imports_no_flax() -> None:
+    done = _in_a_new_process(
+        "import sys, pallas_gemm; print([m for m in sys.modules if m.split('.')[0] == 'flax'])"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_without_flax_the_extra_is_named() -> None:
+    done = _in_a_new_process(
+        "import sys; sys.modules['flax'] = None\nimport pallas_gemm\nimport pallas_gemm.flax"
+    )
+    message = done.stderr.strip().splitlines()[-1]
+    assert message == "ImportError: pallas_gemm.flax needs Flax: pip install 'pallas-gemm[flax]'"
+    assert "During handling" not in done.stderr
