@@ -35,7 +35,7 @@ from pallas_gemm.problem import Epilogue
 from pallas_gemm.product import product, product_p
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any]:
     given = call.unpack(primals)
     moved = call.unpack([None if isinstance(t, ad.Zero) else t for t in tangents])
     epilogue = call.epilogue
@@ -116,7 +116,7 @@ def kept_dtype(out_dtype: Any) -> np.dtype:
     return np.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
 
 
-def _transpose(cotangent: Any, *operands: Any, call: Call) -> list[Any]:
+def _transpose(cotangent: Any, *operands: Any, call: Call, **_: Any) -> list[Any]:
     """Returns the cotangent of the operand that is missing, and None for the others."""
     missing = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     if call.epilogue != Epilogue(alpha=call.epilogue.alpha) or len(missing) != 1:

@@ -43,7 +43,9 @@ class _Mapped:
         return None
 
 
-def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call) -> tuple[Any, Any]:
+def _batch(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
+) -> tuple[Any, Any]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     fronted = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)

@@ -44,6 +44,7 @@ class Options:
         config: The kernel's config, or None for the heuristics' choice.
         schedule: The order of the tiles, or None for the config's.
         target: The GPU to plan for; None until the program is lowered for one.
+        reduced: The type in which devices exchange partial sums; None for that of the sums.
     """
 
     implementation: str | None = None
@@ -51,6 +52,7 @@ class Options:
     schedule: str | Schedule | OnlineSchedule | None = None
     # Equal targets have equal kinds, and a machine's table of clusters has no hash.
     target: Device | None = dataclasses.field(default=None, hash=False)
+    reduced: np.dtype | None = None
 
     @property
     def names_something(self) -> bool:

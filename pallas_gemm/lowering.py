@@ -1,9 +1,7 @@
 """What the product becomes in a compiled program: its type, and its form on each platform.
 
-Partitioning among devices belongs here, between the primitive and what `dispatch` decides on, where
-operands are matrices and derivatives and `vmap` are done. JAX tells `custom_partitioning` the
-devices only where it finds it in a program, so the primitive has to carry it as a jaxpr among its
-parameters, around a primitive for the product of one device's part.
+A program for several devices gets a product that XLA shares out among them (`partitioning`). What
+one device computes, a kernel or XLA's product, is decided for its part alone.
 """
 
 import functools
@@ -14,16 +12,18 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from pallas_gemm import dispatch, targeting
+from pallas_gemm import dispatch, partitioning, targeting
 from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import xla
+from pallas_gemm.partitioning import part_p
 from pallas_gemm.product import product_p
 
 
+@part_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, call: Call) -> Any:
+def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
     """The result has the type of XLA's product, with its sharding and manual axes.
 
     The simulator calls back into Python in order, which JAX has to know.
@@ -50,7 +50,26 @@ def _signature(avals: Any) -> Signature:
     return tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: bool) -> Any:
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, devices: Any, gpu: bool
+) -> Any:
+    """Lowers a whole product, for one device or for several that share it."""
+    if partitioning.is_one_devices(ctx.module_context.axis_context):
+        return _lowered_part(ctx, *operands, call=call, gpu=gpu)
+    if call.options.implementation == "interpret":
+        raise ValueError(
+            "implementation='interpret' simulates the kernel of one GPU, but this program is for"
+            " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
+        )
+    if devices is None or partitioning.why_not(ctx.module_context):
+        run = functools.partial(xla.product, call)
+    else:
+        run = functools.partial(partitioning.product, call)
+    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: bool) -> Any:
+    """Lowers what one device computes."""
     if gpu and call.options.target is None:
         call = call.with_target(targeting.first_gpu())
     if not gpu:
@@ -85,5 +104,6 @@ def _refuse_gpu_kernel(call: Call) -> None:
         )
 
 
-mlir.register_lowering(product_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(product_p, functools.partial(_lowered, gpu=True), platform="cuda")
+for _primitive, _rule in ((product_p, _lowered), (part_p, _lowered_part)):
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

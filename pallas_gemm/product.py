@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 from jax.extend import core
 
+from pallas_gemm import partitioning
 from pallas_gemm.call import Call
 
 product_p = core.Primitive("pallas_gemm")
@@ -20,7 +21,9 @@ product_p = core.Primitive("pallas_gemm")
 
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from its operands, in the order of `Operands`."""
-    return product_p.bind(*_equally_varying(operands), call=call)
+    return product_p.bind(
+        *_equally_varying(operands), call=call, devices=partitioning.asking(call, operands)
+    )
 
 
 def _equally_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from pallas_gemm import activations, arguments, canonical, precision
+from pallas_gemm import activations, arguments, canonical, partitioning, precision
 from pallas_gemm.call import Call, Operands, Options, Signature, signature_of
 from pallas_gemm.canonical import Form
 from pallas_gemm.kernels import xla
@@ -88,6 +88,7 @@ class Wish:
             arguments.config(self.config),
             arguments.schedule(self.schedule),
             known_target(*operands.present()),
+            partitioning.reduction_dtype(),
         )
         if options.implementation == "xla" and (options.config, options.schedule) != (None, None):
             raise ValueError(
