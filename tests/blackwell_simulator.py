@@ -180,26 +180,32 @@ class PairMma(StockMma):
 class WaitingClusters:
     """The clusters that have not started, handed out to those that run.
 
+    The simulator runs one cluster after the other. As if they ran together, each but the last gets
+    its fair share, and the last one all that is left.
+
     Attributes:
         started: Clusters of the grid that start by themselves.
         total: All clusters of the grid.
+        refused: Which requests of each cluster but the last, counted from 0, are refused although
+            there are clusters left, as happens while a kernel of higher priority waits.
     """
 
-    def __init__(self, started: int, total: int) -> None:
-        self.started, self.total = started, total
+    def __init__(self, started: int, total: int, refused: frozenset[int] = frozenset()) -> None:
+        self.started, self.total, self.refused = started, total, refused
         self._next = started
+        self._asked: dict[Any, int] = collections.defaultdict(int)
         self._granted: dict[Any, int] = collections.defaultdict(int)
         self._lock = threading.Lock()
 
     def take(self, cluster: Any) -> int | None:
-        """Returns the next cluster, or None if there is none for the cluster that asks.
-
-        The simulator runs one cluster after the other. As if they ran together, each but the last
-        gets its fair share.
-        """
+        """Returns the next cluster, or None if there is none for the cluster that asks."""
         with self._lock:
+            request = self._asked[cluster]
+            self._asked[cluster] += 1
             share = -(-(self.total - self.started) // self.started)
-            if self._next == self.total or self._granted[cluster] == share:
+            had_enough = self._granted[cluster] == share or request in self.refused
+            is_last = len(self._asked) == self.started
+            if self._next == self.total or (had_enough and not is_last):
                 return None
             self._granted[cluster] += 1
             self._next += 1
@@ -210,6 +216,7 @@ def install(
     monkeypatch: pytest.MonkeyPatch,
     *,
     started: int | None = None,
+    refused: frozenset[int] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
     """Teaches the simulator for the duration of a test.
@@ -217,6 +224,7 @@ def install(
     Args:
         monkeypatch: Undoes it.
         started: How many clusters start by themselves with dynamic persistence; None for all.
+        refused: See `WaitingClusters`.
         patience_seconds: How long to wait for a barrier.
     """
     monkeypatch.setattr(thread_map, "_run_jaxpr", _compiled_once())
@@ -244,7 +252,8 @@ def install(
     waiting: dict[Any, WaitingClusters] = {}
 
     def launched(self: blackwell_plan.BlackwellPlan) -> int:
-        waiting["now"] = WaitingClusters(started, self.config.launched(self.problem, self.device))
+        total = self.config.launched(self.problem, self.device)
+        waiting["now"] = WaitingClusters(started, total, refused)
         return started
 
     monkeypatch.setattr(plan, "launched", property(launched))

@@ -63,6 +63,11 @@ def locate_too_low(config: Any, problem: Any, row: Any, col: Any) -> place.Where
     return LOCATE(config, problem, row + 1, col)
 
 
+def is_open_until_a_refusal(taken: launch_control.Taken) -> Any:
+    """Takes the first refusal for the end."""
+    return ~taken.granted & (taken.made - taken.read == launch_control.IN_FLIGHT)
+
+
 COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
 
 # What is left out or wrong, in which kernel, and what may come of it: an unordered access is a race
@@ -128,8 +133,8 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         CONFIG,
         {"stuck"},
     ),
-    "answers in flight are left behind": (
-        leave_out(launch_control, "drain"),
+    "an answer in flight is left behind after a refusal": (
+        put(launch_control, "is_open", is_open_until_a_refusal),
         DYNAMIC,
         {"refused"},
     ),

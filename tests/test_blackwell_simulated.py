@@ -114,6 +114,19 @@ def test_any_schedule(schedule, persistence, check):
     check(Problem(384, 192, 72, transpose_b=True), config)
 
 
+@pytest.mark.parametrize("refused", [0, 1], ids="request {}".format)
+def test_what_was_asked_before_a_refusal_and_granted_after_it_is_computed(
+    refused, monkeypatch, rng
+):
+    """A refusal need not mean that no cluster is left."""
+    blackwell_simulator.install(monkeypatch, started=2, refused=frozenset({refused}))
+    problem = Problem(256 * 7, 64, 72, transpose_b=True)
+    config = dataclasses.replace(DYNAMIC, tile=(128, 64))
+    operands = products.small_integers(problem, rng)
+    expected = products.rounded(problem, products.exact(problem, operands))
+    np.testing.assert_array_equal(simulate(problem, config, operands), expected)
+
+
 @pytest.mark.parametrize(("k", "stages"), [(8, 3), (64, 1), (72, 1), (640, 3)])
 def test_k_from_less_than_a_step_to_many(k, stages, check):
     check(Problem(264, 128, k, transpose_b=True), dataclasses.replace(PAIRED, stages=stages))

@@ -1,19 +1,20 @@
 """Dynamic persistence on Blackwell: a running cluster takes over a cluster that still waits.
 
 The grid has a cluster for every tile, and the hardware starts as many as fit. One that runs asks
-the hardware to cancel one that has not started (`try_cancel`) and, if there is one left, is told
-its number, which indexes the same table of tiles as any other order. A tile thus goes to whoever is
-free first.
+the hardware to cancel one that has not started (`try_cancel`) and, if the request is granted, is
+told its number, which indexes the same table of tiles as any other order. A tile thus goes to
+whoever is free first.
 
-    request for turn t ──▶ answers[t % 2] ──▶ every role of every CTA reads it ──▶ request for t + 2
+    request i ──▶ answers[i % 2] ──▶ every role of every CTA reads it ──▶ request i + 2
 
-Two requests are in flight, so that the answer for the next turn is there before it is needed. One
-role of each CTA asks; in a pair the hardware takes the request of the first CTA, and writes the
-answer into the shared memory of both.
+Two requests are in flight, so that the answer is there before it is needed. One role of each CTA
+asks; in a pair the hardware takes the request of the first CTA, and writes the answer into the
+shared memory of both.
 
-A refused request means that no cluster is left. Nothing may be asked after a refusal has been seen,
-and the request that was already in flight has to be waited for, because its answer is written to
-shared memory too.
+A request is refused when no cluster is left, and also while a kernel of higher priority waits for
+the SM: the clusters that are left start after it. Nothing may be asked after a refusal has been
+seen. The request that was already in flight has to be read all the same: it may be granted, and
+then nobody else computes that cluster's tile.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -46,17 +48,84 @@ class Requests(NamedTuple):
     read: Any
 
 
-def ask(requests: Requests, turn: Any, axis: str) -> None:
-    """Requests the cluster of a turn, whose slot is free; every CTA along `axis` has to ask."""
-    slot = _slot(turn)
+class Taken(NamedTuple):
+    """The cluster whose tile is next, and how far the requests are.
+
+    Attributes:
+        cluster: Its number; 0 if there is none.
+        granted: Whether there is one.
+        read: How many answers this role has read.
+        made: How many requests have been made.
+    """
+
+    cluster: Any
+    granted: Any
+    read: Any
+    made: Any
+
+
+def start(requests: Requests, cluster: Any, axis: str, *, asks: bool) -> Taken:
+    """Makes the first requests; what comes first is the cluster that runs.
+
+    Args:
+        requests: Where the answers go.
+        cluster: The number of this cluster.
+        axis: The cluster's axis; every CTA along it has to ask.
+        asks: Whether this role is the one of its CTA that makes the requests.
+    """
+    if asks:
+        for request in range(IN_FLIGHT):
+            ask(requests, jnp.int32(request), axis)
+    return Taken(cluster, jnp.bool_(True), jnp.int32(0), jnp.int32(IN_FLIGHT))
+
+
+def take_next(
+    requests: Requests, taken: Taken, axes: tuple[str, str], *, asks: bool, simulated: bool
+) -> Taken:
+    """Reads answers until a request was granted or none is in flight, and asks again.
+
+    Args:
+        requests: Where the answers are.
+        taken: What was taken last.
+        axes: The names of the grid's axis and of the cluster's.
+        asks: Whether this role makes the requests.
+        simulated: Whether the kernel runs in the simulator, which knows no fences.
+    """
+    grid_axis, cluster_axis = axes
+
+    def read_one(taken: Taken) -> Taken:
+        cluster, granted = answer(requests, taken.read, grid_axis)
+        no_refusal_yet = granted & (taken.made - taken.read == IN_FLIGHT)
+
+        @pl.when(no_refusal_yet)
+        def _ask_again() -> None:
+            release(requests, taken.read, simulated=simulated)
+            if asks:
+                await_readers(requests, taken.read, simulated=simulated)
+                ask(requests, taken.made, cluster_axis)
+
+        made = taken.made + no_refusal_yet.astype(jnp.int32)
+        return Taken(cluster, granted, taken.read + 1, made)
+
+    return lax.while_loop(is_open, read_one, taken._replace(granted=jnp.bool_(False)))
+
+
+def is_open(taken: Taken) -> Any:
+    """Whether nothing was granted yet, and something still may be."""
+    return ~taken.granted & (taken.read < taken.made)
+
+
+def ask(requests: Requests, request: Any, axis: str) -> None:
+    """Makes a request, whose slot is free; every CTA along `axis` has to."""
+    slot = _slot(request)
     plgpu.try_cluster_cancel(
         requests.answers.at[slot], requests.answered.at[slot], collective_axes=(axis,)
     )
 
 
-def answer(requests: Requests, turn: Any, grid_axis: str) -> tuple[Any, Any]:
-    """Waits for a turn's answer and returns (number of the cluster, whether there is one)."""
-    slot = _slot(turn)
+def answer(requests: Requests, request: Any, grid_axis: str) -> tuple[Any, Any]:
+    """Waits for a request's answer and returns (number of the cluster, whether it is granted)."""
+    slot = _slot(request)
     plgpu.barrier_wait(requests.answered.at[slot])
     (number,), granted = plgpu.query_cluster_cancel(
         requests.answers.at[slot], grid_names=(grid_axis,)
@@ -64,28 +133,22 @@ def answer(requests: Requests, turn: Any, grid_axis: str) -> tuple[Any, Any]:
     return jnp.where(granted, number, jnp.int32(0)), granted
 
 
-def release(requests: Requests, turn: Any, *, simulated: bool) -> None:
-    """Says that this role has read the answer of a turn."""
+def release(requests: Requests, request: Any, *, simulated: bool) -> None:
+    """Says that this role has read the answer to a request."""
     if not simulated:
         _inline(_FENCE_AFTER_READING)
-    plgpu.barrier_arrive(requests.read.at[_slot(turn)])
+    plgpu.barrier_arrive(requests.read.at[_slot(request)])
 
 
-def await_readers(requests: Requests, turn: Any, *, simulated: bool) -> None:
-    """Waits until every role has read the answer of a turn."""
-    plgpu.barrier_wait(requests.read.at[_slot(turn)])
+def await_readers(requests: Requests, request: Any, *, simulated: bool) -> None:
+    """Waits until every role has read the answer to a request."""
+    plgpu.barrier_wait(requests.read.at[_slot(request)])
     if not simulated:
         _inline(_FENCE_BEFORE_ASKING)
 
 
-def drain(requests: Requests, turn: Any) -> None:
-    """Waits for the answers that were still in flight when the request of `turn` was refused."""
-    for later in range(1, IN_FLIGHT):
-        plgpu.barrier_wait(requests.answered.at[_slot(turn + later)])
-
-
-def _slot(turn: Any) -> Any:
-    return lax.rem(turn, jnp.int32(IN_FLIGHT))
+def _slot(request: Any) -> Any:
+    return lax.rem(request, jnp.int32(IN_FLIGHT))
 
 
 def _inline(ptx: str) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_gemm.kernels import claims, launch_control
 from schedules import PADDING, OnlineSchedule, Schedule
@@ -211,30 +210,19 @@ class LaunchedSource(TileSource):
         """See `TileSource.walk`; every turn in order is the only way that tiles are taken over."""
         if (first, every) != (0, 1):
             raise ValueError(f"tiles are taken over one by one, got {first=} and {every=}")
-        grid_axis, cluster_axis = self.axes
-        requests = self.requests
-        if self.asks:
-            for turn in range(1, launch_control.IN_FLIGHT + 1):
-                launch_control.ask(requests, jnp.int32(turn), cluster_axis)
+        requests, asks = self.requests, self.asks
 
-        def step(state: tuple[Scalar, Scalar, Scalar, Any]) -> tuple[Scalar, Scalar, Scalar, Any]:
-            turn, entry, _, carry = state
-            carry = work(turn, *unpack(entry), carry)
-            turn = turn + 1
-            number, granted = launch_control.answer(requests, turn, grid_axis)
+        def step(state: tuple[Scalar, launch_control.Taken, Any]) -> Any:
+            turn, taken, carry = state
+            carry = work(turn, *unpack(self.table_gmem[taken.cluster]), carry)
+            taken = launch_control.take_next(
+                requests, taken, self.axes, asks=asks, simulated=self.simulated
+            )
+            return turn + 1, taken, carry
 
-            @pl.when(granted)
-            def _ask_again() -> None:
-                launch_control.release(requests, turn, simulated=self.simulated)
-                if self.asks:
-                    launch_control.await_readers(requests, turn, simulated=self.simulated)
-                    launch_control.ask(requests, turn + launch_control.IN_FLIGHT, cluster_axis)
-
-            return turn, self.table_gmem[number], granted, carry
-
-        start = (jnp.int32(0), self.table_gmem[self.worker], jnp.bool_(True), carry)
-        turns, _, _, carry = lax.while_loop(lambda state: state[2], step, start)
-        launch_control.drain(requests, turns)
+        first_taken = launch_control.start(requests, self.worker, self.axes[1], asks=asks)
+        state = (jnp.int32(0), first_taken, carry)
+        turns, _, carry = lax.while_loop(lambda state: state[1].granted, step, state)
         return turns, carry
 
 
