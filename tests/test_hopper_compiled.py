@@ -68,7 +68,10 @@ MODES: dict[str, Case] = {
         PROBLEM,
     ),
     "not persistent": (dataclasses.replace(LATE, persistence="none"), PROBLEM),
-    "on-line": (dataclasses.replace(EARLY, schedule="online_swizzle:8"), PROBLEM),
+    "on-line": (
+        dataclasses.replace(EARLY, tile=(128, 128), stages=6, schedule="online_swizzle:8"),
+        PROBLEM,
+    ),
     "in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), PROBLEM),
     "tall": (dataclasses.replace(EARLY, tile=(256, 192), stages=3, store_columns=32), PROBLEM),
     "three consumers": (dataclasses.replace(EARLY, tile=(192, 128), consumers=3), PROBLEM),
@@ -286,6 +289,13 @@ def test_tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
 def test_the_order_is_read_from_a_table_or_computed(modes):
     assert "ld.global" in modes["early"].ptx
     assert "ld.global" not in modes["on-line"].ptx
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_no_slot_of_the_ring_costs_a_division(name, modes):
+    # A divisor that is known when a kernel is traced makes it a multiplication, of 64 bits maybe.
+    assert not re.findall(r"(?:mul\.hi|mul\.lo|div|rem)\.[su]64", modes[name].ptx)
+    assert not re.findall(r"(?:div|rem)\.[su]32", modes[name].ptx)
 
 
 def test_the_grid_is_as_large_as_the_persistence_says(modes):

@@ -2,10 +2,12 @@
 
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_gemm.device import H200
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels import ring
 from pallas_gemm.kernels.plan import HopperPlan
 from pallas_gemm.problem import Problem
 
@@ -34,3 +36,31 @@ def test_narrow_chunks_begin_where_wide_ones_would():
     assert widths == [(0, 64), (64, 64), (128, 64), (192, 16)]
     assert [plan.store_slot(chunk) for chunk in range(4)] == [0, 1, 0, 4]
     assert plan.store_shape(16) == (2, 8, 64, 16)
+
+
+@pytest.mark.parametrize("k_steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("mode", ["late", "early", "pingpong"])
+def test_producer_and_consumers_agree_about_slots(mode, k_steps):
+    config = HopperConfig(
+        tile=(64, 128), stages=3, pingpong=mode == "pingpong", late_store=mode == "late"
+    )
+    plan = HopperPlan(Problem(512, 512, 64 * k_steps), config, H200)
+    head = ring.start(plan)
+    readers: dict[int, int] = {}
+    for turn in map(jnp.int32, range(5)):
+        reader = turn & 1
+        reached, expected = None, -1
+        for k in map(jnp.int32, range(k_steps)):
+            if k == 0:
+                slot = ring.first_slot(plan, turn)
+            else:
+                before, slot = ring.step(plan, turn, k, reached)
+                assert before == expected
+            expected = (int(turn) * k_steps + int(k)) % 3
+            assert slot == head.slot == expected
+            assert ring.last_barrier(plan, *head) == readers.get(expected, expected)
+            readers[expected] = int(ring.barrier(plan, slot, reader))
+            reached = ring.reached(plan, slot)
+            head = ring.advance(plan, head, reader)
+        assert ring.last_slot(plan, turn, reached) == expected
+    assert set(readers.values()) <= set(range(config.ring_barriers))

@@ -22,8 +22,7 @@ Barriers (`protocol.py` derives the arrival counts)
                   issued the last WGMMA of its tile              first WGMMA of its tile
     residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
 
-    Ping-pong consumers use a slot only in their own turns, and whoever waits on a barrier has to
-    wait for each of its phases, so each of them has `full` and `empty` barriers of its own.
+    Each ping-pong consumer has `full` and `empty` barriers of its own; `ring.py` says why.
 
 Timeline (steps are numbered through all tiles, so that the loads of the next tile overlap the
 epilogue of this one; nothing drains the ring before the last tile)
@@ -51,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, epilogue, smem, tiles
+from pallas_gemm.kernels import claims, epilogue, ring, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
@@ -107,33 +106,28 @@ def producer(
     """Fills the ring, tile after tile."""
     stages = plan.config.stages
 
-    def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
+    def one_tile(turn: Any, row: Any, col: Any, head: ring.Head) -> ring.Head:
         at = _place(plan, row, col)
+        reader = turn & 1
 
-        @pl.loop(0, plan.k_steps)
-        def _one_step(k: Any) -> None:
-            step = turn * plan.k_steps + k
-
-            @pl.when(step >= stages)
+        def one_step(k: Any, head: ring.Head) -> ring.Head:
+            @pl.when(turn * plan.k_steps + k >= stages)
             def _until_free() -> None:
-                plgpu.barrier_wait(barriers.empty.at[_barrier(plan, step - stages)])
+                plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, *head)])
 
-            full = barriers.full.at[_barrier(plan, step)]
+            full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
             k_start = k * plan.tile_k
-            _load_operand(
-                plan.a, gmem.a, at.batch, at.row, k_start, slots.a, _slot(plan, step), full
-            )
-            _load_operand(
-                plan.b, gmem.b, at.batch, at.col, k_start, slots.b, _slot(plan, step), full
-            )
+            _load_operand(plan.a, gmem.a, at.batch, at.row, k_start, slots.a, head.slot, full)
+            _load_operand(plan.b, gmem.b, at.batch, at.col, k_start, slots.b, head.slot, full)
+            return ring.advance(plan, head, reader)
 
-    turns, _ = source.walk(one_tile, None)
-    steps = turns * plan.k_steps
-    used = lax.min(steps, jnp.int32(stages))
+        return lax.fori_loop(0, plan.k_steps, one_step, head)
 
-    @pl.loop(0, used)
-    def _drain(i: Any) -> None:
-        plgpu.barrier_wait(barriers.empty.at[_barrier(plan, steps - used + i)])
+    turns, head = source.walk(one_tile, ring.start(plan))
+
+    @pl.loop(0, lax.min(turns * plan.k_steps, jnp.int32(stages)))
+    def _drain(slot: Any) -> None:
+        plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, slot, head.readers)])
 
 
 def consumer(
@@ -210,35 +204,40 @@ def multiply(
 
     While the first WGMMAs run, the previous tile is stored, one chunk per step.
     """
-    first = turn * plan.k_steps
     chunks = len(plan.chunks) if plan.config.late_store else 0
 
-    def issue(k: Any) -> None:
-        plgpu.barrier_wait(barriers.full.at[_barrier(plan, first + k)])
-        _issue_wgmma(plan, me, acc, slots, _slot(plan, first + k))
+    def issue(slot: Any) -> None:
+        plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
+        _issue_wgmma(plan, me, acc, slots, slot)
 
-    def release(k: Any) -> None:
-        plgpu.barrier_arrive(barriers.empty.at[_barrier(plan, first + k)])
+    def release(slot: Any) -> None:
+        plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
 
-    def advance(k: Any) -> None:
-        issue(k)
+    def advance(k: Any, reached: ring.Reached) -> ring.Reached:
+        before, slot = ring.step(plan, turn, k, reached)
+        issue(slot)
         plgpu.wgmma_wait(plan.wgmmas_per_step)
-        release(k - 1)
+        release(before)
+        return ring.reached(plan, slot)
 
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.turn.at[me])
+    slot = ring.first_slot(plan, turn)
+    issue(slot)
+    reached = ring.reached(plan, slot)
     with_store = min(chunks, plan.k_steps)
     for k in range(max(with_store, 1)):
-        issue(k) if k == 0 else advance(k)
+        if k > 0:
+            reached = advance(jnp.int32(k), reached)
         if k < chunks:
             store_previous(k)
-    pl.loop(max(with_store, 1), plan.k_steps)(advance)
+    reached = lax.fori_loop(max(with_store, 1), plan.k_steps, advance, reached)
     for chunk in range(with_store, chunks):
         store_previous(chunk)
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.turn.at[1 - me])
     total = acc[...]  # Waits for every WGMMA in flight.
-    release(plan.k_steps - 1)
+    release(ring.last_slot(plan, turn, reached))
     return total
 
 
@@ -385,24 +384,6 @@ def _load_operand(
 
 def _matrix(gmem: Any, batch: Any) -> Any:
     return gmem if batch is None else gmem.at[batch]
-
-
-def _slot(plan: HopperPlan, step: Any) -> Any:
-    """The slot of the ring that a step of the whole walk uses."""
-    return lax.rem(step, jnp.int32(plan.config.stages))
-
-
-def _barrier(plan: HopperPlan, step: Any) -> Any:
-    """The index of the barriers of a step.
-
-    A waiter has to wait for every phase of a barrier. Ping-pong consumers use a slot only in their
-    own turns, so each has barriers of its own for every slot.
-    """
-    slot = _slot(plan, step)
-    if not plan.config.pingpong:
-        return slot
-    owner = lax.rem(lax.div(step, jnp.int32(plan.k_steps)), jnp.int32(2))
-    return owner * plan.config.stages + slot
 
 
 def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> Where:
