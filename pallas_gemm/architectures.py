@@ -16,7 +16,7 @@ class Kernel:
 
     Attributes:
         config: The class of its configs.
-        problem_refusals: Why it cannot take a problem, whatever the config.
+        problem_refusals: Why it cannot take a problem on a GPU, whatever the config.
         candidates: The configs that the heuristics consider for a problem.
         shared_rows: Rows of `STEP_BYTES` that shared memory takes in and gives out per k step of a
             config, each operand as often as it is written or read.
@@ -25,7 +25,7 @@ class Kernel:
     """
 
     config: type[GemmConfig]
-    problem_refusals: Callable[[Problem], Iterable[str]]
+    problem_refusals: Callable[[Problem, Device], Iterable[str]]
     candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
     shared_rows: Callable[[Any], int]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
@@ -65,7 +65,7 @@ def _hopper() -> Kernel:
 
     return Kernel(
         hopper_config.HopperConfig,
-        hopper_config.problem_refusals,
+        lambda problem, _: hopper_config.problem_refusals(problem),
         hopper_candidates.candidates,
         hopper_candidates.shared_rows,
         build,

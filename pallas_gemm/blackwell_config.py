@@ -63,6 +63,12 @@ class BlackwellConfig(GemmConfig):
     specialised: bool = True
     direct_store: bool = False
 
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
+        """See `GemmConfig`; clusters that are taken over are looked up in a table."""
+        config = dataclasses.replace(self, schedule=schedule)
+        online = config.is_online and config.persistence == "dynamic"
+        return dataclasses.replace(config, persistence="static") if online else config
+
     @property
     def ctas_per_mma(self) -> int:
         """CTAs that issue an MMA together: 2 for a pair."""
@@ -120,7 +126,7 @@ class BlackwellConfig(GemmConfig):
         if malformed := tuple(self._malformed(problem)):
             return malformed
         return (
-            *problem_refusals(problem),
+            *problem_refusals(problem, device),
             *self._tile_refusals(problem),
             *self._mode_refusals(problem),
             *super().refusals(problem, device),
@@ -181,9 +187,15 @@ class BlackwellConfig(GemmConfig):
             )
 
 
-def problem_refusals(problem: Problem) -> Iterator[str]:
+def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
     yield from _dtype_refusals(problem)
+    major, minor = device.compute_capability
+    if problem.a_dtype == INT8 and (major, minor) != (10, 0):
+        yield (
+            "only compute capability 10.0 multiplies int8 in tensor memory,"
+            f" {device.kind} has {major}.{minor}"
+        )
     if problem.transpose_out:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
@@ -218,7 +230,7 @@ def _dtype_refusals(problem: Problem) -> Iterator[str]:
         yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
     if a not in {*DTYPES_16, *DTYPES_FP8, INT8}:
         yield f"operands must be bfloat16, float16, float8 or int8, got {a}"
-    if a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
+    elif a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
         yield (
             f"{a} operands must be stored with k last (layout NT): only 16-bit elements are"
             f" transposed on the way into the MMA, got layout {problem.layout}"

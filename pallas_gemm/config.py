@@ -80,6 +80,10 @@ class GemmConfig:
             return self.schedule.startswith("online_")
         return isinstance(self.schedule, OnlineSchedule)
 
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> "GemmConfig":
+        """The config with another order, and without what this order does not allow."""
+        return dataclasses.replace(self, schedule=schedule)
+
     def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
         """The order of the cluster tiles of the whole batch."""
         if isinstance(self.schedule, str):

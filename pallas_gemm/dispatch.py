@@ -13,7 +13,7 @@ from typing import Any
 
 from pallas_gemm import activations, cache, heuristics, precision, rules
 from pallas_gemm.architectures import ARCHITECTURES, Architecture
-from pallas_gemm.call import NO_EPILOGUE, Call, Signature
+from pallas_gemm.call import NO_EPILOGUE, Call, Options, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import xla
@@ -111,11 +111,21 @@ def decide(call: Call, signature: Signature) -> Decision:
 
 def _comes_into_question(call: Call, architecture: Architecture) -> bool:
     """Whether to look at a kernel at all, for what is named or to say why it is not used."""
-    asked, target = call.options.implementation, call.options.target
+    asked = call.options.implementation
     if asked == "interpret":
-        fits = target is not None and any(other.fits(target) for other in ARCHITECTURES)
-        return architecture.fits(target) if fits else architecture is ARCHITECTURES[0]
+        return architecture is _simulated(call.options)
     return asked is None or asked == architecture.name
+
+
+def _simulated(options: Options) -> Architecture:
+    """Returns whose kernel to simulate: the planned GPU's, or else the one that has the config."""
+    for architecture in ARCHITECTURES:
+        if options.target is not None and architecture.fits(options.target):
+            return architecture
+    for architecture in ARCHITECTURES:
+        if options.config is not None and isinstance(options.config, architecture.load().config):
+            return architecture
+    return ARCHITECTURES[0]
 
 
 def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
@@ -208,11 +218,11 @@ def _prepared(call: Call, signature: Signature, name: str) -> _Prepared | Reason
     for reason in (unfused,) if unfused else (None, "the kernel refuses the epilogue"):
         variant = sums_only(call, signature) if reason else call
         own = signature[:2] if reason else signature
-        realigned = realign(variant, own, kernel.problem_refusals)
+        realigned = realign(variant, own, lambda posed: kernel.problem_refusals(posed, device))
         if realigned is not None:
             choice, source = _choose(call, realigned.problem, device, architecture)
             return _Prepared(architecture, device, realigned, choice, source, reason)
-        reasons += kernel.problem_refusals(variant.problem(own))
+        reasons += kernel.problem_refusals(variant.problem(own), device)
     return tuple(dict.fromkeys(reasons))
 
 
@@ -291,12 +301,9 @@ def _with_schedule(
     """Returns the fastest choice whose grid the schedule is made for."""
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for choice in choices:
-        config = dataclasses.replace(choice.config, schedule=schedule)
-        # What computes its order as it goes has no registers left for a late store.
-        early: dict[str, Any] = {"late_store": False} if hasattr(config, "late_store") else {}
-        for variant in (config, dataclasses.replace(config, **early)):
-            if not variant.refusals(problem, device):
-                return dataclasses.replace(choice, config=variant)
+        config = choice.config.reordered(schedule)
+        if not config.refusals(problem, device):
+            return dataclasses.replace(choice, config=config)
         grids.setdefault(config.stacked_grid(problem), config.tile)
     legal = ", ".join(f"{grid} for tiles of {tile}" for grid, tile in grids.items())
     if isinstance(schedule, str):

@@ -10,6 +10,7 @@ import numpy as np
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
 
 WGMMA_ROWS = 64
 MAX_WGMMA_COLUMNS = 256
@@ -52,6 +53,11 @@ class HopperConfig(GemmConfig):
     def seen(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
         return problem.mirrored() if self.mirrored and not problem.transpose_out else problem
+
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
+        """See `GemmConfig`; computing the order takes the registers of a late store."""
+        config = dataclasses.replace(self, schedule=schedule)
+        return dataclasses.replace(config, late_store=False) if config.is_online else config
 
     @property
     def split_rows(self) -> bool:
