@@ -48,15 +48,23 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
     return parse
 
 
-def guarded(program: str, run: Callable[[], int]) -> int:
-    """Runs a program's work; what the user has to mend is said in one line."""
+def guarded(
+    program: str, run: Callable[[], int], stopped: str = "stopped; nothing was written"
+) -> int:
+    """Runs a program's work; what the user has to mend is said in one line.
+
+    Args:
+        program: Its name.
+        run: Returns the exit status.
+        stopped: What is said if the user stops it.
+    """
     try:
         return run()
     except (RequestError, TimingError) as error:
         complain(program, str(error))
         return BAD_REQUEST
     except KeyboardInterrupt:
-        complain(program, "stopped; nothing was written")
+        complain(program, stopped)
         return 130
 
 

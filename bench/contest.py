@@ -9,8 +9,9 @@ from typing import Any, Literal
 import jax
 
 from bench import command, products
-from bench.peers import Candidate, Peer, Runner
+from bench.peers import Candidate, Peer, Runner, built
 from bench.shapes import Case
+from bench.workers import Workers
 from pallas_gemm import accuracy
 from pallas_gemm.measure import Meter, Settings, Variant, measure
 
@@ -75,6 +76,7 @@ def contenders(
     cold: bool,
     start: Callable[[str, int], None],
     advance: Callable[[], None],
+    pool: Workers | None = None,
 ) -> tuple[list[Contender], list[Dropout]]:
     """Compiles and checks every candidate of some peers.
 
@@ -84,18 +86,19 @@ def contenders(
         cold: Whether calls take other operands in turn, so that none is in the cache.
         start: Called with what begins and its number of steps.
         advance: Called after each step.
+        pool: Processes that lower what can be lowered elsewhere.
 
     Returns:
         The contenders and the dropouts, both in the order of the peers.
     """
-    built = _build_all(case, peers, start, advance)
+    contestants = _build_all(case, peers, start, advance, pool)
     sets = _operand_sets(case, cold=cold)
-    start("checking", len(built))
+    start("checking", len(contestants))
     reference = jax.block_until_ready(jax.jit(products.exact(case))(sets[0]))
     passed: list[Contender] = []
     dropped: list[Dropout] = []
     yardstick: products.Results | None = None
-    for one in built:
+    for one in contestants:
         found, errors = _check(one, sets, reference, yardstick)
         if one.peer.name == BASELINE:
             yardstick = errors
@@ -142,6 +145,7 @@ def _build_all(
     peers: Sequence[Peer],
     start: Callable[[str, int], None],
     advance: Callable[[], None],
+    pool: Workers | None,
 ) -> list[_Built]:
     """Compiles every candidate: one by one those of peers that use the GPU for it."""
     jobs = [(peer, candidate) for peer in peers for candidate in peer.candidates(case)]
@@ -149,15 +153,22 @@ def _build_all(
 
     def build(peer: Peer, candidate: Candidate) -> _Built:
         try:
-            return _Built(peer, candidate, candidate.build())
+            return _Built(peer, candidate, built(candidate, pool))
         except Exception as error:
             return _Built(peer, candidate, error)
         finally:
             advance()
 
-    alone = {i: build(*job) for i, job in enumerate(jobs) if not job[0].threads}
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as pool:
-        together = {i: pool.submit(build, *job) for i, job in enumerate(jobs) if job[0].threads}
+    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
+        # What holds nothing but a kernel is no work for the GPU, and need not wait for the others.
+        early = {i: threads.submit(build, *job) for i, job in enumerate(jobs) if job[1].program}
+        alone = {i: build(*job) for i, job in enumerate(jobs) if not job[0].threads}
+        late = {
+            i: threads.submit(build, *job)
+            for i, job in enumerate(jobs)
+            if i not in early and i not in alone
+        }
+    together = early | late
     return [alone[i] if i in alone else together[i].result() for i in range(len(jobs))]
 
 
@@ -170,7 +181,7 @@ def _operand_sets(case: Case, *, cold: bool) -> list[products.Operands]:
 
 
 def _check(
-    built: _Built,
+    entry: _Built,
     sets: Sequence[products.Operands],
     reference: products.Results,
     yardstick: products.Results | None,
@@ -180,14 +191,14 @@ def _check(
     Returns:
         What became of it, and if it is XLA's, the errors that the others' are compared with.
     """
-    peer, name = built.peer, built.peer.name
-    if isinstance(built.runner, Exception):
-        return Dropout(name, "failed", _reason(built.runner)), None
+    peer, name = entry.peer, entry.peer.name
+    if isinstance(entry.runner, Exception):
+        return Dropout(name, "failed", _reason(entry.runner)), None
     if yardstick is None and name != BASELINE:
         return Dropout(name, "failed", "there is no result of XLA to compare with"), None
     try:
         adopted = [peer.adopt(operands) for operands in sets]
-        results = built.runner(adopted[0])
+        results = entry.runner(adopted[0])
         peer.wait(results)
         if yardstick is None:
             errors = tuple(map(accuracy.tile_errors, peer.export(results), reference))
@@ -198,10 +209,10 @@ def _check(
     except Exception as error:
         return Dropout(name, "failed", _reason(error)), None
     if not worst <= accuracy.ALLOWED:
-        note = f"{built.candidate.label} errs {worst:.3g} times as much as XLA".strip()
+        note = f"{entry.candidate.label} errs {worst:.3g} times as much as XLA".strip()
         return Dropout(name, "wrong", note, worst), errors
     return Contender(
-        name, built.candidate.label, _variant(peer, built.runner, adopted), worst
+        name, entry.candidate.label, _variant(peer, entry.runner, adopted), worst
     ), errors
 
 

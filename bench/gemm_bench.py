@@ -161,11 +161,13 @@ def _run(values: flags.FlagValues) -> int:
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
     # Only here, where there is a GPU: the limits are kernels.
-    from bench import machine, session
+    from bench import machine, session, workers
 
     started = time.perf_counter()
     console = command.console()
-    found = session.run(options, machine.open_bench(options), console)
+    with workers.Workers() as pool:
+        bench = dataclasses.replace(machine.open_bench(options), pool=pool)
+        found = session.run(options, bench, console)
     for line in report.summary_lines(found.rows):
         console.print(line)
     if earlier is not None:

@@ -10,14 +10,18 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import pallas_gemm
-from bench.products import Operands, Results, formula, operand_shapes, plain
+from bench import workers
+from bench.products import Formula, Operands, Results, formula, operand_shapes, plain
 from bench.shapes import Case
+from bench.workers import Program
+from pallas_gemm import tuning
 from pallas_gemm.device import Device
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.tuning import config_label
@@ -34,10 +38,17 @@ class Candidate:
         label: What sets it apart from the peer's other candidates; may be empty.
         build: Compiles it. Candidates of one peer may be built by several threads at once, if the
             peer says so.
+        program: What is compiled, if another process can lower it.
     """
 
     label: str
     build: Callable[[], Runner]
+    program: Program | None = None
+
+    @classmethod
+    def of(cls, label: str, program: Program) -> Self:
+        """Returns the candidate that is a program."""
+        return cls(label, program.compiled, program)
 
 
 class Peer(Protocol):
@@ -150,20 +161,14 @@ class Kernel(JaxPeer):
     def candidates(self, case: Case) -> Sequence[Candidate]:
         """Returns a candidate for each configuration that can compute the case."""
         return [
-            Candidate(config_label(config), self._builder(case, config))
+            Candidate.of(config_label(config), self._program(case, config))
             for config in self._configs(case)
             if not config.refusals(case.problem, self._device)
         ]
 
-    def _builder(self, case: Case, config: HopperConfig) -> Callable[[], Runner]:
-        def build() -> Runner:
-            from pallas_gemm.kernels import hopper
-            from pallas_gemm.kernels.plan import HopperPlan
-
-            kernel = hopper.build(HopperPlan(case.problem, config, self._device))
-            return compiled(lambda operands: (kernel(operands["a"], operands["b"]),), case)
-
-        return build
+    def _program(self, case: Case, config: HopperConfig) -> Program:
+        device = workers.sendable_device(self._device)
+        return Program(_kernel_formula, (case, config, device), (operand_shapes(case),))
 
 
 class JaxHopper(JaxPeer):
@@ -191,7 +196,14 @@ class JaxHopper(JaxPeer):
     def candidates(self, case: Case) -> Sequence[Candidate]:
         """Returns a candidate for each of its configs that divides the case."""
         choices = [choice for choice in self._grid(case) if choice.divides(case)]
-        return [Candidate(choice.label, choice.builder(case)) for choice in choices]
+        # What its kernel would ask this process's device.
+        sms = getattr(jax.devices()[0], "core_count", None)
+        return [
+            Candidate.of(
+                choice.label, Program(_jax_formula, (choice, sms), (operand_shapes(case),))
+            )
+            for choice in choices
+        ]
 
     def _grid(self, case: Case) -> list["JaxHopperChoice"]:
         large = case.m * case.n >= 132 * 256 * 128
@@ -238,30 +250,44 @@ class JaxHopperChoice:
         )
         return not (case.m % rows or case.n % cols or case.k % 64)
 
-    def builder(self, case: Case) -> Callable[[], Runner]:
-        """Returns what compiles the case with this config."""
+    def formula(self) -> Formula:
+        """Returns the product with this config."""
+        from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper
 
-        def build() -> Runner:
-            from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper
+        axis = hopper.MatmulDimension
+        config = hopper.TuningConfig(
+            tile_m=self.tile[0],
+            tile_n=self.tile[1],
+            tile_k=64,
+            max_concurrent_steps=4,
+            epi_tile_m=64,
+            epi_tile_n=64,
+            grid_minor_dim=axis[self.minor],
+            grid_tile_width=self.width,
+            wg_dimension=axis[self.warpgroups],
+            cluster_dimension=axis[self.cluster] if self.cluster else None,
+        )
+        return lambda operands: (hopper.matmul(operands["a"], operands["b"], None, config),)
 
-            axis = hopper.MatmulDimension
-            config = hopper.TuningConfig(
-                tile_m=self.tile[0],
-                tile_n=self.tile[1],
-                tile_k=64,
-                max_concurrent_steps=4,
-                epi_tile_m=64,
-                epi_tile_n=64,
-                grid_minor_dim=axis[self.minor],
-                grid_tile_width=self.width,
-                wg_dimension=axis[self.warpgroups],
-                cluster_dimension=axis[self.cluster] if self.cluster else None,
-            )
-            return compiled(
-                lambda operands: (hopper.matmul(operands["a"], operands["b"], None, config),), case
-            )
 
-        return build
+def _kernel_formula(case: Case, config: HopperConfig, device: Device) -> Formula:
+    kernel = tuning.kernel(case.problem, config, device)
+    return lambda operands: (kernel(operands["a"], operands["b"]),)
+
+
+def _jax_formula(choice: JaxHopperChoice, sms: int | None) -> Formula:
+    formula = choice.formula()
+    if sms is None:
+        return formula
+
+    def with_sms(operands: Operands) -> Results:
+        from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper
+
+        # It asks for the device of the process, and a process that only lowers has none.
+        with mock.patch.object(hopper, "get_num_sms", return_value=sms, create=True):
+            return formula(operands)
+
+    return with_sms
 
 
 class Torch:
@@ -383,6 +409,13 @@ def missing(module: str, package: str) -> str | None:
     except ModuleNotFoundError:
         found = False
     return None if found else f"{package} is not installed"
+
+
+def built(candidate: Candidate, pool: workers.Workers | None) -> Runner:
+    """Compiles a candidate, lowered by other processes if there are any and it can be."""
+    if pool is None or candidate.program is None:
+        return candidate.build()
+    return pool.build(candidate.program)
 
 
 def compiled(compute: Callable[[Operands], Results], case: Case) -> Runner:

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 from absl import app, flags
 from rich.console import Console
 
-from bench import command, contest, counters, gpu, report, shapes, study
+from bench import command, contest, counters, gpu, report, shapes, study, workers
 from bench.peers import Peer
 from pallas_gemm.config import Persistence
 from pallas_gemm.hopper_config import HopperConfig
@@ -172,9 +172,9 @@ def _run(values: flags.FlagValues) -> int:
         study.Row(launch, prediction, counters=seen)
         for launch, prediction, seen in zip(chosen, predicted, counted, strict=True)
     ]
-    with clock("compiling and timing"):
+    with clock("compiling and timing"), workers.Workers() as pool:
         contestants = study.contestants(chosen, device)
-        rows = timed_rows(rows, options, contestants, gpu.GpuMeter(), console)
+        rows = timed_rows(rows, options, contestants, gpu.GpuMeter(), console, pool)
     for line in study.choice_lines(rows):
         console.print(line)
     if options.csv:
@@ -193,6 +193,7 @@ def timed_rows(
     peers: Sequence[Peer],
     meter: Meter,
     console: Console,
+    pool: workers.Workers | None = None,
 ) -> list[study.Row]:
     """Times every launch, and prints each table as soon as it is done.
 
@@ -202,6 +203,7 @@ def timed_rows(
         peers: XLA, and a peer named like each launch.
         meter: The GPU's.
         console: Where to print.
+        pool: Processes that lower kernels; None for none.
 
     Returns:
         The rows with their results; those that failed or were wrong have none.
@@ -209,7 +211,7 @@ def timed_rows(
     with command.progress_bar() as bar:
         steps = command.Steps(bar, bar.add_task("study", total=None))
         passed, dropped = contest.contenders(
-            options.case, peers, cold=False, start=steps.start, advance=steps.advance
+            options.case, peers, cold=False, start=steps.start, advance=steps.advance, pool=pool
         )
         for out in dropped:
             console.print(f"{out.peer}: {out.status}: {out.note}")

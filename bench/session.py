@@ -9,6 +9,7 @@ from rich.console import Console
 from bench import command, contest, report
 from bench.peers import Peer
 from bench.shapes import Case
+from bench.workers import Workers
 from pallas_gemm.measure import Meter, measure
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Bench:
         absent: Why each of the other peers asked for is not here.
         environment: What the report says about the device and the versions.
         limits: Measures what the chip can do at most, for dtypes by name.
+        pool: Processes that lower kernels; None for none.
     """
 
     meter: Meter
@@ -32,6 +34,7 @@ class Bench:
     absent: Mapping[str, str]
     environment: Mapping[str, Any]
     limits: Callable[[Sequence[str]], report.Limits]
+    pool: Workers | None = None
 
 
 def run(options: "Options", bench: Bench, console: Console) -> report.Report:
@@ -77,7 +80,12 @@ def _run_case(
     }
     takers = [peer for peer in bench.peers if not rows[peer.name].note]
     passed, dropped = contest.contenders(
-        case, takers, cold=options.cold, start=steps.start, advance=steps.advance
+        case,
+        takers,
+        cold=options.cold,
+        start=steps.start,
+        advance=steps.advance,
+        pool=bench.pool,
     )
     for out in dropped:
         rows[out.peer] = dataclasses.replace(

@@ -271,6 +271,17 @@ _ODD = tuple(
         (4096, 50257, 1024),
     )
 )
+_SHALLOW = tuple(
+    Case(m, n, k, source="shallow: few steps for each of many tiles")
+    for m, n, k in (
+        (4096, 4096, 256),
+        (4096, 4096, 512),
+        (8192, 8192, 256),
+        (8192, 8192, 512),
+        (8192, 8192, 1024),
+        (16384, 16384, 512),
+    )
+)
 _BATCHED = (
     Case(2048, 2048, 128, batch=32, source="attention scores"),
     Case(1024, 4096, 4096, batch=16, source="experts of equal load"),
@@ -321,6 +332,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = MappingProxyType(
         "wgrad": _WGRAD,
         "waves": _WAVES,
         "odd": _ODD,
+        "shallow": _SHALLOW,
         "batched": _BATCHED,
         "dtypes": _DTYPES,
         "layouts": _LAYOUTS,

@@ -145,7 +145,7 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
         raise RuntimeError(
             f"compiling without a GPU needs {', '.join(absent)}: pip install 'pallas-gemm[aot]'"
         )
-    notes = _compile_elsewhere(_export(fn, args), target)
+    notes = _compile_elsewhere(exported(fn, *args), target)
     starts = [found.start() for found in _KERNEL_START.finditer(notes)]
     reports = [
         _read_report(notes[start:stop], target)
@@ -165,24 +165,23 @@ def compile_exported(path: str, target: str) -> None:
     # Importing the kernel language tells the compiler where its runtime library is.
     import jax.experimental.pallas.mosaic_gpu
 
-    exported = jax.export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
+    program = jax.export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
     sharding = _device_sharding(target)
     operands = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval in exported.in_avals
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in program.in_avals
     ]
-    jax.jit(exported.call).lower(*operands).compile()
+    jax.jit(program.call).lower(*operands).compile()
 
 
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def exported(fn: Callable[..., Any], *args: Any, platform: str = "cuda") -> bytearray:
+    """Lowers a function to bytes that another process of the same JAX can compile.
 
-
-def _export(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytearray:
-    """Lowers a function for a CUDA GPU to bytes that another process can compile."""
+    Args:
+        fn: A function of arrays.
+        *args: Its arguments, or `jax.ShapeDtypeStruct`s in their place. What reads the bytes takes
+            their leaves.
+        platform: What JAX calls the platform to lower for.
+    """
     # The avals of an exported function are a flat list, whatever trees the arguments are.
     leaves, tree = jax.tree.flatten(args)
 
@@ -197,7 +196,7 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytearray:
         try:
             return jax.export.export(
                 jax.jit(flat),
-                platforms=["cuda"],
+                platforms=[platform],
                 # The kernel's own format is only promised to readers of the same release.
                 disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
             )(*leaves).serialize()
@@ -205,7 +204,14 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytearray:
             jax.config.update(setting, before)
 
 
-def _compile_elsewhere(exported: bytearray, target: str) -> str:
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _compile_elsewhere(program: bytearray, target: str) -> str:
     """Compiles an exported function in a new process and returns what the compiler printed."""
     package_root = str(pathlib.Path(__file__).parent.parent)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_DUMP")}
@@ -221,7 +227,7 @@ def _compile_elsewhere(exported: bytearray, target: str) -> str:
     }
     call = "import sys; from pallas_gemm import offline; offline.compile_exported(*sys.argv[1:])"
     with tempfile.NamedTemporaryFile() as file:
-        file.write(exported)
+        file.write(program)
         file.flush()
         done = subprocess.run(
             [sys.executable, "-c", call, file.name, target],

@@ -13,13 +13,14 @@ Nothing here ever runs by itself: a program without an entry for a product is co
 heuristics choose.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ from pallas_gemm.problem import Problem
 
 Runner = Callable[..., jax.Array]
 """A compiled product: a function of its operands."""
+
+Later = concurrent.futures.Future[Callable[..., Any]]
+"""What is being compiled, or has been."""
 
 BURST = Settings(burst_rounds=3, burst_calls=4, pause=0.01, sustained_rounds=0, energy_seconds=0)
 SUSTAINED = Settings(
@@ -71,10 +75,14 @@ class Tools:
     Attributes:
         meter: Times kernels.
         build: Compiles the kernel of a config.
+        ahead: How many products are compiled while another one is timed. To lower a kernel is
+            Python's work, which launches have to wait for; so none, unless `build` has it done by
+            other processes.
     """
 
     meter: Meter
     build: Callable[[Problem, GemmConfig, Device], Runner]
+    ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,23 +208,16 @@ def products_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[
 
 def tune(
     wanted: Iterable[tuple[Problem, Device]], tools: Tools, *, most: int = tuning_space.MOST
-) -> Iterator[Tuned | Untuned]:
+) -> Generator[Tuned | Untuned]:
     """Yields what is found for each product, as soon as it is."""
-    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        for problem, device in wanted:
-            architecture = architecture_of(device)
-            if architecture is None:
-                yield Untuned(problem, f"no kernel runs on {device.kind}")
-                continue
-            configs = tuning_space.configs(problem, device, architecture, most)
-            if not configs:
-                yield Untuned(problem, "no config is legal")
-                continue
-            try:
-                yield _contest(_compiled(problem, device, configs, tools, pool), tools.meter)
-            except Exception as error:
-                # Such as too little memory: the next product is another matter.
-                yield Untuned(problem, _reason(error))
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2))
+    try:
+        fields = (_begun(problem, device, most, tools, pool) for problem, device in wanted)
+        for field in _early(fields, tools.ahead):
+            yield field if isinstance(field, Untuned) else _outcome(field, tools.meter)
+    finally:
+        # Nobody waits for what was begun and is not wanted any more.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def gpu_tools() -> Tools:
@@ -228,11 +229,20 @@ def gpu_tools() -> Tools:
 
 def build(problem: Problem, config: GemmConfig, device: Device) -> Runner:
     """Compiles the kernel of a config."""
+    operands = operand_shapes(problem).present()
+    return jax.jit(kernel(problem, config, device)).lower(*operands).compile()
+
+
+def kernel(problem: Problem, config: GemmConfig, device: Device) -> Callable[..., jax.Array]:
+    """Returns the kernel of a config, a function of the operands.
+
+    Raises:
+        ValueError: No kernel runs on the device.
+    """
     architecture = architecture_of(device)
     if architecture is None:
         raise ValueError(f"device must be one that a kernel runs on, got {device.kind}")
-    kernel = architecture.load().build(problem, config, device, False)
-    return jax.jit(kernel).lower(*_shapes(problem).present()).compile()
+    return architecture.load().build(problem, config, device, False)
 
 
 def architecture_of(device: Device) -> Architecture | None:
@@ -276,58 +286,83 @@ def config_label(config: GemmConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """The contestants of one product, and what they are checked with.
+    """The contestants of one product, and what they are checked with; some still being compiled.
 
     Attributes:
         problem: The product.
-        configs: What was compiled; the first is the heuristics' choice.
-        runners: The kernel of each, or why it could not be compiled.
-        xla: XLA's product.
-        with_xla: Whether it takes part: the heuristics would leave the product to it.
-        exact: Returns the product in float32, not rounded.
+        configs: What is compiled; the first is the heuristics' choice.
+        runners: The kernel of each.
+        xla: XLA's product, to be checked with.
+        with_xla: Whether XLA takes part: the heuristics would leave the product to it.
+        exact: Returns the product in float32 (integers in int32), not rounded.
         draw: Returns operands.
+        tile_errors: `accuracy.tile_errors` of results of this shape.
+        worst_error: `accuracy.worst_error` of results of this shape.
     """
 
     problem: Problem
     configs: Sequence[GemmConfig]
-    runners: Sequence[Runner | Exception]
-    xla: Runner
+    runners: Sequence[Later]
+    xla: Later
     with_xla: bool
-    exact: Runner
-    draw: Callable[[jax.Array], tuple[jax.Array, ...]]
+    exact: Later
+    draw: Later
+    tile_errors: Later
+    worst_error: Later
 
 
-def _compiled(
+def _early(fields: Iterable[_Field | Untuned], ahead: int) -> Iterator[_Field | Untuned]:
+    """Yields each when `ahead` more have been begun, which then go on meanwhile."""
+    begun: collections.deque[_Field | Untuned] = collections.deque()
+    for field in fields:
+        begun.append(field)
+        if len(begun) > ahead:
+            yield begun.popleft()
+    yield from begun
+
+
+def _begun(
     problem: Problem,
     device: Device,
-    configs: Sequence[GemmConfig],
+    most: int,
     tools: Tools,
     pool: concurrent.futures.Executor,
-) -> _Field:
-    """Compiles everything that a contest needs, in several threads where the GPU is not used."""
-    shapes = _shapes(problem).present()
+) -> _Field | Untuned:
+    """Begins to compile everything that a contest needs, and runs nothing on the GPU."""
+    architecture = architecture_of(device)
+    if architecture is None:
+        return Untuned(problem, f"no kernel runs on {device.kind}")
+    configs = tuning_space.configs(problem, device, architecture, most)
+    if not configs:
+        return Untuned(problem, "no config is legal")
+    operands = operand_shapes(problem).present()
+    result = jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype)
+    reference = jax.ShapeDtypeStruct(problem.out_shape, _exact_dtype(problem))
+    errors = jax.eval_shape(accuracy.tile_errors, result, reference)
+    key = jax.eval_shape(jax.random.key, 0)
 
-    def one(config: GemmConfig) -> Runner | Exception:
-        try:
-            return tools.build(problem, config, device)
-        except Exception as error:
-            return error
+    def later(f: Callable[..., Any], *shapes: Any) -> Later:
+        return pool.submit(_jitted, f, shapes)
 
-    with_xla = rules.why_xla(problem) is not None
-    # Where it is timed, XLA's autotuner has to run, and that times kernels on the GPU itself.
-    by_xla = _jitted(_by_xla(_call(problem)), shapes, tuned=with_xla)
-    runners = [pool.submit(one, config) for config in configs]
-    draw = pool.submit(_jitted, functools.partial(_drawn, problem), (jax.random.key(0),))
-    exact = pool.submit(_jitted, _exact(problem), shapes)
     return _Field(
         problem,
         configs,
-        [runner.result() for runner in runners],
-        by_xla,
-        with_xla,
-        exact.result(),
-        draw.result(),
+        [pool.submit(tools.build, problem, config, device) for config in configs],
+        later(_by_xla(_call(problem)), *operands),
+        rules.why_xla(problem) is not None,
+        later(_exact(problem), *operands),
+        later(functools.partial(_drawn, problem), key),
+        later(accuracy.tile_errors, result, reference),
+        later(accuracy.worst_error, result, reference, errors),
     )
+
+
+def _outcome(field: _Field, meter: Meter) -> Tuned | Untuned:
+    try:
+        return _contest(field, meter)
+    except Exception as error:
+        # Such as too little memory: the next product is another matter.
+        return Untuned(field.problem, _reason(error))
 
 
 def _jitted(
@@ -346,7 +381,10 @@ def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
         return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
     variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
     if field.with_xla:
-        variants.append(_variant(XLA, field.xla, sets))
+        # Its autotuner times kernels on the GPU itself, which nobody else uses now.
+        operands = operand_shapes(field.problem).present()
+        by_xla = _jitted(_by_xla(_call(field.problem)), operands, tuned=True)
+        variants.append(_variant(XLA, by_xla, sets))
     first = variants[0].name
     bursts = measure(variants, meter, BURST, baseline=first)
     results = bursts
@@ -376,16 +414,16 @@ def _checked(
     field: _Field, sets: Sequence[tuple[jax.Array, ...]]
 ) -> tuple[dict[int, Runner], list[str]]:
     """Runs every kernel once: those that are right, by their places, and why others are not."""
-    reference = field.exact(*sets[0])
-    xla_errors = accuracy.tile_errors(field.xla(*sets[0]), reference)
+    reference = field.exact.result()(*sets[0])
+    xla_errors = field.tile_errors.result()(field.xla.result()(*sets[0]), reference)
+    worst_error = field.worst_error.result()
     right: dict[int, Runner] = {}
     dropped = []
-    for place, runner in enumerate(field.runners):
+    for place, compiled in enumerate(field.runners):
         name = config_label(field.configs[place])
         try:
-            if isinstance(runner, Exception):
-                raise runner
-            worst = float(accuracy.worst_error(runner(*sets[0]), reference, xla_errors))
+            runner = compiled.result()
+            worst = float(worst_error(runner(*sets[0]), reference, xla_errors))
         except Exception as error:
             dropped.append(f"{name}: {_reason(error)}")
             continue
@@ -439,16 +477,25 @@ def _by_xla(call: Call) -> Runner:
 
 
 def _exact(problem: Problem) -> Runner:
-    """Returns the product in float32 (int32), not rounded.
+    """Returns the product with wide operands, not rounded.
 
     It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
     """
-    wide = problem.accumulator_dtype
-    call = _call(problem, wide, jax.lax.Precision.HIGHEST)
-    return lambda *operands: xla.product(call, *(x.astype(wide) for x in operands))
+    call = _call(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+
+    return lambda *operands: xla.product(call, *map(wide, operands))
 
 
-def _shapes(problem: Problem) -> Operands:
+def _exact_dtype(problem: Problem) -> np.dtype:
+    """Returns the type of a result that is not rounded: float32, or int32 of integers."""
+    return np.dtype(np.int32 if np.issubdtype(problem.out_dtype, np.integer) else np.float32)
+
+
+def operand_shapes(problem: Problem) -> Operands:
+    """Returns shape and type of each operand of a product."""
     epilogue = problem.epilogue
     b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
     return Operands(
@@ -462,7 +509,7 @@ def _shapes(problem: Problem) -> Operands:
 
 def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
-    shapes = _shapes(problem).present()
+    shapes = operand_shapes(problem).present()
     keys = jax.random.split(key, len(shapes))
     return tuple(_normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
 
@@ -477,9 +524,10 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:
     """Returns operands to take in turn, so many that each is out of the cache again."""
-    read = sum(x.size * x.dtype.itemsize for x in _shapes(field.problem).present())
+    read = sum(x.size * x.dtype.itemsize for x in operand_shapes(field.problem).present())
     count = min(MOST_SETS, math.ceil(COLD_BYTES / read))
-    return [field.draw(key) for key in jax.random.split(jax.random.key(0), count)]
+    draw = field.draw.result()
+    return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
 
 
 def _to_stderr(line: str) -> None:

@@ -265,10 +265,77 @@ def test_the_products_of_a_case_are_those_that_dispatch_looks_up() -> None:
     assert cache.Key.of(gelu).epilogue == "bias activation"
 
 
-def test_what_is_left_to_xla_is_not_tuned() -> None:
+def finding(problem: Problem, over_xla: float | None = None) -> tuning.Tuned:
+    """What tuning might say of a product."""
+    config = HopperConfig(schedule="hilbert")
+    return tuning.Tuned(problem, config, 9e-4, HopperConfig(), 1e-3, 1.1, over_xla, 12, ("wrong",))
+
+
+def test_what_is_left_to_xla_enters_the_table_only_if_it_wins(tmp_path: pathlib.Path) -> None:
     narrow = shapes.parse("128x128x65536:TN")
     assert rules.why_xla(narrow.problem) is not None
-    assert tune.products_of(narrow, H200) == []
+    (problem,) = tune.products_of(narrow, H200)
+    other = dataclasses.replace(problem, m=256)
+    results = [
+        finding(PROBLEM),
+        tuning.Untuned(dataclasses.replace(PROBLEM, k=64), "no config is legal"),
+        finding(problem, 0.9),
+        finding(other, 1.05),
+    ]
+    output, table = tmp_path / "table.json", cache.Table(H200.kind)
+    table, found = tune.kept(results, table, output, tmp_path / "tuned.csv")
+    assert set(table.by_key) == {cache.Key.of(PROBLEM), cache.Key.of(other)}
+    assert cache.Table.load(output) == table
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "tuned.csv").read_text())))
+    assert [line["over_xla"] for line in lines] == ["", "0.9000", "1.0500"]
+    ours, left = tune.summary_lines(found)
+    assert "by 10.0% in geometric mean" in ours
+    assert "1 products)" in ours
+    assert "of 2 products that the heuristics leave to XLA, 1 are faster tuned, 1.050" in left
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Here:
+        """Stands for the other processes."""
+
+        def __enter__(self) -> "Here":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def build_kernel(self, problem: Problem, *_: object) -> tuning.Runner:
+            if problem.k == 192:
+                raise KeyboardInterrupt
+            return made_up_tools().build(problem, HopperConfig(), H200)
+
+    output, rows = tmp_path / "table.json", tmp_path / "tuned.csv"
+    suite = tuple(shapes.parse(f"512x512x{k}") for k in (128, 192, 256))
+    monkeypatch.setattr(tune.gpu, "missing_gpu", lambda: None)
+    monkeypatch.setattr(tune.targeting, "first_gpu", lambda: H200)
+    monkeypatch.setattr(tune, "KernelMeter", MadeUpGpu)
+    monkeypatch.setattr(tune.workers, "Workers", Here)
+    monkeypatch.setattr(tune.shapes, "suite", lambda _: suite)
+    values = flags.FlagValues()
+    tune.define_flags(values)
+    values(["tune", "--suites=any", f"--output={output}", f"--csv={rows}", "--most=2"])
+    stopped = "stopped; kept"
+    assert command.guarded("tune", lambda: tune._run(values), stopped) == 130
+    assert capsys.readouterr().err == "tune: stopped; kept\n"
+    assert [key.k for key in cache.Table.load(output).by_key] == [128]
+    assert len(rows.read_text().splitlines()) == 2
+    assert sorted(tmp_path.iterdir()) == [output, rows]
+    # Going on leaves out what is there.
+    monkeypatch.setattr(tune.shapes, "suite", lambda _: suite[::2])
+    values = flags.FlagValues()
+    tune.define_flags(values)
+    values(["tune", "--suites=any", "--resume", f"--output={output}", "--most=2"])
+    assert tune._run(values) == 0
+    shown = capsys.readouterr().out
+    assert "NVIDIA H200: 1 products\n1/1 " in shown
+    assert f"2 entries in {output}" in shown
 
 
 def test_products_are_tuned_once_and_not_again() -> None:
@@ -291,10 +358,14 @@ def test_products_are_tuned_once_and_not_again() -> None:
 
 
 def test_no_product_is_begun_after_the_time_is_over() -> None:
-    chosen = dataclasses.replace(tune_options("--suites=squares"), seconds=-1.0)
-    console = Console(file=io.StringIO())
+    cases = tuple(shapes.parse(f"512x512x{k}") for k in (128, 192, 256))
+    chosen = dataclasses.replace(tune_options(), seconds=-1.0, cases=cases, most=2)
+    console = Console(file=io.StringIO(), width=200)
     nothing = cache.Table(H200.kind)
-    assert list(tune.tuned_products(chosen, nothing, H200, made_up_tools(), console)) == []
+    found = list(tune.tuned_products(chosen, nothing, H200, made_up_tools(), console))
+    assert [tuned.problem.k for tuned in found] == [128]
+    assert isinstance(console.file, io.StringIO)
+    assert "time is over: 2 products are left for --resume" in console.file.getvalue()
     assert tune.summary_lines([]) == ["nothing was tuned"]
 
 

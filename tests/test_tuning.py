@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +205,39 @@ def test_a_product_for_which_nothing_is_found_does_not_stop_the_others() -> None
     assert reasons[1:] == ["no config is legal", NO_KERNEL, "MemoryError: too large"]
     assert isinstance(last, tuning.Tuned)
     assert str(without[-1]) == "256x512x320 NN bfloat16: MemoryError: too large"
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_next_products_are_compiled_while_one_is_timed(ahead: int) -> None:
+    begun: list[int] = []
+    order: list[int] = []
+
+    def build(problem: Problem, *_: object) -> tuning.Runner:
+        begun.append(problem.k)
+        return product(problem)
+
+    def wanted() -> Iterator[tuple[Problem, Device]]:
+        for k in (64, 128, 192, 256):
+            asked.append(k)
+            yield dataclasses.replace(PROBLEM, k=k), H200
+
+    asked: list[int] = []
+    tools = tuning.Tools(MadeUpGpu(lambda _: 1e-5, lambda _: 1.0), build, ahead)
+    results = tuning.tune(wanted(), tools, most=2)
+    for place, found in enumerate(results):
+        order.append(found.problem.k)
+        assert len(asked) == min(4, place + 1 + ahead)
+    assert order == asked
+    assert sorted(begun) == sorted(2 * asked)
+
+
+def test_tuning_can_be_left_at_any_time() -> None:
+    tools = tuning.Tools(MadeUpGpu(lambda _: 1e-5, lambda _: 1.0), lambda p, *_: product(p), 2)
+    wanted = [(dataclasses.replace(PROBLEM, k=k), H200) for k in (64, 128, 192, 256)]
+    results = tuning.tune(wanted, tools, most=2)
+    assert isinstance(next(results), tuning.Tuned)
+    results.close()
+    assert list(results) == []
 
 
 @pytest.mark.parametrize(("xla_seconds", "useful"), [(0.9e-5, False), (1.1e-5, True)])

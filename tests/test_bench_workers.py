@@ -1,0 +1,149 @@
+"""Kernels lowered by other processes: what is sent, what comes back, what is done here."""
+
+import dataclasses
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import contest, peers, products, workers
+from bench.shapes import Case
+from bench.workers import Program, Workers
+from pallas_gemm import activations, offline, tuning, tuning_space
+from pallas_gemm.architectures import ARCHITECTURES
+from pallas_gemm.device import H200
+from pallas_gemm.problem import Epilogue, Problem
+from tests import reference
+
+CASE = Case(64, 32, 128)
+PLAIN = Program(products.plain, (CASE,), (products.operand_shapes(CASE),))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    """One process that lowers for the CPU, on which its programs can then run."""
+    with Workers(1, "cpu") as found:
+        yield found
+
+
+def sent(program: Program) -> Program:
+    return pickle.loads(pickle.dumps(program))
+
+
+def test_what_another_process_lowered_computes_the_same(pool: Workers) -> None:
+    operands = products.make_operands(CASE, jax.random.key(0))
+    before = pool._pool.submit(workers._lowered, PLAIN, "cpu").result()
+    assert isinstance(before, bytes)
+    (elsewhere,) = pool.build(PLAIN)(operands)
+    (here,) = PLAIN.compiled()(operands)
+    np.testing.assert_array_equal(reference.wide(elsewhere), reference.wide(here))
+
+
+def test_what_cannot_be_sent_is_lowered_here(pool: Workers) -> None:
+    made = []
+
+    def make() -> Callable[[Any], Any]:
+        made.append(None)
+        return jnp.negative
+
+    run = pool.build(Program(make, (), (jax.ShapeDtypeStruct((2,), jnp.float32),)))
+    np.testing.assert_array_equal(run(jnp.ones(2)), -np.ones(2))
+    assert made == [None]
+
+
+def test_an_error_is_that_of_this_process(pool: Workers) -> None:
+    wrong = dataclasses.replace(PLAIN, operands=(jax.ShapeDtypeStruct((2,), jnp.float32),))
+    with pytest.raises(Exception) as here:  # noqa: PT011 - whatever it is
+        wrong.compiled()
+    with pytest.raises(type(here.value)):
+        pool.build(wrong)
+
+
+def test_workers_leave_the_gpu_and_the_keyboard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(jax.config, "update", lambda *change: seen.append(change))
+    monkeypatch.setattr(signal, "signal", lambda *change: seen.append(change))
+    workers._leave_the_gpu_alone()
+    assert seen == [(signal.SIGINT, signal.SIG_IGN), ("jax_platforms", "cpu")]
+
+
+@pytest.mark.parametrize("name", [None, *activations.ACTIVATIONS])
+def test_a_problem_arrives_as_it_was_sent(name: str | None) -> None:
+    epilogue = Epilogue(activation=activations.resolve(name))
+    problem = Problem(8, 64, 16, jnp.float8_e4m3fn, jnp.float8_e5m2, epilogue=epilogue)
+    received = workers.received_problem(
+        pickle.loads(pickle.dumps(workers.sendable_problem(problem)))
+    )
+    assert received == problem
+    assert received.epilogue.activation is epilogue.activation
+
+
+def test_a_device_arrives_as_it_was_sent() -> None:
+    assert H200.machine.resident_clusters
+    assert pickle.loads(pickle.dumps(workers.sendable_device(H200))) == H200
+
+
+def test_every_config_that_is_tuned_can_be_sent_and_lowered() -> None:
+    gated = Epilogue(gated=True, activation=activations.ACTIVATIONS["silu"])
+    problem = Problem(512, 1024, 256, epilogue=gated)
+    configs = tuning_space.configs(problem, H200, ARCHITECTURES[0])
+    programs = [sent(workers.kernel_program(problem, config, H200)) for config in configs]
+    lowered = jax.export.deserialize(bytearray(workers._lowered(programs[0], "cuda")))
+    assert "mosaic_gpu" in lowered.mlir_module()
+    shapes = [(aval.shape, aval.dtype) for aval in lowered.in_avals]
+    assert shapes == [(x.shape, x.dtype) for x in tuning.operand_shapes(problem).present()]
+
+
+def test_jaxs_kernel_is_lowered_for_a_gpu_that_its_process_lacks() -> None:
+    case = Case(1024, 1024, 512)
+    choice = peers.JaxHopperChoice((128, 128), "M", "N", "N", 8)
+    program = sent(Program(peers._jax_formula, (choice, 132), (products.operand_shapes(case),)))
+    report = offline.compile_report(program.make(*program.args), *program.operands, target="h200")
+    assert np.prod(report.grid) == 132
+
+
+def test_our_kernel_is_lowered_as_it_is_compiled_here() -> None:
+    config = tuning_space.configs(CASE.problem, H200, ARCHITECTURES[0])[0]
+    (candidate,) = peers.Kernel(lambda _: [config], H200).candidates(CASE)
+    assert candidate.program is not None
+    program = sent(candidate.program)
+    report = offline.compile_report(program.make(*program.args), *program.operands, target="h200")
+    assert report.kernel.startswith("pallas_gemm")
+
+
+def test_candidates_that_are_programs_are_lowered_elsewhere() -> None:
+    class Pool(Workers):
+        def __init__(self) -> None:
+            self.seen: list[Program] = []
+
+        def build(self, program: Program) -> workers.Runner:
+            self.seen.append(program)
+            return program.compiled()
+
+    class Ours(peers.JaxPeer):
+        name = "ours"
+
+        def candidates(self, case: Case) -> list[peers.Candidate]:
+            return [
+                peers.Candidate.of("sent", PLAIN),
+                peers.Candidate("not sent", lambda: peers.compiled(products.plain(case), case)),
+            ]
+
+    def ignore(*_: object) -> None:
+        pass
+
+    pool = Pool()
+    passed, dropped = contest.contenders(
+        CASE, [peers.Xla(), Ours()], cold=False, start=ignore, advance=lambda: None, pool=pool
+    )
+    assert [(one.peer, one.label) for one in passed] == [
+        ("xla", ""),
+        ("ours", "sent"),
+        ("ours", "not sent"),
+    ]
+    assert (dropped, pool.seen) == ([], [PLAIN])
