@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     # Folders that must stay out, though they look like packages.
-    for stray in ("tests", "bench", "docs"):
+    for stray in ("tests", "bench", "docs", "examples"):
         (source / stray).mkdir()
         (source / stray / "__init__.py").touch()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -1,0 +1,1 @@
+"""Programs that show the multiply in use."""

@@ -1,0 +1,184 @@
+"""Trains a small transformer with Flax, with and without the multiply, and compares the two.
+
+    python examples/train_transformer.py                             seconds, on any computer
+    python examples/train_transformer.py --api=nnx --op=pallas_gemm
+    python examples/train_transformer.py --preset=1b                 a billion parameters, one GPU
+    python examples/train_transformer.py --preset=small --mesh=data:2,model:2
+    python examples/train_transformer.py --cpu_devices=8 --mesh=data:2,model:4
+
+Both start from the same parameters and see the same examples, so their losses should agree as far
+as the roundings of their types let them. They take turns of a few steps; times are medians over the
+turns, without the first. `host` is how long Python needs to start a step, and `memory` what the
+compiled step takes on each device.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+if __package__ in (None, ""):
+    # Started as a script: the packages lie beside this file's folder, not in it.
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from examples import contest
+from examples.sequences import Task
+from examples.settings import PRESETS, Settings
+from examples.training import APIS, Trainee, Trainer, mesh_of
+
+POINTS = 8
+"""Rows of the table of losses."""
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines what can be asked for on the command line."""
+    flags.DEFINE_enum("api", "linen", list(APIS), "Of Flax.", flag_values=values)
+    ops = ["both", "stock", "pallas_gemm"]
+    flags.DEFINE_enum("op", "both", ops, "Who multiplies.", flag_values=values)
+    flags.DEFINE_enum(
+        "layers",
+        "fused",
+        ["fused", "hooks"],
+        "What pallas_gemm is: our layers, or stock layers with dot_general= as a hook.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
+    for name in ("blocks", "batch", "sequence"):
+        flags.DEFINE_integer(
+            name, None, f"Another {name} than the preset's.", 1, flag_values=values
+        )
+    flags.DEFINE_integer("rounds", 8, "Turns of each.", 1, flag_values=values)
+    flags.DEFINE_integer("steps", 5, "Steps of a turn.", 1, flag_values=values)
+    flags.DEFINE_string("mesh", "", "Such as data:2,model:2.", flag_values=values)
+    flags.DEFINE_integer(
+        "cpu_devices", None, "Run on a CPU as so many devices.", 1, flag_values=values
+    )
+    flags.DEFINE_enum(
+        "attention",
+        "auto",
+        ["auto", "xla", "cudnn"],
+        "Of jax.nn.dot_product_attention; auto is cudnn on a GPU in 16 bits.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("json", None, "Also write what is shown to this file.", flag_values=values)
+
+
+def value(options: flags.FlagValues, name: str) -> Any:
+    """Returns what was asked for under a name."""
+    return options[name].value
+
+
+def settings_of(options: flags.FlagValues) -> Settings:
+    """Returns the preset with what was asked for instead."""
+    own = {name: value(options, name) for name in ("blocks", "batch", "sequence")}
+    given = {name: size for name, size in own.items() if size is not None}
+    return dataclasses.replace(PRESETS[value(options, "preset")], **given)
+
+
+def trainer_of(options: flags.FlagValues) -> Trainer:
+    """Returns what the trainees share."""
+    settings = settings_of(options)
+    attention = value(options, "attention")
+    if attention == "auto":
+        fits = jax.default_backend() == "gpu" and settings.type().itemsize == 2
+        attention = "cudnn" if fits else "xla"
+    return Trainer(settings, value(options, "api"), attention, mesh_of(value(options, "mesh")))
+
+
+def report(trainees: Sequence[Trainee], times: Sequence[contest.Times]) -> dict[str, Any]:
+    """Returns what was found, as plain data."""
+    found: dict[str, Any] = {
+        trainee.name: {
+            "ms_per_step": own.step * 1e3,
+            "host_ms": own.host * 1e3,
+            "memory_bytes": trainee.memory,
+            "losses": trainee.curve.tolist(),
+            "rounds_ms": [seconds * 1e3 for seconds in own.steps],
+        }
+        for trainee, own in zip(trainees, times, strict=True)
+    }
+    if len(trainees) == 2:
+        found["stock/pallas_gemm"] = contest.ratio(times[1], times[0])
+        found["largest_difference"] = float(np.abs(trainees[0].curve - trainees[1].curve).max())
+    return found
+
+
+def show(console: Console, found: dict[str, Any], names: Sequence[str], settings: Settings) -> None:
+    """Prints the losses and the times."""
+    losses = Table("step", *(f"loss of {name}" for name in names))
+    count = len(found[names[0]]["losses"])
+    for step in sorted({*np.linspace(0, count - 1, min(POINTS, count)).astype(int).tolist()}):
+        losses.add_row(str(step), *(f"{found[name]['losses'][step]:.4f}" for name in names))
+    console.print(losses)
+    best = Task(settings.vocabulary).best_loss
+    console.print(f"Who knows the rule has a loss of {best:.4f}.")
+    table = Table("", "ms per step", "TFLOP/s of products", "host ms", "memory GB")
+    for name in names:
+        own = found[name]
+        speed = settings.product_flops / own["ms_per_step"] / 1e9
+        table.add_row(
+            name,
+            f"{own['ms_per_step']:.2f}",
+            f"{speed:.1f}",
+            f"{own['host_ms']:.2f}",
+            f"{own['memory_bytes'] / 1e9:.3g}",
+        )
+    console.print(table)
+    if len(names) == 2:
+        console.print(
+            f"stock / pallas_gemm: {found['stock/pallas_gemm']:.3f}x in time per step; losses"
+            f" differ by at most {found['largest_difference']:.2g}."
+        )
+
+
+def run(trainer: Trainer, options: flags.FlagValues, console: Console) -> dict[str, Any]:
+    """Trains, and prints and returns what was found."""
+    rounds, steps = value(options, "rounds"), value(options, "steps")
+    kinds = {"stock": "stock", "pallas_gemm": value(options, "layers")}
+    asked = value(options, "op")
+    names = [name for name in kinds if asked in ("both", name)]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("compiling", total=len(names) * (rounds + 1))
+        trainees = []
+        for name in names:
+            trainees.append(trainer.trainee(name, kinds[name]))
+            progress.advance(task)
+        progress.update(task, description="training")
+        times = contest.hold(trainees, trainer.batch, rounds, steps, lambda: progress.advance(task))
+    found = report(trainees, times)
+    where = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    mesh = f"mesh {options['mesh'].value} of {where}" if trainer.mesh else f"one of {where}"
+    console.print(f"{options['preset'].value} {options['api'].value} on {mesh}")
+    show(console, found, names, trainer.settings)
+    if value(options, "json") is not None:
+        pathlib.Path(value(options, "json")).write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the program."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}; every option begins with --")
+    options = flags.FLAGS
+    if value(options, "cpu_devices") is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", value(options, "cpu_devices"))
+    try:
+        trainer = trainer_of(options)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+    run(trainer, options, Console())
+
+
+if __name__ == "__main__":
+    define_flags(flags.FLAGS)
+    app.run(main)

@@ -1,0 +1,155 @@
+"""Training steps of the example's transformer, with any layers, on one device or a mesh."""
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from examples import transformer_linen, transformer_nnx
+from examples.sequences import Task
+from examples.settings import Attention, Settings
+
+APIS: dict[str, ModuleType] = {"linen": transformer_linen, "nnx": transformer_nnx}
+# Layers whose kernels are split by columns over the axis "model", and those that are split by rows:
+# between the two, nothing has to be communicated.
+BY_COLUMNS = frozenset(("query", "key", "value", "gate", "up"))
+BY_ROWS = frozenset(("out", "down"))
+
+
+@dataclasses.dataclass
+class Trainee:
+    """A transformer in training.
+
+    Attributes:
+        name: What it is called in tables.
+        step: The compiled training step.
+        state: Parameters and the optimiser's state.
+        losses: The loss before each step.
+    """
+
+    name: str
+    step: jax.stages.Compiled
+    state: Any
+    losses: list[Any] = dataclasses.field(default_factory=list)
+
+    def train(self, tokens: jax.Array) -> None:
+        """Makes a step; returns while the device still works on it."""
+        self.state, loss = self.step(self.state, tokens)
+        self.losses.append(loss)
+
+    def wait(self) -> None:
+        """Waits until all steps are done."""
+        jax.block_until_ready(self.losses[-1])
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a step takes on a device: its state, its batch, and what lies in between."""
+        found: Any = self.step.memory_analysis()
+        given = found.argument_size_in_bytes + found.output_size_in_bytes
+        return given - found.alias_size_in_bytes + found.temp_size_in_bytes
+
+    @property
+    def curve(self) -> np.ndarray:
+        """The losses as numbers."""
+        return np.array([float(loss) for loss in self.losses])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """What all trainees of a comparison share.
+
+    Attributes:
+        settings: The sizes.
+        api: "linen" or "nnx".
+        attention: Implementation of `jax.nn.dot_product_attention`.
+        mesh: Of axes "data" and "model", either or both; None for one device.
+    """
+
+    settings: Settings
+    api: str
+    attention: Attention
+    mesh: Mesh | None = None
+
+    def trainee(self, name: str, layers: str) -> Trainee:
+        """Makes the parameters, the same for all trainees, and compiles a step."""
+        shapes = jax.eval_shape(self._init)
+        placed = jax.tree.map_with_path(self._placement, shapes)
+        state = jax.jit(self._init, out_shardings=placed)()
+        step = jax.jit(functools.partial(self._step, layers), donate_argnums=0)
+        # Where it lies is a part of what is compiled.
+        result = step.lower(state, self.batch(0)).compile()
+        return Trainee(name, result, state)
+
+    def batch(self, step: int) -> jax.Array:
+        """Returns the examples of a step where they are needed."""
+        settings = self.settings
+        tokens = Task(settings.vocabulary).batch(step, settings.batch, settings.sequence)
+        if self.mesh is None:
+            return jnp.asarray(tokens)
+        spec = jax.P("data") if "data" in self.mesh.axis_names else jax.P()
+        return jax.device_put(tokens, NamedSharding(self.mesh, spec))
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return optax.adamw(self.settings.learning_rate)
+
+    def _init(self) -> Any:
+        params = APIS[self.api].init(self.settings, jax.random.key(0))
+        return params, self._optimizer.init(params)
+
+    def _loss(self, layers: str, params: Any, tokens: jax.Array) -> jax.Array:
+        apply = APIS[self.api].apply
+        logits = apply(self.settings, layers, self.attention, params, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.promote_types(self.settings.type(), jnp.float32)), tokens[:, 1:]
+        )
+        return losses.mean()
+
+    def _step(self, layers: str, state: Any, tokens: jax.Array) -> Any:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(functools.partial(self._loss, layers))(params, tokens)
+        updates, moments = self._optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def _placement(self, path: Any, _: Any) -> NamedSharding | None:
+        if self.mesh is None:
+            return None
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        layer = names[names.index("kernel") - 1] if "kernel" in names else ""
+        spec = jax.P()
+        if "model" in self.mesh.axis_names:
+            spec = jax.P(None, "model") if layer in BY_COLUMNS else spec
+            spec = jax.P("model", None) if layer in BY_ROWS else spec
+        return NamedSharding(self.mesh, spec)
+
+
+def mesh_of(text: str) -> Mesh | None:
+    """Returns the mesh that a text such as "data:2,model:4" describes; None of an empty one.
+
+    Raises:
+        ValueError: It describes none, or there are too few devices.
+    """
+    if not text:
+        return None
+    try:
+        sizes = {name: int(size) for name, size in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        sizes = {}
+    if not sizes or set(sizes) - {"data", "model"} or min(sizes.values()) < 1:
+        raise ValueError(f"mesh={text!r} must be like data:2, model:4 or data:2,model:4")
+    devices = jax.devices()
+    wanted = int(np.prod(list(sizes.values())))
+    if wanted > len(devices):
+        raise ValueError(f"mesh={text!r} needs {wanted} devices, there are {len(devices)}")
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=devices[:wanted],
+    )
