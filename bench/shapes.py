@@ -287,10 +287,13 @@ _BATCHED = (
     Case(1024, 4096, 4096, batch=16, source="experts of equal load"),
     Case(512, 512, 512, batch=64, source="many small products"),
 )
-_DTYPES = tuple(
-    _square(size, dtype=dtype, layout="NT")
-    for dtype in ("bf16", "f16", "f32", "e4m3", "int8")
-    for size in (4096, 8192)
+_DTYPES = (
+    *(
+        _square(size, dtype=dtype, layout="NT")
+        for dtype in ("bf16", "f16", "f32", "e4m3", "int8")
+        for size in (4096, 8192)
+    ),
+    _square(4096, dtype="f32"),
 )
 _LAYOUTS = tuple(_square(size, layout=layout) for layout in LAYOUTS for size in (4096, 8192))
 _EPILOGUES = (
