@@ -24,6 +24,9 @@ from pallas_gemm.api import matmul as matmul
 from pallas_gemm.contraction import einsum as einsum
 from pallas_gemm.explanation import Explanation as Explanation
 from pallas_gemm.explanation import explain as explain
+from pallas_gemm.explanation import explain_on_mesh as explain_on_mesh
 from pallas_gemm.partitioning import reduce_in as reduce_in
+from pallas_gemm.precompilation import Precompiled as Precompiled
+from pallas_gemm.precompilation import precompile as precompile
 from pallas_gemm.targeting import target as target
 from pallas_gemm.tuning import autotune as autotune

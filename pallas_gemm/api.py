@@ -9,7 +9,7 @@ import jax
 # What JAX has to know of the product is registered when these are imported.
 from pallas_gemm import autodiff as autodiff
 from pallas_gemm import batching as batching
-from pallas_gemm import dispatch, explanation, request
+from pallas_gemm import dispatch, explanation, partitioning, request
 from pallas_gemm import lowering as lowering
 from pallas_gemm.call import Call, Operands
 from pallas_gemm.canonical import Form
@@ -162,10 +162,17 @@ def _answer(asked: Request) -> jax.Array:
     operands = asked.operands.present()
     if asked.outside is not None:
         return asked.by_xla(*operands)
-    if asked.call.options.names_something:
+    options = asked.call.options
+    per_part = options.config is not None or options.schedule is not None
+    if options.names_something and not (per_part and partitioning.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.decide(asked.call, asked.signature)
-    return _product(asked.call, asked.form, *operands)
+    run: Any = functools.partial(_product, asked.call, asked.form)
+    sharding = asked.result_sharding
+    if sharding is not None:
+        # As under an automatic mesh within, with the result as its type says.
+        run = jax.sharding.auto_axes(run, out_sharding=sharding)
+    return run(*operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -174,7 +174,13 @@ def _summed_over_batch(plain: Call, g: jax.Array, other: jax.Array, left: bool) 
     (lhs, lhs_dims), (rhs, rhs_dims) = sides if g_first else sides[::-1]
     numbers = ((lhs_dims, rhs_dims), ((), ()))
     form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers)
-    call = dataclasses.replace(plain, transpose_a=form.a.transposed, transpose_b=form.b.transposed)
+    sizes = tuple(lhs.shape[dim] for dim in lhs_dims)
+    call = dataclasses.replace(
+        plain,
+        transpose_a=form.a.transposed,
+        transpose_b=form.b.transposed,
+        contracted=(sizes[0], sizes[1]),
+    )
     return product(call, *form.factors(lhs, rhs)).reshape(form.shape)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching
 
+from pallas_gemm import partitioning
 from pallas_gemm.call import Call, Operands
 from pallas_gemm.kernels import xla
 from pallas_gemm.product import product, product_p
@@ -56,7 +57,9 @@ def _batch(
     if not (flags.a or flags.b or flags.up):
         return _same_product(mapped), 0
     if flags.a and not (flags.b or flags.up or flags.bias):
-        if mapped.inner_batch is None and not call.transpose_a:
+        # A mesh may split what is mapped and the rows along different axes.
+        apart = partitioning.is_on_mesh(*fronted) and mapped.operands.a.shape[1] > 1
+        if mapped.inner_batch is None and not (call.transpose_a or apart):
             return _more_rows(mapped), 0
         if _rows_of_each_are_cheaper(mapped):
             return _more_rows_of_each(mapped), 1

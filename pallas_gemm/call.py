@@ -78,6 +78,8 @@ class Call:
         epilogue: What happens to the sum before it is rounded.
         precision: As for `lax.dot_general`.
         options: How to compute it.
+        contracted: The two sizes that the contracted dimension is made of, if a mesh may split
+            each; both operands then have two dimensions. It changes no result.
     """
 
     out_dtype: Any
@@ -86,6 +88,7 @@ class Call:
     epilogue: Epilogue = NO_EPILOGUE
     precision: Any = None
     options: Options = Options()
+    contracted: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
@@ -140,6 +143,7 @@ class Call:
             out_dtype=np.dtype(out_dtype),
             epilogue=Epilogue(alpha=alpha),
             options=self.options.for_another_product(),
+            contracted=None,
         )
 
 

@@ -74,6 +74,19 @@ class Form:
             left, right = right, left
         return self.a.apply(left), self.b.apply(right)
 
+    def with_batch(self, left_shape: Shape) -> "Form":
+        """Returns the form whose first dimension of the rows is a batch, where that is possible.
+
+        A mesh may split it and the other rows along different axes, but not what they merge into.
+        """
+        is_matrix = len(self.a.shape) == len(self.b.shape) == 2 < len(left_shape)
+        if self.swapped or self.a.transposed or not (is_matrix and self.a.is_free):
+            return self
+        first, (rows, contracted) = left_shape[0], self.a.shape
+        if first == 0 or rows % first:
+            return self
+        return dataclasses.replace(self, a=Side((first, rows // first, contracted)))
+
     @property
     def product_shape(self) -> Shape:
         """The shape of the product: `[m, n]` or `[batch, m, n]`."""

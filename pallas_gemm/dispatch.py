@@ -57,6 +57,7 @@ class Decision:
         reason: Why this implementation.
         plan: How the kernel does it; None for XLA.
         refused: (what, reasons) of each kernel that does not compute it.
+        mesh: How a mesh has to do with it; None for the product of a single device.
     """
 
     implementation: str
@@ -64,6 +65,7 @@ class Decision:
     reason: str
     plan: Plan | None = None
     refused: tuple[tuple[str, Reasons], ...] = ()
+    mesh: str | None = None
 
 
 def decide(call: Call, signature: Signature) -> Decision:

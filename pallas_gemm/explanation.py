@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import textwrap
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import AxisType
 
-from pallas_gemm import dispatch, targeting
+from pallas_gemm import dispatch, partitioning, targeting
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.dispatch import Decision, Plan
 from pallas_gemm.problem import Problem
@@ -112,6 +114,46 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(products, outside, copies)
 
 
+def explain_on_mesh(f: Any, *args: Any) -> Explanation:
+    """Says what one device of a mesh would compute, and how the mesh splits each product.
+
+    Only the compiler knows how arrays within a program are split, so this compiles the program,
+    for the devices that the arguments are on, which need not exist; it computes nothing.
+
+    >>> print(explain_on_mesh(train_step, params, batch))  # doctest: +SKIP
+
+    Args:
+        f: A function, under `jax.jit` or not.
+        *args: Its arguments: arrays, trees of them, or `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+        The explanation. Products that each device computes for itself, as inside
+        `jax.shard_map`, are in that of `explain`.
+
+    Raises:
+        Exception: What a call names cannot compute a device's part; the message says which axes
+            of the mesh split what.
+    """
+    gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
+
+    def anew(*args: Any) -> Any:
+        return f(*args)
+
+    # A name that no cache of compiled programs knows: what comes from there asks nothing.
+    anew.__name__ = f"explained_{uuid.uuid4().hex}"
+    with partitioning.noted() as parts:
+        jax.jit(anew).lower(*args).compile()
+    return Explanation(
+        tuple(
+            dataclasses.replace(
+                dispatch.decide(_for_gpu(call, gpu), signature),
+                mesh=f"one device's part; the mesh splits {split}",
+            )
+            for call, signature, split in parts
+        )
+    )
+
+
 def note(asked: Request) -> None:
     """Notes a request if somebody asked for an explanation."""
     notes = _NOTES.value
@@ -138,15 +180,31 @@ def _products(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def _decided(equation: core.JaxprEqn, gpu: Any) -> Decision:
-    call: Call = equation.params["call"]
-    if call.options.target is None:
-        call = call.with_target(gpu)
-    return dispatch.decide(call, signature_of(tuple(v.aval for v in equation.invars)))
+    call = _for_gpu(equation.params["call"], gpu)
+    avals: list[Any] = [v.aval for v in equation.invars]
+    decision = dispatch.decide(call, signature_of(tuple(avals)))
+    mesh = next((aval.sharding.mesh for aval in avals if aval.sharding.mesh.size > 1), None)
+    if mesh is None or all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return decision
+    if why := partitioning.why_not_on(mesh):
+        return Decision("xla", decision.problem, why, mesh=_mesh_text(mesh))
+    text = f"{_mesh_text(mesh)}; each device's part is decided on when the program is compiled"
+    return dataclasses.replace(decision, mesh=text)
+
+
+def _for_gpu(call: Call, gpu: Any) -> Call:
+    return call.with_target(gpu) if call.options.target is None else call
+
+
+def _mesh_text(mesh: Any) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def _decision_text(decision: Decision) -> str:
     lines = [f"{decision.implementation}: {_problem_text(decision.problem)}"]
     rows = [("why", decision.reason)]
+    if decision.mesh is not None:
+        rows.append(("mesh", decision.mesh))
     if (plan := decision.plan) is not None:
         rows.append(("for", plan.device.kind))
         rows.append(("config", _config_text(plan)))

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +26,12 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
-from jax.sharding import AxisType, Mesh
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from pallas_gemm import dispatch, sharing
 from pallas_gemm._version import __version__
-from pallas_gemm.call import Call, Signature
+from pallas_gemm.call import Call, Operands, Signature, signature_of
 from pallas_gemm.kernels import xla
 from pallas_gemm.sharing import Axes, Split
 
@@ -39,6 +40,7 @@ part_p = core.Primitive("pallas_gemm_part")
 
 # A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
 _REDUCED = jax.make_user_context(default_value=None)
+_NOTED = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -68,24 +70,48 @@ def reduction_dtype() -> np.dtype | None:
     return _REDUCED.value
 
 
+class Parts(list[tuple[Call, Signature, str]]):
+    """Products of one device, with which axes of the mesh split what."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Parts]:
+    """Collects what one device computes in the programs that are compiled within."""
+    parts = Parts()
+    with _NOTED(parts):
+        yield parts
+
+
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
-    signature = tuple((x.shape, np.dtype(x.dtype)) for x in operands)
-
-    def whole(*operands: jax.Array) -> jax.Array:
-        return part_p.bind(*operands, call=call)
-
-    shared = custom_partitioning(whole)
+    signature = signature_of(operands)
+    shared = custom_partitioning(functools.partial(_whole, call))
     shared.def_partition(
-        functools.partial(_partition, call),
+        functools.partial(_partition, call, signature),
         sharding_rule=sharing.sharding_rule(call, signature),
-        reduction_factors=("k",),
+        reduction_factors=tuple(sharing.factor_letters(call)[0].strip("m")),
         # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
         decode_shardings=False,
     )
     # All that the compiler sees of a product is its name; a cache of compiled programs needs more.
     with set_xla_metadata(pallas_gemm=_fingerprint(call, signature)):
-        return shared(*operands)
+        return shared(*_changed(call, call.unpack(operands), sharing.apart).present())
+
+
+def _whole(call: Call, *operands: jax.Array) -> jax.Array:
+    ready = _changed(call, call.unpack(operands), sharing.merged)
+    return part_p.bind(*ready.present(), call=call)
+
+
+def _changed(call: Call, given: Operands, change: Callable[..., jax.Array]) -> Operands:
+    """Takes the contracted dimension of the factors apart, or puts it together."""
+    a, b, up = (
+        None if x is None else change(call, x, own)
+        for x, own in zip(given[:3], sharing.factor_letters(call), strict=True)
+    )
+    return given._replace(a=a, b=b, up=up)
 
 
 def asking(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
@@ -95,15 +121,28 @@ def asking(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
     return _asks_for_devices()
 
 
+def is_on_mesh(*operands: Any) -> bool:
+    """Whether a product of these operands is known to be for several devices that share it."""
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    several = any(mesh.size > 1 for mesh in (*meshes, jax.sharding.get_abstract_mesh()))
+    return several and why_not_here(arrays) is None
+
+
 def why_not_here(operands: Sequence[Any]) -> str | None:
     """Returns why a product that is traced here cannot be shared out; None if it can."""
     meshes = [jax.typeof(x).sharding.mesh for x in operands]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        if AxisType.Manual in mesh.axis_types:
-            manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
-            return "it is one device's" if manual else "the mesh is manual along some axes only"
-        if not mesh.empty and mesh.abstract_device is None:
-            return "the mesh is abstract and names no device"
+    reasons = map(why_not_on, (*meshes, jax.sharding.get_abstract_mesh()))
+    return next(filter(None, reasons), None)
+
+
+def why_not_on(mesh: AbstractMesh) -> str | None:
+    """Returns why a product on a mesh cannot be shared out; None if it can."""
+    if AxisType.Manual in mesh.axis_types:
+        manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
+        return "it is one device's" if manual else "the mesh is manual along some axes only"
+    if not mesh.empty and mesh.abstract_device is None:
+        return "the mesh is abstract and names no device"
     return None
 
 
@@ -147,18 +186,27 @@ def _asks_for_devices() -> core.ClosedJaxpr:
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(call: Call, signature: Signature) -> str:
     """Tells products apart whose results differ."""
-    shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
-    formula = jax.make_jaxpr(functools.partial(xla.product, call))(*shapes)
+    with jax.sharding.use_abstract_mesh(_no_mesh()):
+        shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+        formula = jax.make_jaxpr(functools.partial(xla.product, call))(*shapes)
     epilogue = dataclasses.replace(call.epilogue, activation=None)
     how = (call.precision, call.options, epilogue, __version__)
     return hashlib.sha256(f"{formula} {how}".encode()).hexdigest()
 
 
-def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> tuple[Any, ...]:
+@functools.cache
+def _no_mesh() -> AbstractMesh:
+    return AbstractMesh((), ())
+
+
+def _partition(
+    call: Call, signature: Signature, mesh: Mesh, args: Sequence[Any], result: Any
+) -> tuple[Any, ...]:
     """Says what one device computes: the answer to XLA's question.
 
     Args:
         call: The product.
+        signature: Shapes and types of the whole operands.
         mesh: The program's mesh; empty if it has none.
         args: Shape, type and sharding of each operand, as XLA would have them.
         result: The same of the result.
@@ -166,77 +214,133 @@ def _partition(call: Call, mesh: Mesh, args: Sequence[Any], result: Any) -> tupl
     Returns:
         The mesh, the function of one device, the sharding of the result and those of the operands.
     """
-    signature = tuple((tuple(x.shape), np.dtype(x.dtype)) for x in args)
     *letters, out_letters = sharing.dimensions(call, signature)
     fine = sharing.refined(mesh, args)
     wanted = [sharing.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
     split = sharing.share_out(call, signature, fine, wanted)
     late = set(call.unpack(range(len(args)))[3:])
     placements = [split.placement(letters[i], scattered=i in late) for i in range(len(args))]
-    parts = tuple(
-        (split.local(x.shape, placement), np.dtype(x.dtype))
-        for x, placement in zip(args, placements, strict=True)
-    )
-    _check_named(call, split, signature, parts)
-    run = functools.partial(_part, call, signature, split)
-    out = split.sharding(split.placement(out_letters, scattered=True))
-    return fine, run, out, tuple(map(split.sharding, placements))
+    placement = split.placement(out_letters, scattered=True)
+    share = _Share(call, signature, split, split.local(result.shape, placement))
+    run = functools.partial(_share_p.bind, share=share)
+    return fine, run, split.sharding(placement), tuple(map(split.sharding, placements))
 
 
-def _check_named(call: Call, split: Split, signature: Signature, parts: Signature) -> None:
-    """Refuses what is named if it cannot compute a device's part.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Share:
+    """What one device computes of a product.
 
-    Raises:
-        ValueError: It cannot; the message says along which axes the product is split.
+    Attributes:
+        call: The product.
+        signature: Shapes and types of its whole operands.
+        split: Which axes of the mesh split what.
+        shape: The shape of the device's part of the result.
     """
-    if not call.options.names_something:
-        return
-    own = call if not split.axes["k"] else dispatch.sums_only(call, signature)
-    try:
-        dispatch.decide(own, parts if own is call else parts[:2])
-    except ValueError as error:
-        raise ValueError(f"on a mesh that splits {split}, for one device's part: {error}") from None
 
+    call: Call
+    signature: Signature
+    split: Split
+    shape: tuple[int, ...]
 
-def _part(call: Call, signature: Signature, split: Split, *operands: jax.Array) -> jax.Array:
-    """Computes one device's part of a product from its parts of the operands."""
-    if not split.axes["k"]:
-        return part_p.bind(*operands, call=call)
-    *letters, out_letters = sharing.dimensions(call, signature)
-    given = call.unpack(operands)
-    named = call.unpack(letters)
-    whole = call.problem(signature).k
-    a, b, up = (
-        None if x is None else _without_padding(split, x, own.index("k"), whole)
-        for x, own in zip(given[:3], named[:3], strict=True)
-    )
-    sums_only = dispatch.sums_only(call, signature)
-    if call.options.reduced is not None and jnp.issubdtype(sums_only.out_dtype, jnp.floating):
-        sums_only = dataclasses.replace(sums_only, out_dtype=call.options.reduced)
-    sums = [part_p.bind(a, right, call=sums_only) for right in (b, up) if right is not None]
-    sums = [_reduced(split, total, out_letters) for total in sums]
-    result = sums[0]
-    if not call.epilogue.is_identity:
-        result = xla.finish(call.epilogue, sums, given)
-    return result.astype(call.out_dtype)
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        """Computes it from the device's parts of the operands."""
+        call, split = self.call, self.split
+        if not split.contracted:
+            return self._multiply(call, *operands)
+        *letters, out_letters = sharing.dimensions(call, self.signature)
+        given, named = call.unpack(operands), call.unpack(letters)
+        a, b, up = (
+            None if x is None else self._without_padding(x, own)
+            for x, own in zip(given[:3], named[:3], strict=True)
+        )
+        plain = dispatch.sums_only(call, self.signature)
+        if call.options.reduced is not None and jnp.issubdtype(plain.out_dtype, jnp.floating):
+            plain = dataclasses.replace(plain, out_dtype=call.options.reduced)
+        sums = [self._multiply(plain, a, right) for right in (b, up) if right is not None]
+        sums = [self._added_up(total, out_letters) for total in sums]
+        result = sums[0]
+        if not call.epilogue.is_identity:
+            result = xla.finish(call.epilogue, sums, given)
+        return result.astype(call.out_dtype)
 
+    def _multiply(self, call: Call, *operands: Any) -> jax.Array:
+        """Computes a product of what this device has, in the form that is best for a kernel."""
+        given = _changed(call, call.unpack(operands), sharing.merged)
+        lead = given.a.shape[:-1]
+        rows = len(lead) == 2 and given.b.ndim == 2 and not call.transpose_a
+        rows = rows and (given.bias is None or given.bias.ndim == 1)
+        if rows:
+            # A batch that shares its right operand is a product with more rows.
+            given = given._replace(a=given.a.reshape(-1, given.a.shape[-1]))
+            if given.residual is not None:
+                columns = given.residual.shape[-1]
+                given = given._replace(residual=given.residual.reshape(-1, columns))
+        ready = given.present()
+        if call.options.names_something:
+            self._check(call, signature_of(ready))
+        if (noted := _NOTED.value) is not None:
+            noted.append((call, signature_of(ready), str(self.split)))
+        result = part_p.bind(*ready, call=call)
+        return result.reshape(*lead, result.shape[-1]) if rows else result
 
-def _without_padding(split: Split, x: jax.Array, dimension: int, whole: int) -> jax.Array:
-    """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
-    axes, size = split.axes["k"], x.shape[dimension]
-    if size * split.size(axes) == whole:
+    def _check(self, call: Call, signature: Signature) -> None:
+        """Refuses what is named if it cannot compute a device's part.
+
+        Raises:
+            ValueError: It cannot; the message says which axes of the mesh split what.
+        """
+        try:
+            dispatch.decide(call, signature)
+        except ValueError as error:
+            raise ValueError(
+                f"the mesh splits {self.split}, and for one device's part: {error}"
+            ) from None
+
+    def _without_padding(self, x: jax.Array, letters: str) -> jax.Array:
+        """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
+        for dimension, letter in enumerate(letters):
+            axes, size = self.split.axes[letter], x.shape[dimension]
+            if letter not in sharing.CONTRACTED or not axes:
+                continue
+            whole = sharing.contracted(self.call, self.signature, letter)
+            if size * self.split.size(axes) != whole:
+                left = whole - lax.axis_index(axes) * size
+                inside = lax.broadcasted_iota(np.int32, x.shape, dimension) < left
+                x = jnp.where(inside, x, jnp.zeros_like(x))
         return x
-    left = whole - lax.axis_index(axes) * size
-    inside = lax.broadcasted_iota(np.int32, x.shape, dimension) < left
-    return jnp.where(inside, x, jnp.zeros_like(x))
+
+    def _added_up(self, total: jax.Array, letters: str) -> jax.Array:
+        """Adds up the devices' sums; each gets the part of the result that it is to have."""
+        scattered: Axes = ()
+        for dimension, letter in enumerate(letters):
+            if axes := self.split.scattered[letter]:
+                total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
+                scattered += axes
+        rest = tuple(axis for axis in self.split.contracted if axis not in scattered)
+        return lax.psum(total, rest) if rest else total
 
 
-def _reduced(split: Split, total: jax.Array, letters: str) -> jax.Array:
-    """Adds up the devices' sums; each gets the part of the result that it is to have."""
-    scattered: Axes = ()
-    for dimension, letter in enumerate(letters):
-        if axes := split.scattered[letter]:
-            total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
-            scattered += axes
-    rest = tuple(axis for axis in split.axes["k"] if axis not in scattered)
-    return lax.psum(total, rest) if rest else total
+_share_p = core.Primitive("pallas_gemm_share")
+"""What one device computes; its arrays are on no mesh, whatever the types around it say."""
+
+
+@_share_p.def_abstract_eval
+def _abstract_share(*_: Any, share: _Share) -> Any:
+    return _plain_types((share.shape, share.call.out_dtype))[0]
+
+
+def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
+    types = _plain_types(*signature_of(tuple(ctx.avals_in)))
+    with jax.sharding.use_abstract_mesh(_no_mesh()):
+        lower = mlir.lower_fun(share, multiple_results=False)
+        return lower(ctx.replace(avals_in=types), *operands)
+
+
+def _plain_types(*signature: Any) -> Any:
+    """Returns the types of arrays on no mesh."""
+    with jax.sharding.use_abstract_mesh(_no_mesh()):
+        shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+        return jax.make_jaxpr(lambda *arrays: arrays)(*shapes).in_avals
+
+
+mlir.register_lowering(_share_p, _lowered_share)

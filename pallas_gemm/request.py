@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm import activations, arguments, canonical, partitioning, precision
 from pallas_gemm.call import Call, Operands, Options, Signature, signature_of
@@ -57,6 +57,15 @@ class Request:
         )
         present = (pair for pair in ready if pair[1] is not None)
         return signature_of(tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in present))
+
+    @property
+    def result_sharding(self) -> NamedSharding | None:
+        """How the result is split where types say so, on an explicit mesh; None elsewhere."""
+        operands = self.operands.present()
+        if not any(_explicit_mesh(x) is not None for x in operands):
+            return None
+        result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
+        return result.sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +136,17 @@ class Wish:
         if out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
             names = ", ".join(sorted(map(str, dtypes)))
             return f"no kernel makes a result of {out_dtype} from {names}"
-        if self.out_sharding is not None:
-            return "out_sharding is given"
-        if any(map(_on_explicit_mesh, operands.present())):
-            return "the operands are on an explicit mesh of several devices"
+        return self._reason_of_mesh(operands)
+
+    def _reason_of_mesh(self, operands: Operands) -> str | None:
+        explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
+        if not explicit:
+            return None if self.out_sharding is None else "out_sharding is given"
+        if any(AxisType.Manual in mesh.axis_types for mesh in explicit):
+            return "the mesh is manual along some axes only"
+        spec = getattr(self.out_sharding, "spec", self.out_sharding)
+        if getattr(spec, "unreduced", None):
+            return "out_sharding asks for partial sums"
         return None
 
 
@@ -145,6 +161,7 @@ def of_gemm(
     a, b = arguments.array("a", operands.a), arguments.array("b", operands.b)
     arguments.matmul_shapes(a, b, transpose_a, transpose_b)
     form = canonical.of_matmul(a.shape, b.shape, bool(transpose_a), bool(transpose_b))
+    form = form.with_batch(a.shape) if partitioning.is_on_mesh(a, b) else form
     bias = arguments.bias(operands.bias, form.columns if b.ndim > 1 else None)
     residual = arguments.residual(operands.residual, form.shape)
     up = arguments.up(operands.up, b)
@@ -170,6 +187,7 @@ def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Re
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
     cost = rhs.dtype.itemsize / lhs.dtype.itemsize
     form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers, cost)
+    form = form.with_batch(lhs.shape) if partitioning.is_on_mesh(lhs, rhs) else form
     given = Operands(lhs, rhs)
     call = wish.call(given, form, Epilogue())
     product = functools.partial(_dot_general, numbers)
@@ -177,12 +195,12 @@ def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Re
     return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
 
 
-def _on_explicit_mesh(x: Any) -> bool:
-    """Whether the type of an operand says on which of several devices it is."""
+def _explicit_mesh(x: Any) -> Any:
+    """Returns the mesh of several devices that the type of an operand says it is on, or None."""
     if not isinstance(x, jax.Array):
-        return False
+        return None
     mesh = jax.typeof(x).sharding.mesh
-    return mesh.size > 1 and AxisType.Explicit in mesh.axis_types
+    return mesh if mesh.size > 1 and AxisType.Explicit in mesh.axis_types else None
 
 
 def _by_xla(

@@ -1,8 +1,9 @@
 """Which axis of a mesh splits which dimension of a product: arithmetic, without a word to XLA.
 
-A product has four dimensions: batch (b), rows (m), columns (n), and the contracted one (k). Each
-axis of the mesh goes to one of them. Where operands and result disagree about an axis, the choice
-is the one that moves the fewest bytes, so that what has to be gathered is the smaller operand.
+A product has four dimensions: batch (b), rows (m), columns (n), and the contracted one (k), which
+may be made of two (j and k). Each axis of the mesh goes to one of them. Where operands and result
+disagree about an axis, the choice is the one that moves the fewest bytes, so that what has to be
+gathered is the smaller operand.
 """
 
 import dataclasses
@@ -10,33 +11,62 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm.call import Call, Signature
+from pallas_gemm.call import Call, Operands, Signature
 from pallas_gemm.kernels import xla
 
 Axes = tuple[str, ...]
+CONTRACTED = "jk"
+"""The dimensions that a contracted one may be made of, of which each can be split."""
+
 Placement = tuple[Axes, ...]
 """The axes of the mesh along which each dimension of an array is split, the outer one first."""
 
 
+def factor_letters(call: Call) -> tuple[str, str, str]:
+    """Names the dimensions of the factors of a product, a letter each, without the batch."""
+    k = CONTRACTED if call.contracted else "k"
+    b = f"n{k}" if call.transpose_b else f"{k}n"
+    return f"{k}m" if call.transpose_a else f"m{k}", b, b
+
+
 def dimensions(call: Call, signature: Signature) -> tuple[str, ...]:
-    """Names the dimensions of each operand and of the result, by a letter each: b, m, n, k."""
-    ranks = [len(shape) for shape, _ in signature]
-    named = call.unpack(range(len(ranks)))
-    batch = "b" if 3 in (ranks[named.a], ranks[named.b]) else ""
-    letters = {
-        named.a: "km" if call.transpose_a else "mk",
-        named.b: "nk" if call.transpose_b else "kn",
-    }
-    letters[named.up] = letters[named.b]
-    letters = {i: ("b" if ranks[i] == 3 else "") + letters[i] for i in letters if i is not None}
-    if named.bias is not None:
-        letters[named.bias] = "bn" if ranks[named.bias] == 2 else "n"
-    if named.residual is not None:
-        letters[named.residual] = batch + "mn"
-    return (*(letters[i] for i in range(len(ranks))), batch + "mn")
+    """Names the dimensions of each operand and of the result: b, m, n, k, and j for half of k."""
+    shapes = call.unpack([shape for shape, _ in signature])
+    batch = "b" if 3 in (len(shapes.a), len(shapes.b)) else ""
+    a, b, up = (
+        None if shape is None else ("b" if len(shape) == 3 else "") + letters
+        for shape, letters in zip(shapes[:3], factor_letters(call), strict=True)
+    )
+    bias = None if shapes.bias is None else "n" if len(shapes.bias) == 1 else "bn"
+    residual = None if shapes.residual is None else f"{batch}mn"
+    return (*Operands(a, b, up, bias, residual).present(), f"{batch}mn")
+
+
+def contracted(call: Call, signature: Signature, letter: str) -> int:
+    """Returns the size of a contracted dimension."""
+    if call.contracted:
+        return call.contracted[CONTRACTED.index(letter)]
+    return call.problem(signature).k
+
+
+def apart(call: Call, x: jax.Array, letters: str) -> jax.Array:
+    """Takes a contracted dimension that is made of two apart, so that each can be split."""
+    if not call.contracted:
+        return x
+    first = x.ndim - len(letters) + 1 + letters.index("j")
+    return x.reshape(*x.shape[:first], *call.contracted, *x.shape[first + 1 :])
+
+
+def merged(call: Call, x: jax.Array, letters: str) -> jax.Array:
+    """Puts a contracted dimension together again, of the whole operand or of a device's part."""
+    if not call.contracted:
+        return x
+    first = x.ndim - len(letters) + letters.index("j")
+    return x.reshape(*x.shape[:first], -1, *x.shape[first + 2 :])
 
 
 def sharding_rule(call: Call, signature: Signature) -> str:
@@ -52,12 +82,17 @@ class Split:
     Attributes:
         mesh: The devices.
         axes: The axes along which each dimension is split, by its letter.
-        scattered: The axes of `k` along which the result is split, by the result's dimension.
+        scattered: The contracted axes along which the result is split, by the result's dimension.
     """
 
     mesh: Mesh
     axes: Mapping[str, Axes]
     scattered: Mapping[str, Axes]
+
+    @property
+    def contracted(self) -> Axes:
+        """The axes along which a contracted dimension is split."""
+        return tuple(axis for letter in CONTRACTED for axis in self.axes[letter])
 
     def size(self, axes: Axes) -> int:
         """Returns into how many parts these axes split a dimension."""
@@ -79,7 +114,12 @@ class Split:
         )
 
     def __str__(self) -> str:
-        split = [f"{x} along {'*'.join(axes)}" for x, axes in self.axes.items() if axes]
+        # Parts of an axis that stay together are the axis.
+        split = [
+            f"{x} along {'*'.join(dict.fromkeys(axis.partition(':')[0] for axis in axes))}"
+            for x, axes in self.axes.items()
+            if axes
+        ]
         return ", ".join(split) or "nothing"
 
 
@@ -147,27 +187,19 @@ def share_out(call: Call, signature: Signature, mesh: Mesh, wanted: Sequence[Pla
         wanted: How the operands come, and how the result is wanted.
     """
     letters = dimensions(call, signature)
-    sizes = {
-        x: size
-        for (shape, _), own in zip(signature, letters, strict=False)
-        for x, size in zip(own, shape, strict=True)
-    }
-    axes: dict[str, Axes] = dict.fromkeys("bmnk", ())
+    axes: dict[str, Axes] = dict.fromkeys(f"bmn{CONTRACTED}", ())
     summed: dict[str, Axes] = dict.fromkeys("bmn", ())
     order = [axis for placement in wanted[::-1] for dim in placement for axis in dim]
     for axis in dict.fromkeys(order):
         uses = [_user(axis, placement, own) for placement, own in zip(wanted, letters, strict=True)]
-        costs = {
-            x: _moved_bytes(call, signature, uses, x, mesh.shape[axis])
-            # The result's own dimension comes first, and is taken if another is only as good.
-            for x in dict.fromkeys(use for use in reversed(uses) if use)
-        }
-        best = min(costs, key=lambda x: costs[x])
+        best = _cheapest(call, signature, mesh, wanted, uses)
         axes[best] += (axis,)
-        if best == "k" and uses[-1]:
+        if best in CONTRACTED and uses[-1]:
             summed[uses[-1]] += (axis,)
+    problem = call.problem(signature)
+    sizes = {"b": problem.batch, "m": problem.m, "n": problem.n}
     scattered = {
-        x: own if sizes.get(x, 1) % math.prod(mesh.shape[a] for a in (*axes[x], *own)) == 0 else ()
+        x: own if sizes[x] % math.prod(mesh.shape[a] for a in (*axes[x], *own)) == 0 else ()
         for x, own in summed.items()
     }
     return Split(mesh, axes, scattered)
@@ -178,29 +210,42 @@ def _user(axis: str, placement: Placement, letters: str) -> str | None:
     return next((x for x, dim in zip(letters, placement, strict=True) if axis in dim), None)
 
 
-def _moved_bytes(
+def _cheapest(
     call: Call,
     signature: Signature,
+    mesh: Mesh,
+    wanted: Sequence[Placement],
     uses: Sequence[str | None],
-    choice: str,
-    parts: int,
-) -> float:
-    """Returns how many bytes a device receives if an axis splits this dimension.
+) -> str:
+    """Returns the dimension that an axis had best split.
 
     What is split along another dimension counts as gathered: XLA finds no cheaper way at times.
+
+    Args:
+        call: The product.
+        signature: Shapes and types of the whole operands.
+        mesh: The devices.
+        wanted: How the operands come, and how the result is wanted.
+        uses: Which dimension of each the axis splits.
     """
-    rest = (parts - 1) / parts
-    pairs = zip(signature, uses, strict=False)
-    moved = sum(
-        math.prod(shape) * dtype.itemsize
-        for (shape, dtype), use in pairs
-        if use not in (None, choice)
-    )
+    if uses[0] == uses[1] and uses[0] in tuple(CONTRACTED):
+        # Never gathered, whatever is wanted of the result.
+        return uses[0]
     problem = call.problem(signature)
     elements = problem.batch * problem.m * problem.n
-    if choice == "k":
-        wide = call.options.reduced or xla.wide_dtype(signature[0][1], call.out_dtype)
-        moved += elements * problem.sums * wide.itemsize * (1 if uses[-1] else 2)
-    elif uses[-1] != choice:
-        moved += elements * call.out_dtype.itemsize
-    return moved * rest
+    sums_dtype = call.options.reduced or xla.wide_dtype(signature[0][1], call.out_dtype)
+    parts = [
+        math.prod(mesh.shape[axis] for dim in placement for axis in dim) for placement in wanted
+    ]
+    operands = [math.prod(shape) * dtype.itemsize for shape, dtype in signature]
+
+    def moved(choice: str) -> float:
+        shares = zip(operands, parts, uses, strict=False)
+        total = sum(size / count for size, count, use in shares if use not in (None, choice))
+        if choice in CONTRACTED:
+            passes = 1 if uses[-1] else 2
+            return total + elements / parts[-1] * problem.sums * sums_dtype.itemsize * passes
+        return total + (uses[-1] != choice) * elements / parts[-1] * call.out_dtype.itemsize
+
+    # The result's own dimension comes first, and is taken if another is only as good.
+    return min(dict.fromkeys(use for use in reversed(uses) if use), key=moved)

@@ -81,7 +81,10 @@ def _of_concrete(operand: Any) -> Device | None:
     if isinstance(operand, jax.core.Tracer):
         return None
     if isinstance(operand, jax.ShapeDtypeStruct | jax.Array):
-        devices = getattr(operand.sharding, "device_set", None) or ()
+        sharding = operand.sharding
+        if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+            return None
+        devices = getattr(sharding, "device_set", None) or ()
         return next((device_of(device) for device in devices), None)
     return None
 
