@@ -15,10 +15,10 @@ from schedules import OnlineSchedule, Schedule
 MMA_ROWS = 128
 """Rows of the result per CTA: one for each lane of tensor memory."""
 MAX_MMA_COLUMNS = 256
-TENSOR_COLUMNS = 512
-"""Columns of 32 bits in the tensor memory of an SM."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
+NARROWEST_BOX = 32
+"""Bytes of a row of the narrowest box that TMA swizzles."""
 ACTIVATED_COLUMNS = 16
 """Columns that an activation sees at a time, of gate and up together: with 32, `erf` does not fit
 into the registers."""
@@ -156,10 +156,12 @@ class BlackwellConfig(GemmConfig):
                 f"store_columns must divide the {columns} columns of a tile of the result,"
                 f" got {self.store_columns}"
             )
-        if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
+        narrowest = NARROWEST_BOX // problem.out_dtype.itemsize
+        widest = STEP_BYTES // problem.out_dtype.itemsize
+        if not self.direct_store and not narrowest <= self.store_columns <= widest:
             yield (
-                f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"
-                f" {problem.out_dtype}, got {self.store_columns}"
+                f"store_columns must be from {narrowest} to {widest} for {problem.out_dtype}, got"
+                f" {self.store_columns}"
             )
 
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
@@ -179,6 +181,8 @@ class BlackwellConfig(GemmConfig):
         if not 1 <= self.stages <= MAX_BARRIERS:
             yield f"stages must be from 1 to {MAX_BARRIERS}, got {self.stages}"
             return
+        if self.store_slots > MAX_BARRIERS:
+            yield f"store_slots must be at most {MAX_BARRIERS}, got {self.store_slots}"
         needed = self.shared_memory_bytes(problem)
         if needed > device.shared_memory:
             yield (
