@@ -178,7 +178,7 @@ def _run(values: flags.FlagValues) -> int:
     options = Options(
         cases=cases,
         peers=("xla",),
-        config=None,
+        configs=(),
         settings=Settings(energy_seconds=0.5),
         cold=True,
         full_grid=False,

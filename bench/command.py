@@ -1,6 +1,7 @@
 """What the benchmark programs share on the command line: flags, errors in one line, progress."""
 
 import contextlib
+import math
 import os
 import pathlib
 import sys
@@ -48,23 +49,15 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
     return parse
 
 
-def guarded(
-    program: str, run: Callable[[], int], stopped: str = "stopped; nothing was written"
-) -> int:
-    """Runs a program's work; what the user has to mend is said in one line.
-
-    Args:
-        program: Its name.
-        run: Returns the exit status.
-        stopped: What is said if the user stops it.
-    """
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """Runs a program's work; what the user has to mend is said in one line."""
     try:
         return run()
     except (RequestError, TimingError) as error:
         complain(program, str(error))
         return BAD_REQUEST
     except KeyboardInterrupt:
-        complain(program, stopped)
+        complain(program, "stopped; files hold what was found by then")
         return 130
 
 
@@ -131,6 +124,28 @@ class Stopwatch:
         """Returns one line."""
         parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
         return f"Done in {time.perf_counter() - self._start:.0f} s ({parts})."
+
+
+def several(flag: str, values: Sequence[str]) -> Sequence[str]:
+    """Returns the values of a flag that lists some.
+
+    Raises:
+        RequestError: There are none.
+    """
+    if not values:
+        raise RequestError(f"{flag} is empty")
+    return values
+
+
+def seconds(flag: str, value: float) -> float:
+    """Returns the value of a flag that is a time.
+
+    Raises:
+        RequestError: It is none.
+    """
+    if not math.isfinite(value):
+        raise RequestError(f"{flag} must be a number of seconds, got {value}")
+    return value
 
 
 def output_path(text: str | None) -> pathlib.Path | None:

@@ -193,7 +193,7 @@ def _check(
     """
     peer, name = entry.peer, entry.peer.name
     if isinstance(entry.runner, Exception):
-        return Dropout(name, "failed", _reason(entry.runner)), None
+        return Dropout(name, "failed", reason(entry.runner)), None
     if yardstick is None and name != BASELINE:
         return Dropout(name, "failed", "there is no result of XLA to compare with"), None
     try:
@@ -207,7 +207,7 @@ def _check(
             errors = None
             worst = products.worst_error(peer.export(results), reference, yardstick)
     except Exception as error:
-        return Dropout(name, "failed", _reason(error)), None
+        return Dropout(name, "failed", reason(error)), None
     if not worst <= accuracy.ALLOWED:
         note = f"{entry.candidate.label} errs {worst:.3g} times as much as XLA".strip()
         return Dropout(name, "wrong", note, worst), errors
@@ -220,6 +220,6 @@ def _variant(peer: Peer, runner: Runner, adopted: Sequence[Any]) -> Variant:
     return Variant(peer.name, lambda i: runner(adopted[i % len(adopted)]), peer.wait)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Returns an error in one line that fits a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

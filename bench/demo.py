@@ -228,6 +228,9 @@ def show_simulation(console: Console) -> None:
 
 def show_compilation(console: Console) -> None:
     """Compiles the same kernel to the machine code of a GPU that need not be there."""
+    if absent := offline.missing_packages():
+        console.print(f"This needs {', '.join(absent)}: the extra aot, which make demo installs.")
+        return
     problem = Problem(SIZE, SIZE, SIZE)
     table = Table(box=rich.box.SIMPLE, title=f"{SIZE} x {SIZE} x {SIZE}, bf16, for an H200")
     for column in ("configuration", "registers", "spilled bytes", "shared memory", "serialized"):

@@ -14,6 +14,8 @@ cores reach in this run when they do nothing else. Results are checked before th
 """
 
 import dataclasses
+import functools
+import json
 import pathlib
 import sys
 import time
@@ -26,6 +28,8 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, gpu, peers, report, shapes
+from pallas_gemm import cache
+from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.measure import Settings
 
 PROGRAM = "gemm_bench"
@@ -39,7 +43,7 @@ class Options:
     Attributes:
         cases: What to time.
         peers: Names of whom to time.
-        config: JSON of a configuration of our kernel to time as the peer "kernel", or None.
+        configs: Configs of our kernel to time as the peer "kernel", which takes the best of them.
         settings: How long to look.
         cold: Whether each call takes other operands, until more than the L2 cache has been read.
         full_grid: Whether JAX's kernel is tuned over its whole grid of configs.
@@ -51,7 +55,7 @@ class Options:
 
     cases: tuple[shapes.Case, ...]
     peers: tuple[str, ...]
-    config: str | None
+    configs: tuple[HopperConfig, ...]
     settings: Settings
     cold: bool
     full_grid: bool
@@ -107,13 +111,15 @@ def options_from(values: flags.FlagValues) -> Options:
     settings = Settings(
         burst_rounds=values.burst_rounds,
         sustained_rounds=values.sustained_rounds,
-        turn_seconds=values.turn_seconds,
-        energy_seconds=values.energy_seconds if values.sustained_rounds else 0.0,
+        turn_seconds=command.seconds("turn_seconds", values.turn_seconds),
+        energy_seconds=command.seconds("energy_seconds", values.energy_seconds)
+        if values.sustained_rounds
+        else 0.0,
     )
     return Options(
         cases=cases,
         peers=names,
-        config=values.config,
+        configs=kernel_configs(values.config) if values.config else (),
         settings=settings,
         cold=values.cold,
         full_grid=values.full_grid,
@@ -122,6 +128,24 @@ def options_from(values: flags.FlagValues) -> Options:
         plot=command.output_path(values.plot),
         against=command.output_path(values.against),
     )
+
+
+def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
+    """Returns the configs of the Hopper kernel that JSON describes, one or a list of them.
+
+    Raises:
+        RequestError: It describes none, or that of another kernel.
+    """
+    try:
+        entries = json.loads(text)
+        entries = entries if isinstance(entries, list) else [entries]
+        configs = [cache.config_from_json(entry) for entry in entries]
+    except ValueError as error:
+        raise command.RequestError(f"config: {error}") from None
+    found = tuple(config for config in configs if isinstance(config, HopperConfig))
+    if len(found) < len(configs) or not found:
+        raise command.RequestError(f"config: only the Hopper kernel is timed by itself, got {text}")
+    return found
 
 
 def listing() -> str:
@@ -156,7 +180,7 @@ def _run(values: flags.FlagValues) -> int:
     outputs = report_files(options)
     if reason := report.why_not_writable(outputs):
         raise command.RequestError(reason)
-    earlier = _earlier(options.against)
+    earlier = _earlier(options.against) if options.against else None
     gpu.prepare_environment()
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
@@ -167,13 +191,18 @@ def _run(values: flags.FlagValues) -> int:
     console = command.console()
     with workers.Workers() as pool:
         bench = dataclasses.replace(machine.open_bench(options), pool=pool)
-        found = session.run(options, bench, console)
+        found = session.run(options, bench, console, functools.partial(_save, options))
     for line in report.summary_lines(found.rows):
         console.print(line)
     if earlier is not None:
         for line in report.compare_lines(found, earlier):
             console.print(line)
-    _write(options, found, outputs)
+    if options.plot:
+        from bench import plots
+
+        pictures = (plots.ratio_bars(found), plots.roofline(found))
+        for path, picture in zip(outputs[-2:], pictures, strict=True):
+            report.write(path, picture)
     console.print(f"Done in {time.perf_counter() - started:.0f} s.")
     return 1 if session.failed(found.rows) else 0
 
@@ -190,7 +219,8 @@ def _cases(values: flags.FlagValues) -> tuple[shapes.Case, ...]:
     if values.shape:
         cases = [shapes.parse(text) for text in values.shape]
     else:
-        cases = [case for name in values.suite for case in shapes.suite(name)]
+        suites = command.several("suite", values.suite)
+        cases = [case for name in suites for case in shapes.suite(name)]
     for field, choices in (
         ("dtype", values.dtypes),
         ("layout", values.layouts),
@@ -202,30 +232,19 @@ def _cases(values: flags.FlagValues) -> tuple[shapes.Case, ...]:
     return tuple({case.name: case for case in cases}.values())
 
 
-def _earlier(path: pathlib.Path | None) -> dict | None:
-    if path is None:
-        return None
-    import json
-
+def _earlier(path: pathlib.Path) -> dict[report.Mode, dict[tuple[str, str], float]]:
     try:
-        earlier = json.loads(path.read_text())
-        earlier["rows"][0]["case"], earlier["rows"][0]["peer"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return report.ratios_in(path.read_text())
+    except (OSError, ValueError) as error:
         raise command.RequestError(f"against: {path} is not the JSON of a run: {error}") from None
-    return earlier
 
 
-def _write(options: Options, found: report.Report, outputs: Sequence[pathlib.Path]) -> None:
+def _save(options: Options, found: report.Report) -> None:
+    """Writes anew, whole, what has been found so far."""
     if options.csv:
         report.write(options.csv, report.to_csv(found))
     if options.json:
         report.write(options.json, report.to_json(found))
-    if options.plot:
-        from bench import plots
-
-        pictures = (plots.ratio_bars(found), plots.roofline(found))
-        for path, picture in zip(outputs[-2:], pictures, strict=True):
-            report.write(path, picture)
 
 
 if __name__ == "__main__":

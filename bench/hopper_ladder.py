@@ -7,6 +7,7 @@ tried on top and did not pay. `ladder.md` keeps the figures of one run, with wha
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ def _run(values: flags.FlagValues) -> int:
     options = Options(
         cases=cases,
         peers=("xla",),
-        config=None,
+        configs=(),
         settings=Settings(energy_seconds=0.5),
         cold=True,
         full_grid=False,
@@ -108,21 +109,26 @@ def _run(values: flags.FlagValues) -> int:
         plot=None,
         against=None,
     )
+    if reason := report.why_not_writable(filter(None, (options.csv,))):
+        raise command.RequestError(reason)
     gpu.prepare_environment()
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
     # Only here, where there is a GPU: the limits are kernels.
-    from bench import machine, session
+    from bench import machine, session, workers
 
     bench = machine.open_bench(options)
     rungs = {**STEPS, **TRIED} if values.tried else STEPS
     steps = [Step(name, config) for name, config in rungs.items()]
-    found = session.run(
-        options, dataclasses.replace(bench, peers=[*bench.peers, *steps]), command.console()
-    )
+    with workers.Workers() as pool:
+        bench = dataclasses.replace(bench, peers=[*bench.peers, *steps], pool=pool)
+        found = session.run(options, bench, command.console(), functools.partial(_save, options))
+    return 1 if session.failed(found.rows) else 0
+
+
+def _save(options: Options, found: report.Report) -> None:
     if options.csv:
         report.write(options.csv, report.to_csv(found))
-    return 1 if session.failed(found.rows) else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The bench of this computer's GPU: its meter, its peers, its limits, and what it is."""
 
 import importlib.metadata
-import json
 import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,7 @@ from bench.gpu import GpuMeter
 from bench.report import MODES, Limits
 from bench.session import Bench
 from bench.shapes import DTYPES
-from pallas_gemm import cache
 from pallas_gemm.device import Device, device_named
-from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.measure import Settings, measure
 
 if TYPE_CHECKING:
@@ -35,13 +32,13 @@ def open_bench(options: "Options") -> Bench:
     """Returns the bench for what was asked.
 
     Raises:
-        RequestError: The configuration to time is none, or the device is not known.
+        RequestError: There are configs to time, and the device is none that the kernels know.
         TimingError: The GPU cannot be measured.
     """
     meter = GpuMeter()
     chosen: list[peers.Peer] = [_peer(name, options) for name in options.peers]
-    if options.config:
-        chosen.append(_kernel(options.config))
+    if options.configs:
+        chosen.append(peers.Kernel(lambda _: options.configs, this_device()))
     absent = {peer.name: reason for peer in chosen if (reason := peer.absent())}
     return Bench(
         meter=meter,
@@ -110,22 +107,6 @@ def _peer(name: str, options: "Options") -> peers.Peer:
     if name == "jax":
         return peers.JaxHopper(full_grid=options.full_grid)
     return peers.PEERS[name]()
-
-
-def _kernel(text: str) -> peers.Kernel:
-    """Returns the peer that runs our kernel with given configurations."""
-    try:
-        entries = json.loads(text)
-        entries = entries if isinstance(entries, list) else [entries]
-        configs = [cache.config_from_json(entry) for entry in entries]
-    except ValueError as error:
-        raise RequestError(f"config: {error}") from None
-
-    others = [config for config in configs if not isinstance(config, HopperConfig)]
-    if others:
-        raise RequestError(f"config: only the Hopper kernel is timed by itself, got {others[0]}")
-    given = [config for config in configs if isinstance(config, HopperConfig)]
-    return peers.Kernel(lambda _: given, this_device())
 
 
 def _version(package: str) -> str | None:

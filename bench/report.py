@@ -167,22 +167,37 @@ def ratios_of(rows: Sequence[Row], peer: str, mode: Mode) -> dict[str, float]:
     }
 
 
-def compare_lines(now: Report, before: Mapping[str, Any]) -> list[str]:
+def ratios_in(text: str) -> dict[Mode, dict[tuple[str, str], float]]:
+    """Returns the ratios to XLA, by case and peer, in the JSON of a run.
+
+    Raises:
+        ValueError: It is no such JSON.
+    """
+    found: dict[Mode, dict[tuple[str, str], float]] = {mode: {} for mode in MODES}
+    try:
+        for row in json.loads(text)["rows"]:
+            place = str(row["case"]), str(row["peer"])
+            for mode in MODES:
+                if timing := (row["result"] or {}).get(mode):
+                    found[mode][place] = float(timing["ratio"]["median"])
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return found
+
+
+def compare_lines(now: Report, before: Mapping[Mode, Mapping[tuple[str, str], float]]) -> list[str]:
     """Returns how far the ratios to XLA of two runs lie apart.
 
     Args:
         now: This run.
-        before: The JSON of an earlier one.
+        before: The ratios of an earlier one.
     """
-    earlier = {(row["case"], row["peer"]): row for row in before["rows"]}
     lines = []
     for mode in MODES:
         moved: dict[tuple[str, str], float] = {}
         for row in now.rows:
-            timing = row.timing(mode)
-            other = (earlier.get((row.case, row.peer), {}).get("result") or {}).get(mode)
-            if row.peer != "xla" and timing and other:
-                ratio = other["ratio"]["median"]
+            timing, ratio = row.timing(mode), before[mode].get((row.case, row.peer))
+            if row.peer != "xla" and timing and ratio:
                 moved[row.case, row.peer] = abs(timing.ratio.median / ratio - 1)
         if moved:
             far = max(moved, key=lambda place: moved[place])

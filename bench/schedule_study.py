@@ -94,8 +94,12 @@ def options_from(values: flags.FlagValues) -> Options:
     """
     try:
         case = shapes.parse(values.shape)
-        names = study.orders(values.orders, [_positive("groups", text) for text in values.groups])
-        clusters = tuple(_pair("clusters", text) for text in values.clusters)
+        if "swizzle" in values.orders:
+            command.several("groups", values.groups)
+        groups = [_positive("groups", text) for text in values.groups]
+        names = study.orders(command.several("orders", values.orders), groups)
+        pairs = command.several("clusters", values.clusters)
+        clusters = tuple(_pair("clusters", text) for text in pairs)
         tile = _pair("tile", values.tile)
     except ValueError as error:
         raise command.RequestError(str(error)) from None
@@ -106,14 +110,14 @@ def options_from(values: flags.FlagValues) -> Options:
         # The same epilogue for every order: only tables can be stored late.
         base=HopperConfig(tile=tile, ctas=values.ctas, late_store=False),
         orders=tuple(names),
-        persistence=tuple(map(_persistence, values.persistence)),
+        persistence=tuple(map(_persistence, command.several("persistence", values.persistence))),
         clusters=clusters,
         settings=Settings(
             burst_rounds=values.burst_rounds,
             pause=PAUSE,
             sustained_rounds=values.sustained_rounds,
-            turn_seconds=values.turn_seconds,
-            energy_seconds=values.energy_seconds,
+            turn_seconds=command.seconds("turn_seconds", values.turn_seconds),
+            energy_seconds=command.seconds("energy_seconds", values.energy_seconds),
         ),
         counters=values.counters,
         csv=command.output_path(values.csv),
@@ -174,11 +178,10 @@ def _run(values: flags.FlagValues) -> int:
     ]
     with clock("compiling and timing"), workers.Workers() as pool:
         contestants = study.contestants(chosen, device)
-        rows = timed_rows(rows, options, contestants, gpu.GpuMeter(), console, pool)
+        bench = Bench(contestants, gpu.GpuMeter(), pool)
+        rows = timed_rows(rows, options, bench, console)
     for line in study.choice_lines(rows):
         console.print(line)
-    if options.csv:
-        report.write(options.csv, study.to_csv(rows))
     if options.plot:
         from bench import plots
 
@@ -187,23 +190,31 @@ def _run(values: flags.FlagValues) -> int:
     return 0 if all(row.result for row in rows) else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What launches are timed with.
+
+    Attributes:
+        peers: XLA, and a peer named like each launch.
+        meter: The GPU's.
+        pool: Processes that lower kernels; None for none.
+    """
+
+    peers: Sequence[Peer]
+    meter: Meter
+    pool: workers.Workers | None = None
+
+
 def timed_rows(
-    rows: Sequence[study.Row],
-    options: Options,
-    peers: Sequence[Peer],
-    meter: Meter,
-    console: Console,
-    pool: workers.Workers | None = None,
+    rows: Sequence[study.Row], options: Options, bench: Bench, console: Console
 ) -> list[study.Row]:
-    """Times every launch, and prints each table as soon as it is done.
+    """Times every launch, and prints and writes each table as soon as it is done.
 
     Args:
         rows: The launches with their predictions.
         options: What was asked for.
-        peers: XLA, and a peer named like each launch.
-        meter: The GPU's.
+        bench: What they are timed with.
         console: Where to print.
-        pool: Processes that lower kernels; None for none.
 
     Returns:
         The rows with their results; those that failed or were wrong have none.
@@ -211,7 +222,12 @@ def timed_rows(
     with command.progress_bar() as bar:
         steps = command.Steps(bar, bar.add_task("study", total=None))
         passed, dropped = contest.contenders(
-            options.case, peers, cold=False, start=steps.start, advance=steps.advance, pool=pool
+            options.case,
+            bench.peers,
+            cold=False,
+            start=steps.start,
+            advance=steps.advance,
+            pool=bench.pool,
         )
         for out in dropped:
             console.print(f"{out.peer}: {out.status}: {out.note}")
@@ -223,12 +239,23 @@ def timed_rows(
             names = [row.launch.name for row in table if row.launch.name in by_name]
             variants = [by_name[name] for name in (contest.BASELINE, *names)]
             steps.start(f"timing {persistence}", options.settings.turns(len(variants)))
-            results = measure(
-                variants, meter, options.settings, baseline=contest.BASELINE, advance=steps.advance
-            )
+            try:
+                results = measure(
+                    variants,
+                    bench.meter,
+                    options.settings,
+                    baseline=contest.BASELINE,
+                    advance=steps.advance,
+                )
+            except RuntimeError as error:
+                # The other tables are another matter.
+                console.print(f"{persistence}: failed: {contest.reason(error)}")
+                results = {}
             done += [dataclasses.replace(row, result=results.get(row.launch.name)) for row in table]
             for line in study.table_lines(done[-len(table) :]):
                 console.print(line)
+            if options.csv:
+                report.write(options.csv, study.to_csv(done))
     return done
 
 

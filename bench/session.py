@@ -37,8 +37,19 @@ class Bench:
     pool: Workers | None = None
 
 
-def run(options: "Options", bench: Bench, console: Console) -> report.Report:
+def run(
+    options: "Options",
+    bench: Bench,
+    console: Console,
+    save: Callable[[report.Report], object] = lambda _: None,
+) -> report.Report:
     """Times every case, and prints each as soon as it is done.
+
+    Args:
+        options: What was asked for.
+        bench: What to work with.
+        console: Where to print.
+        save: Called after each case with all that was found by then.
 
     Returns:
         All that was found.
@@ -58,6 +69,7 @@ def run(options: "Options", bench: Bench, console: Console) -> report.Report:
             console.print(report.case_line(found[0]))
             for row in found:
                 console.print(report.row_line(row, limits))
+            save(report.Report(bench.environment, limits, rows))
             bar.advance(cases)
     return report.Report(bench.environment, limits, rows)
 
@@ -91,23 +103,41 @@ def _run_case(
         rows[out.peer] = dataclasses.replace(
             rows[out.peer], status=out.status, note=out.note, error=out.error
         )
-    chosen = contest.choose(passed, bench.meter, steps.start, steps.advance)
-    variants = [contender.variant for contender in chosen]
-    if variants:
-        steps.start("timing", options.settings.turns(len(variants)))
-        results = measure(
-            variants,
-            bench.meter,
-            options.settings,
-            baseline=contest.BASELINE,
-            advance=steps.advance,
-        )
-        for one in chosen:
-            rows[one.peer] = dataclasses.replace(
-                rows[one.peer],
-                status="ok",
-                note=one.label,
-                error=one.error,
-                result=results[one.peer],
-            )
+    try:
+        rows |= {row.peer: row for row in _timed(passed, rows, options, bench, steps)}
+    except RuntimeError as error:
+        # The other cases are another matter.
+        note = contest.reason(error)
+        rows |= {
+            one.peer: dataclasses.replace(rows[one.peer], status="failed", note=note)
+            for one in passed
+        }
     return list(rows.values())
+
+
+def _timed(
+    passed: Sequence[contest.Contender],
+    rows: Mapping[str, report.Row],
+    options: "Options",
+    bench: Bench,
+    steps: command.Steps,
+) -> list[report.Row]:
+    """Returns the rows of those that passed, with what was measured of the best of each peer."""
+    chosen = contest.choose(passed, bench.meter, steps.start, steps.advance)
+    if not chosen:
+        return []
+    variants = [contender.variant for contender in chosen]
+    steps.start("timing", options.settings.turns(len(variants)))
+    results = measure(
+        variants, bench.meter, options.settings, baseline=contest.BASELINE, advance=steps.advance
+    )
+    return [
+        dataclasses.replace(
+            rows[one.peer],
+            status="ok",
+            note=one.label,
+            error=one.error,
+            result=results[one.peer],
+        )
+        for one in chosen
+    ]

@@ -98,7 +98,8 @@ def options_from(values: flags.FlagValues) -> Options:
         RequestError: A suite is unknown.
     """
     try:
-        cases = [case for name in values.suites for case in shapes.suite(name)]
+        names = command.several("suites", values.suites)
+        cases = [case for name in names for case in shapes.suite(name)]
     except ValueError as error:
         raise command.RequestError(str(error)) from None
     return Options(
@@ -106,7 +107,7 @@ def options_from(values: flags.FlagValues) -> Options:
         output=command.output_path(values.output),
         resume=values.resume,
         csv=command.output_path(values.csv),
-        seconds=values.seconds,
+        seconds=command.seconds("seconds", values.seconds),
         most=values.most,
     )
 
@@ -125,23 +126,25 @@ def main(argv: Sequence[str]) -> int:
         0; 2 for a request that cannot be met.
     """
     del argv
-    stopped = "stopped; what was found by then is written"
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS), stopped)
+    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
 
 
 def _run(values: flags.FlagValues) -> int:
     options = options_from(values)
+    if reason := report.why_not_writable(filter(None, (options.output, options.csv))):
+        raise command.RequestError(reason)
     gpu.prepare_environment()
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
     device = targeting.first_gpu()
     if device is None or tuning.architecture_of(device) is None:
         raise command.RequestError("no kernel runs on this GPU")
-    if options.output is None:
+    output = options.output
+    if output is None:
         command.make_folder(FOLDER)
-    output = options.output or FOLDER / f"{cache.slug(device.kind)}.json"
-    if reason := report.why_not_writable([output, *([options.csv] if options.csv else [])]):
-        raise command.RequestError(reason)
+        output = FOLDER / f"{cache.slug(device.kind)}.json"
+        if reason := report.why_not_writable([output]):
+            raise command.RequestError(reason)
     table = _before(output, device) if options.resume else cache.Table(device.kind)
     console = command.console()
     with workers.Workers() as pool:

@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        parser.error(f"cannot write {str(error.filename)!r}: {error.strerror}")
+        where = repr(str(error.filename)) if error.filename else "the output"
+        parser.error(f"cannot write {where}: {error.strerror or error}")
     except KeyboardInterrupt:
         return 130
     return 0

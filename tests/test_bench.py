@@ -1,11 +1,11 @@
 """The benchmark: its cases, what is computed and by whom, tables, files, and bad requests."""
 
+import contextlib
 import csv
 import dataclasses
 import functools
 import io
 import itertools
-import json
 import pathlib
 import subprocess
 import sys
@@ -24,12 +24,14 @@ from bench import command, contest, gemm_bench, gpu, peers, products, report, se
 from bench.peers import Candidate, JaxPeer, Xla
 from bench.shapes import Case
 from pallas_gemm.measure import Settings, Spread, Turn, Variant, measure
+from pallas_gemm.timing import TimingError
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICK = Settings(
     burst_rounds=2, burst_calls=2, sustained_rounds=2, warm_seconds=0.01, energy_seconds=0.1
 )
 SMALL = Case(64, 32, 128, source="small")
+ENVIRONMENT = {"device": "made up", "driver": "1.2", "operands": "N(0, 1)"}
 
 cases = st.builds(
     Case,
@@ -111,7 +113,7 @@ def run(
         meter=MadeUpGpu({"xla": 1e-3} | (seconds or {})),
         peers=[Xla(), *others],
         absent={"quack": "quack-kernels is not installed"},
-        environment={"device": "made up", "driver": "1.2", "operands": "N(0, 1)"},
+        environment=ENVIRONMENT,
         limits=lambda dtypes: report.Limits(
             {name: {"burst": 1e9, "sustained": 5e8} for name in dtypes}, 4.2e12
         ),
@@ -248,6 +250,31 @@ def test_a_session_times_who_is_right_and_says_why_others_are_not() -> None:
     assert session.failed([dataclasses.replace(rows["broken"], peer="ours")])
 
 
+def test_a_case_that_cannot_be_timed_does_not_stop_the_others() -> None:
+    class Moody(MadeUpGpu):
+        def turn(self, variant: Variant, calls: int) -> Turn:
+            if len(saved) == 1:
+                raise TimingError("ours: 6 calls launched 7 kernels")
+            return super().turn(variant, calls)
+
+    saved: list[list[report.Status]] = []
+
+    def save(found: report.Report) -> None:
+        saved.append([row.status for row in found.rows])
+
+    bench = session.Bench(
+        Moody({}), [Xla(), MadeUpPeer("ours")], {}, ENVIRONMENT, lambda _: report.Limits({})
+    )
+    cases = tuple(dataclasses.replace(SMALL, k=k) for k in (64, 128, 192))
+    console = command.Console(file=io.StringIO())
+    found = session.run(options(cases=cases), bench, console, save)
+    done, broken = ["ok", "ok"], ["failed", "failed"]
+    # What there is was handed over after each case.
+    assert saved == [done, done + broken, done + broken + done]
+    assert found.rows[2].note == "TimingError: ours: 6 calls launched 7 kernels"
+    assert session.failed(found.rows)
+
+
 def test_a_peer_is_timed_with_its_fastest_right_candidate() -> None:
     # Names of candidates in the choice are their places: 0, and 1 once the wrong one is out.
     rows, _ = run(MadeUpPeer("ours", off_by=(0.0, 5.0, -0.0)), seconds={"0": 2e-3, "1": 1e-3})
@@ -316,12 +343,29 @@ def test_csv_has_a_line_for_every_row() -> None:
 
 
 def test_two_runs_are_compared_by_their_ratios() -> None:
-    before = json.loads(report.to_json(made_up_report(1.25)))
+    before = report.ratios_in(report.to_json(made_up_report(1.25)))
     lines = report.compare_lines(made_up_report(1.30), before)
     assert [line.split()[0] for line in lines] == ["burst", "sustained"]
     assert all("by 4.00% in the median, 4.00% at most (ours at" in line for line in lines)
-    other = {"rows": [{"case": "8x8x8", "peer": "ours", "result": None}]}
+    other = report.ratios_in('{"rows": [{"case": "8x8x8", "peer": "ours", "result": null}]}')
     assert report.compare_lines(made_up_report(), other) == ["the two runs have no ratio in common"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"rows": 3}',
+        '{"rows": [{"case": "8x8x8"}]}',
+        '{"rows": [{"case": "8x8x8", "peer": "ours", "result": {"burst": {"ratio": 1}}}]}',
+        '{"rows": [{"case": "8x8x8", "peer": "ours", "result": 1}]}',
+    ],
+)
+def test_what_is_no_earlier_run_is_noticed_before_the_run(text: str) -> None:
+    with pytest.raises(ValueError, match="Error: "):
+        report.ratios_in(text)
 
 
 def test_the_summary_has_the_mean_and_the_worst_of_each_peer() -> None:
@@ -364,6 +408,41 @@ def test_the_power_is_that_between_the_jumps_of_the_energy_counter() -> None:
     assert gpu.watts_between_steps([], since=0.0) is None
 
 
+def test_a_whole_run_writes_every_file_and_is_compared_with_the_next(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import machine, workers
+
+    def run(ratio: float, *arguments: str) -> int:
+        limits = report.Limits({"bf16": {"burst": 1e12, "sustained": 9e11}}, 1e12)
+        bench = session.Bench(
+            MadeUpGpu({"xla": 1e-3, "ours": 1e-3 / ratio}),
+            [Xla(), MadeUpPeer("ours")],
+            {"quack": "quack-kernels is not installed"},
+            ENVIRONMENT,
+            lambda _: limits,
+        )
+        monkeypatch.setattr(machine, "open_bench", lambda _: bench)
+        values = flags.FlagValues()
+        gemm_bench.define_flags(values)
+        values(["gemm_bench", "--shape=64x32x128", "--shape=64x32x64", *arguments])
+        return gemm_bench._run(values)
+
+    monkeypatch.setattr(gemm_bench.gpu, "missing_gpu", lambda: None)
+    monkeypatch.setattr(workers, "Workers", lambda: contextlib.nullcontext())
+    names = ("rows.csv", "run.json", "plots")
+    paths = dict(zip(("csv", "json", "plot"), (tmp_path / name for name in names), strict=True))
+    assert run(1.25, *(f"--{flag}={path}" for flag, path in paths.items())) == 0
+    first = capsys.readouterr().out
+    assert "quack is absent: quack-kernels is not installed" in first
+    assert "ours     burst     geometric mean 1.250 x XLA" in first
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
+    assert written == ["plots/ratios.png", "plots/roofline.png", "rows.csv", "run.json"]
+    assert len(list(csv.DictReader(io.StringIO(paths["csv"].read_text())))) == 4
+    assert run(1.25 * 1.01, f"--against={paths['json']}") == 0
+    assert "differ from the earlier run by 1.00% in the median" in capsys.readouterr().out
+
+
 BAD_REQUESTS = {
     "suite": (["--suite=nope"], "suite must be one of short, squares"),
     "shape": (["--shape=8x8"], "shape must be MxNxK"),
@@ -374,6 +453,12 @@ BAD_REQUESTS = {
     "folder": (["--csv=/no/such/folder/out.csv"], "there is no folder /no/such/folder"),
     "a folder as file": (["--json=/"], "it is a folder"),
     "earlier run": (["--against=/no/such/file"], "is not the JSON of a run"),
+    "no suite": (["--suite="], "suite is empty"),
+    "no time": (["--turn_seconds=nan"], "turn_seconds must be a number of seconds, got nan"),
+    "no JSON": (["--config={"], "config: Expecting property name"),
+    "no config": (["--config=[]"], "config: only the Hopper kernel is timed by itself, got []"),
+    "no such field": (['--config={"tiles": 1}'], "config: a hopper config has no 'tiles'"),
+    "another kernel": (['--config={"kernel": "blackwell"}'], "config: only the Hopper kernel"),
     "no GPU": (["--shape=64x64x64"], "needs an NVIDIA GPU"),
 }
 

@@ -20,6 +20,7 @@ from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.kernels import xla
 from pallas_gemm.measure import Result, Settings, Spread, Timing, Turn, Variant
 from pallas_gemm.problem import Problem
+from pallas_gemm.timing import TimingError
 from schedules.model import Prediction
 
 PROBLEM = Problem(8192, 8192, 8192)
@@ -191,13 +192,17 @@ def test_csv_has_every_figure_of_every_row() -> None:
     assert lines[1]["burst_ms"] == lines[1]["counted_l2_hits"] == ""
 
 
-def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result() -> None:
+def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result(
+    tmp_path: pathlib.Path,
+) -> None:
     found = launches(orders=["raster"], clusters=[(1, 1)])
     rows = [dataclasses.replace(row(launch, 1.0), result=None, counters=None) for launch in found]
     peers = [Xla(), *(MadeUpLaunch(x.name, breaks="none" in x.name) for x in found)]
     console = Console(file=io.StringIO(), width=command.WIDTH)
-    chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK)
-    done = schedule_study.timed_rows(rows, chosen, peers, MadeUpGpu(), console)
+    path = tmp_path / "study.csv"
+    chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK, csv=path)
+    bench = schedule_study.Bench(peers, MadeUpGpu())
+    done = schedule_study.timed_rows(rows, chosen, bench, console)
     ratios = {
         x.launch.name: x.result and x.result.burst and x.result.burst.ratio.median for x in done
     }
@@ -212,6 +217,26 @@ def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result() 
     text = console.file.getvalue()
     assert "raster/offline/none/1x1: failed: RuntimeError: no luck" in text
     assert "not persistent, cluster 1x1, tile 128x128" in text
+    assert path.read_text() == study.to_csv(done)
+
+
+def test_a_table_that_cannot_be_timed_does_not_stop_the_others() -> None:
+    class Moody(MadeUpGpu):
+        def turn(self, variant: Variant, calls: int) -> Turn:
+            if "static" in variant.name:
+                raise TimingError("static: 6 calls launched 7 kernels")
+            return super().turn(variant, calls)
+
+    found = launches(orders=["raster"], clusters=[(1, 1)])
+    rows = [dataclasses.replace(row(launch, 1.0), result=None) for launch in found]
+    bench = schedule_study.Bench([Xla(), *(MadeUpLaunch(x.name) for x in found)], Moody())
+    console = Console(file=io.StringIO(), width=command.WIDTH)
+    chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK)
+    done = schedule_study.timed_rows(rows, chosen, bench, console)
+    timed = {x.launch.name for x in done if x.result}
+    assert timed == {x.launch.name for x in done if x.launch.config.persistence != "static"}
+    assert isinstance(console.file, io.StringIO)
+    assert "static: failed: TimingError: static: 6 calls" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +250,11 @@ def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result() 
         ("--persistence=lazy", "persistence must be among none, static, dynamic, got 'lazy'"),
         ("--clusters=2", "clusters must be like 128x256, got '2'"),
         ("--tile=128xwide", "tile must be positive whole numbers, got 'wide'"),
+        ("--orders=", "orders is empty"),
+        ("--groups=", "groups is empty"),
+        ("--clusters=", "clusters is empty"),
+        ("--persistence=", "persistence is empty"),
+        ("--turn_seconds=nan", "turn_seconds must be a number of seconds, got nan"),
     ],
 )
 def test_a_study_of_what_is_not_there_is_refused(argument: str, message: str) -> None:
@@ -321,9 +351,8 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
     values = flags.FlagValues()
     tune.define_flags(values)
     values(["tune", "--suites=any", f"--output={output}", f"--csv={rows}", "--most=2"])
-    stopped = "stopped; kept"
-    assert command.guarded("tune", lambda: tune._run(values), stopped) == 130
-    assert capsys.readouterr().err == "tune: stopped; kept\n"
+    assert command.guarded("tune", lambda: tune._run(values)) == 130
+    assert capsys.readouterr().err == "tune: stopped; files hold what was found by then\n"
     assert [key.k for key in cache.Table.load(output).by_key] == [128]
     assert len(rows.read_text().splitlines()) == 2
     assert sorted(tmp_path.iterdir()) == [output, rows]

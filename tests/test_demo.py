@@ -66,6 +66,14 @@ def test_where_there_is_a_gpu_products_are_timed(
     assert seen == [list(demo.TIMED)]
 
 
+def test_without_a_compiler_the_demo_says_what_is_missing(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.offline, "missing_packages", lambda: ("nvidia-cuda-nvcc",))
+    demo.show_compilation(console)
+    assert shown(console).startswith("This needs nvidia-cuda-nvcc: the extra aot")
+
+
 def test_the_program_shows_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     demo.main()
     out = capsys.readouterr().out
