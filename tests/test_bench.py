@@ -429,7 +429,7 @@ def test_a_whole_run_writes_every_file_and_is_compared_with_the_next(
         return gemm_bench._run(values)
 
     monkeypatch.setattr(gemm_bench.gpu, "missing_gpu", lambda: None)
-    monkeypatch.setattr(workers, "Workers", lambda: contextlib.nullcontext())
+    monkeypatch.setattr(workers, "Workers", contextlib.nullcontext)
     names = ("rows.csv", "run.json", "plots")
     paths = dict(zip(("csv", "json", "plot"), (tmp_path / name for name in names), strict=True))
     assert run(1.25, *(f"--{flag}={path}" for flag, path in paths.items())) == 0
