@@ -74,6 +74,12 @@ def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) ->
     assert printed.startswith("hopper: m=256 n=256 k=256 NN bfloat16 x bfloat16 -> bfloat16 bias")
 
 
+def test_the_example_of_layers_runs() -> None:
+    block = re.search(r"```python\n(.*?)```", _section("In a model"), re.DOTALL)
+    assert block
+    exec(block[1], {})
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", README))))
 def test_a_command_of_the_readme_exists(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
