@@ -8,7 +8,7 @@ the batch, where `jax.custom_vjp` would compute one product per example and add 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend import core
@@ -22,11 +22,11 @@ product_p = core.Primitive("pallas_gemm")
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from its operands, in the order of `Operands`."""
     return product_p.bind(
-        *_equally_varying(operands), call=call, devices=partitioning.asking(call, operands)
+        *equally_varying(operands), call=call, devices=partitioning.asking(call, operands)
     )
 
 
-def _equally_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def equally_varying(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Lets all operands vary over the axes of `shard_map` that one varies over.
 
     The gradient of an operand that was the same everywhere is then summed over those axes.
