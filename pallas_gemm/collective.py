@@ -271,12 +271,14 @@ def _gather_multiply(
     chunks = [lax.slice_in_dim(a, first, first + count, axis=axis) for _, first, count in halves]
     result = every = None
     for step in range(ring.size):
-        for i, (direction, first, _) in enumerate(halves):
-            chunk = chunks[i]
-            if step < ring.size - 1:
-                # Sent before it is multiplied, and nothing that is computed waits for it.
-                chunks[i] = ring.send(chunk, -direction)
-            part = ring.multiply(chunk, b, ring.out_dtype, **epilogue)
+        here = chunks
+        if step < ring.size - 1:
+            chunks = [ring.send(x, -half[0]) for x, half in zip(here, halves, strict=True)]
+        parts = [ring.multiply(x, b, ring.out_dtype, **epilogue) for x in here]
+        # Rows are sent on only when what was there before them is multiplied: XLA would otherwise
+        # send them all round before it multiplies any.
+        chunks, parts = lax.optimization_barrier((chunks, parts))
+        for (direction, first, _), chunk, part in zip(halves, here, parts, strict=True):
             place = (index + direction * step) % ring.size * rows + first
             result = _put(result, part, place, ring.size * rows)
             every = _put(every, chunk, place, ring.size * rows)

@@ -82,7 +82,7 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu
         run = dispatch.implement(decision, call)
     else:
         run = _traced_once(call, signature, decision.plan.config)
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+    return partitioning.lower_off_mesh(ctx, run, operands)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -330,12 +330,23 @@ def _abstract_share(*_: Any, share: _Share) -> Any:
 
 
 def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
+    return lower_off_mesh(ctx, share, operands)
+
+
+def lower_off_mesh(
+    ctx: mlir.LoweringRuleContext, run: Callable[..., jax.Array], operands: Sequence[Any]
+) -> Any:
+    """Lowers a function of arrays whose types say nothing of a mesh, whatever those around it say.
+
+    Kernels take no arrays that vary along the axes of a `shard_map`, or are split by their types.
+    """
     types = _plain_types(*signature_of(tuple(ctx.avals_in)))
     with jax.sharding.use_abstract_mesh(_no_mesh()):
-        lower = mlir.lower_fun(share, multiple_results=False)
+        lower = mlir.lower_fun(run, multiple_results=False)
         return lower(ctx.replace(avals_in=types), *operands)
 
 
+@functools.lru_cache(maxsize=1024)
 def _plain_types(*signature: Any) -> Any:
     """Returns the types of arrays on no mesh."""
     with jax.sharding.use_abstract_mesh(_no_mesh()):
