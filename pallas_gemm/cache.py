@@ -312,13 +312,22 @@ def recording() -> Iterator[Record]:
 
 
 def user_path(device: str) -> pathlib.Path:
-    """Returns the file of the user's own table for a kind of GPU."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        import platformdirs
+    """Returns the file of the user's own table for a kind of GPU.
 
-        folder = platformdirs.user_cache_dir("pallas_gemm", appauthor=False)
-    return pathlib.Path(folder).expanduser() / f"{slug(device)}.json"
+    Raises:
+        OSError: There is no folder for it, as where a user has no home.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    try:
+        if not folder:
+            import platformdirs
+
+            folder = platformdirs.user_cache_dir("pallas_gemm", appauthor=False)
+        return pathlib.Path(folder).expanduser() / f"{slug(device)}.json"
+    except (ImportError, RuntimeError) as error:
+        raise OSError(
+            f"there is no folder for tuned configs ({error}); {FOLDER_VARIABLE} names one"
+        ) from None
 
 
 def save_for_user(table: Table) -> pathlib.Path:
@@ -328,7 +337,7 @@ def save_for_user(table: Table) -> pathlib.Path:
         The file.
 
     Raises:
-        OSError: It cannot be written; the message names the folder and how to choose another.
+        OSError: It cannot be written; the message says how to choose another folder.
     """
     path = user_path(table.device)
     try:
@@ -380,10 +389,19 @@ def config_from_json(fields: Any) -> GemmConfig:
         if name not in legal:
             raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
         values[name] = tuple(value) if isinstance(value, list) else value
-        default = legal[name]
-        if default is not None and type(values[name]) is not type(default):
-            raise ValueError(f"{name} must be like {default!r}, got {value!r}")
+        if not _is_like(legal[name], values[name]):
+            raise ValueError(f"{name} must be like {legal[name]!r}, got {value!r}")
     return classes[kernel](**values)
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    """Whether a value may stand where a config has this default; None stands for a number."""
+    if default is None:
+        return value is None or type(value) is int
+    if isinstance(default, tuple):
+        same = isinstance(value, tuple) and len(value) == len(default)
+        return same and all(map(_is_like, default, value))
+    return type(value) is type(default)
 
 
 def _config_classes() -> dict[str, type[GemmConfig]]:
@@ -416,12 +434,21 @@ def _tables(active: _Active, device: Device) -> Iterator[tuple[Source, Table]]:
 
 
 def _user_table(device: str) -> Table | None:
-    path = user_path(device)
+    try:
+        path = user_path(device)
+    except OSError as error:
+        _warn_once(str(error))
+        return None
     try:
         stamp = path.stat().st_mtime_ns
     except OSError:
         return None
     return _read(path, stamp, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=2)
 
 
 @functools.lru_cache(maxsize=64)

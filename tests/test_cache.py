@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import platformdirs
 import pytest
 
 from pallas_gemm import cache, dispatch
@@ -255,6 +256,40 @@ def test_the_folder_has_a_default_and_a_home(monkeypatch: pytest.MonkeyPatch) ->
     path = cache.user_path(H100.kind)
     assert path.name == "nvidia_h100_80gb_hbm3.json"
     assert path.parent.name == "pallas_gemm"
+
+
+def test_without_a_folder_there_is_one_warning_and_no_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def homeless(*_: object, **__: object) -> str:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
+    cache._warn_once.cache_clear()
+    with pytest.warns(CacheWarning, match=f"the home directory.*{cache.FOLDER_VARIABLE} names one"):
+        assert cache.find(PROBLEM, H200) is None
+    assert cache.find(PROBLEM, H200) is None
+    with pytest.raises(OSError, match="there is no folder for tuned configs"):
+        cache.save_for_user(table(FIRST))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tile": ["a", "b"]},
+        {"tile": [128, None]},
+        {"tile": [128, 256, 64]},
+        {"cluster": [True, True]},
+        {"stages": True},
+        {"ctas": "x"},
+        {"schedule": 8},
+    ],
+    ids=str,
+)
+def test_a_config_of_other_types_is_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match="must be like"):
+        cache.config_from_json(cache.config_to_json(FIRST) | change)
 
 
 def damaged_files() -> dict[str, tuple[bytes, str]]:
