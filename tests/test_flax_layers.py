@@ -222,7 +222,7 @@ def test_metadata_of_the_parameters_is_kept() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_layers_run_on_a_mesh(kind: AxisType) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     metadata = {"kernel_metadata": {"out_sharding": (None, "model")}}
     x = layers.normal(4, INPUTS)
     with jax.set_mesh(mesh):
