@@ -29,6 +29,11 @@ from pallas_gemm.kernels import xla
 from pallas_gemm.partitioning import reduction_dtype
 from pallas_gemm.product import equally_varying
 
+# XLA has one message under way at a time unless it is told otherwise, and waits for the second of
+# two that are sent in a step; two sums that are sent in turn suit it.
+_GATHER_RINGS = 1
+_SCATTER_RINGS = 2
+
 
 def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
@@ -40,7 +45,7 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-    rings: int = 1,
+    rings: int = _GATHER_RINGS,
     overlap: bool = True,
 ) -> jax.Array:
     """Computes `activation(all_gather(a) @ b + bias)`, gathering the rows of `a` meanwhile.
@@ -56,8 +61,9 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: `b` is stored `[n, k]`.
-        rings: 1 sends each chunk to one neighbour; 2 sends one half of it to each, where links
-            carry both directions at once and are no switch.
+        rings: 1 sends each chunk to one neighbour; 2 sends one half of it to each, for links that
+            carry both directions at once. XLA then has to be told to have two messages under way
+            (`xla_gpu_experimental_parallel_collective_overlap_limit`).
         overlap: False gathers first and multiplies then, as JAX's own collectives do.
 
     Returns:
@@ -78,7 +84,7 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
         bool(overlap),
         bool(transpose_b),
         dtype,
-        dtype,
+        _sums_dtype(a, dtype),
         precision,
         activations.resolve(activation),
     )
@@ -94,7 +100,7 @@ def gemm_reduce_scatter(
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-    rings: int = 2,
+    rings: int = _SCATTER_RINGS,
     overlap: bool = True,
 ) -> jax.Array:
     """Computes this device's rows of the sum over all devices of `a @ b`, adding up meanwhile.
@@ -131,9 +137,6 @@ def gemm_reduce_scatter(
             " not divide"
         )
     dtype = arguments.result_dtype(a, b, preferred_element_type)
-    sums = xla.wide_dtype(a.dtype, dtype)
-    if jnp.issubdtype(sums, jnp.floating):
-        sums = reduction_dtype() or sums
     ring = _Ring(
         axis_name,
         size,
@@ -141,7 +144,7 @@ def gemm_reduce_scatter(
         bool(overlap),
         bool(transpose_b),
         dtype,
-        sums,
+        _sums_dtype(a, dtype),
         precision,
     )
     a, b, _ = ring.varying(a, b, None)
@@ -153,11 +156,14 @@ def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
 
     Raises:
         ValueError: They cannot be multiplied.
+        TypeError: One is complex.
     """
     for name, x, legal in (("a", a, a.ndim >= 2), ("b", b, b.ndim == 2)):
         if not legal:
             wanted = "[..., rows, k]" if name == "a" else "[k, n]"
             raise ValueError(f"{name} must have the shape {wanted}, got {list(x.shape)}")
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got {x.dtype}")
     contracted, columns = b.shape[::-1] if transpose_b else b.shape
     if a.shape[-1] != contracted:
         raise ValueError(
@@ -165,6 +171,12 @@ def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
             f"{' (it is transposed)' if transpose_b else ''}; they must be as many"
         )
     return columns
+
+
+def _sums_dtype(a: jax.Array, out_dtype: Any) -> np.dtype:
+    """Returns the type that sums travel in."""
+    sums = xla.wide_dtype(a.dtype, out_dtype)
+    return reduction_dtype() or sums if jnp.issubdtype(sums, jnp.floating) else sums
 
 
 def _check_rings(rings: Any) -> int:
@@ -244,16 +256,13 @@ class _Ring:
         pairs = [(i, (i + step) % self.size) for i in range(self.size)]
         return lax.ppermute(x, self.axis, pairs)
 
-    def for_gradients(self, dtype: Any) -> "_Ring":
+    def for_gradients(self, dtype: Any, rings: int) -> "_Ring":
         """Returns the ring of the product with the transposed right operand."""
-        sums = self.sums_dtype
-        if sums == self.out_dtype:
-            sums = reduction_dtype() or np.dtype(np.float32)
         return dataclasses.replace(
             self,
+            rings=rings,
             transpose_b=not self.transpose_b,
             out_dtype=kept_dtype(dtype),
-            sums_dtype=sums,
             activation=None,
         )
 
@@ -307,6 +316,7 @@ def _multiply_scatter(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
         return total.astype(ring.out_dtype)
     index, rows = lax.axis_index(ring.axis), a.shape[-2] // ring.size
     halves = list(ring.halves(rows))
+    fused = len(halves) == 2 and jnp.issubdtype(ring.sums_dtype, jnp.floating)
     sums: list[Any] = [None] * len(halves)
     for step in range(ring.size):
         for i, (direction, first, count) in enumerate(halves):
@@ -314,7 +324,7 @@ def _multiply_scatter(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
             owner = (index + direction * (ring.size - 1 - step)) % ring.size
             part = lax.dynamic_slice_in_dim(a, owner * rows + first, count, axis)
             coming = ring.send(sums[i], direction) if step else None
-            if coming is not None and len(halves) == 2:
+            if coming is not None and fused:
                 # The other ring's product covers the way of this sum.
                 sums[i] = ring.multiply(part, b, ring.sums_dtype, residual=coming)
             else:
@@ -345,7 +355,7 @@ def _gathered_backward(ring: _Ring, kept: Any, g: jax.Array) -> tuple[Any, Any, 
         (g,) = jax.vjp(ring.activation, wide)[1](g.astype(jnp.float32))
     db_bias = None if bias is None else _column_sums(g).astype(bias.dtype)
     left, right = _for_gradient(a), _for_gradient(b)
-    da = _scattered(ring.for_gradients(a.dtype), g.astype(right.dtype), right)
+    da = _scattered(ring.for_gradients(a.dtype, _SCATTER_RINGS), g.astype(right.dtype), right)
     # No product above waits for these rows, so they are gathered while it is computed.
     every = lax.all_gather(left, ring.axis, axis=a.ndim - 2, tiled=True)
     db = _right_gradient(ring, every, right, g.astype(left.dtype))
@@ -364,7 +374,9 @@ def _scattered_forward(ring: _Ring, a: Any, b: Any) -> tuple[jax.Array, Any]:
 def _scattered_backward(ring: _Ring, kept: Any, g: jax.Array) -> tuple[Any, Any]:
     a, b = kept
     left, right = _for_gradient(a), _for_gradient(b)
-    da, every = _gather_multiply(ring.for_gradients(a.dtype), g.astype(right.dtype), right)
+    da, every = _gather_multiply(
+        ring.for_gradients(a.dtype, _GATHER_RINGS), g.astype(right.dtype), right
+    )
     db = _right_gradient(ring, left, right, every.astype(left.dtype))
     return da.astype(a.dtype), db.astype(b.dtype)
 
