@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import schedules
 from bench.blackwell_ladder import STEPS
-from pallas_gemm.blackwell_config import PAIR, BlackwellConfig
+from pallas_gemm.blackwell_config import ACTIVATED_COLUMNS, PAIR, BlackwellConfig
 from pallas_gemm.device import B200
 from pallas_gemm.kernels import blackwell
 from pallas_gemm.kernels.blackwell_plan import BlackwellPlan
@@ -30,6 +31,32 @@ DYNAMIC = dataclasses.replace(PAIRED, persistence="dynamic")
 CONFIGS = pytest.mark.parametrize("config", [SINGLE, PAIRED], ids=["single", "pair"])
 SHUFFLED = schedules.Schedule(
     (3, 3), np.stack(np.divmod(np.random.default_rng(3).permutation(9), 3), axis=1), "shuffled"
+)
+
+EPILOGUES = {
+    "none": Epilogue(),
+    "bias": Epilogue(0.5, bias=True, activation=jax.nn.relu),
+    "gated": Epilogue(gated=True, activation=jax.nn.relu),
+    "all": Epilogue(0.5, 3.0, bias=True, residual=True, activation=jnp.square),
+}
+# Every layout with every epilogue; a residual comes through store slots, of the last two steps.
+STEPS_EACH_TWICE = (
+    ("1 initial", "NN", "none"),
+    ("1 initial", "TT", "bias"),
+    ("2 2-CTA MMA", "NT", "bias"),
+    ("2 2-CTA MMA", "TN", "gated"),
+    ("3 pipelining", "TN", "none"),
+    ("3 pipelining", "NN", "gated"),
+    ("4 warp specialisation", "TT", "gated"),
+    ("4 warp specialisation", "NT", "none"),
+    ("5 persistent", "NT", "gated"),
+    ("5 persistent", "TT", "none"),
+    ("6 two accumulators", "TN", "bias"),
+    ("6 two accumulators", "NN", "bias"),
+    ("7 TMA stores, Hilbert", "TT", "all"),
+    ("7 TMA stores, Hilbert", "NN", "all"),
+    ("8 launch control", "NT", "all"),
+    ("8 launch control", "TN", "all"),
 )
 
 
@@ -75,19 +102,15 @@ def test_layouts_with_ragged_edges(layout, config, check):
     check(products.transposed(Problem(m, n, 136), layout), config)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_every_step_of_the_ladder(name, check):
-    check(Problem(600, 200, 200, transpose_b=True), shrunk(STEPS[name]))
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("3 pipelining", "NN"), ("6 two accumulators", "TT"), ("8 launch control", "TN")],
-)
-def test_steps_of_the_ladder_with_an_epilogue_and_other_layouts(name, layout, check):
-    epilogue = Epilogue(alpha=0.5, bias=True, activation=jax.nn.relu)
-    problem = Problem(320, 192, 72, epilogue=epilogue)
-    check(products.transposed(problem, layout), shrunk(STEPS[name]))
+@pytest.mark.parametrize(("name", "layout", "epilogue"), STEPS_EACH_TWICE)
+def test_every_step_of_the_ladder(name, layout, epilogue, check):
+    """Ragged in m, n and k; a worker has several tiles, and a tile more steps than the ring."""
+    config, options = shrunk(STEPS[name]), EPILOGUES[epilogue]
+    if options.gated:
+        config = dataclasses.replace(config, tile=(128, 2 * config.tile[1]))
+    # Stored with k first, an operand is whole atoms wide; its tiles hang over all the same.
+    m, n = 584 if layout[0] == "N" else 576, 200 if layout[1] == "T" else 192
+    check(products.transposed(Problem(m, n, 200, epilogue=options), layout), config)
 
 
 @CONFIGS
@@ -187,6 +210,38 @@ def test_gated(layout, config, check):
     epilogue = Epilogue(gated=True, activation=jax.nn.relu)
     problem = products.transposed(Problem(264, 192, 136, epilogue=epilogue), layout)
     check(problem, dataclasses.replace(config, tile=(128, 2 * config.tile[1])))
+
+
+@pytest.mark.parametrize("activation", [None, jnp.square], ids=["in one read", "in several"])
+def test_an_accumulator_is_freed_when_it_is_read_and_before_it_is_stored(activation, monkeypatch):
+    done = []
+
+    def noted(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, note)
+
+    for name in ("async_load_tmem", "wait_load_tmem", "commit_smem", "copy_smem_to_gmem"):
+        noted(plgpu, name)
+    noted(blackwell, "free_accumulator")
+    problem = Problem(256, 256, 64, transpose_b=True, epilogue=Epilogue(activation=activation))
+    plan = BlackwellPlan(problem, SINGLE, B200)
+    jax.eval_shape(
+        blackwell.build(plan),
+        *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (problem.a_shape, problem.b_shape)),
+    )
+    reads = 1 if activation is None else SINGLE.store_columns // ACTIVATED_COLUMNS
+    assert done == [
+        *["async_load_tmem"] * reads,
+        "free_accumulator",
+        "wait_load_tmem",
+        "commit_smem",
+        "copy_smem_to_gmem",
+    ]
 
 
 def test_rounds_once(monkeypatch, rng):
