@@ -1,0 +1,118 @@
+"""Compiles programs for eight H200s that need not be there, and prints what each does as JSON.
+
+`tests/test_partitioning_compiled.py` runs this in a process of its own, because the compiler keeps
+the architecture that it saw first.
+"""
+
+import functools
+import importlib.resources
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_gemm import explain_on_mesh, gemm
+from pallas_gemm.collective import all_gather_gemm, gemm_reduce_scatter
+
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = (.*?) ([a-z-]+)\(", re.MULTILINE)
+_COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def _mesh(kind: AxisType) -> Mesh:
+    config = importlib.resources.files("pallas_gemm") / "targets" / "h200.txtpb"
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology="1x8x1", target_config=config.read_text()
+    )
+    return Mesh(np.array(topology.devices).reshape(2, 4), ("x", "y"), axis_types=(kind, kind))
+
+
+def _step(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Forward and backward."""
+
+    def both(g: jax.Array, *operands: jax.Array) -> Any:
+        result, pull = jax.vjp(f, *operands)
+        return result, pull(g)
+
+    return both
+
+
+def _layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    return gemm(gemm(x, w, activation="gelu"), v)
+
+
+def _rings(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    return gemm_reduce_scatter(all_gather_gemm(x, w, "y", activation="gelu"), v, "y")
+
+
+def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
+    def shape(rows: int, columns: int, *spec: Any, on: Mesh = mesh) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(on, P(*spec))
+        return jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=sharding)
+
+    rows, columns = shape(4096, 4096, "x", None), shape(4096, 4096, None, "y")
+    contracted = shape(4096, 4096, "x", "y"), shape(4096, 4096, "y", None)
+    weights = shape(1024, 4096, None, "y"), shape(4096, 1024, "y", None)
+    mapped = functools.partial(jax.shard_map, mesh=mesh)
+    specs = (P("y"), P(None, "y"), P("y"))
+    sequence = shape(2048, 1024, "y", None)
+    return {
+        "columns": (gemm, (rows, columns)),
+        "contracted": (gemm, contracted),
+        "explicit": (
+            gemm,
+            (
+                shape(4096, 4096, "x", None, on=explicit),
+                shape(4096, 4096, None, "y", on=explicit),
+            ),
+        ),
+        "mapped": (
+            mapped(gemm, in_specs=(P("x"), P(None, "y")), out_specs=P("x", "y")),
+            (rows, columns),
+        ),
+        "layers": (_step(_layers), (shape(4096, 1024, "x"), shape(4096, 1024, "x"), *weights)),
+        "rings": (
+            _step(mapped(_rings, in_specs=specs, out_specs=P("y"))),
+            (sequence, sequence, *weights),
+        ),
+    }
+
+
+def _done(text: str) -> list[tuple[str, str]]:
+    """Returns the kernels and the messages of a compiled program, in order, with their results."""
+    found = []
+    entry = text[text.index("\nENTRY") :]
+    for line in entry.splitlines():
+        if match := _INSTRUCTION.match(line):
+            result, name = match.groups()
+            if 'custom_call_target="mosaic_gpu_v2"' in line:
+                found.append(("kernel", result.partition("{")[0]))
+            elif re.match(_COLLECTIVES, name):
+                found.append((name, result.partition("{")[0]))
+    return found
+
+
+def main() -> None:
+    """Prints what every program does."""
+    programs = _programs(_mesh(AxisType.Auto), _mesh(AxisType.Explicit))
+    done: dict[str, Any] = {
+        name: _done(jax.jit(f).lower(*operands).compile().as_text())
+        for name, (f, operands) in programs.items()
+    }
+    f, operands = programs["columns"]
+    done["explained"] = str(explain_on_mesh(f, *operands))
+    json.dump(done, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
