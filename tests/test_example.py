@@ -39,20 +39,25 @@ def _types_as_users_have_them() -> Iterator[None]:
 SMALLEST = ("--blocks=1", "--sequence=16", "--rounds=2", "--steps=2")
 
 
-def _run(*arguments: str) -> tuple[dict[str, Any], str, Trainer]:
-    """Runs the program and returns what it found, what it printed, and what was trained."""
+def _options(*arguments: str) -> flags.FlagValues:
+    """Returns what a command line asks for, on the smallest model."""
     options = flags.FlagValues()
     train_transformer.define_flags(options)
     options(["train_transformer", *SMALLEST, *arguments])
+    return options
+
+
+def _run(*arguments: str) -> tuple[dict[str, Any], str]:
+    """Runs the program and returns what it found and what it printed."""
+    options = _options(*arguments)
     console = Console(record=True, width=120, file=io.StringIO())
-    trainer = train_transformer.trainer_of(options)
-    found = train_transformer.run(trainer, options, console)
-    return found, console.export_text(), trainer
+    found = train_transformer.run(train_transformer.trainer_of(options), options, console)
+    return found, console.export_text()
 
 
 def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "found.json"
-    found, text, _ = _run("--api=linen", "--layers=fused", f"--json={file}")
+    found, text = _run("--api=linen", "--layers=fused", f"--json={file}")
     stock, ours = found["stock"]["losses"], found["pallas_gemm"]["losses"]
     assert len(stock) == 4
     assert stock[-1] < stock[0]
@@ -81,11 +86,24 @@ def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
     return np.array(losses)
 
 
-def test_stock_layers_with_our_hook_train_on_a_mesh() -> None:
-    found, text, trainer = _run("--api=nnx", "--layers=hooks", "--mesh=data:2,model:2")
-    assert "mesh data:2,model:2" in text
-    ours, stock = (jnp.asarray(found[name]["losses"]) for name in ("pallas_gemm", "stock"))
-    reference.assert_as_good_as_xla(ours, stock, _exact_curve(trainer, len(ours)))
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def test_on_a_mesh_as_little_is_communicated_and_as_much_is_learnt() -> None:
+    trainer = train_transformer.trainer_of(_options("--api=nnx", "--mesh=data:2,model:2"))
+    curves, communicated = [], []
+    for layers in ("hooks", "stock"):
+        trainee = trainer.trainee(layers, layers)
+        for step in range(4):
+            trainee.train(trainer.batch(step))
+        curves.append(jnp.asarray(trainee.curve, jnp.float32))
+        text = trainee.step.as_text() or ""
+        communicated.append({name: text.count(f" {name}(") for name in COLLECTIVES})
+    assert communicated[0] == communicated[1]
+    # Of the products between two blocks one is summed over the axis "model", both ways.
+    assert communicated[0]["all-reduce"] > 0
+    assert communicated[0]["all-gather"] == 0
+    reference.assert_as_good_as_xla(curves[0], curves[1], _exact_curve(trainer, 4))
 
 
 @pytest.mark.parametrize("op", ["stock", "pallas_gemm"])
@@ -96,7 +114,7 @@ def test_one_alone_has_nothing_to_be_compared_with(
         return _Fake(name)
 
     monkeypatch.setattr(Trainer, "trainee", instead)
-    found, text, _ = _run(f"--op={op}")
+    found, text = _run(f"--op={op}")
     assert list(found) == [op]
     assert "differ" not in text
 
