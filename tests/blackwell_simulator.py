@@ -45,7 +45,7 @@ ANSWER_BYTES = 16
 ASYNC_UNITS = 512
 """Asynchronous operations that can be told apart. Two that share a unit, of which the simulator has
 five if it is not asked for more, pass for one after the other, and their races are not seen."""
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 """Far more than any wait in a correct kernel, on a busy computer too."""
 
 QUICK_COMPILATION = {

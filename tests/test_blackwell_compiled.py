@@ -272,7 +272,8 @@ def test_the_sums_are_read_from_tensor_memory(name, modes):
     reads = [name for name in found if name.startswith("tcgen05.ld")]
     assert reads
     # A load of 16x256b.xN brings 4 N registers; as a warp reads 32 lanes, it takes two.
-    registers = sum(4 * int(re.search(r"\.x(\d+)\.", name)[1]) * found[name] for name in reads)
+    repeats = {name: int(re.findall(r"\.x(\d+)\.", name)[0]) for name in reads}
+    registers = sum(4 * repeats[name] * found[name] for name in reads)
     assert registers == config.read_columns(problem)
     assert found["tcgen05.wait::ld.sync.aligned"] == 1
     assert report.tensor_memory_columns == config.accumulators * config.tile[1]
