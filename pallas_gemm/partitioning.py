@@ -343,7 +343,12 @@ def lower_off_mesh(
     types = _plain_types(*signature_of(tuple(ctx.avals_in)))
     with jax.sharding.use_abstract_mesh(_no_mesh()):
         lower = mlir.lower_fun(run, multiple_results=False)
-        return lower(ctx.replace(avals_in=types), *operands)
+        inner = ctx.replace(avals_in=types)
+        result = lower(inner, *operands)
+    if inner.tokens_out is not None:
+        # Where the simulator has got to, from one call to the next.
+        ctx.set_tokens_out(inner.tokens_out)
+    return result
 
 
 @functools.lru_cache(maxsize=1024)
