@@ -78,9 +78,7 @@ class Trainer:
 
     def trainee(self, name: str, layers: str) -> Trainee:
         """Makes the parameters, the same for all trainees, and compiles a step."""
-        shapes = jax.eval_shape(self._init)
-        placed = jax.tree.map_with_path(self._placement, shapes)
-        state = jax.jit(self._init, out_shardings=placed)()
+        state = self._initial()
         step = jax.jit(functools.partial(self._step, layers), donate_argnums=0)
         # Where it lies is a part of what is compiled.
         result = step.lower(state, self.batch(0)).compile()
@@ -94,6 +92,12 @@ class Trainer:
             return jnp.asarray(tokens)
         spec = jax.P("data") if "data" in self.mesh.axis_names else jax.P()
         return jax.device_put(tokens, NamedSharding(self.mesh, spec))
+
+    @functools.cached_property
+    def _initial(self) -> jax.stages.Compiled:
+        """What makes parameters and the optimiser's state where they belong."""
+        placed = jax.tree.map_with_path(self._placement, jax.eval_shape(self._init))
+        return jax.jit(self._init, out_shardings=placed).lower().compile()
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:

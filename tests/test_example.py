@@ -73,7 +73,7 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
 
 def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
     """Returns the losses of stock layers in float64 from the same parameters, on one device."""
-    state = jax.jit(dataclasses.replace(trainer, mesh=None)._init)()
+    state = jax.device_get(trainer._initial())
     with jax.enable_x64(True):
         settings = dataclasses.replace(trainer.settings, dtype="float64")
         wide = Trainer(settings, trainer.api, trainer.attention)
