@@ -11,8 +11,7 @@ compared: it measured another GPU of this kind, against another release of cuBLA
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
@@ -20,10 +19,9 @@ if __package__ in (None, ""):
 
 from absl import app, flags
 
-from bench import command, gpu, peers, report, shapes
-from bench.gemm_bench import Options
+from bench import command, ladder, report, shapes
 from pallas_gemm.blackwell_config import PAIR, BlackwellConfig
-from pallas_gemm.measure import Settings
+from pallas_gemm.device import Device
 
 PROGRAM = "blackwell_ladder"
 SIZES = (2048, 4096, 8192, 16384)
@@ -69,37 +67,6 @@ ARTICLE: Mapping[str, tuple[float, float, float, float]] = {
     "8 launch control": (761.5, 1527.4, 1646.7, 1402.3),
 }
 """TFLOP/s that the article gives for `SIZES`, bfloat16, on its B200 (1000 W, CUDA 13.0.2)."""
-
-
-class Step(peers.JaxPeer):
-    """The kernel with one configuration."""
-
-    def __init__(self, name: str, config: BlackwellConfig) -> None:
-        from bench.machine import this_device
-
-        self.name = name
-        self._config = config
-        self._device = this_device()
-
-    def refusal(self, case: shapes.Case) -> str | None:
-        """Returns why it cannot compute a case, or None."""
-        if case.epilogue != "none" or case.direction != "forward":
-            return "a bare product only"
-        return "; ".join(self._config.refusals(case.problem, self._device)) or None
-
-    def candidates(self, case: shapes.Case) -> Sequence[peers.Candidate]:
-        """Returns the one configuration."""
-        return [peers.Candidate("", self._builder(case))]
-
-    def _builder(self, case: shapes.Case) -> Callable[[], Any]:
-        def build() -> Any:
-            from pallas_gemm.kernels import blackwell
-            from pallas_gemm.kernels.blackwell_plan import BlackwellPlan
-
-            kernel = blackwell.build(BlackwellPlan(case.problem, self._config, self._device))
-            return peers.compiled(lambda operands: (kernel(operands["a"], operands["b"]),), case)
-
-        return build
 
 
 def article_ratio(step: str, size: int) -> float:
@@ -171,35 +138,18 @@ def _run(values: flags.FlagValues) -> int:
     if values.list:
         console.print("\n".join(listing()))
         return 0
-    try:
-        cases = tuple(shapes.parse(text) for text in values.shape)
-    except ValueError as error:
-        raise command.RequestError(str(error)) from None
-    options = Options(
-        cases=cases,
-        peers=("xla",),
-        configs=(),
-        settings=Settings(energy_seconds=0.5),
-        cold=True,
-        full_grid=False,
-        csv=command.output_path(values.csv),
-        json=None,
-        plot=None,
-        against=None,
-    )
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
-    # Only here, where there is a GPU: the limits are kernels.
-    from bench import machine, session
-
-    bench = machine.open_bench(options)
-    steps = [Step(name, config) for name, config in STEPS.items()]
-    found = session.run(options, dataclasses.replace(bench, peers=[*bench.peers, *steps]), console)
+    csv = command.output_path(values.csv)
+    found = ladder.climb(values.shape, STEPS, csv, console, why_not)
     console.print("\n".join(beside(found.rows)))
-    if options.csv:
-        report.write(options.csv, report.to_csv(found))
-    return 1 if session.failed(found.rows) else 0
+    return ladder.status(found, STEPS)
+
+
+def why_not(device: Device) -> str | None:
+    """Returns why a GPU cannot climb the ladder, or None."""
+    major, minor = device.compute_capability
+    if major == 10:
+        return None
+    return f"this needs a B200 or another GPU of 10.x, but {device.kind} has {major}.{minor}"
 
 
 if __name__ == "__main__":

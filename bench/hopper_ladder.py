@@ -7,7 +7,6 @@ tried on top and did not pay. `ladder.md` keeps the figures of one run, with wha
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,8 @@ if __package__ in (None, ""):
 
 from absl import app, flags
 
-from bench import command, gpu, peers, report, shapes
-from bench.gemm_bench import Options
+from bench import command, ladder
 from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.measure import Settings
 
 PROGRAM = "hopper_ladder"
 SHAPES = ("4096x4096x4096", "8192x8192x8192", "8192x8192x1024")
@@ -64,16 +61,6 @@ TRIED: Mapping[str, HopperConfig] = {
 """What was tried on top of the last step."""
 
 
-class Step(peers.Kernel):
-    """The kernel with one configuration, under a name of its own."""
-
-    def __init__(self, name: str, config: HopperConfig) -> None:
-        from bench.machine import this_device
-
-        super().__init__(lambda _: (config,), this_device())
-        self.name = name
-
-
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
@@ -93,42 +80,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(values: flags.FlagValues) -> int:
-    try:
-        cases = tuple(shapes.parse(text) for text in values.shape)
-    except ValueError as error:
-        raise command.RequestError(str(error)) from None
-    options = Options(
-        cases=cases,
-        peers=("xla",),
-        configs=(),
-        settings=Settings(energy_seconds=0.5),
-        cold=True,
-        full_grid=False,
-        csv=command.output_path(values.csv),
-        json=None,
-        plot=None,
-        against=None,
-    )
-    if reason := report.why_not_writable(filter(None, (options.csv,))):
-        raise command.RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
-    # Only here, where there is a GPU: the limits are kernels.
-    from bench import machine, session, workers
-
-    bench = machine.open_bench(options)
-    rungs = {**STEPS, **TRIED} if values.tried else STEPS
-    steps = [Step(name, config) for name, config in rungs.items()]
-    with workers.Workers() as pool:
-        bench = dataclasses.replace(bench, peers=[*bench.peers, *steps], pool=pool)
-        found = session.run(options, bench, command.console(), functools.partial(_save, options))
-    return 1 if session.failed(found.rows) else 0
-
-
-def _save(options: Options, found: report.Report) -> None:
-    if options.csv:
-        report.write(options.csv, report.to_csv(found))
+    steps = {**STEPS, **TRIED} if values.tried else STEPS
+    csv = command.output_path(values.csv)
+    return ladder.status(ladder.climb(values.shape, steps, csv, command.console()), steps)
 
 
 if __name__ == "__main__":

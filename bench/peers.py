@@ -22,8 +22,8 @@ from bench.products import Formula, Operands, Results, formula, operand_shapes, 
 from bench.shapes import Case
 from bench.workers import Program
 from pallas_gemm import tuning
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.tuning import config_label
 
 Runner = Callable[[Any], Any]
@@ -141,11 +141,11 @@ class Op(JaxPeer):
 
 
 class Kernel(JaxPeer):
-    """Our Hopper kernel itself, the best of given configurations."""
+    """Our kernel itself, the best of given configurations."""
 
     name = "kernel"
 
-    def __init__(self, configs: Callable[[Case], Sequence[HopperConfig]], device: Device) -> None:
+    def __init__(self, configs: Callable[[Case], Sequence[GemmConfig]], device: Device) -> None:
         self._configs = configs
         self._device = device
 
@@ -166,7 +166,7 @@ class Kernel(JaxPeer):
             if not config.refusals(case.problem, self._device)
         ]
 
-    def _program(self, case: Case, config: HopperConfig) -> Program:
+    def _program(self, case: Case, config: GemmConfig) -> Program:
         device = workers.sendable_device(self._device)
         return Program(_kernel_formula, (case, config, device), (operand_shapes(case),))
 
@@ -270,7 +270,7 @@ class JaxHopperChoice:
         return lambda operands: (hopper.matmul(operands["a"], operands["b"], None, config),)
 
 
-def _kernel_formula(case: Case, config: HopperConfig, device: Device) -> Formula:
+def _kernel_formula(case: Case, config: GemmConfig, device: Device) -> Formula:
     kernel = tuning.kernel(case.problem, config, device)
     return lambda operands: (kernel(operands["a"], operands["b"]),)
 

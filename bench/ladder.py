@@ -1,0 +1,90 @@
+"""Climbing a ladder: configurations of one kernel, each a step with a name, timed beside XLA."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+from bench import gpu, peers, report, shapes
+from bench.command import RequestError
+from bench.gemm_bench import Options
+from pallas_gemm import targeting
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.measure import Settings
+
+
+class Step(peers.Kernel):
+    """The kernel with one configuration, under a name of its own."""
+
+    def __init__(self, name: str, config: GemmConfig, device: Device) -> None:
+        super().__init__(lambda _: (config,), device)
+        self.name = name
+
+
+def climb(
+    texts: Sequence[str],
+    steps: Mapping[str, GemmConfig],
+    csv: pathlib.Path | None,
+    console: Console,
+    refusal: Callable[[Device], str | None] = lambda _: None,
+) -> report.Report:
+    """Times every step and XLA, all in one run.
+
+    Args:
+        texts: The products, as on the command line.
+        steps: The configurations by name.
+        csv: Where the rows go after each product, or None.
+        console: Where to print.
+        refusal: Says why a GPU cannot climb, or None.
+
+    Raises:
+        RequestError: A product cannot be read, the file not be written, or there is no such GPU.
+    """
+    try:
+        cases = tuple(shapes.parse(text) for text in texts)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    options = Options(
+        cases=cases,
+        peers=("xla",),
+        configs=(),
+        settings=Settings(energy_seconds=0.5),
+        cold=True,
+        full_grid=False,
+        csv=csv,
+        json=None,
+        plot=None,
+        against=None,
+    )
+    if reason := report.why_not_writable(filter(None, (csv,))):
+        raise RequestError(reason)
+    gpu.prepare_environment()
+    if reason := gpu.missing_gpu():
+        raise RequestError(reason)
+    device = targeting.first_gpu()
+    if device is None:
+        raise RequestError("this GPU is none that the kernels know")
+    if reason := refusal(device):
+        raise RequestError(reason)
+    # Only here, where there is a GPU: the limits are kernels.
+    from bench import machine, session, workers
+
+    bench = machine.open_bench(options)
+    rungs = [Step(name, config, device) for name, config in steps.items()]
+    with workers.Workers() as pool:
+        bench = dataclasses.replace(bench, peers=[*bench.peers, *rungs], pool=pool)
+        return session.run(options, bench, console, functools.partial(_save, csv))
+
+
+def status(found: report.Report, steps: Mapping[str, GemmConfig]) -> int:
+    """Returns the program's exit status: 1 if a result was wrong or a step broke."""
+    broken = {"failed", "wrong"}
+    return int(any(row.status in broken and row.peer in {*steps, "xla"} for row in found.rows))
+
+
+def _save(csv: pathlib.Path | None, found: report.Report) -> None:
+    if csv:
+        report.write(csv, report.to_csv(found))
