@@ -180,7 +180,8 @@ def _asks_for_devices() -> core.ClosedJaxpr:
     """
     nothing = custom_partitioning(lambda x: x)
     nothing.def_partition(lambda *_: None, sharding_rule="i -> i")
-    return jax.make_jaxpr(nothing)(np.zeros(1, np.float32))
+    with jax.sharding.use_abstract_mesh(_no_mesh()):
+        return jax.make_jaxpr(nothing)(np.zeros(1, np.float32))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -489,3 +491,17 @@ def test_nothing_is_added_for_a_single_device() -> None:
     assert "custom_call" not in text
     assert text.count("stablehlo.") == 1
     assert part_p.name not in str(jax.make_jaxpr(gemm)(jnp.ones((4, 8)), jnp.ones((8, 4))))
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "parallel.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    printed = capsys.readouterr().out
+    # Two of four examples for each half, and a quarter of the columns.
+    assert "m=512 n=256 k=512" in printed
+    assert "the mesh splits b along data, n along model" in printed
+    np.testing.assert_array_equal(
+        reference.wide(names["z"]).reshape(names["y"].shape), reference.wide(names["y"])
+    )
