@@ -202,6 +202,8 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
         )
     if problem.transpose_out:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
+    if problem.kept is not None:
+        yield f"the Blackwell kernel stores all rows and columns, got kept={problem.kept}"
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
     for name, shape, dtype in (

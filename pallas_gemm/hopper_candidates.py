@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
-from pallas_gemm.hopper_config import MAX_BARRIERS, HopperConfig
+from pallas_gemm.hopper_config import MAX_BARRIERS, HopperConfig, stored_by_tma
 from pallas_gemm.problem import Problem
 
 # (rows, columns) of the tile, and the warpgroups that share it.
@@ -42,6 +42,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
                 tile=tile,
                 consumers=consumers,
                 store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
+                # A second one overlaps stores of TMA with the next chunk; threads wait for theirs.
+                store_slots=2 if stored_by_tma(problem) else 1,
                 late_store=False,
                 mirrored=mirrored,
             )

@@ -1,6 +1,7 @@
 """`HopperConfig`: what the Hopper kernel can be told, and what of it is legal."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,13 +10,15 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import ROW_BYTES, Problem
 from schedules import OnlineSchedule, Schedule
 
 WGMMA_ROWS = 64
 MAX_WGMMA_COLUMNS = 256
 CLAIM_LIMIT = 8191
 """Claimed tiles have 13 bits for a row and for a column, less the value that says "none left"."""
+LINE_PADDING = 8
+"""Elements between the lines of a store slot that threads read, so that they share no bank."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
 
@@ -112,16 +115,26 @@ class HopperConfig(GemmConfig):
         panels = self.consumer_tile[0] // WGMMA_ROWS if problem.transpose_out else 1
         return panels * len(self.store_chunks(problem))
 
+    def store_slot_shape(self, problem: Problem) -> tuple[int, int]:
+        """The shape of a store slot: lines of the result in memory, and elements of each."""
+        lines, length = self.consumer_tile[0], self.store_columns
+        if problem.transpose_out:
+            lines, length = length, WGMMA_ROWS
+        return lines, length + (0 if stored_by_tma(problem) else LINE_PADDING)
+
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
         problem = self.seen(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
-        rows = WGMMA_ROWS if problem.transpose_out else self.consumer_tile[0]
-        stores = self.consumers * self.store_slots * rows * self.store_columns
+        slots = self.consumers * self.store_slots * problem.out_dtype.itemsize
+        stores = slots * math.prod(self.store_slot_shape(problem))
+        # What threads store lies apart from the residual, which TMA loads.
+        apart = problem.epilogue.residual and not stored_by_tma(problem)
         buffers = (
             tile_m * depth * problem.a_dtype.itemsize,
             tile_n * depth * problem.b_dtype.itemsize,
-            stores * problem.out_dtype.itemsize,
+            stores,
+            apart * slots * self.consumer_tile[0] * self.store_columns,
             8 * (2 * self.ring_barriers + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
@@ -251,6 +264,11 @@ class HopperConfig(GemmConfig):
             )
 
 
+def stored_by_tma(problem: Problem) -> bool:
+    """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
+    return problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES == 0
+
+
 def problem_refusals(problem: Problem) -> tuple[str, ...]:
     """Returns every reason why the Hopper kernel cannot take a problem, whatever the config."""
     reasons = tuple(_layout_refusals(problem))
@@ -269,9 +287,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     for name, shape, dtype in (
         ("a", problem.a_shape, problem.a_dtype),
         ("b", problem.b_shape, problem.b_dtype),
-        ("the result", problem.out_shape, problem.out_dtype),
     ):
-        whole = 16 // dtype.itemsize
+        whole = ROW_BYTES // dtype.itemsize
         if shape[-1] % whole:
             yield (
                 f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"

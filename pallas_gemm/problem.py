@@ -7,6 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+ROW_BYTES = 16
+"""What TMA asks of rows: a multiple of it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
@@ -57,6 +60,8 @@ class Problem:
         epilogue: What happens to the sum before it is rounded.
         transpose_out: The result is stored `[n, m]`. Bias and residual belong to the result as it
             is stored.
+        kept: (rows, columns) of the product that are the result, where the operands were made
+            longer than the result is to be; None for all m and n.
     """
 
     m: int
@@ -70,6 +75,7 @@ class Problem:
     batch: int = 1
     epilogue: Epilogue = Epilogue()
     transpose_out: bool = False
+    kept: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -106,7 +112,15 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result."""
-        return self._batched((self.n, self.m) if self.transpose_out else (self.m, self.n))
+        rows, cols = self.kept or (self.m, self.n)
+        return self._batched((cols, rows) if self.transpose_out else (rows, cols))
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """The shape of the residual: the result's, with rows of a multiple of 16 bytes."""
+        *lead, length = self.out_shape
+        whole = ROW_BYTES // self.out_dtype.itemsize
+        return (*lead, -(-length // whole) * whole)
 
     def mirrored(self) -> "Problem":
         """The same arrays as the transposed product: operands change sides, the result stays."""
@@ -119,6 +133,7 @@ class Problem:
             transpose_a=not self.transpose_b,
             transpose_b=not self.transpose_a,
             transpose_out=not self.transpose_out,
+            kept=self.kept and self.kept[::-1],
         )
 
     @property

@@ -3,8 +3,8 @@
 A kernel takes a matrix or a batch of them on each side, and says what it cannot take. Here the
 cheapest way around that is looked for among all combinations of a few remedies: copy an operand
 that a batch shares, store an operand the other way round, make a dimension a little longer. Each is
-one pass over an operand, and a result that was made too large is sliced. The cost is counted in
-bytes moved, because that is what such a pass is limited by.
+one pass over an operand; what is then too much of the result is left out by the kernel, or sliced
+off where it cannot. The cost is counted in bytes moved, because that is what a pass is limited by.
 """
 
 import dataclasses
@@ -27,6 +27,9 @@ Shape = tuple[int, ...]
 
 ROW_BYTES = 128
 """What rows are padded to: TMA asks for 16 bytes, and reads whole cache lines fastest."""
+TRANSPOSED = 1.1
+"""What a byte counts for that is read in one order and written in another: of two ways that move
+about as many bytes, the one that copies rows is the safe choice."""
 WIDE = 64
 """What the columns of a right operand stored [k, n] have to be a multiple of."""
 
@@ -87,6 +90,12 @@ class Realigned:
         """Bytes that all steps move."""
         return sum(step.bytes for step in self.steps)
 
+    @property
+    def cost(self) -> float:
+        """What ways are compared by: bytes, of which those that change places count for more."""
+        turned = sum(step.bytes for step in self.steps if step.action in ("transpose", "swap"))
+        return self.bytes + (TRANSPOSED - 1) * turned
+
     def prepare(self, operands: Operands) -> Operands:
         """Applies the steps that come before the kernel."""
         for step in self.steps:
@@ -107,17 +116,15 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
     ways = []
     for arranged in _arrangements(call, signature):
         problem = arranged.problem
-        if not tuple(refusals(problem)):
-            ways.append(arranged)
-            continue
-        for remedied in _remedies(problem):
-            if not tuple(refusals(remedied)):
+        legal = not tuple(refusals(problem))
+        for remedied in (problem,) if legal else _remedies(problem):
+            if legal or not tuple(refusals(remedied)):
                 before, after = _remedy_steps(problem, remedied)
                 # What is undone last was done first.
                 undo = tuple(step for step in arranged.steps if step.operand == "result")
                 do = tuple(step for step in arranged.steps if step.operand != "result")
                 ways.append(Realigned(remedied, (*do, *before, *after, *undo)))
-    return min(ways, key=lambda way: (way.bytes, len(way.steps)), default=None)
+    return min(ways, key=lambda way: (way.cost, len(way.steps)), default=None)
 
 
 def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:
@@ -204,10 +211,14 @@ def _remedies(problem: Problem) -> Iterator[Problem]:
         (problem.transpose_a, not problem.transpose_a),
         (problem.transpose_b, not problem.transpose_b),
     )
+    whole = problem.m, problem.n
     for m, n, k, transpose_a, transpose_b in sizes:
-        yield dataclasses.replace(
+        larger = dataclasses.replace(
             problem, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b
         )
+        if (m, n) != whole:
+            yield dataclasses.replace(larger, kept=whole)
+        yield larger
 
 
 def _rounded(size: int, *multiples: int) -> list[int]:
@@ -221,7 +232,8 @@ def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Ste
     changes = [(*left, before.a_dtype)]
     changes += [(name, *right, before.b_dtype) for name in ("b", "up")[: before.sums]]
     if before.epilogue.residual:
-        changes.append(("residual", before.out_shape, after.out_shape, False, before.out_dtype))
+        residual = before.out_shape, after.residual_shape
+        changes.append(("residual", *residual, False, before.out_dtype))
     steps = []
     for name, have, want, flipped, dtype in changes:
         turned = (*have[:-2], have[-1], have[-2]) if flipped else have
@@ -231,7 +243,7 @@ def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Ste
             steps.append(Step(name, "transpose", turned, moved))
         if turned != want:
             steps.append(Step(name, "pad", want, 0 if flipped else moved))
-    if before.epilogue.bias and after.n != before.n:
+    if before.epilogue.bias and after.out_shape[-1] != before.n:
         steps.append(Step("bias", "pad", (after.n,)))
     if after.out_shape == before.out_shape:
         return steps, []

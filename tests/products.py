@@ -42,11 +42,11 @@ def exact(problem: Problem, operands: Operands) -> np.ndarray:
 
     def times(b: jax.Array) -> np.ndarray:
         wide = np.asarray(b).astype(np.float64)
-        return problem.epilogue.alpha * (
-            a @ (wide.swapaxes(-1, -2) if problem.transpose_b else wide)
-        )
+        whole = a @ (wide.swapaxes(-1, -2) if problem.transpose_b else wide)
+        return problem.epilogue.alpha * whole[..., :rows, :cols]
 
     epilogue = problem.epilogue
+    rows, cols = problem.kept or (problem.m, problem.n)
     out = times(operands.b)
     if operands.bias is not None:
         out = out + np.asarray(operands.bias, np.float64)
@@ -55,7 +55,8 @@ def exact(problem: Problem, operands: Operands) -> np.ndarray:
     if operands.up is not None:
         out = out * times(operands.up)
     if operands.residual is not None:
-        out = out + epilogue.beta * np.asarray(operands.residual).astype(np.float64)
+        residual = np.asarray(operands.residual).astype(np.float64)
+        out = out + epilogue.beta * residual[..., :cols]
     return out
 
 
@@ -71,8 +72,8 @@ def _operands(problem: Problem, draw: Any) -> Operands:
         jnp.asarray(draw(problem.a_shape), problem.a_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
-        jnp.asarray(draw((problem.n,)), jnp.float32) if epilogue.bias else None,
-        jnp.asarray(draw(problem.out_shape), problem.out_dtype) if epilogue.residual else None,
+        jnp.asarray(draw(problem.out_shape[-1:]), jnp.float32) if epilogue.bias else None,
+        jnp.asarray(draw(problem.residual_shape), problem.out_dtype) if epilogue.residual else None,
     )
 
 

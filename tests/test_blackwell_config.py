@@ -121,6 +121,10 @@ CASES = {
         ("stores the result [m, n]", "got transpose_out=True"),
         dataclasses.replace(NT, transpose_out=True),
     ),
+    "cut result": case(
+        ("stores all rows and columns", "got kept=(4090, 4096)"),
+        dataclasses.replace(NT, kept=(4090, 4096)),
+    ),
     "rows of a": case(
         ("the last dimension of a must be a multiple of 8", "got 4095", "the next is 4096"),
         dataclasses.replace(NT, k=4095),

@@ -53,6 +53,7 @@ DTYPES = (
     (jnp.int8, jnp.int8, jnp.int32),
 )
 
+E4M3 = jnp.float8_e4m3fn
 LATE = HopperConfig(tile=(128, 256), stages=4)
 EARLY = dataclasses.replace(LATE, late_store=False)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
@@ -86,7 +87,7 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
     arrays += [((problem.n,), jnp.float32)] * problem.epilogue.bias
-    arrays += [(problem.out_shape, problem.out_dtype)] * problem.epilogue.residual
+    arrays += [(problem.residual_shape, problem.out_dtype)] * problem.epilogue.residual
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 
 
@@ -189,6 +190,50 @@ def test_consumers_that_take_turns_and_add_a_residual():
 def test_tiles_that_are_no_whole_number_of_strips():
     config = dataclasses.replace(LATE, tile=(128, 112))
     check_sound([(config, dataclasses.replace(NT, epilogue=EPILOGUES[1]))])
+
+
+ODD = dataclasses.replace(NT, m=4095, n=4095)
+ODD_MODES: dict[str, Case] = {
+    "late": (dataclasses.replace(LATE, store_slots=1), ODD),
+    "2 bytes": (dataclasses.replace(EARLY, store_slots=1), ODD),
+    "4 bytes": (dataclasses.replace(LATE, store_slots=1), dataclasses.replace(ODD, n=4094)),
+    "8 bytes": (dataclasses.replace(LATE, store_slots=1), dataclasses.replace(ODD, n=4092)),
+    "in turns": (
+        dataclasses.replace(EARLY, tile=(128, 192), stages=4, pingpong=True, store_slots=1),
+        ODD,
+    ),
+    "mirrored": (dataclasses.replace(LATE, store_slots=1, mirrored=True), ODD),
+    "float32": (
+        dataclasses.replace(EARLY, store_columns=32, store_slots=1),
+        dataclasses.replace(ODD, out_dtype=jnp.float32),
+    ),
+    "float8": (
+        dataclasses.replace(EARLY, store_slots=1),
+        dataclasses.replace(ODD, a_dtype=E4M3, b_dtype=E4M3, out_dtype=E4M3, k=4096),
+    ),
+    "residual": (
+        dataclasses.replace(EARLY, stages=3),
+        dataclasses.replace(ODD, epilogue=EPILOGUES[2]),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def odd_modes() -> dict[str, offline.Report]:
+    numbered = told_apart(list(ODD_MODES.values()))
+    names = dict(zip(numbered.values(), ODD_MODES, strict=True))
+    return {names[case]: report for case, report in compiled(list(ODD_MODES.values()))}
+
+
+@pytest.mark.parametrize("name", ODD_MODES)
+def test_odd_rows_are_stored_as_wide_as_they_are_aligned(name, odd_modes):
+    report = odd_modes[name]
+    assert not report.spill_bytes
+    assert not report.serialized
+    assert "cp.async.bulk.tensor.2d.global.shared::cta" not in report.ptx
+    stores = set(re.findall(r"\bst\.((?:v\d\.)?b\d+)", report.ptx))
+    alone = {"4 bytes": "b32", "8 bytes": "v2.b32", "float32": "b32", "float8": "b8"}
+    assert stores == {alone.get(name, "b16")}
 
 
 def plan_of(name: str) -> HopperPlan:

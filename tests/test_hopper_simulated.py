@@ -1,6 +1,7 @@
 """The Hopper kernel in the GPU simulator, which also records races: exact numbers, every mode."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,46 @@ def test_gated(layout, rng):
     epilogue = Epilogue(gated=True, activation=jax.nn.relu)
     problem = products.transposed(Problem(264, 192, 200, epilogue=epilogue), layout)
     check_exact(problem, dataclasses.replace(SMALL, tile=(128, 128)), rng)
+
+
+def _of_odd_rows(m: int, n: int, **changes: Any) -> Problem:
+    return Problem(m, n, 136, transpose_b=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        # One row and one column are left for the last tiles; chunks are 32 columns wide.
+        (_of_odd_rows(129, 129), SMALL),
+        (_of_odd_rows(3, 5), SMALL),
+        (_of_odd_rows(131, 127), dataclasses.replace(EARLY, store_slots=1)),
+        (_of_odd_rows(70, 130), dataclasses.replace(EARLY, tile=(64, 128))),
+        (_of_odd_rows(131, 111), dataclasses.replace(EARLY, tile=(128, 112))),
+        (_of_odd_rows(131, 100), PINGPONG),
+        (_of_odd_rows(70, 67, batch=3), SMALL),
+        (_of_odd_rows(131, 131), dataclasses.replace(SMALL, cluster=(2, 1))),
+        (_of_odd_rows(69, 131), dataclasses.replace(PINGPONG, cluster=(1, 2))),
+        (_of_odd_rows(131, 70, out_dtype=jnp.float32), EARLY),
+        (_of_odd_rows(131, 67, out_dtype=jnp.float8_e5m2), EARLY),
+        (
+            _of_odd_rows(131, 67, epilogue=Epilogue(gated=True)),
+            dataclasses.replace(SMALL, tile=(128, 128)),
+        ),
+        (_of_odd_rows(131, 67, epilogue=Epilogue(bias=True, residual=True)), EARLY),
+        (_of_odd_rows(131, 67, epilogue=Epilogue(residual=True)), PINGPONG),
+        (Problem(136, 128, 136, transpose_a=True, kept=(131, 77)), SMALL),
+        (Problem(136, 128, 136, transpose_a=True, kept=(131, 72)), SMALL),
+        (Problem(75, 136, 136, kept=(75, 131)), MIRRORED),
+        (Problem(75, 136, 136, kept=(75, 135)), dataclasses.replace(MIRRORED, late_store=False)),
+    ],
+    ids=[
+        *("late", "few", "one-slot", "by-columns", "chunks", "pingpong", "batch"),
+        *("cluster", "cluster-pingpong", "float32", "float8", "gated"),
+        *("residual", "residual-pingpong", "kept", "kept-by-tma", "mirrored", "mirrored-early"),
+    ],
+)
+def test_results_whose_rows_are_no_multiple_of_16_bytes(problem, config, rng):
+    check_exact(problem, config, rng)
 
 
 def test_rounds_once(rng):

@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, epilogue, ring, smem, tiles
+from pallas_gemm.kernels import claims, epilogue, lines, ring, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
@@ -69,11 +69,22 @@ class Gmem(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """The ring of operand slots and the store slots of the epilogue."""
+    """The ring of operand slots, and the store slots of the epilogue.
+
+    Attributes:
+        a: Slots of the left operand.
+        b: Slots of the right operand.
+        out: Store slots for TMA, for each width of a chunk; none if threads store the result and
+            no residual is loaded.
+        lines: Store slots for threads, or None.
+        simulated: Whether the kernel runs in the simulator.
+    """
 
     a: smem.Boxed
     b: smem.Boxed
     out: tuple[smem.Boxed, ...]
+    lines: Any
+    simulated: bool
 
 
 class Barriers(NamedTuple):
@@ -276,7 +287,6 @@ def store(
     needs are free only a chunk at a time.
     """
     config, chunk = plan.config, plan.chunks[number]
-    view, slot = slots.out[plan.store_widths.index(chunk.cols)], plan.store_slot(number)
     rows = slice(chunk.row, chunk.row + chunk.rows)
     cols = slice(chunk.col, chunk.col + chunk.cols)
     if config.late_store:
@@ -285,16 +295,57 @@ def store(
         values = finish(plan, tile.values, tile.at, rows, cols, gmem)
     if plan.problem.epilogue.residual:
         plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, number)])
-        values = epilogue.add_residual(plan.problem, values, view.tile[me, slot])
+        values = epilogue.add_residual(
+            plan.problem, values, _view(plan, slots, me, number).tile[...]
+        )
+    if plan.stored_by_tma:
+        _store_by_tma(plan, me, tile.at, values, number, gmem, slots)
     else:
-        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
-    target = view.tile.at[me, slot]
-    (target.transpose((1, 0)) if plan.problem.transpose_out else target)[...] = values
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(view.box.at[me, slot], _chunk(plan, gmem.out, tile.at, number))
+        _store_by_threads(plan, me, tile.at, values, number, gmem, slots)
     following = number + config.store_slots
     if following < len(plan.chunks):
         fetch_residual(plan, me, tile.at, (following,), gmem, slots, barriers)
+
+
+def _store_by_tma(
+    plan: HopperPlan, me: Any, at: Where, values: Any, number: int, gmem: Gmem, slots: Smem
+) -> None:
+    if not plan.problem.epilogue.residual:
+        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
+    view = _view(plan, slots, me, number)
+    target = view.tile.transpose((1, 0)) if plan.problem.transpose_out else view.tile
+    target[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(view.box, _chunk(plan, gmem.out, at, number))
+
+
+def _store_by_threads(
+    plan: HopperPlan, me: Any, at: Where, values: Any, number: int, gmem: Gmem, slots: Smem
+) -> None:
+    """Here, `commit_smem` is a barrier of the consumer's threads.
+
+    A thread that is through the barrier of one chunk has read all that it stores of the chunk
+    before, whose slot may then be used again.
+    """
+    chunk = plan.chunks[number]
+    rows, cols = at.row + chunk.row, at.col + chunk.col
+    first, shape = (rows, cols), (chunk.rows, chunk.cols)
+    if plan.problem.transpose_out:
+        first, shape = first[::-1], shape[::-1]
+    slot = slots.lines.at[me, number % plan.config.store_slots, : shape[0], : shape[1]]
+    if plan.stores_in_flight(number) == 0:
+        plgpu.commit_smem()
+    simulated = slots.simulated
+    lines.write(slot, values, transposed=plan.problem.transpose_out, simulated=simulated)
+    plgpu.commit_smem()
+    result = _matrix(gmem.out, at.batch)
+    lines.store(slot, result, first, plan.rest(number), simulated=simulated)
+
+
+def _view(plan: HopperPlan, slots: Smem, me: Any, number: int) -> smem.Boxed:
+    """Both views of a chunk's slot."""
+    views = slots.out[plan.store_widths.index(plan.chunks[number].cols)]
+    return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
 
 
 def fetch_residual(
@@ -312,10 +363,9 @@ def fetch_residual(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for chunk in chunks:
         if chunk < len(plan.chunks):
-            view = slots.out[plan.store_widths.index(plan.chunks[chunk].cols)]
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, gmem.residual, at, chunk),
-                view.box.at[me, plan.store_slot(chunk)],
+                _view(plan, slots, me, chunk).box,
                 barriers.residual.at[_residual_barrier(plan, me, chunk)],
             )
 
@@ -414,7 +464,9 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
             return smem.boxed(shape, operand.dtype, simulated=simulated)
         return smem.tiled(shape, operand.dtype)
 
-    stores = [plan.store_shape(width) for width in plan.store_widths]
+    by_tma = plan.stored_by_tma or plan.problem.epilogue.residual
+    stores = [plan.store_shape(width) for width in plan.store_widths if by_tma]
+    out_dtype = plan.problem.out_dtype
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
         empty=plgpu.ClusterBarrier(
@@ -429,7 +481,10 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
     )
     return [
         (ring(plan.a), ring(plan.b)),
-        smem.shared(stores, plan.problem.out_dtype, simulated=simulated),
+        (
+            smem.shared(stores, out_dtype, simulated=simulated) if stores else None,
+            None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, out_dtype),
+        ),
         barriers,
     ]
 
@@ -440,7 +495,9 @@ def _slots(plan: HopperPlan, ring: Any, stores: Any, simulated: bool) -> Smem:
         smem.views(ref, simulated=simulated or not operand.boxed)
         for operand, ref in zip((plan.a, plan.b), ring, strict=True)
     )
-    return Smem(a, b, smem.shared_views(stores, simulated=simulated))
+    boxes, lines_smem = stores
+    out = () if boxes is None else smem.shared_views(boxes, simulated=simulated)
+    return Smem(a, b, out, lines_smem, simulated)
 
 
 def _source(plan: HopperPlan, order: Sequence[Any], producing: bool) -> tiles.TileSource:

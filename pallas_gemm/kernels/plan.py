@@ -5,7 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_gemm.device import Device
-from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig
+from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels import protocol
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -152,6 +152,17 @@ class HopperPlan:
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
+    @property
+    def stored_by_tma(self) -> bool:
+        """Whether TMA stores the result, rather than the consumers' threads."""
+        return stored_by_tma(self.problem)
+
+    @property
+    def line_slots_shape(self) -> tuple[int, ...]:
+        """The shape of all store slots, where threads store the result."""
+        shape = self.config.store_slot_shape(self.problem)
+        return self.config.consumers, self.config.store_slots, *shape
+
     def store_shape(self, width: int) -> tuple[int, ...]:
         """The shape of all store slots, cut up for chunks of `width` columns."""
         slots = self.config.store_slots * (self.config.store_columns // width)
@@ -166,6 +177,18 @@ class HopperPlan:
         """
         slot = chunk % self.config.store_slots
         return slot * (self.config.store_columns // self.chunks[chunk].cols)
+
+    def rest(self, number: int) -> int:
+        """How much is left of a line of a chunk that the end of the lines cuts; 0 if it cuts none.
+
+        All tiles begin at multiples of their own size, so that it is always as much.
+        """
+        chunk = self.chunks[number]
+        start, length, tile = chunk.col, chunk.cols, self.out_tile[1]
+        if self.problem.transpose_out:
+            start, length, tile = chunk.row, chunk.rows, self.out_tile[0]
+        left = max(self.problem.out_shape[-1] - start, 0) % tile
+        return left if left < length else 0
 
     def stores_in_flight(self, chunk: int) -> int:
         """How many stores may still be read from their slots when a chunk takes its own.

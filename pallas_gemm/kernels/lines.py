@@ -1,0 +1,134 @@
+"""Results whose rows TMA cannot store, because their length is no multiple of 16 bytes.
+
+The threads of a consumer store them instead. A finished chunk lies in shared memory line by line (a
+*line* is a row of the result as it is stored), each line a little apart from the next, so that
+threads that write down a column of it meet in no bank. From there it goes to global memory in
+*strips*, a few lines high, in which neighbouring threads take neighbouring elements.
+
+Nothing is masked. Of a chunk at the last line, whole strips are stored and then single lines. Of a
+chunk at the end of the lines, two strips of a power of two columns are, which may overlap and then
+store the same values twice.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.problem import ROW_BYTES
+
+LANES = 32
+WARPS = 4
+STRIP_LINES = 8
+"""Lines of a strip: it takes a register of each thread for every 128 elements."""
+
+Scalar = Any
+"""A traced int32."""
+
+
+def write(slot: Any, values: Any, *, transposed: bool, simulated: bool) -> None:
+    """Writes a chunk from registers to shared memory, `[length, lines]` if it is transposed."""
+    if simulated:
+        target = slot.transpose((1, 0)) if transposed else slot
+        target[...] = values
+        return
+
+    # An assignment would choose an arrangement of the slot that knows no distance between lines.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def emit(_: Any, slot: Any, values: Any) -> None:
+        target = mgpu.memref_transpose(slot, (1, 0)) if transposed else slot
+        values.store_untiled(target, optimized=False)
+
+    emit(slot, values)
+
+
+def store(
+    source: Any, target: Any, first: tuple[Scalar, Scalar], rest: int, *, simulated: bool
+) -> None:
+    """Stores a chunk, without what lies beyond the edges of the result.
+
+    Args:
+        source: The chunk in shared memory, `[lines, length]`.
+        target: The result in global memory, one matrix.
+        first: Where in the result the chunk begins: line, and element of the line.
+        rest: How many elements of its lines are left of a chunk that the end of the lines cuts; 0
+            if it cuts none.
+        simulated: Whether the kernel runs in the simulator.
+    """
+    lines, length = source.shape
+    all_lines, all_length = target.shape
+    lines_left = lax.max(lax.min(all_lines - first[0], jnp.int32(lines)), jnp.int32(0))
+    left = all_length - first[1]
+    for width, here in ((length, left >= length), (rest, left == rest)):
+        if width:
+            run = functools.partial(
+                _store_width, source, target, first, lines_left, width, simulated
+            )
+            pl.when(here)(run)
+
+
+def _store_width(
+    source: Any,
+    target: Any,
+    first: tuple[Scalar, Scalar],
+    lines_left: Scalar,
+    width: int,
+    simulated: bool,
+) -> None:
+    """Stores the first `width` elements of some lines."""
+    together = math.gcd(target.shape[1], ROW_BYTES // target.dtype.itemsize)
+    strip = 1 << width.bit_length() - 1
+    starts = (0,) if strip == width else (0, width - strip)
+
+    def store_strip(line: Scalar, height: int) -> None:
+        layout = _layout(height, strip, together)
+        for start in starts:
+            here = pl.ds(first[0] + line, height), pl.ds(first[1] + start, strip)
+            part = source.at[pl.ds(line, height), start : start + strip]
+            _copy(part, target.at[here], layout, simulated)
+
+    strips = lax.div(lines_left, jnp.int32(STRIP_LINES))
+    pl.loop(0, strips)(lambda i: store_strip(i * STRIP_LINES, STRIP_LINES))
+    pl.loop(strips * STRIP_LINES, lines_left)(lambda line: store_strip(line, 1))
+
+
+def _copy(source: Any, target: Any, layout: mgpu.TiledLayout, simulated: bool) -> None:
+    """Copies from shared to global memory, in however small pieces.
+
+    An assignment to global memory is refused for small ones by some releases, and means no more.
+    """
+    if simulated:
+        target[...] = source[...]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def emit(_: Any, source: Any, target: Any) -> None:
+        values = mgpu.FragmentedArray.load_untiled(source, layout=layout, optimized=False)
+        values.store_untiled(target, optimized=False)
+
+    emit(source, target)
+
+
+def _layout(height: int, width: int, together: int) -> mgpu.TiledLayout:
+    """Which thread holds what of a strip: lanes lie along the lines, then warps across them.
+
+    All are powers of two. Where there are more threads than pieces, several hold the same one.
+    """
+    along = min(LANES, width // together)
+    across = min(LANES // along, height)
+    warps = min(WARPS, height // across)
+    return mgpu.TiledLayout(
+        fragmented_array.Tiling(
+            ((warps * across, along * together), (across, along * together), (together,))
+        ),
+        warp_dims=(-5, fragmented_array.Replicated(WARPS // warps)),
+        lane_dims=(-3, -2, fragmented_array.Replicated(LANES // (along * across))),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
