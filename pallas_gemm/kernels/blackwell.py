@@ -70,16 +70,6 @@ PAIR = "pair"
 """The axis of the cluster, of one CTA or two."""
 
 
-class Gmem(NamedTuple):
-    """The operands and the result in global memory; None for what a problem has not."""
-
-    a: tuple[Any, ...]
-    b: tuple[Any, ...]
-    bias: Any
-    residual: Any
-    out: Any
-
-
 class Smem(NamedTuple):
     """The ring of operand slots, and the store slots of the epilogue if it has any."""
 
@@ -101,7 +91,7 @@ class Barriers(NamedTuple):
 class Cta(NamedTuple):
     """What the roles of one CTA share; the accumulators lie side by side in tensor memory."""
 
-    gmem: Gmem
+    gmem: place.Gmem
     slots: Smem
     sums_tmem: Any
     barriers: Barriers
@@ -529,7 +519,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
         b = [operands.pop(0) for _ in range(plan.b.parts)]
         bias = operands.pop(0) if options.bias else None
         residual = operands.pop(0) if options.residual else None
-        gmem = Gmem((a,), tuple(b), bias, residual, out)
+        gmem = place.Gmem((a,), tuple(b), bias, residual, out)
         cta = Cta(gmem, _slots(plan, ring, stores, simulated), sums_tmem, barriers, simulated)
 
         def role(run: Callable[..., None]) -> Callable[[], None]:

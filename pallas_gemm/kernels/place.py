@@ -1,4 +1,4 @@
-"""Where in the result, and in the batch, a tile of the schedule lies."""
+"""What is in global memory, and where in it a tile of the schedule lies."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,18 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Problem
 
 
+class Gmem(NamedTuple):
+    """The operands and the result in global memory; None for what a problem has not."""
+
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+    bias: Any
+    residual: Any
+    out: Any
+
+
 class Where(NamedTuple):
-    """Batch index (None without a batch), first row and first column."""
+    """The place of a tile of the result: batch index (None without one), first row and column."""
 
     batch: Any
     row: Any
