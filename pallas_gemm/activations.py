@@ -69,7 +69,7 @@ def resolve(activation: str | Activation | None) -> Activation | None:
     if isinstance(activation, str):
         if activation in ACTIVATIONS:
             return ACTIVATIONS[activation]
-        close = difflib.get_close_matches(activation, ACTIVATIONS, n=1)
+        close = difflib.get_close_matches(activation.lower(), ACTIVATIONS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"activation={activation!r} is unknown; {hint}legal: {', '.join(ACTIVATIONS)}, or a"
@@ -94,7 +94,13 @@ def kernel_refusal(activation: Activation | None) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _primitives(activation: Activation) -> frozenset[str]:
     """Returns the names of all primitives of an activation, having checked what it is."""
-    jaxpr = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(_PROBE, jnp.float32))
+    try:
+        jaxpr = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(_PROBE, jnp.float32))
+    except Exception as error:
+        raise TypeError(
+            f"activation={activation!r} must be a function of one float32 array that can be traced,"
+            f" but tracing it raised {type(error).__name__}: {error}"
+        ) from error
     if jaxpr.consts:
         shapes = [jnp.shape(const) for const in jaxpr.consts]
         raise TypeError(

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
+from pallas_gemm import arguments, dispatch, explanation, partitioning, request
+
 # What JAX has to know of the product is registered when these are imported.
 from pallas_gemm import autodiff as autodiff
 from pallas_gemm import batching as batching
-from pallas_gemm import dispatch, explanation, partitioning, request
 from pallas_gemm import lowering as lowering
 from pallas_gemm.call import Call, Operands
 from pallas_gemm.canonical import Form
@@ -152,7 +153,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     """
     wish = Wish(preferred_element_type, precision, implementation, config, schedule, out_sharding)
     epilogue = Epilogue(activation=activation)  # type: ignore[arg-type]
-    operands = Operands(a, w_gate, w_up)
+    operands = Operands(a, w_gate, arguments.array("w_up", w_up))
     return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
 
 

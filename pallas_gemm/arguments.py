@@ -1,5 +1,6 @@
 """Checks of arguments: each error names the argument, its value and what is legal."""
 
+import dataclasses
 import difflib
 import numbers
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm import cache
 from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.canonical import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.config import GemmConfig
@@ -25,19 +27,32 @@ def array(name: str, x: Any) -> Any:
         return x
     if not (hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     return x
 
 
-def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> None:
-    """Checks that `a @ b` is defined.
+def flag(name: str, value: Any) -> bool:
+    """Returns an argument that is true or false.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r:.80}")
+    return bool(value)
+
+
+def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool, right: str = "b") -> None:
+    """Checks that `a @ b` is defined; `right` is what the caller calls b.
 
     Raises:
         ValueError: It is not.
     """
-    for name, x in (("a", a), ("b", b)):
+    for name, x in (("a", a), (right, b)):
         if x.ndim == 0:
             raise ValueError(f"{name} must have at least one dimension, got shape ()")
     flipped = {"a": transpose_a and a.ndim > 1, "b": transpose_b and b.ndim > 1}
@@ -46,16 +61,17 @@ def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> None:
     if a.shape[a_axis] != b.shape[b_axis]:
         hint = _transposition_hint(a.shape, b.shape, a_axis, b_axis)
         raise ValueError(
-            f"a and b must agree in the contracted size, got {a.shape[a_axis]} in"
-            f" a{_shape(a.shape)} (dimension {a_axis}) and {b.shape[b_axis]} in b{_shape(b.shape)}"
-            f" (dimension {b_axis}) with transpose_a={transpose_a}, transpose_b={transpose_b}{hint}"
+            f"a and {right} must agree in the contracted size, got {a.shape[a_axis]} in"
+            f" a{_shape(a.shape)} (dimension {a_axis}) and {b.shape[b_axis]} in"
+            f" {right}{_shape(b.shape)} (dimension {b_axis}) with transpose_a={transpose_a},"
+            f" transpose_b={transpose_b}{hint}"
         )
     try:
         jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
         raise ValueError(
-            f"the leading dimensions of a{_shape(a.shape)} and b{_shape(b.shape)} must broadcast:"
-            f" {list(a.shape[:-2])} against {list(b.shape[:-2])}"
+            f"the leading dimensions of a{_shape(a.shape)} and {right}{_shape(b.shape)} must"
+            f" broadcast: {list(a.shape[:-2])} against {list(b.shape[:-2])}"
         ) from None
 
 
@@ -141,7 +157,10 @@ def scale(name: str, value: Any) -> float:
             f"{name} must be a Python number, because it is built into the kernel, got"
             f" {type(value).__name__}; a traced factor can scale an operand or the result"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
 
 
 def epilogue_dtype(epilogue: Epilogue, operand_dtype: Any, out_dtype: Any) -> None:
@@ -166,12 +185,14 @@ def up(x: Any, gate: Any) -> Any:
     """Checks the second right operand of a gated product: like the first.
 
     Raises:
-        ValueError: Its shape is another.
+        ValueError: Its shape is another, or the first is a vector.
         TypeError: Its type is another.
     """
     if x is None:
         return None
     x = array("w_up", x)
+    if gate.ndim < 2:
+        raise ValueError(f"w_gate must be a matrix or several, got shape {_shape(gate.shape)}")
     if x.shape != gate.shape:
         raise ValueError(
             f"w_gate and w_up must have the same shape, got {_shape(gate.shape)} and"
@@ -187,10 +208,11 @@ def bias(x: Any, columns: int | None) -> Any:
 
     Raises:
         ValueError: Its shape is another.
+        TypeError: It is complex.
     """
     if x is None:
         return None
-    x = array("bias", x)
+    x = _real("bias", array("bias", x))
     if columns is None:
         raise ValueError("bias needs a result with columns, but b is a vector")
     if tuple(x.shape) != (columns,):
@@ -206,14 +228,21 @@ def residual(x: Any, shape: Shape) -> Any:
 
     Raises:
         ValueError: Its shape is another.
+        TypeError: It is complex.
     """
     if x is None:
         return None
-    x = array("residual", x)
+    x = _real("residual", array("residual", x))
     if tuple(x.shape) != shape:
         raise ValueError(
             f"residual must have the result's shape {_shape(shape)}, got {_shape(x.shape)}"
         )
+    return x
+
+
+def _real(name: str, x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be an array of real numbers, got dtype {x.dtype}")
     return x
 
 
@@ -226,7 +255,7 @@ def implementation(value: Any) -> str | None:
     legal = (*(architecture.name for architecture in ARCHITECTURES), "xla", "interpret")
     if value is None or (isinstance(value, str) and value in legal):
         return value
-    close = difflib.get_close_matches(str(value), legal, n=1)
+    close = difflib.get_close_matches(str(value).lower(), legal, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(
         f"implementation={value!r} is unknown; {hint}legal: None, {', '.join(map(repr, legal))}"
@@ -237,13 +266,19 @@ def config(value: Any) -> GemmConfig | None:
     """Checks `config=`.
 
     Raises:
-        TypeError: It is no config of a kernel.
+        TypeError: It is no config of a kernel, or one of its fields is of another type.
     """
-    if value is None or (isinstance(value, GemmConfig) and type(value) is not GemmConfig):
-        return value
-    raise TypeError(
-        f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
-    )
+    if value is None:
+        return None
+    if not isinstance(value, GemmConfig) or type(value) is GemmConfig:
+        raise TypeError(
+            f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
+        )
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.name != "schedule" and not cache.is_like(field.default, given):
+            raise TypeError(f"config: {field.name} must be like {field.default!r}, got {given!r}")
+    return value
 
 
 def schedule(value: Any) -> str | Schedule | OnlineSchedule | None:

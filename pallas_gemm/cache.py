@@ -389,18 +389,18 @@ def config_from_json(fields: Any) -> GemmConfig:
         if name not in legal:
             raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
         values[name] = tuple(value) if isinstance(value, list) else value
-        if not _is_like(legal[name], values[name]):
+        if not is_like(legal[name], values[name]):
             raise ValueError(f"{name} must be like {legal[name]!r}, got {value!r}")
     return classes[kernel](**values)
 
 
-def _is_like(default: Any, value: Any) -> bool:
+def is_like(default: Any, value: Any) -> bool:
     """Whether a value may stand where a config has this default; None stands for a number."""
     if default is None:
         return value is None or type(value) is int
     if isinstance(default, tuple):
         same = isinstance(value, tuple) and len(value) == len(default)
-        return same and all(map(_is_like, default, value))
+        return same and all(map(is_like, default, value))
     return type(value) is type(default)
 
 

@@ -10,6 +10,7 @@ dimension comes first is free to choose, as long as both operands agree.
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -238,4 +239,4 @@ def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:
 
 
 def _ints(dims: Any) -> Shape:
-    return tuple(int(dim) for dim in dims)
+    return tuple(map(operator.index, dims))

@@ -65,7 +65,7 @@ def device_named(name: str) -> Device:
         ValueError: There is none of that name.
     """
     for short, device in DEVICES.items():
-        if name.lower() in (short, device.kind.lower()):
+        if str(name).lower() in (short, device.kind.lower()):
             return device
     kinds = ", ".join(repr(d.kind) for d in DEVICES.values())
     raise ValueError(f"device must be one of {', '.join(DEVICES)} or {kinds}, got {name!r}")

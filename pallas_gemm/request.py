@@ -158,9 +158,12 @@ def of_gemm(
     transpose_b: bool = False,
 ) -> Request:
     """Returns what `gemm` asks for; `epilogue` lacks what the operands tell."""
-    a, b = arguments.array("a", operands.a), arguments.array("b", operands.b)
-    arguments.matmul_shapes(a, b, transpose_a, transpose_b)
-    form = canonical.of_matmul(a.shape, b.shape, bool(transpose_a), bool(transpose_b))
+    right = "b" if operands.up is None else "w_gate"
+    a, b = arguments.array("a", operands.a), arguments.array(right, operands.b)
+    transpose_a = arguments.flag("transpose_a", transpose_a)
+    transpose_b = arguments.flag("transpose_b", transpose_b)
+    arguments.matmul_shapes(a, b, transpose_a, transpose_b, right)
+    form = canonical.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     form = form.with_batch(a.shape) if partitioning.is_on_mesh(a, b) else form
     bias = arguments.bias(operands.bias, form.columns if b.ndim > 1 else None)
     residual = arguments.residual(operands.residual, form.shape)
@@ -176,7 +179,7 @@ def of_gemm(
     )
     given = Operands(a, b, up, bias, residual)
     call = wish.call(given, form, epilogue)
-    product = functools.partial(_matmul, bool(transpose_a), bool(transpose_b))
+    product = functools.partial(_matmul, transpose_a, transpose_b)
     by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
     return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
 

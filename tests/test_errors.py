@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_gemm import dot_general, gated_gemm, gemm, matmul
+from pallas_gemm import dot_general, gated_gemm, gemm, matmul, target
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.product import product_p
@@ -96,6 +97,75 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         TypeError,
         r"turns float32\[2, 3\] into bfloat16\[2,3\]",
     ),
+    (
+        "activation of two arguments",
+        lambda: gemm(A, B, activation=jnp.add),
+        TypeError,
+        r"activation=.* of one float32 array .* raised TypeError: add\(\) missing 1",
+    ),
+    (
+        "activation that looks at values",
+        lambda: gemm(A, B, activation=lambda x: x if x > 0 else -x),
+        TypeError,
+        "activation=.* tracing it raised",
+    ),
+    ("objects", lambda: gemm(A, np.asarray([[{}]])), TypeError, "b must .* got dtype object"),
+    (
+        "a flag",
+        lambda: gemm(A, B, transpose_a="no"),
+        TypeError,
+        "transpose_a must be True or False",
+    ),
+    ("a large alpha", lambda: gemm(A, B, alpha=10**400), ValueError, "alpha must fit into a float"),
+    (
+        "a complex bias",
+        lambda: gemm(A, B, bias=jnp.ones(8, jnp.complex64)),
+        TypeError,
+        "bias must be an array of real numbers, got dtype complex64",
+    ),
+    (
+        "a complex residual",
+        lambda: gemm(A, B, residual=jnp.ones((4, 8), jnp.complex64)),
+        TypeError,
+        "residual must be an array of real numbers",
+    ),
+    (
+        "no second weight",
+        lambda: gated_gemm(A, B, None),
+        TypeError,
+        "w_up must be an array, got",
+    ),
+    (
+        "weights that are vectors",
+        lambda: gated_gemm(A, A[0], A[0]),
+        ValueError,
+        r"w_gate must be a matrix or several, got shape \[6\]",
+    ),
+    (
+        "the name of the first weight",
+        lambda: gated_gemm(A, A, A),
+        ValueError,
+        r"a and w_gate must agree .* in w_gate\[4, 6\].*transpose_b=True would fit",
+    ),
+    (
+        "a config's field",
+        lambda: gemm(A, B, config=HopperConfig(stages="many")),
+        TypeError,
+        "config: stages must be like 4, got 'many'",
+    ),
+    (
+        "a config's tile",
+        lambda: gemm(A, B, config=HopperConfig(tile=(64, 64, 64))),
+        TypeError,
+        r"config: tile must be like \(128, 256\), got \(64, 64, 64\)",
+    ),
+    (
+        "dimension numbers that are none",
+        lambda: dot_general(A, B, (((1.5,), (0,)), ((), ()))),
+        TypeError,
+        "dimension_numbers must be .* sequences of integers",
+    ),
+    ("target", lambda: target(3).__enter__(), ValueError, "device must be one of h100.* got 3"),
     ("alpha", lambda: gemm(A, B, alpha=jnp.float32(2)), TypeError, "alpha must be a Python number"),
     ("beta", lambda: gemm(A, B, beta="1"), TypeError, "beta must be a Python number.*got str"),
     (
