@@ -1,5 +1,6 @@
 """`python -m pallas_gemm doctor`."""
 
+import jax
 import pytest
 
 from pallas_gemm import __main__, __version__, doctor
@@ -16,6 +17,23 @@ def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
         "  interpret  exact",
     ):
         assert part in text, text
+
+
+def test_the_simulator_runs_on_the_cpu_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = []
+    right = doctor.gemm
+
+    def gemm(*args: jax.Array, implementation: str, **kwargs: object) -> jax.Array:
+        places.append((implementation, args[0].device))
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(doctor, "gemm", gemm)
+    # Here the other devices are CPUs as well, but not the first one.
+    with jax.default_device(jax.devices()[3]):
+        assert [fine for _, _, fine in doctor._checks()] == [True, True]
+    assert places == [("xla", jax.devices()[3]), ("interpret", jax.devices()[0])]
 
 
 def test_a_wrong_product_is_reported(
