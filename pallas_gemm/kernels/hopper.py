@@ -50,22 +50,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, epilogue, lines, ring, smem, tiles
+from pallas_gemm.kernels import claims, epilogue, lines, place, ring, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
 STRIP = 32
 """Columns of a tile that are finished at once: an epilogue takes registers for each of them."""
-
-
-class Gmem(NamedTuple):
-    """The operands and the result in global memory; None for what a problem has not."""
-
-    a: tuple[Any, ...]
-    b: tuple[Any, ...]
-    bias: Any
-    residual: Any
-    out: Any
 
 
 class Smem(NamedTuple):
@@ -96,23 +86,15 @@ class Barriers(NamedTuple):
     residual: Any
 
 
-class Where(NamedTuple):
-    """The place of one CTA's output tile: batch index, first row, first column."""
-
-    batch: Any
-    row: Any
-    col: Any
-
-
 class Tile(NamedTuple):
     """A part of the result in registers: the sum, or what is stored late, finished and rounded."""
 
     values: Any
-    at: Where
+    at: place.Where
 
 
 def producer(
-    plan: HopperPlan, source: tiles.TileSource, gmem: Gmem, slots: Smem, barriers: Barriers
+    plan: HopperPlan, source: tiles.TileSource, gmem: place.Gmem, slots: Smem, barriers: Barriers
 ) -> None:
     """Fills the ring, tile after tile."""
     stages = plan.config.stages
@@ -142,7 +124,7 @@ def producer(
 
 
 def consumer(
-    plan: HopperPlan, source: tiles.TileSource, gmem: Gmem, slots: Smem, barriers: Barriers
+    plan: HopperPlan, source: tiles.TileSource, gmem: place.Gmem, slots: Smem, barriers: Barriers
 ) -> None:
     """Multiplies what the producer loaded and stores the tiles."""
     me = lax.axis_index("warpgroup")
@@ -252,7 +234,9 @@ def multiply(
     return total
 
 
-def finish(plan: HopperPlan, total: Any, at: Where, rows: slice, cols: slice, gmem: Gmem) -> Any:
+def finish(
+    plan: HopperPlan, total: Any, at: place.Where, rows: slice, cols: slice, gmem: place.Gmem
+) -> Any:
     """Applies the epilogue to some of the sums of a tile."""
     up, bias, axis = None, None, 0 if plan.problem.transpose_out else 1
     if plan.problem.epilogue.gated:
@@ -266,7 +250,7 @@ def finish(plan: HopperPlan, total: Any, at: Where, rows: slice, cols: slice, gm
     return epilogue.finish(plan.problem, total[rows, cols], up, bias, axis)
 
 
-def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
+def _finish_all(plan: HopperPlan, total: Any, at: place.Where, gmem: place.Gmem) -> Any:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
     if plan.problem.epilogue.is_identity:
         return total.astype(plan.problem.out_dtype)
@@ -279,7 +263,13 @@ def _finish_all(plan: HopperPlan, total: Any, at: Where, gmem: Gmem) -> Any:
 
 
 def store(
-    plan: HopperPlan, me: Any, tile: Tile, number: int, gmem: Gmem, slots: Smem, barriers: Barriers
+    plan: HopperPlan,
+    me: Any,
+    tile: Tile,
+    number: int,
+    gmem: place.Gmem,
+    slots: Smem,
+    barriers: Barriers,
 ) -> None:
     """Stores one chunk of a consumer's tile, through shared memory.
 
@@ -308,7 +298,13 @@ def store(
 
 
 def _store_by_tma(
-    plan: HopperPlan, me: Any, at: Where, values: Any, number: int, gmem: Gmem, slots: Smem
+    plan: HopperPlan,
+    me: Any,
+    at: place.Where,
+    values: Any,
+    number: int,
+    gmem: place.Gmem,
+    slots: Smem,
 ) -> None:
     if not plan.problem.epilogue.residual:
         plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
@@ -320,7 +316,13 @@ def _store_by_tma(
 
 
 def _store_by_threads(
-    plan: HopperPlan, me: Any, at: Where, values: Any, number: int, gmem: Gmem, slots: Smem
+    plan: HopperPlan,
+    me: Any,
+    at: place.Where,
+    values: Any,
+    number: int,
+    gmem: place.Gmem,
+    slots: Smem,
 ) -> None:
     """Here, `commit_smem` is a barrier of the consumer's threads.
 
@@ -338,7 +340,7 @@ def _store_by_threads(
     simulated = slots.simulated
     lines.write(slot, values, transposed=plan.problem.transpose_out, simulated=simulated)
     plgpu.commit_smem()
-    result = _matrix(gmem.out, at.batch)
+    result = place.matrix(gmem.out, at.batch)
     lines.store(slot, result, first, plan.rest(number), simulated=simulated)
 
 
@@ -351,9 +353,9 @@ def _view(plan: HopperPlan, slots: Smem, me: Any, number: int) -> smem.Boxed:
 def fetch_residual(
     plan: HopperPlan,
     me: Any,
-    at: Where,
+    at: place.Where,
     chunks: Iterable[int],
-    gmem: Gmem,
+    gmem: place.Gmem,
     slots: Smem,
     barriers: Barriers,
 ) -> None:
@@ -374,12 +376,12 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
     return me * plan.config.store_slots + chunk % plan.config.store_slots
 
 
-def _chunk(plan: HopperPlan, gmem: Any, at: Where, number: int) -> Any:
+def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
     chunk = plan.chunks[number]
     rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
     here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
-    return _matrix(gmem, at.batch).at[here]
+    return place.matrix(gmem, at.batch).at[here]
 
 
 def _issue_wgmma(plan: HopperPlan, me: Any, acc: Any, slots: Smem, slot: Any) -> None:
@@ -421,7 +423,7 @@ def _load_operand(
     along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
     for part, whole in enumerate(gmem):
-        source, target = _matrix(whole, batch), ring.box.at[part, slot]
+        source, target = place.matrix(whole, batch), ring.box.at[part, slot]
         if operand.k_major:
             copy(source.at[along, deep], target, full)
         elif not operand.paneled:
@@ -432,11 +434,7 @@ def _load_operand(
                 copy(source.at[deep, columns], target.at[panel], full)
 
 
-def _matrix(gmem: Any, batch: Any) -> Any:
-    return gmem if batch is None else gmem.at[batch]
-
-
-def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> Where:
+def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> place.Where:
     """Where this CTA's tile lies, or the part of it that a consumer holds, in the result."""
     config = plan.config
     batch = None
@@ -451,7 +449,7 @@ def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> Where:
             row = row + consumer * plan.out_tile[0]
         else:
             col = col + consumer * plan.out_tile[1]
-    return Where(batch, row, col)
+    return place.Where(batch, row, col)
 
 
 def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
@@ -548,7 +546,7 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
         b = [operands.pop(0) for _ in range(plan.b.parts)]
         bias = operands.pop(0) if asked.bias else None
         residual = operands.pop(0) if asked.residual else None
-        gmem = Gmem((a,), tuple(b), bias, residual, out)
+        gmem = place.Gmem((a,), tuple(b), bias, residual, out)
         slots = _slots(plan, ring, stores, simulated)
         registers = plan.config.registers
 
