@@ -183,10 +183,11 @@ def _decided(equation: core.JaxprEqn, gpu: Any) -> Decision:
     call = _for_gpu(equation.params["call"], gpu)
     avals: list[Any] = [v.aval for v in equation.invars]
     decision = dispatch.decide(call, signature_of(tuple(avals)))
-    mesh = next((aval.sharding.mesh for aval in avals if aval.sharding.mesh.size > 1), None)
-    if mesh is None or all(kind == AxisType.Manual for kind in mesh.axis_types):
+    meshes = [aval.sharding.mesh for aval in avals if aval.sharding.mesh.size > 1]
+    if not meshes or all(kind == AxisType.Manual for kind in meshes[0].axis_types):
         return decision
-    if why := partitioning.why_not_on(mesh):
+    mesh = meshes[0]
+    if why := partitioning.why_not_on(*meshes):
         return Decision("xla", decision.problem, why, mesh=_mesh_text(mesh))
     text = f"{_mesh_text(mesh)}; each device's part is decided on when the program is compiled"
     return dataclasses.replace(decision, mesh=text)

@@ -116,33 +116,34 @@ def _changed(call: Call, given: Operands, change: Callable[..., jax.Array]) -> O
 
 def asking(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
     """Returns what makes JAX tell a product's lowering the devices; None where that is no use."""
-    if call.options.implementation == "interpret" or why_not_here(operands) is not None:
+    meshes = _meshes(operands)
+    alone = any(not mesh.empty for mesh in meshes) and all(mesh.size <= 1 for mesh in meshes)
+    if call.options.implementation == "interpret" or alone or why_not_on(*meshes) is not None:
         return None
     return _asks_for_devices()
 
 
 def is_on_mesh(*operands: Any) -> bool:
     """Whether a product of these operands is known to be for several devices that share it."""
-    arrays = [x for x in operands if isinstance(x, jax.Array)]
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    several = any(mesh.size > 1 for mesh in (*meshes, jax.sharding.get_abstract_mesh()))
-    return several and why_not_here(arrays) is None
+    meshes = _meshes([x for x in operands if isinstance(x, jax.Array)])
+    return any(mesh.size > 1 for mesh in meshes) and why_not_on(*meshes) is None
 
 
-def why_not_here(operands: Sequence[Any]) -> str | None:
-    """Returns why a product that is traced here cannot be shared out; None if it can."""
-    meshes = [jax.typeof(x).sharding.mesh for x in operands]
-    reasons = map(why_not_on, (*meshes, jax.sharding.get_abstract_mesh()))
-    return next(filter(None, reasons), None)
+def _meshes(operands: Sequence[Any]) -> list[AbstractMesh]:
+    """Returns the meshes that operands and the context name; some may be empty."""
+    return [*(jax.typeof(x).sharding.mesh for x in operands), jax.sharding.get_abstract_mesh()]
 
 
-def why_not_on(mesh: AbstractMesh) -> str | None:
-    """Returns why a product on a mesh cannot be shared out; None if it can."""
-    if AxisType.Manual in mesh.axis_types:
-        manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
-        return "it is one device's" if manual else "the mesh is manual along some axes only"
-    if not mesh.empty and mesh.abstract_device is None:
-        return "the mesh is abstract and names no device"
+def why_not_on(*meshes: AbstractMesh) -> str | None:
+    """Returns why a product on these meshes cannot be shared out; None if it can."""
+    for mesh in meshes:
+        if AxisType.Manual in mesh.axis_types:
+            manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
+            return "it is one device's" if manual else "the mesh is manual along some axes only"
+        if not mesh.empty and mesh.abstract_device is None:
+            return "the mesh is abstract and names no device"
+    if len({tuple(mesh.shape.items()) for mesh in meshes if mesh.size > 1}) > 1:
+        return "the operands are on different meshes"
     return None
 
 

@@ -76,6 +76,20 @@ REDUCED = {"all-reduce": 1}
         # Reduced and split again in one step.
         (("x", "y"), ("y", None), ("x", "y"), (8, 16, 32), {"reduce-scatter": 1}),
         (("x", "y"), ("y", None), (("x", "y"), None), (8, 16, 32), {"reduce-scatter": 1}),
+        (
+            (None, ("x", "y")),
+            (("x", "y"), None),
+            (("x", "y"), None),
+            (16, 8, 32),
+            {"reduce-scatter": 1},
+        ),
+        (
+            (None, ("x", "y")),
+            (("x", "y"), None),
+            ("x", "y"),
+            (16, 8, 32),
+            {"reduce-scatter": 2},
+        ),
         # One operand is whole along k, and each device takes what it needs of it.
         ((None, "y"), (None, None), None, (16, 16, 32), REDUCED),
         # An axis cannot split rows and columns: the smaller operand is gathered.
@@ -418,6 +432,35 @@ def test_exported_for_several_devices_xla_shares_its_own_product_out(mesh: Mesh)
     result, counted = meshes.run(loaded.call, a, b)
     assert counted == {}
     _assert_same(result, a @ b)
+
+
+def test_meshes_that_do_not_match_are_left_to_xla(mesh: Mesh) -> None:
+    other = jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))
+    a = meshes.place(mesh, _integers(M, K), "x", None)
+    b = meshes.place(other, _integers(K, N, seed=1), None, None)
+    text = str(explain(gemm, a, b))
+    assert "the operands are on different meshes" in text
+    first, second = (Mesh(np.array(jax.devices()[:1]), (name,)) for name in "pq")
+    for left, right in ((mesh, other), (first, second)):
+        a = meshes.place(left, _integers(M, K))
+        b = meshes.place(right, _integers(K, N, seed=1))
+        # JAX's own product allows it, so ours does.
+        _assert_same(jax.jit(gemm)(a, b), jax.jit(jnp.matmul)(a, b))
+
+
+def test_a_mesh_of_six_and_devices_out_of_order() -> None:
+    a, b = _integers(12, 48), _integers(48, 8, seed=1)
+    devices = np.array(jax.devices())
+    for order, axes in (
+        (devices[:6].reshape(3, 2), "xy"),
+        (devices[[3, 1, 4, 0, 5, 7, 2, 6]], "y"),
+    ):
+        odd = Mesh(order, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        left = meshes.place(odd, a, None, tuple(axes))
+        right = meshes.place(odd, b, tuple(axes), None)
+        result, counted = meshes.run(gemm, left, right)
+        assert counted == REDUCED
+        _assert_same(result, a @ b)
 
 
 def test_what_is_named_is_for_one_devices_part(mesh: Mesh) -> None:
