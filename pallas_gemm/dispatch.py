@@ -149,6 +149,7 @@ def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
         return "no GPU is planned for"
     major, minor = device.compute_capability
     needed = ".".join(map(str, architecture.capability))
+    needed += ".x" if len(architecture.capability) == 1 else ""
     return f"it needs compute capability {needed}, {device.kind} has {major}.{minor}"
 
 
