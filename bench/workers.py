@@ -22,6 +22,9 @@ from pallas_gemm.problem import Problem
 
 Runner = Callable[..., Any]
 
+CAPABILITY = (9, 0)
+"""What JAX lowers kernels for in a process without a GPU."""
+
 MOST_WORKERS = 12
 """More take memory, and are not faster than one GPU."""
 
@@ -89,7 +92,10 @@ class Workers:
 
     def build_kernel(self, problem: Problem, config: GemmConfig, device: Device) -> Runner:
         """Compiles the kernel of a config: what tuning needs."""
-        return self.build(kernel_program(problem, config, device))
+        program = kernel_program(problem, config, device)
+        return (
+            self.build(program) if device.compute_capability == CAPABILITY else program.compiled()
+        )
 
 
 def kernel_program(problem: Problem, config: GemmConfig, device: Device) -> Program:

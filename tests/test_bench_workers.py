@@ -16,7 +16,8 @@ from bench.shapes import Case
 from bench.workers import Program, Workers
 from pallas_gemm import activations, offline, tuning, tuning_space
 from pallas_gemm.architectures import ARCHITECTURES
-from pallas_gemm.device import H200
+from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.problem import Epilogue, Problem
 from tests import reference
 
@@ -29,6 +30,13 @@ def pool() -> Iterator[Workers]:
     """One process that lowers for the CPU, on which its programs can then run."""
     with Workers(1, "cpu") as found:
         yield found
+
+
+def _capability() -> tuple[int, int]:
+    from jax.experimental.mosaic.gpu import utils
+
+    arch = utils.get_arch()
+    return arch.major, arch.minor
 
 
 def sent(program: Program) -> Program:
@@ -114,6 +122,20 @@ def test_our_kernel_is_lowered_as_it_is_compiled_here() -> None:
     program = sent(candidate.program)
     report = offline.compile_report(program.make(*program.args), *program.operands, target="h200")
     assert report.kernel.startswith("pallas_gemm")
+
+
+@pytest.mark.parametrize(
+    ("device", "elsewhere"), [(H200, True), (B200, False)], ids=["H200", "B200"]
+)
+def test_kernels_are_lowered_elsewhere_only_for_what_jax_then_takes_the_gpu_for(
+    device: Device, elsewhere: bool, monkeypatch: pytest.MonkeyPatch, pool: Workers
+) -> None:
+    places = []
+    monkeypatch.setattr(pool, "build", lambda _: places.append("elsewhere"))
+    monkeypatch.setattr(Program, "compiled", lambda _: places.append("here"))
+    pool.build_kernel(Problem(256, 256, 256), HopperConfig(), device)
+    assert places == ["elsewhere" if elsewhere else "here"]
+    assert pool._pool.submit(_capability).result() == workers.CAPABILITY
 
 
 def test_candidates_that_are_programs_are_lowered_elsewhere() -> None:
