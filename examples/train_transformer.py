@@ -53,9 +53,7 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
     for name in ("blocks", "batch", "sequence"):
-        flags.DEFINE_integer(
-            name, None, f"Another {name} than the preset's.", 1, flag_values=values
-        )
+        flags.DEFINE_integer(name, None, f"Instead of the preset's {name}.", 1, flag_values=values)
     flags.DEFINE_integer("rounds", 8, "Turns of each.", 1, flag_values=values)
     flags.DEFINE_integer("steps", 5, "Steps of a turn.", 1, flag_values=values)
     flags.DEFINE_string("mesh", "", "Such as data:2,model:2.", flag_values=values)
