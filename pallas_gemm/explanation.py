@@ -149,7 +149,7 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
                 dispatch.decide(_for_gpu(call, gpu), signature),
                 mesh=f"one device's part; the mesh splits {split}",
             )
-            for call, signature, split in parts
+            for call, signature, split in parts.found
         )
     )
 

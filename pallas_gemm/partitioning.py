@@ -29,7 +29,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from pallas_gemm import dispatch, sharing
+from pallas_gemm import dispatch, sharing, targeting
 from pallas_gemm._version import __version__
 from pallas_gemm.call import Call, Operands, Signature, signature_of
 from pallas_gemm.kernels import xla
@@ -70,10 +70,11 @@ def reduction_dtype() -> np.dtype | None:
     return _REDUCED.value
 
 
-class Parts(list[tuple[Call, Signature, str]]):
+class Parts:
     """Products of one device, with which axes of the mesh split what."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    def __init__(self) -> None:
+        self.found: list[tuple[Call, Signature, str]] = []
 
 
 @contextlib.contextmanager
@@ -170,6 +171,8 @@ def why_not(module: Any) -> str | None:
         return "an exported program is partitioned where we are not"
     if not jax.config.jax_use_shardy_partitioner:
         return "the Shardy partitioner is off"
+    if module.axis_context.device_assignment is None:
+        return "JAX does not tell the devices"
     return None
 
 
@@ -216,6 +219,9 @@ def _partition(
     Returns:
         The mesh, the function of one device, the sharding of the result and those of the operands.
     """
+    if call.options.target is None:
+        # Where only `jit` was told about a mesh, its devices are seen here for the first time.
+        call = call.with_target(targeting.absent_gpu(mesh))
     *letters, out_letters = sharing.dimensions(call, signature)
     fine = sharing.refined(mesh, args)
     wanted = [sharing.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
@@ -281,7 +287,7 @@ class _Share:
         if call.options.names_something:
             self._check(call, signature_of(ready))
         if (noted := _NOTED.value) is not None:
-            noted.append((call, signature_of(ready), str(self.split)))
+            noted.found.append((call, signature_of(ready), str(self.split)))
         result = part_p.bind(*ready, call=call)
         return result.reshape(*lead, result.shape[-1]) if rows else result
 

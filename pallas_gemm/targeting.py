@@ -67,6 +67,13 @@ def first_gpu() -> Device | None:
         return None
 
 
+def absent_gpu(mesh: jax.sharding.Mesh) -> Device | None:
+    """Returns what the GPUs of a mesh are, None if they are none or this process has GPUs."""
+    if mesh.empty or mesh.devices.flat[0].platform not in ("gpu", "cuda") or first_gpu():
+        return None
+    return _described(mesh.devices.flat[0].device_kind, None, None)
+
+
 def device_of(device: jax.Device) -> Device | None:
     """Returns what is known about one of JAX's devices; None if it is not an NVIDIA GPU."""
     capability = getattr(device, "compute_capability", None)

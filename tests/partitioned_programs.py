@@ -68,6 +68,10 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
     sequence = shape(2048, 1024, "y", None)
     return {
         "columns": (gemm, (rows, columns)),
+        "given": (
+            jax.jit(gemm, in_shardings=tuple(x.sharding for x in (rows, columns))),
+            (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2,
+        ),
         "contracted": (gemm, contracted),
         "explicit": (
             gemm,
