@@ -20,6 +20,9 @@ from pallas_gemm import Explanation, explain, gated_gemm, gemm, offline
 from pallas_gemm.blackwell_config import PAIR, BlackwellConfig
 from pallas_gemm.device import B200, Device
 from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels import blackwell
+from pallas_gemm.kernels.blackwell_plan import BlackwellPlan
+from pallas_gemm.problem import Problem
 from tests import blackwell_simulator, reference
 from tests.reference import Formula
 
@@ -169,7 +172,7 @@ def test_unaligned_rows_and_an_epilogue_in_every_layout(
 @pytest.mark.usefixtures("quick_simulator")
 @pytest.mark.parametrize("mapped", ["ab", "a", "b-bias"])
 def test_vmap_of_clusters_that_are_taken_over(mapped: str, rng: np.random.Generator) -> None:
-    """Mapped as JAX maps any kernel, each product would take over the tiles of all."""
+    """The kernel itself refuses to be mapped, so that it would not come this far."""
     shapes = {"a": (130, 72), "b": (72, 128), "bias": (128,)}
     drawn = {
         name: reference.integers(rng, (3, *shape) if name in mapped else shape, jnp.bfloat16)
@@ -187,6 +190,17 @@ def test_vmap_of_clusters_that_are_taken_over(mapped: str, rng: np.random.Genera
     bias = reference.wide(drawn["bias"])
     exact = left @ right + (bias[:, None] if bias.ndim == 2 else bias)
     reference.assert_exact(result, exact)
+
+
+def test_a_kernel_whose_clusters_are_taken_over_cannot_be_mapped() -> None:
+    """As JAX maps a kernel, each product would take over the clusters of all."""
+    problem = Problem(256, 128, 64)
+    operands = of(3, *problem.a_shape), of(3, *problem.b_shape)
+    dealt = dataclasses.replace(SMALL, persistence="static")
+    kernels = [blackwell.build(BlackwellPlan(problem, config, B200)) for config in (SMALL, dealt)]
+    with pytest.raises(NotImplementedError, match="batch is part of its problem"):
+        jax.eval_shape(jax.vmap(kernels[0]), *operands)
+    assert jax.eval_shape(jax.vmap(kernels[1]), *operands).shape == (3, 256, 128)
 
 
 @pytest.mark.usefixtures("quick_simulator")

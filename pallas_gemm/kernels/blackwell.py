@@ -563,4 +563,18 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
         stored = kernel(a, *operands, *_order_operands(plan))
         return stored[..., : plan.problem.m, : plan.problem.n]
 
-    return run
+    return _unmapped(run) if plan.config.persistence == "dynamic" else run
+
+
+def _unmapped(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Refuses `vmap`: as JAX maps a kernel, each product would take over the clusters of all."""
+    guarded = jax.custom_batching.custom_vmap(run)
+
+    @guarded.def_vmap
+    def _refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            "a kernel whose clusters are taken over cannot be mapped: a batch is part of its"
+            " problem, and then of its table of tiles"
+        )
+
+    return guarded
