@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
@@ -44,6 +46,11 @@ class GemmConfig:
     ctas: int | None = None
     store_columns: int = 64
     store_slots: int = 2
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, _checked(field.name, value, field.type))
 
     @property
     def cluster_size(self) -> int:
@@ -152,6 +159,36 @@ class GemmConfig:
         elif self.schedule.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {self.schedule.grid}",)
         return ()
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """Returns the value of a field as its type says; raises `TypeError` if it is of another."""
+    if kind is bool:
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    if kind in (int, int | None):
+        if _is_whole(value) or (value is None and kind is not int):
+            return value if value is None else int(value)
+        legal = "an integer" if kind is int else "an integer or None"
+        raise TypeError(f"{name} must be {legal}, got {value!r}")
+    if kind == tuple[int, int]:
+        if isinstance(value, tuple | list) and all(map(_is_whole, value)):
+            return tuple(map(int, value))
+        raise TypeError(f"{name} must be a pair of integers such as (2, 1), got {value!r}")
+    if kind is Persistence:
+        if isinstance(value, str):
+            return value
+        raise TypeError(f"{name} must be 'none', 'static' or 'dynamic', got {value!r}")
+    if isinstance(value, str | Schedule | OnlineSchedule):
+        return value
+    raise TypeError(
+        f"{name} must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got {value!r}"
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @functools.lru_cache(maxsize=256)

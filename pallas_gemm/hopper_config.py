@@ -10,11 +10,22 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import ROW_BYTES, Problem
+from pallas_gemm.kernels.elementwise import live_arrays
+from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 from schedules import OnlineSchedule, Schedule
 
 WGMMA_ROWS = 64
+WGMMA_COLUMNS = 8
+"""What a tile's columns are a multiple of, and what is finished at once at least."""
 MAX_WGMMA_COLUMNS = 256
+WARPGROUP = 128
+"""Threads, which share what a consumer holds."""
+MAX_REGISTERS = 255
+"""Registers that a thread can have at all."""
+FIXED_REGISTERS = 48
+"""What is left to a consumer for addresses, counters, and the order that the assembler prefers."""
+LATE_STRIP = 32
+"""Columns of a tile that are finished at once, at most, where it is stored late."""
 CLAIM_LIMIT = 8191
 """Claimed tiles have 13 bits for a row and for a column, less the value that says "none left"."""
 LINE_PADDING = 8
@@ -92,6 +103,33 @@ class HopperConfig(GemmConfig):
         if self.consumers == 3:
             return Registers(32, 160)
         return Registers(24, 240) if self.accumulator_registers > 128 else Registers(40, 232)
+
+    @property
+    def most_registers(self) -> int:
+        """Registers that a thread of a consumer may use."""
+        return self.registers.consumer if self.registers else MAX_REGISTERS
+
+    def finished_columns(self, problem: Problem) -> int:
+        """Columns that the epilogue is applied to at once: it takes registers for each of them.
+
+        As many as are stored at once, or are finished at once to be stored late, if their values
+        fit beside the accumulator; else half of them, and so on.
+        """
+        width = LATE_STRIP if self.late_store else self.store_columns
+        while width > WGMMA_COLUMNS and self._free_registers(problem, width) < FIXED_REGISTERS:
+            width //= 2
+        return width
+
+    def _free_registers(self, problem: Problem, columns: int) -> int:
+        """Registers that are left where the epilogue is applied to so many columns at once."""
+        tall = not problem.transpose_out or self.late_store
+        rows = self.consumer_tile[0] if tall else WGMMA_ROWS
+        values = rows * columns // WARPGROUP
+        residual = 0
+        if problem.epilogue.residual:
+            residual = rows * self.store_columns * problem.out_dtype.itemsize // (4 * WARPGROUP)
+        taken = self.accumulator_registers + residual + values * epilogue_arrays(problem.epilogue)
+        return self.most_registers - taken
 
     def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         """(first column, width) of each chunk of a consumer's part of the sums.
@@ -228,11 +266,18 @@ class HopperConfig(GemmConfig):
                     f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
                     f" cluster tiles, got {self.stacked_grid(problem)}"
                 )
-        if problem.epilogue.gated and (not self.split_rows or self.tile[1] % 128):
-            yield (
-                "a gated epilogue needs tiles that consumers share by rows, and a multiple of 128"
-                f" columns, got tile={self.tile} with {self.consumers} consumers"
-            )
+        if problem.epilogue.gated:
+            if self.tile[1] % 128:
+                yield (
+                    "tile columns must be a multiple of 128 for a gated epilogue, half of them for"
+                    f" each of its two sums, got tile={self.tile}"
+                )
+            if not self.pingpong and not self.split_rows:
+                yield (
+                    "consumers must share the rows of a tile for a gated epilogue, so that tile"
+                    f" rows must be a multiple of {WGMMA_ROWS * self.consumers} for"
+                    f" {self.consumers} of them, got tile={self.tile}"
+                )
 
     def allows_late_store(self, problem: Problem) -> bool:
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
@@ -262,6 +307,13 @@ class HopperConfig(GemmConfig):
                 f"shared memory: needs {needed} bytes of {device.shared_memory};"
                 f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
             )
+
+
+def epilogue_arrays(epilogue: Epilogue) -> int:
+    """How many registers an epilogue takes for each value at most, but for the sum's own."""
+    if epilogue.is_identity:
+        return 0
+    return live_arrays(epilogue.activation) if epilogue.activation else 1
 
 
 def stored_by_tma(problem: Problem) -> bool:

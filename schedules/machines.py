@@ -36,7 +36,10 @@ class Machine:
     dram_bytes_per_second: float
     clock_hz: float
     speed_spread: float = 0.0
-    resident_clusters: Mapping[int, int] = MappingProxyType({})
+    # A mapping has no hash, and machines that differ in nothing else are as good as equal.
+    resident_clusters: Mapping[int, int] = dataclasses.field(
+        default=MappingProxyType({}), hash=False
+    )
 
     def __post_init__(self) -> None:
         _check.positive_int("sms", self.sms)

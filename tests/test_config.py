@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,8 +194,13 @@ CASES = {
         problem(m=8190 * 64 + 8, n=128),
     ),
     "gated": Case(
-        ("gated", "share by rows", "a multiple of 128", "got tile=(64, 256) with 2 consumers"),
+        ("must share the rows of a tile", "a multiple of 128 for 2 of them", "tile=(64, 256)"),
         config(tile=(64, 256)),
+        GATED,
+    ),
+    "gated columns": Case(
+        ("tile columns must be a multiple of 128 for a gated epilogue", "got tile=(128, 192)"),
+        config(tile=(128, 192)),
         GATED,
     ),
     "mirrored 32 bits": Case(
@@ -309,6 +315,37 @@ def test_every_refusal_that_is_written_has_a_case(text):
     assert any(text in reason for case in CASES.values() for reason in case.reasons)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("tile", 128, "a pair of integers"),
+        ("tile", (128.0, 256), "a pair of integers"),
+        ("tile", "128x256", "a pair of integers"),
+        ("cluster", None, "a pair of integers"),
+        ("cluster", (True, 1), "a pair of integers"),
+        ("stages", 4.0, "an integer"),
+        ("stages", True, "an integer"),
+        ("stages", None, "an integer"),
+        ("ctas", "128", "an integer or None"),
+        ("pingpong", 1, "True or False"),
+        ("late_store", None, "True or False"),
+        ("persistence", None, "'none', 'static' or 'dynamic'"),
+        ("schedule", 8, "a name such as 'swizzle:8', a Schedule or an OnlineSchedule"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_where_a_config_is_made(field, value, legal):
+    with pytest.raises(TypeError, match=f"^{field} must be ") as caught:
+        config(**{field: value})
+    assert legal in str(caught.value)
+    assert str(caught.value).endswith(f"got {value!r}")
+
+
+def test_lists_and_integers_of_numpy_are_taken():
+    taken = config(tile=[128, 256], stages=np.int32(4), pingpong=np.bool_(False))
+    assert taken == config(tile=(128, 256), stages=4)
+    assert hash(taken) == hash(config(tile=(128, 256), stages=4))
+
+
 def test_all_reasons_come_at_once():
     with pytest.raises(ValueError, match=r"store_columns .*; store_slots .*; schedule: .*; stages"):
         config(store_columns=1, store_slots=0, schedule="zigzag", stages=1).check(PROBLEM, H200)
@@ -343,6 +380,7 @@ LEGAL = {
     "float32": (config(store_columns=32), FLOAT32),
     "float8": (config(tile=(128, 128), stages=6), nt(jnp.float8_e4m3fn)),
     "gated": (config(tile=(128, 256)), GATED),
+    "gated in turns": (config(tile=(64, 128), pingpong=True), GATED),
     "result of odd rows": (config(store_slots=1), dataclasses.replace(NT, n=4095)),
     "residual of odd rows": (
         config(stages=3),

@@ -32,6 +32,16 @@ def described(target: str) -> tuple[str, int, int, int, tuple[int, int]]:
     )
 
 
+def test_devices_can_be_keys():
+    known = {device: name for name, device in DEVICES.items()}
+    assert known[H200] == "h200"
+    same = dataclasses.replace(
+        H200, machine=dataclasses.replace(H200.machine, resident_clusters={1: 132})
+    )
+    assert hash(same) == hash(H200)
+    assert same != H200
+
+
 def unmeasured(device: Device) -> Device:
     machine = dataclasses.replace(device.machine, resident_clusters={})
     return dataclasses.replace(device, machine=machine, measured_clusters=())

@@ -53,3 +53,13 @@ def test_erf_is_as_exact_as_float32_allows(function, exact):
     ours = np.asarray(elementwise.plain(function)(jnp.asarray(x))).astype(np.float64)
     expected = np.array([exact(value) for value in x.astype(np.float64)])
     np.testing.assert_allclose(ours, expected, rtol=5e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "most"), [("relu", 1), ("gelu", 2), ("silu", 2), ("identity", 1)])
+def test_arrays_in_use_are_counted(name, most):
+    assert elementwise.live_arrays(FUNCTIONS[name]) == most
+
+
+def test_a_polynomial_keeps_its_argument_and_its_parts():
+    # What is used again stays: the argument, and what has been computed of it.
+    assert elementwise.live_arrays(lambda x: jnp.exp(x) * (x + jnp.sin(x) * x)) == 3

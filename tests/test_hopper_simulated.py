@@ -184,6 +184,8 @@ def test_gated(layout, rng):
     epilogue = Epilogue(gated=True, activation=jax.nn.relu)
     problem = products.transposed(Problem(264, 192, 200, epilogue=epilogue), layout)
     check_exact(problem, dataclasses.replace(SMALL, tile=(128, 128)), rng)
+    if layout == "NT":
+        check_exact(problem, dataclasses.replace(PINGPONG, tile=(64, 128)), rng)
 
 
 def _of_odd_rows(m: int, n: int, **changes: Any) -> Problem:

@@ -132,3 +132,28 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
             outputs = outputs if equation.primitive.multiple_results else [outputs]
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@functools.lru_cache(maxsize=256)
+def live_arrays(function: Callable[[Any], Any]) -> int:
+    """Returns how many arrays are in use at a time, at most, while a function is computed."""
+    closed = jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    return _live_arrays(closed.jaxpr)
+
+
+def _live_arrays(jaxpr: core.Jaxpr) -> int:
+    ends = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.invars if _is_array(v)}
+    ends |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_array(v)}
+    live = {v for v in jaxpr.invars if v in ends}
+    most = len(live)
+    for i, equation in enumerate(jaxpr.eqns):
+        inside = map(_live_arrays, core.jaxprs_in_params(equation.params))
+        taken = len({v for v in equation.invars if _is_array(v)})
+        most = max(most, len(live) + max((count - taken for count in inside), default=0))
+        live = {v for v in live if ends[v] > i} | {v for v in equation.outvars if v in ends}
+        most = max(most, len(live))
+    return most
+
+
+def _is_array(atom: Any) -> bool:
+    return isinstance(atom, core.Var) and getattr(atom.aval, "shape", ()) != ()

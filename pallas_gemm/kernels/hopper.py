@@ -54,9 +54,6 @@ from pallas_gemm.kernels import claims, epilogue, lines, place, ring, smem, tile
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
-STRIP = 32
-"""Columns of a tile that are finished at once: an epilogue takes registers for each of them."""
-
 
 class Smem(NamedTuple):
     """The ring of operand slots, and the store slots of the epilogue.
@@ -254,11 +251,8 @@ def _finish_all(plan: HopperPlan, total: Any, at: place.Where, gmem: place.Gmem)
     """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
     if plan.problem.epilogue.is_identity:
         return total.astype(plan.problem.out_dtype)
-    height, width = plan.out_tile
-    strips = [
-        finish(plan, total, at, slice(0, height), slice(start, min(start + STRIP, width)), gmem)
-        for start in range(0, width, STRIP)
-    ]
+    rows = slice(0, plan.out_tile[0])
+    strips = [finish(plan, total, at, rows, cols, gmem) for cols in plan.strips(plan.out_tile[1])]
     return lax.concatenate(strips, 1)
 
 
@@ -276,18 +270,13 @@ def store(
     Unless it is stored late, the chunk is finished here, because the registers that its epilogue
     needs are free only a chunk at a time.
     """
-    config, chunk = plan.config, plan.chunks[number]
-    rows = slice(chunk.row, chunk.row + chunk.rows)
-    cols = slice(chunk.col, chunk.col + chunk.cols)
+    config = plan.config
     if config.late_store:
-        values = tile.values[rows, cols]
+        chunk = plan.chunks[number]
+        rows = slice(chunk.row, chunk.row + chunk.rows)
+        values = tile.values[rows, chunk.col : chunk.col + chunk.cols]
     else:
-        values = finish(plan, tile.values, tile.at, rows, cols, gmem)
-    if plan.problem.epilogue.residual:
-        plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, number)])
-        values = epilogue.add_residual(
-            plan.problem, values, _view(plan, slots, me, number).tile[...]
-        )
+        values = _finish_chunk(plan, me, tile, number, gmem, slots, barriers)
     if plan.stored_by_tma:
         _store_by_tma(plan, me, tile.at, values, number, gmem, slots)
     else:
@@ -295,6 +284,31 @@ def store(
     following = number + config.store_slots
     if following < len(plan.chunks):
         fetch_residual(plan, me, tile.at, (following,), gmem, slots, barriers)
+
+
+def _finish_chunk(
+    plan: HopperPlan,
+    me: Any,
+    tile: Tile,
+    number: int,
+    gmem: place.Gmem,
+    slots: Smem,
+    barriers: Barriers,
+) -> Any:
+    """Finishes one chunk of a tile's sums, with its residual."""
+    chunk = plan.chunks[number]
+    rows = slice(chunk.row, chunk.row + chunk.rows)
+    finished, residual = [], None
+    for strip in plan.strips(chunk.cols):
+        cols = slice(chunk.col + strip.start, chunk.col + strip.stop)
+        values = finish(plan, tile.values, tile.at, rows, cols, gmem)
+        if plan.problem.epilogue.residual:
+            if residual is None:
+                plgpu.barrier_wait(barriers.residual.at[_residual_barrier(plan, me, number)])
+                residual = _view(plan, slots, me, number).tile[...]
+            values = epilogue.add_residual(plan.problem, values, residual[:, strip])
+        finished.append(values)
+    return finished[0] if len(finished) == 1 else lax.concatenate(finished, 1)
 
 
 def _store_by_tma(

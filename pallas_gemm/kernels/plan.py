@@ -152,6 +152,11 @@ class HopperPlan:
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
+    def strips(self, columns: int) -> list[slice]:
+        """The parts of so many columns that an epilogue is applied to one after the other."""
+        width = self.config.finished_columns(self.problem)
+        return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
+
     @property
     def stored_by_tma(self) -> bool:
         """Whether TMA stores the result, rather than the consumers' threads."""
