@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from pallas_gemm.blackwell_config import MAX_BARRIERS, PAIR, BlackwellConfig
+from pallas_gemm.blackwell_config import PAIR, BlackwellConfig
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
@@ -39,7 +39,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
         tiles = math.prod(config.stacked_grid(problem))
         if tiles > config.workers(problem, device):
             config = dataclasses.replace(config, persistence="dynamic")
-        for stages in range(min(MOST_STAGES, MAX_BARRIERS), 1, -1):
+        for stages in range(MOST_STAGES, 1, -1):
             deeper = dataclasses.replace(config, stages=stages)
             if deeper.shared_memory_bytes(problem) <= device.shared_memory:
                 yield deeper
