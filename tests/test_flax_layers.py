@@ -265,6 +265,24 @@ def test_the_layers_of_a_model_run_on_the_kernels() -> None:
     assert decision.plan.unfused is None
 
 
+@pytest.mark.gpu("hopper")
+def test_on_a_gpu_the_kernels_train_as_the_stock_layer_does() -> None:
+    bias = {"bias_init": nn.initializers.normal()}
+    ours, stock = linen.Dense(1024, **bias), nn.Dense(1024, **bias)
+    x = layers.normal(2, 512, 1024)
+    params = stock.init(KEY, x)
+
+    def fused(params: Any, x: Any) -> Any:
+        return ours.apply(params, x, residual=x)
+
+    def follows(params: Any, x: Any) -> Any:
+        return x + stock.apply(params, x)
+
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
+    assert explain(fused, *narrow).implementation == "hopper"
+    layers.assert_trained_as_well(fused, follows, params, x)
+
+
 def _in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
