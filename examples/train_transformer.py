@@ -126,7 +126,7 @@ def show(console: Console, found: dict[str, Any], names: Sequence[str], settings
         table.add_row(
             name,
             f"{own['ms_per_step']:.2f}",
-            f"{speed:.1f}",
+            f"{speed:.3g}",
             f"{own['host_ms']:.2f}",
             f"{own['memory_bytes'] / 1e9:.3g}",
         )
