@@ -39,6 +39,23 @@ def test_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(matmul(left, right), jnp.matmul(left, right), strict=True)
 
 
+@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=2)), ids=str)
+def test_a_left_operand_that_a_batch_shares(flags: tuple[bool, bool]) -> None:
+    transpose_a, transpose_b = flags
+    a, b = _integers(5, 4, dtype=jnp.bfloat16), _integers(3, 4, 6, dtype=jnp.bfloat16, seed=1)
+    result = gemm(
+        a.T if transpose_a else a,
+        b.swapaxes(1, 2) if transpose_b else b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        preferred_element_type=jnp.float32,
+        precision=("default", "highest"),
+        activation="relu",
+    )
+    exact = np.maximum(np.matmul(reference.wide(a), reference.wide(b)), 0)
+    np.testing.assert_array_equal(reference.wide(result), exact, strict=True)
+
+
 @pytest.mark.parametrize("size", list(itertools.product((0, 3), repeat=3)), ids=str)
 def test_empty_products(size: tuple[int, int, int]) -> None:
     m, n, k = size

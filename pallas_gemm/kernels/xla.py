@@ -61,14 +61,20 @@ def dot(call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
     """Multiplies as `call` says the operands are stored; an operand of two dimensions is shared."""
     contract_a = a.ndim - 2 if call.transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if call.transpose_b else b.ndim - 2
+    precision = call.precision
+    shared = a.ndim < b.ndim
+    if shared:
+        # The batch comes out in front if its operand stands in front; the CPU backend of XLA, which
+        # multiplies bfloat16 to float32, also takes no transposed left operand of this kind.
+        a, b, contract_a, contract_b = b, a, contract_b, contract_a
+        precision = precision[::-1] if isinstance(precision, tuple) else precision
     both = a.ndim == b.ndim == 3
     batch = ((0,), (0,)) if both else ((), ())
     result = lax.dot_general(
         a,
         b,
         (((contract_a,), (contract_b,)), batch),
-        precision=call.precision,
+        precision=precision,
         preferred_element_type=out_dtype,
     )
-    # A batch of right operands alone comes out behind the rows.
-    return jnp.moveaxis(result, 1, 0) if a.ndim < b.ndim else result
+    return jnp.swapaxes(result, 1, 2) if shared else result
