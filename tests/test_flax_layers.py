@@ -223,11 +223,15 @@ def test_metadata_of_the_parameters_is_kept() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_layers_run_on_a_mesh(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    metadata = {"kernel_metadata": {"out_sharding": (None, "model")}}
+    metadata: dict[str, Any] = {"kernel_metadata": {"out_sharding": (None, "model")}}
+    bias: dict[str, Any] = {
+        "bias_init": stock_nnx.initializers.normal(),
+        "bias_metadata": {"out_sharding": ("model",)},
+    }
     x = layers.normal(4, INPUTS)
     with jax.set_mesh(mesh):
         ours, stock = (
-            cls(INPUTS, FEATURES, use_bias=False, rngs=stock_nnx.Rngs(0), **metadata)
+            cls(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **metadata, **bias)
             for cls in (nnx.Linear, stock_nnx.Linear)
         )
         gated = nnx.GatedDense(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **metadata)
