@@ -1,6 +1,7 @@
 """How the tests run: on the CPU unless a GPU is asked for, strict about dtypes, and repeatable."""
 
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     # A result from an earlier run must not stand in for a compilation that a test is about.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+    # What was tuned on this computer says nothing about the code.
+    os.environ["PALLAS_GEMM_CACHE_DIR"] = str(pathlib.Path(os.devnull, "no tables"))
     shared = settings(
         # A busy computer is not a bug.
         deadline=None,
@@ -51,6 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("gpu")
         if marker is not None and (reason := _why_not(*marker.args)):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def no_packaged_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tests see what the heuristics choose, whatever tuned configs are shipped."""
+    cache = sys.modules.get("pallas_gemm.cache")
+    if cache is not None:
+        monkeypatch.setattr(cache, "_packaged_table", lambda _: None)
 
 
 @pytest.fixture

@@ -18,17 +18,23 @@ import pytest
 from pallas_gemm import cache, dispatch
 from pallas_gemm.cache import CacheWarning, Entry, Key, Table, TableError
 from pallas_gemm.call import Call, Options
-from pallas_gemm.device import H100, H200
+from pallas_gemm.device import H100, H200, device_named
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
 
+SHIPPED = sorted((pathlib.Path(cache.__file__).parent / "tuned").glob("*.json"))
 PROBLEM = Problem(512, 768, 1024)
 OTHER = Problem(512, 768, 2048)
 # None of these is what the heuristics choose.
 FIRST = HopperConfig(tile=(128, 128), stages=3, ctas=8, schedule="hilbert")
 SECOND = HopperConfig(tile=(128, 128), stages=4, ctas=9, schedule="raster")
 THIRD = HopperConfig(tile=(64, 128), stages=5, consumers=1, cluster=(2, 1), schedule="swizzle:3")
+
+
+@pytest.fixture(autouse=True)
+def no_packaged_tables() -> None:
+    """Packaged tables are what is tested here."""
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +262,32 @@ def test_the_folder_has_a_default_and_a_home(monkeypatch: pytest.MonkeyPatch) ->
     path = cache.user_path(H100.kind)
     assert path.name == "nvidia_h100_80gb_hbm3.json"
     assert path.parent.name == "pallas_gemm"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_is_shipped_is_legal_and_filed_under_its_gpu(path: pathlib.Path) -> None:
+    shipped = Table.load(path)
+    device = device_named(shipped.device)
+    assert cache.slug(device.kind) == path.stem
+    assert len(shipped) > 0
+    for key, entry in shipped.entries:
+        parts = key.epilogue.split()
+        epilogue = Epilogue(
+            bias="bias" in parts,
+            residual="residual" in parts,
+            activation=jax.nn.relu if "activation" in parts else None,
+            gated="gated" in parts,
+        )
+        problem = Problem(
+            *(key.m, key.n, key.k, *key.dtypes),
+            transpose_a=key.layout[0] == "T",
+            transpose_b=key.layout[1] == "T",
+            batch=key.batch,
+            epilogue=epilogue,
+        )
+        assert cache.Key.of(problem) == key
+        assert entry.config.refusals(problem, device) == (), key
+        assert entry.seconds is not None
 
 
 def test_without_a_folder_there_is_one_warning_and_no_table(
