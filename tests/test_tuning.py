@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_gemm
@@ -90,6 +90,7 @@ problems = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(problems, st.integers(1, 20))
 def test_what_is_tried_is_legal_different_and_begins_with_the_heuristics_choice(
     problem: Problem, most: int
