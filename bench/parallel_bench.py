@@ -198,20 +198,26 @@ def layers(split: Split) -> dict[str, Layer]:
     return {name: functools.partial(layer, split) for name, layer in found.items()}
 
 
-def compiled(
-    layer: Layer, direction: str, operands: Sequence[jax.Array], options: Options
-) -> Callable[[], Any]:
-    """Compiles a layer, or one with its gradients, and returns what calls it."""
-    x, *weights = operands
+def program(layer: Layer, direction: str, split: Split) -> Any:
+    """Returns a layer, or one with its gradients, for `jax.jit`; results are split as operands."""
 
-    def both(x: jax.Array, *weights: jax.Array) -> Any:
-        result, pull = jax.vjp(layer, x, *weights)
+    def both(*operands: jax.Array) -> Any:
+        result, pull = jax.vjp(layer, *operands)
         # Its own result is as good a cotangent as any.
         return result, pull(result)
 
-    f = layer if direction == "forward" else both
-    program = jax.jit(f).lower(x, *weights).compile(compiler_options=options.compiler)
-    return functools.partial(program, x, *weights)
+    rows = split.sharding(split.rows)
+    if direction == "forward":
+        return jax.jit(layer, out_shardings=rows)
+    return jax.jit(both, out_shardings=(rows, split.operands))
+
+
+def compiled(
+    layer: Layer, direction: str, split: Split, operands: Sequence[jax.Array], options: Options
+) -> Callable[[], Any]:
+    """Compiles a layer, and returns what calls it."""
+    lowered = program(layer, direction, split).lower(*operands)
+    return functools.partial(lowered.compile(compiler_options=options.compiler), *operands)
 
 
 def make_operands(split: Split, options: Options) -> list[jax.Array]:
@@ -332,7 +338,7 @@ def run(options: Options, say: Callable[[str], None], timed: bool) -> list[Row]:
         operands = make_operands(split, options)
         for direction in DIRECTIONS:
             runs = {
-                name: compiled(layer, direction, operands, options)
+                name: compiled(layer, direction, split, operands, options)
                 for name, layer in layers(split).items()
             }
             errors = check(runs, split, direction, operands)

@@ -256,6 +256,12 @@ class _Ring:
         pairs = [(i, (i + step) % self.size) for i in range(self.size)]
         return lax.ppermute(x, self.axis, pairs)
 
+    def gather(self, mine: jax.Array | None) -> jax.Array | None:
+        """Gathers the rows of all devices in one step; None if there are none."""
+        if mine is None or self.size == 1:
+            return mine
+        return lax.all_gather(mine, self.axis, axis=mine.ndim - 2, tiled=True)
+
     def for_gradients(self, dtype: Any, rings: int) -> "_Ring":
         """Returns the ring of the product with the transposed right operand."""
         return dataclasses.replace(
@@ -273,7 +279,7 @@ def _gather_multiply(
     """Returns the product of all devices' rows, and those rows."""
     rows, axis = a.shape[-2], a.ndim - 2
     if not ring.overlap or ring.size == 1:
-        every = lax.all_gather(a, ring.axis, axis=axis, tiled=True) if ring.size > 1 else a
+        every: Any = ring.gather(a)
         return ring.multiply(every, b, ring.out_dtype, **epilogue), every
     index = lax.axis_index(ring.axis)
     halves = list(ring.halves(rows))
@@ -305,15 +311,27 @@ def _put(whole: jax.Array | None, part: jax.Array, place: Any, rows: int) -> jax
     return lax.dynamic_update_slice_in_dim(whole, part, place, axis)
 
 
-def _multiply_scatter(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns this device's rows of the sum of all devices' products."""
+def _multiply_scatter(
+    ring: _Ring, a: jax.Array, b: jax.Array, mine: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns this device's rows of the sum of all devices' products.
+
+    Args:
+        ring: How they go round.
+        a: The left operand, with the rows of all devices.
+        b: The right operand.
+        mine: Rows of this device, to be gathered too.
+
+    Returns:
+        This device's rows, and what was gathered.
+    """
     axis = a.ndim - 2
-    if not ring.overlap or ring.size == 1:
-        if ring.size == 1:
-            return ring.multiply(a, b, ring.out_dtype)
+    if ring.size == 1:
+        return ring.multiply(a, b, ring.out_dtype), mine
+    if not ring.overlap:
         product = ring.multiply(a, b, ring.sums_dtype)
         total = lax.psum_scatter(product, ring.axis, scatter_dimension=axis, tiled=True)
-        return total.astype(ring.out_dtype)
+        return total.astype(ring.out_dtype), ring.gather(mine)
     index, rows = lax.axis_index(ring.axis), a.shape[-2] // ring.size
     halves = list(ring.halves(rows))
     fused = len(halves) == 2 and jnp.issubdtype(ring.sums_dtype, jnp.floating)
@@ -324,13 +342,16 @@ def _multiply_scatter(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
             owner = (index + direction * (ring.size - 1 - step)) % ring.size
             part = lax.dynamic_slice_in_dim(a, owner * rows + first, count, axis)
             coming = ring.send(sums[i], direction) if step else None
+            if mine is not None and (step, i) == (ring.size - 1, len(halves) - 1):
+                # These rows are sent after all sums, and after the product that covers the last.
+                (coming, *sums[:i]), mine = lax.optimization_barrier(((coming, *sums[:i]), mine))
             if coming is not None and fused:
                 # The other ring's product covers the way of this sum.
                 sums[i] = ring.multiply(part, b, ring.sums_dtype, residual=coming)
             else:
                 product = ring.multiply(part, b, ring.sums_dtype)
                 sums[i] = product if coming is None else product + coming
-    return jnp.concatenate(sums, axis=axis).astype(ring.out_dtype)
+    return jnp.concatenate(sums, axis=axis).astype(ring.out_dtype), ring.gather(mine)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -355,16 +376,16 @@ def _gathered_backward(ring: _Ring, kept: Any, g: jax.Array) -> tuple[Any, Any, 
         (g,) = jax.vjp(ring.activation, wide)[1](g.astype(jnp.float32))
     db_bias = None if bias is None else _column_sums(g).astype(bias.dtype)
     left, right = _for_gradient(a), _for_gradient(b)
-    da = _scattered(ring.for_gradients(a.dtype, _SCATTER_RINGS), g.astype(right.dtype), right)
-    # No product above waits for these rows, so they are gathered while it is computed.
-    every = lax.all_gather(left, ring.axis, axis=a.ndim - 2, tiled=True)
+    backward = ring.for_gradients(a.dtype, _SCATTER_RINGS)
+    da, every = _multiply_scatter(backward, g.astype(right.dtype), right, left)
+    assert every is not None
     db = _right_gradient(ring, every, right, g.astype(left.dtype))
     return da.astype(a.dtype), db.astype(b.dtype), db_bias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scattered(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
-    return _multiply_scatter(ring, a, b)
+    return _multiply_scatter(ring, a, b)[0]
 
 
 def _scattered_forward(ring: _Ring, a: Any, b: Any) -> tuple[jax.Array, Any]:
