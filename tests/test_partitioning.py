@@ -328,6 +328,26 @@ def test_second_order(mesh: Mesh) -> None:
     np.testing.assert_allclose(second(gemm), second(jnp.matmul), rtol=1e-5, atol=1e-5)
 
 
+def _per_example(f: Callable[..., Any]) -> Callable[..., Any]:
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(f(x, w))))
+    return lambda x, w: jax.vmap(gradient, (None, 0))(w, x)
+
+
+def _twice(f: Callable[..., Any]) -> Callable[..., Any]:
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(f(x, w))))
+    return lambda x, w: jax.grad(lambda w: jnp.sum(jnp.square(gradient(w, x))))(w)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("derive", [_per_example, _twice], ids=["per example", "twice"])
+def test_derivatives_of_derivatives_and_of_maps(kind: AxisType, derive: Callable[..., Any]) -> None:
+    mesh = meshes.make_mesh(kind)
+    x = meshes.place(mesh, _integers(4, 2, 8, 16) / 8, "x", None, "y", None)
+    w = meshes.place(mesh, _integers(16, 8, seed=1) / 8, None, None)
+    ours, stock = (jax.jit(derive(f))(x, w) for f in (gemm, jnp.matmul))
+    np.testing.assert_allclose(ours, stock, rtol=1e-4, atol=1e-4)
+
+
 def test_shardings_that_only_jit_knows(mesh: Mesh) -> None:
     a, b = np.asarray(_integers(M, K)), np.asarray(_integers(K, N, seed=1))
     shardings = tuple(
