@@ -276,6 +276,27 @@ def test_a_configured_call_takes_little_more_python_than_jaxs_own(size: int) -> 
             assert _cheapest(lower, ours) < _cheapest(lower, jaxs) + 0.020
 
 
+@pytest.mark.parametrize(
+    ("operand", "result"),
+    [
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float32, jnp.float32),
+        (jnp.float8_e4m3fn, jnp.float16),
+        (jnp.int8, jnp.int32),
+    ],
+    ids=lambda t: t.__name__,
+)
+def test_results_of_odd_rows_are_lowered_in_every_type(operand: Any, result: Any) -> None:
+    a = jax.ShapeDtypeStruct((1001, 1001), operand)
+
+    def product(a: Any, b: Any) -> jax.Array:
+        return gemm(a, b, preferred_element_type=result, implementation="hopper")
+
+    with pallas_gemm.target("h200"):
+        lowered = jax.jit(product).trace(a, a).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
 def test_calls_that_are_not_traced_are_not_traced_again() -> None:
     a, b = _integers(64, 64), _integers(64, 64, seed=1)
     gemm(a, b, activation="gelu")

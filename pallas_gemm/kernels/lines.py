@@ -107,9 +107,13 @@ def _copy(source: Any, target: Any, layout: mgpu.TiledLayout, simulated: bool) -
         target[...] = source[...]
         return
 
+    signed = True if jnp.issubdtype(target.dtype, jnp.integer) else None
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def emit(_: Any, source: Any, target: Any) -> None:
-        values = mgpu.FragmentedArray.load_untiled(source, layout=layout, optimized=False)
+        values = mgpu.FragmentedArray.load_untiled(
+            source, is_signed=signed, layout=layout, optimized=False
+        )
         values.store_untiled(target, optimized=False)
 
     emit(source, target)
