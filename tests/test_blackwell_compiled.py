@@ -34,14 +34,13 @@ from tests import products
 
 Case = tuple[BlackwellConfig, Problem]
 
-DRAWN = 12
-"""Configs that are drawn: of what is wrong with every fifth, they show something 9 times in 10."""
+DRAWN = 8
+"""Configs that are drawn: of what is wrong with every fourth, they show one 9 times in 10."""
 
 PROBLEM = Problem(8192, 4096, 4096, transpose_b=True)
 LAYOUTS = ("NT", "NN", "TN", "TT")
 EPILOGUES = {
     "none": Epilogue(),
-    "bias and gelu": Epilogue(bias=True, activation=gelu_tanh),
     "exact gelu": Epilogue(0.5, activation=lambda x: jax.nn.gelu(x, approximate=False)),
     "residual": Epilogue(0.5, 2.0, bias=True, residual=True),
     "residual and gelu": Epilogue(0.5, 2.0, bias=True, residual=True, activation=gelu_tanh),

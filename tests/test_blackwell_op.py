@@ -154,10 +154,8 @@ def test_the_kernel_that_is_simulated_is_that_of_the_config() -> None:
 
 
 @pytest.mark.usefixtures("quick_simulator")
-@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
-def test_unaligned_rows_and_an_epilogue_in_every_layout(
-    layout: str, rng: np.random.Generator
-) -> None:
+@pytest.mark.parametrize("layout", ["NN", "TT"])
+def test_unaligned_rows_and_an_epilogue(layout: str, rng: np.random.Generator) -> None:
     a, b, residual = (
         reference.integers(rng, shape, jnp.bfloat16)
         for shape in (*turned(layout, 133, 67, 77), (133, 67))
