@@ -133,20 +133,18 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         CONFIG,
         {"stuck"},
     ),
-    "an answer in flight is left behind after a refusal": (
-        put(launch_control, "is_open", is_open_until_a_refusal),
-        DYNAMIC,
-        {"refused"},
-    ),
     "tiles go to the wrong place": (put(place, "locate", locate_too_low), CONFIG, {"wrong"}),
 }
 
 
 def faults(
-    monkeypatch: pytest.MonkeyPatch, config: BlackwellConfig, patience_seconds: float
+    monkeypatch: pytest.MonkeyPatch,
+    config: BlackwellConfig,
+    patience_seconds: float,
+    **waiting: Any,
 ) -> set[str]:
-    started = 1 if config.persistence == "dynamic" else None
-    blackwell_simulator.install(monkeypatch, started=started, patience_seconds=patience_seconds)
+    waiting = waiting or {"started": 1 if config.persistence == "dynamic" else None}
+    blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds, **waiting)
     operands = products.small_integers(PROBLEM, np.random.default_rng(0))
     expected = products.rounded(PROBLEM, products.exact(PROBLEM, operands))
     plan = BlackwellPlan(PROBLEM, config, B200)
@@ -164,3 +162,11 @@ def test_a_fault_is_noticed(name, monkeypatch):
     plant, config, evidence = FAULTS[name]
     plant(monkeypatch)
     assert evidence & faults(monkeypatch, config, PATIENCE_SECONDS)
+
+
+def test_an_answer_that_is_left_behind_after_a_refusal_is_noticed(monkeypatch):
+    put(launch_control, "is_open", is_open_until_a_refusal)(monkeypatch)
+    # The first cluster's second request is granted after its first was refused.
+    waiting = {"started": 2, "refused": frozenset({0})}
+    found = faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS, **waiting)
+    assert {"refused", "wrong"} & found
