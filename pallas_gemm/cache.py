@@ -297,12 +297,6 @@ def find(problem: Problem, device: Device) -> Found | None:
     return None
 
 
-def lookup(problem: Problem, device: Device) -> GemmConfig | None:
-    """Returns the tuned config for a problem on a device, or None; see `find`."""
-    found = find(problem, device)
-    return found.config if found else None
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
     """Collects the problems that are looked up in this thread, traced anew even if known."""

@@ -1,6 +1,6 @@
 """The primitive that every product is: what JAX sees of one, whatever computes it.
 
-Rules for it are in `autodiff.py` (derivatives), `batching.py` (`vmap`) and `dispatch.py` (its type
+Rules for it are in `autodiff.py` (derivatives), `batching.py` (`vmap`) and `lowering.py` (its type
 and what it becomes in a compiled program). It is a primitive, and not a function with custom
 derivatives, because then it composes as `lax.dot_general` does: forward and reverse mode in any
 order, and the gradient of weights that are shared under `vmap` is one product that contracts over

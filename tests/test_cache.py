@@ -18,7 +18,8 @@ import pytest
 from pallas_gemm import cache, dispatch
 from pallas_gemm.cache import CacheWarning, Entry, Key, Table, TableError
 from pallas_gemm.call import Call, Options
-from pallas_gemm.device import H100, H200, device_named
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import H100, H200, Device, device_named
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
@@ -50,6 +51,11 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def table(config: HopperConfig, problem: Problem = PROBLEM, device: str = H200.kind) -> Table:
     return Table.of(device, {Key.of(problem): Entry(config, 1e-5)})
+
+
+def config_for(problem: Problem, device: Device) -> GemmConfig | None:
+    found = cache.find(problem, device)
+    return found.config if found else None
 
 
 def package(tmp_path: pathlib.Path, content: Table) -> None:
@@ -152,7 +158,6 @@ def test_tables_for_different_gpus_do_not_merge() -> None:
 
 def test_nothing_is_found_where_there_is_nothing() -> None:
     assert cache.find(PROBLEM, H200) is None
-    assert cache.lookup(PROBLEM, H200) is None
 
 
 def test_the_user_counts_before_the_package_and_a_block_before_both(tmp_path: pathlib.Path) -> None:
@@ -201,7 +206,7 @@ def test_a_config_that_is_not_legal_here_is_passed_over(tmp_path: pathlib.Path) 
 def test_a_table_for_another_gpu_is_passed_over() -> None:
     with table(FIRST, device=H100.kind):
         assert cache.find(PROBLEM, H200) is None
-        assert cache.lookup(PROBLEM, H100) == FIRST
+        assert config_for(PROBLEM, H100) == FIRST
 
 
 def test_a_jitted_function_is_traced_anew_in_a_block() -> None:
@@ -209,7 +214,7 @@ def test_a_jitted_function_is_traced_anew_in_a_block() -> None:
 
     @jax.jit
     def f(x: jax.Array) -> jax.Array:
-        traced.append(cache.lookup(PROBLEM, H200))
+        traced.append(config_for(PROBLEM, H200))
         return x
 
     f(jnp.zeros(1))
@@ -249,10 +254,10 @@ def test_saving_for_the_user_keeps_what_was_there() -> None:
 
 def test_a_changed_file_is_read_again() -> None:
     path = cache.save_for_user(table(FIRST))
-    assert cache.lookup(PROBLEM, H200) == FIRST
+    assert config_for(PROBLEM, H200) == FIRST
     table(SECOND).save(path)
     os.utime(path, ns=(1, 1))
-    assert cache.lookup(PROBLEM, H200) == SECOND
+    assert config_for(PROBLEM, H200) == SECOND
 
 
 def test_the_folder_has_a_default_and_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
