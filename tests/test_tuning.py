@@ -341,7 +341,8 @@ def test_autotune_returns_a_table_of_what_is_useful(monkeypatch: pytest.MonkeyPa
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
     with table:
         found = cache.find(PROBLEM, H200)
-        assert found is not None and found.config == tried(PROBLEM)[0]
+        assert found is not None
+        assert found.config == tried(PROBLEM)[0]
 
 
 def test_errors_are_compared_tile_by_tile() -> None:
