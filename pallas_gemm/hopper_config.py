@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.elementwise import live_arrays
+from pallas_gemm.kernels.elementwise import divides, live_arrays
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -24,6 +24,8 @@ MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
 FIXED_REGISTERS = 48
 """What is left to a consumer for addresses, counters, and the order that the assembler prefers."""
+FEW_STEPS = 8
+"""Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
 """Columns of a tile that are finished at once, at most, where it is stored late."""
 CLAIM_LIMIT = 8191
@@ -116,6 +118,8 @@ class HopperConfig(GemmConfig):
         fit beside the accumulator; else half of them, and so on.
         """
         width = LATE_STRIP if self.late_store else self.store_columns
+        if problem.epilogue.is_identity:
+            return width
         while width > WGMMA_COLUMNS and self._free_registers(problem, width) < FIXED_REGISTERS:
             width //= 2
         return width
@@ -130,6 +134,55 @@ class HopperConfig(GemmConfig):
             residual = rows * self.store_columns * problem.out_dtype.itemsize // (4 * WARPGROUP)
         taken = self.accumulator_registers + residual + values * epilogue_arrays(problem.epilogue)
         return self.most_registers - taken
+
+    def _needed_registers(self, problem: Problem) -> int:
+        """Registers that must be left: for addresses, counters and what the assembler reorders.
+
+        The assembler moves the arithmetic of chunks into each other as it likes. These numbers are
+        where configs that were drawn at random and compiled spilled no more.
+        """
+        epilogue, rows = problem.epilogue, self.consumer_tile[0]
+        # The loop over so few steps is unrolled, and keeps the addresses of all of them.
+        few = -(-problem.k // self.tile_k(problem)) <= FEW_STEPS
+        needed = 16
+        if not epilogue.is_identity:
+            widths = {width for _, width in self.store_chunks(problem)}
+            needed = 32 + 8 * epilogue.residual + 16 * (len(widths) - 1) + 8 * (rows > 128)
+            if epilogue_arrays(epilogue) > 2:
+                needed += 56 if epilogue.residual else 32 if self.late_store else 40
+            if few:
+                needed += 8 * (1 + problem.transpose_out) + 32 * (self.cluster_size > 2)
+        if rows > 192:
+            needed += 40 if self.pingpong else 16
+        if few and self.is_online and problem.transpose_out and self.cluster_size > 1:
+            needed += 72
+        return needed
+
+    def registers_suffice(self, problem: Problem) -> bool:
+        """Whether nothing is spilled."""
+        if self.accumulator_registers > self._most_accumulators:
+            return False
+        function = problem.epilogue.activation
+        # The parts of a division are too many, with panels of a transposed left operand above all.
+        short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
+        most = 128 if short else 120
+        early = not self.late_store and self.accumulator_registers > most
+        if early and function is not None and divides(function):
+            return False
+        free = self._free_registers(problem, self.finished_columns(problem))
+        return free >= self._needed_registers(problem)
+
+    @property
+    def _most_accumulators(self) -> int:
+        return 96 if self.consumers == 3 else 208
+
+    def _nearest_tile(self, problem: Problem) -> str:
+        """Says which narrower tile the registers of a consumer suffice for."""
+        for columns in range(self.tile[1] - 16, 0, -16):
+            other = dataclasses.replace(self, tile=(self.tile[0], columns))
+            if not other.form_refusals(problem) and other.registers_suffice(problem):
+                return f"the nearest tile that fits is {other.tile}"
+        return "fewer rows would fit"
 
     def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         """(first column, width) of each chunk of a consumer's part of the sums.
@@ -195,8 +248,7 @@ class HopperConfig(GemmConfig):
         problem = self.seen(problem)
         return (
             *_layout_refusals(problem),
-            *self._tile_refusals(problem),
-            *self._mode_refusals(problem),
+            *self.form_refusals(problem),
             *super().refusals(problem, device),
             *self._resource_refusals(problem, device),
         )
@@ -205,6 +257,10 @@ class HopperConfig(GemmConfig):
         yield from super()._malformed(problem)
         if self.consumers not in (1, 2, 3):
             yield f"consumers must be 1, 2 or 3, got {self.consumers}"
+
+    def form_refusals(self, problem: Problem) -> tuple[str, ...]:
+        """Returns what is illegal about tile and mode, whatever an SM has."""
+        return (*self._tile_refusals(problem), *self._mode_refusals(problem))
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         rows, cols = self.consumer_tile
@@ -250,10 +306,11 @@ class HopperConfig(GemmConfig):
         if self.late_store and not self.allows_late_store(problem):
             yield (
                 "late_store needs one or two cooperative consumers, a schedule that is a table, a"
-                " result of at most 16 bits, no residual, at most 128 accumulator registers and at"
-                f" most 4 chunks per tile, got consumers={self.consumers},"
-                f" pingpong={self.pingpong}, schedule={self.schedule!r},"
-                f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
+                " result of at most 16 bits (16 if it is gated), no residual, at most 128"
+                " accumulator registers and at most 4 chunks per tile, got"
+                f" consumers={self.consumers}, pingpong={self.pingpong},"
+                f" schedule={self.schedule!r}, out_dtype={problem.out_dtype},"
+                f" residual={problem.epilogue.residual},"
                 f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores"
             )
         if self.persistence == "dynamic":
@@ -287,6 +344,7 @@ class HopperConfig(GemmConfig):
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2
             and not problem.epilogue.residual
+            and not (problem.epilogue.gated and problem.out_dtype.itemsize == 1)
             and self.accumulator_registers <= 128
             and self.stores_per_tile(problem) <= 4
         )
@@ -295,11 +353,17 @@ class HopperConfig(GemmConfig):
         if self.stages < 2 or self.ring_barriers > MAX_BARRIERS:
             most = MAX_BARRIERS // (2 if self.pingpong else 1)
             yield f"stages must be from 2 to {most}, got {self.stages}"
-        limit = 96 if self.consumers == 3 else 208
-        if self.accumulator_registers > limit:
+        if self.accumulator_registers > self._most_accumulators:
             yield (
-                f"a consumer holds at most {limit} accumulator registers per thread,"
-                f" tile={self.tile} needs {self.accumulator_registers}"
+                f"a consumer holds at most {self._most_accumulators} accumulator registers per"
+                f" thread, tile={self.tile} needs {self.accumulator_registers};"
+                f" {self._nearest_tile(problem)}"
+            )
+        elif not self.registers_suffice(problem):
+            yield (
+                f"a consumer has at most {self.most_registers} registers per thread, and what the"
+                f" {self.accumulator_registers} accumulators of tile={self.tile} leave are too few"
+                f" for this epilogue and mode; {self._nearest_tile(problem)}"
             )
         needed = self.shared_memory_bytes(problem)
         if needed > device.shared_memory:

@@ -223,6 +223,16 @@ CASES = {
         config(tile=(256, 224), stages=2),
         NT,
     ),
+    "registers of an epilogue": Case(
+        ("a consumer has at most 240 registers", "192 accumulators of tile=(128, 192)", "(128, "),
+        config(tile=(128, 192), stages=4, pingpong=True),
+        dataclasses.replace(NT, epilogue=Epilogue(bias=True, residual=True)),
+    ),
+    "registers of no tile": Case(
+        ("too few for this epilogue", "fewer rows would fit"),
+        config(tile=(256, 64), stages=2, pingpong=True),
+        problem(transpose_a=True, epilogue=Epilogue(activation=jax.nn.silu)),
+    ),
     "registers of three": Case(
         ("at most 96 accumulator registers", "tile=(192, 256) needs 128"),
         config(tile=(192, 256), stages=2, consumers=3),

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_gemm import offline, tuning_space
-from pallas_gemm.activations import gelu_tanh
+from pallas_gemm.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import DEVICES, H200
@@ -56,6 +56,8 @@ DTYPES = (
 E4M3 = jnp.float8_e4m3fn
 LATE = HopperConfig(tile=(128, 256), stages=4)
 EARLY = dataclasses.replace(LATE, late_store=False)
+SILU = Epilogue(activation=jax.nn.silu)
+WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
 MODES: dict[str, Case] = {
     **{
@@ -181,10 +183,43 @@ def test_what_tuning_tries():
     check_sound([(config, NT) for config in dict.fromkeys(tried)])
 
 
-@pytest.mark.xfail(reason="16 bytes are spilled with b stored [n, k], none with b stored [k, n]")
-def test_consumers_that_take_turns_and_add_a_residual():
-    config, _ = MODES["in turns"]
-    check_sound([(config, dataclasses.replace(NT, epilogue=EPILOGUES[2]))])
+def test_what_would_spill_is_refused_and_the_nearest_tile_does_not():
+    cases = [
+        ("in turns", {}, dataclasses.replace(NT, epilogue=EPILOGUES[2])),
+        (
+            "tall",
+            {"tile": (256, 176), "store_columns": 64, "stages": 2},
+            dataclasses.replace(NT, epilogue=SILU),
+        ),
+        ("in turns", {"tile": (256, 96), "stages": 2}, NT),
+        ("early", {"cluster": (1, 2)}, products.transposed(WITH_SILU, "TN")),
+    ]
+    nearest = []
+    for mode, changes, problem in cases:
+        config = dataclasses.replace(MODES[mode][0], **changes)
+        (reason,) = config.refusals(problem, H200)
+        columns = re.search(r"registers .* the nearest tile that fits is \(\d+, (\d+)\)", reason)
+        assert columns, reason
+        tile = config.tile[0], int(columns[1])
+        nearest.append((dataclasses.replace(config, tile=tile), problem))
+    check_sound(nearest)
+
+
+def test_heavy_epilogues_are_applied_to_a_few_columns_at_a_time():
+    exact = Epilogue(activation=ACTIVATIONS["gelu_exact"])
+    check_sound(
+        [
+            (LATE, dataclasses.replace(PROBLEM, epilogue=exact)),
+            (
+                dataclasses.replace(EARLY, tile=(128, 96), stages=5, consumers=1, store_columns=32),
+                dataclasses.replace(NT, epilogue=exact),
+            ),
+            (
+                dataclasses.replace(EARLY, tile=(256, 64), stages=3),
+                dataclasses.replace(NT, epilogue=dataclasses.replace(SILU, residual=True)),
+            ),
+        ]
+    )
 
 
 def test_tiles_that_are_no_whole_number_of_strips():
