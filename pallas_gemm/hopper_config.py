@@ -153,7 +153,7 @@ class HopperConfig(GemmConfig):
             if few:
                 needed += 8 * (1 + problem.transpose_out) + 32 * (self.cluster_size > 2)
         if rows > 192:
-            needed += 40 if self.pingpong else 16
+            needed += 16 if epilogue.is_identity and not self.pingpong else 40
         if few and self.is_online and problem.transpose_out and self.cluster_size > 1:
             needed += 72
         return needed
