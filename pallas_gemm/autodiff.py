@@ -15,7 +15,7 @@ What the derivative of an activation needs follows one rule:
   and kept under the name that `jax.checkpoint` knows results by, and XLA applies the activation
   and the residual in float32. So under differentiation, and only there, such a result is rounded
   twice, and one more pass over it is made. Computing the pre-activation again would cost a third of
-  the backward pass.
+  the backward pass; the elementwise part after it is computed again, and nothing of it is kept.
 """
 
 import dataclasses
@@ -77,6 +77,9 @@ def _through_activation(call: Call, given: Operands, moved: Operands) -> tuple[A
             # and reads twice as much.
             changes.append(lax.optimization_barrier(change))
 
+    # So that reverse mode keeps the pre-activations alone: else each layer of a scan, and XLA for
+    # a `tanh`, keep arrays of float32 besides.
+    @jax.checkpoint
     def finish(sums: list[jax.Array], residual: jax.Array | None) -> jax.Array:
         result = xla.finish(after, sums, Operands(None, None, residual=residual))
         return result.astype(call.out_dtype)

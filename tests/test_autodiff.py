@@ -332,6 +332,19 @@ def _saved(policy: Any, f: Callable[..., Any], *args: Any) -> int:
     return len(_products(jax.grad(lambda *args: jnp.sum(checked(*args))), *args))
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_nothing_wide_is_kept_for_an_activation(activation: str) -> None:
+    a, b, up = (jnp.ones(shape, jnp.bfloat16) for shape in ((24, 16), (16, 40), (16, 40)))
+    functions = [
+        (lambda a, b, up: gemm(a, b, bias=up[0], activation=activation), 1),
+        (lambda a, b, up: gated_gemm(a, b, up, activation=activation), 2),
+    ]
+    for f, pre_activations in functions:
+        _, pull = jax.vjp(f, a, b, up)
+        kept = [x.dtype for x in jax.tree.leaves(pull) if x.size == 24 * 40]
+        assert kept == [jnp.bfloat16] * pre_activations
+
+
 def test_policies_of_checkpoint_know_the_results() -> None:
     a, b, c = _normal(4, 4), _normal(4, 4, seed=1), _normal(4, 4, seed=2)
 
