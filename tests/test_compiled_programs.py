@@ -45,8 +45,9 @@ def contents() -> dict[str, dict[str, int]]:
         ("unaligned", 1, 2),
         # Forward, and both gradients from operands as they are stored.
         ("training step", 3, 0),
-        # The activation with its derivative, and the sum for the gradient of the bias.
-        ("training step of a layer", 3, 2),
+        # The activation, its derivative (which a model comes to much later), and the sum for the
+        # gradient of the bias.
+        ("training step of a layer", 3, 3),
         # One contraction over all examples; the cotangent is made of a constant.
         ("examples", 1, 1),
     ],
