@@ -151,7 +151,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "a config's field",
         lambda: gemm(A, B, config=HopperConfig(stages="many")),
         TypeError,
-        "config: stages must be like 4, got 'many'",
+        "stages must be an integer, got 'many'",
     ),
     (
         "a config's tile",
