@@ -90,10 +90,12 @@ class BlackwellConfig(GemmConfig):
     def read_columns(self, problem: Problem) -> int:
         """How many columns of the sums are read and finished at a time.
 
-        Fewer with an activation, whose intermediate values need registers too.
+        Fewer with an activation, whose intermediate values need registers too, and the fewest
+        where the threads of the epilogue load and multiply as well.
         """
-        plain = problem.epilogue.activation is None
-        return self.store_columns if plain else ACTIVATED_COLUMNS // problem.sums
+        if problem.epilogue.activation is None:
+            return self.store_columns
+        return ACTIVATED_COLUMNS // (problem.sums if self.specialised else 2)
 
     def launched(self, problem: Problem, device: Device) -> int:
         """How many clusters the grid has; all but `workers` of them may never start."""
