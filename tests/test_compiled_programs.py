@@ -1,16 +1,9 @@
 """What surrounds the kernels in programs compiled for a GPU: nothing that need not be there."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from pallas_gemm import offline
-
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import programs
 
 pytestmark = pytest.mark.skipif(
     bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
@@ -20,16 +13,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def contents() -> dict[str, dict[str, int]]:
     """What each program consists of, by its name."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.compiled_programs"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return programs.printed("tests.compiled_programs")
 
 
 @pytest.mark.parametrize(

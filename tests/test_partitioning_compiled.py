@@ -1,18 +1,12 @@
 """Programs compiled for eight GPUs: each runs kernels on its part, and what is sent is covered."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from pallas_gemm import offline
-
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import programs
 
 pytestmark = pytest.mark.skipif(
     bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
@@ -22,16 +16,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def done() -> dict[str, Any]:
     """What each program does, by its name."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.partitioned_programs"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return programs.printed("tests.partitioned_programs")
 
 
 def _kernels(program: Any) -> list[str]:
