@@ -7,9 +7,9 @@
     python examples/train_transformer.py --cpu_devices=8 --mesh=data:2,model:4
 
 Both start from the same parameters and see the same examples, so their losses should agree as far
-as the roundings of their types let them. They take turns of a few steps; times are medians over the
-turns, without the first. `host` is how long Python needs to start a step, and `memory` what the
-compiled step takes on each device.
+as the roundings of their types let them. They take turns of a few steps, in each round once in this
+order and once in the other; times are medians over the rounds, without the first. `host` is how
+long Python needs to start a step, and `memory` what the compiled step takes on each device.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
     for name in ("blocks", "batch", "sequence"):
         flags.DEFINE_integer(name, None, f"Instead of the preset's {name}.", 1, flag_values=values)
-    flags.DEFINE_integer("rounds", 8, "Turns of each.", 1, flag_values=values)
+    flags.DEFINE_integer("rounds", 5, "Rounds of two turns of each.", 1, flag_values=values)
     flags.DEFINE_integer("steps", 5, "Steps of a turn.", 1, flag_values=values)
     flags.DEFINE_string("mesh", "", "Such as data:2,model:2.", flag_values=values)
     flags.DEFINE_integer(
