@@ -100,16 +100,20 @@ class Steps:
 
 
 class Stopwatch:
-    """Says at the end how long the parts of a program took.
+    """Says how long the parts of a program took: each when it ends, or all of them at the end.
 
     >>> clock = Stopwatch()
     >>> with clock("predicting"):
     ...     pass
+
+    Args:
+        say: Called with a line when a part ends; None to have them in the summary.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
         self._start = time.perf_counter()
-        self._parts: dict[str, float] = {}
+        self._say = say
+        self._parts: list[str] = []
 
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -118,12 +122,16 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._parts[part] = time.perf_counter() - start
+            line = f"{part} {time.perf_counter() - start:.0f} s"
+            if self._say:
+                self._say(line)
+            else:
+                self._parts.append(line)
 
     def summary(self) -> str:
         """Returns one line."""
-        parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
-        return f"Done in {time.perf_counter() - self._start:.0f} s ({parts})."
+        parts = f" ({', '.join(self._parts)})" if self._parts else ""
+        return f"Done in {time.perf_counter() - self._start:.0f} s{parts}."
 
 
 def several(flag: str, values: Sequence[str]) -> Sequence[str]:

@@ -1,9 +1,11 @@
 """Hardware counters through Nsight Compute, which runs a program of ours again under itself."""
 
+import contextlib
 import csv
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,26 +39,37 @@ def missing() -> str | None:
     return None
 
 
-def collect(program: Sequence[str], kernels: str, expected: int) -> list[dict[str, float]]:
+class CountingError(RuntimeError):
+    """Nothing was counted; the message is one line that says why."""
+
+
+def collect(
+    program: Sequence[str], kernels: str, *, expected: int, seconds: float
+) -> list[dict[str, float]]:
     """Runs a program under Nsight Compute.
 
     Args:
-        program: Its command line.
+        program: Its command line. Only its own process is looked at, not those that it starts.
         kernels: A regular expression that the names of the kernels to count match.
         expected: How many such kernels the program launches.
+        seconds: After so long it is ended, with all that it started.
 
     Returns:
         The counters of each, in the order of their launches.
 
     Raises:
-        RequestError: The counters may not be read, or the program failed.
+        RequestError: The counters may not be read.
+        CountingError: The program failed or took too long, or ncu wrote something else.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder) / "ncu.csv"
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        log = folder / "ncu.csv"
         command = [
             "ncu",
             # The clocks are the machine's business, and other programs may share them.
             "--clock-control=none",
+            # To watch a process costs it time, and those that only lower launch nothing.
+            "--target-processes=application-only",
             "--csv",
             "--page=raw",
             "--print-units=base",
@@ -65,22 +78,60 @@ def collect(program: Sequence[str], kernels: str, expected: int) -> list[dict[st
             f"--metrics={','.join(METRICS.values())}",
             *program,
         ]
-        # The process that waits may hold memory of the same GPU.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        text = log.read_text() if log.exists() else ""
-    said = text + done.stdout + done.stderr
-    if _NO_PERMISSION in said:
+        status, said = _ended(command, folder, seconds)
+        text = log.read_text(errors="replace") if log.exists() else ""
+    if _NO_PERMISSION in text + said:
         raise RequestError(
             "this user may not read GPU counters (ERR_NVGPUCTRPERM); the administrator can allow it"
         )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or said.strip().splitlines() or ["no message"]
-        raise RequestError(f"ncu failed with status {done.returncode}: {lines[-1]}")
-    found = parse(text)
+    if status is None:
+        raise CountingError(f"ended after {seconds:g} s; the last words: {_last_words(text, said)}")
+    if status:
+        raise CountingError(f"ncu failed with status {status}: {_last_words(text, said)}")
+    try:
+        found = parse(text)
+    except (KeyError, ValueError) as error:
+        raise CountingError(f"ncu wrote what cannot be read: {error!r}") from error
     if len(found) != expected:
-        raise RequestError(f"ncu counted {len(found)} kernels where {expected} were launched")
+        raise CountingError(f"ncu counted {len(found)} kernels where {expected} were launched")
     return found
+
+
+def _ended(command: Sequence[str], folder: pathlib.Path, seconds: float) -> tuple[int | None, str]:
+    """Runs a command for at most so long.
+
+    Returns:
+        Its exit status, None if the time was over, and what it printed, stderr last.
+    """
+    # Files, for what is in a pipe when the time is over is lost.
+    printed = folder / "stdout", folder / "stderr"
+    with printed[0].open("wb") as stdout, printed[1].open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            # The process that waits may hold memory of the same GPU.
+            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    status = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(seconds)
+    finally:
+        # Whoever is left of the group, for whatever reason, would keep the GPU.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return status, "".join(path.read_text(errors="replace") for path in printed)
+
+
+def _last_words(log: str, said: str) -> str:
+    """Returns what ncu gives as the error, and the last line that it or the program printed."""
+    errors = [line for line in log.splitlines() if line.startswith("==ERROR==")]
+    words = [*errors[-1:], *said.strip().splitlines()[-1:]]
+    return "; ".join(word.strip() for word in words) or "no message"
 
 
 def parse(text: str) -> list[dict[str, float]]:

@@ -6,7 +6,8 @@
 
 One table for each kind of persistence and shape of cluster: order by order, computed on the device
 ("online") or read from a table ("offline"). Times are those of the kernel; `x XLA` is the median
-over rounds of the time of XLA's product over this one's in the same round.
+over rounds of the time of XLA's product over this one's in the same round. Counters are read when
+everything has been timed, so that whatever happens under Nsight Compute, the times are there.
 """
 
 import concurrent.futures
@@ -14,8 +15,8 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
@@ -24,8 +25,8 @@ if __package__ in (None, ""):
 from absl import app, flags
 from rich.console import Console
 
-from bench import command, contest, counters, gpu, report, shapes, study, workers
-from bench.peers import Peer
+from bench import command, contest, counters, gpu, peers, report, shapes, study, workers
+from bench.contest import Contender
 from pallas_gemm.config import Persistence
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.measure import Meter, Settings, measure
@@ -51,6 +52,7 @@ class Options:
         clusters: Shapes of clusters.
         settings: How long to look.
         counters: Whether to read the hardware's counters.
+        counter_seconds: How long they may take for each kind of persistence.
         csv: File to write, or None.
         plot: Folder for pictures, or None.
     """
@@ -62,6 +64,7 @@ class Options:
     clusters: tuple[tuple[int, int], ...]
     settings: Settings
     counters: bool
+    counter_seconds: float
     csv: pathlib.Path | None
     plot: pathlib.Path | None
 
@@ -81,6 +84,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("turn_seconds", 0.06, "Length of a sustained turn.", 0.001, **text)
     flags.DEFINE_float("energy_seconds", 0.3, "Time to read energy; 0 for none.", 0.0, **text)
     flags.DEFINE_bool("counters", False, "Read hardware counters through ncu.", **text)
+    flags.DEFINE_float("counter_seconds", 120.0, "For each persistence, at most.", 1.0, **text)
     flags.DEFINE_string("csv", None, "Write the rows to this file.", **text)
     flags.DEFINE_string("plot", None, "Write pictures into this folder.", **text)
     flags.DEFINE_bool("replay", False, "Only run each launch once: what ncu watches.", **text)
@@ -120,6 +124,7 @@ def options_from(values: flags.FlagValues) -> Options:
             energy_seconds=command.seconds("energy_seconds", values.energy_seconds),
         ),
         counters=values.counters,
+        counter_seconds=command.seconds("counter_seconds", values.counter_seconds),
         csv=command.output_path(values.csv),
         plot=command.output_path(values.plot),
     )
@@ -136,6 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(values: flags.FlagValues) -> int:
+    start = time.perf_counter()
     options = options_from(values)
     if options.plot:
         command.make_folder(options.plot)
@@ -162,30 +168,26 @@ def _run(values: flags.FlagValues) -> int:
         raise command.RequestError(
             f"no launch is legal: {'; '.join(options.base.refusals(problem, device))}"
         )
+    launches = study.contestants(chosen, device)
     if values.replay:
-        return _replay(options, chosen)
-    clock = command.Stopwatch()
+        # A process that is watched is slow at lowering; its workers are not watched.
+        with workers.Workers() as pool:
+            return replay(options, launches[1:], pool, lambda line: _say_under_ncu(line, start))
     console = command.console()
-    counted: Sequence[Any] = [None] * len(chosen)
-    if options.counters:
-        with console.status("counting under Nsight Compute"), clock("counting"):
-            counted = _counted(len(chosen))
-    with console.status("predicting"), clock("predicting"):
+    clock = command.Stopwatch(console.print)
+    with clock("predicting"):
         predicted = study.predictions(chosen, problem, device, os.cpu_count() or 1)
-    rows = [
-        study.Row(launch, prediction, counters=seen)
-        for launch, prediction, seen in zip(chosen, predicted, counted, strict=True)
-    ]
-    with clock("compiling and timing"), workers.Workers() as pool:
-        contestants = study.contestants(chosen, device)
-        bench = Bench(contestants, gpu.GpuMeter(), pool)
-        rows = timed_rows(rows, options, bench, console)
+    rows = [study.Row(*pair) for pair in zip(chosen, predicted, strict=True)]
+    with workers.Workers() as pool:
+        rows = timed_rows(rows, options, Bench(launches, gpu.GpuMeter(), pool), console, clock)
     for line in study.choice_lines(rows):
         console.print(line)
     if options.plot:
         from bench import plots
 
         report.write(options.plot / "orders.png", plots.orders(rows))
+    if options.counters:
+        rows = counted_rows(rows, options, console, clock)
     console.print(clock.summary())
     return 0 if all(row.result for row in rows) else 1
 
@@ -200,13 +202,17 @@ class Bench:
         pool: Processes that lower kernels; None for none.
     """
 
-    peers: Sequence[Peer]
+    peers: Sequence[peers.Peer]
     meter: Meter
     pool: workers.Workers | None = None
 
 
 def timed_rows(
-    rows: Sequence[study.Row], options: Options, bench: Bench, console: Console
+    rows: Sequence[study.Row],
+    options: Options,
+    bench: Bench,
+    console: Console,
+    clock: command.Stopwatch,
 ) -> list[study.Row]:
     """Times every launch, and prints and writes each table as soon as it is done.
 
@@ -215,70 +221,156 @@ def timed_rows(
         options: What was asked for.
         bench: What they are timed with.
         console: Where to print.
+        clock: Says how long each part took.
 
     Returns:
         The rows with their results; those that failed or were wrong have none.
     """
+    done: list[study.Row] = []
     with command.progress_bar() as bar:
         steps = command.Steps(bar, bar.add_task("study", total=None))
-        passed, dropped = contest.contenders(
-            options.case,
-            bench.peers,
-            cold=False,
-            start=steps.start,
-            advance=steps.advance,
-            pool=bench.pool,
-        )
-        for out in dropped:
-            console.print(f"{out.peer}: {out.status}: {out.note}")
-        by_name = {contender.peer: contender.variant for contender in passed}
-        if contest.BASELINE not in by_name:
-            raise TimingError("XLA's product, which all are compared with, failed")
-        done: list[study.Row] = []
-        for (persistence, _), table in study.tables(rows).items():
+        with clock("compiling and checking"):
+            by_name = _contenders(options, bench, steps, console)
+        for (persistence, cluster), table in study.tables(rows).items():
             names = [row.launch.name for row in table if row.launch.name in by_name]
-            variants = [by_name[name] for name in (contest.BASELINE, *names)]
+            variants = [by_name[name].variant for name in (contest.BASELINE, *names)]
             steps.start(f"timing {persistence}", options.settings.turns(len(variants)))
             try:
-                results = measure(
-                    variants,
-                    bench.meter,
-                    options.settings,
-                    baseline=contest.BASELINE,
-                    advance=steps.advance,
-                )
+                with clock(f"timing {persistence} {cluster[0]}x{cluster[1]}"):
+                    results = measure(
+                        variants,
+                        bench.meter,
+                        options.settings,
+                        baseline=contest.BASELINE,
+                        advance=steps.advance,
+                    )
             except RuntimeError as error:
                 # The other tables are another matter.
                 console.print(f"{persistence}: failed: {contest.reason(error)}")
                 results = {}
             done += [dataclasses.replace(row, result=results.get(row.launch.name)) for row in table]
-            for line in study.table_lines(done[-len(table) :]):
-                console.print(line)
-            if options.csv:
-                report.write(options.csv, study.to_csv(done))
+            _show(done[-len(table) :], console)
+            _write(done, options)
     return done
 
 
-def _counted(launches: int) -> list[dict[str, float]]:
-    """Runs this program again under Nsight Compute."""
-    program = [sys.executable, str(pathlib.Path(__file__).resolve()), *sys.argv[1:], "--replay"]
-    return counters.collect(program, KERNEL, expected=launches)
+def _contenders(
+    options: Options, bench: Bench, steps: command.Steps, console: Console
+) -> dict[str, Contender]:
+    """Returns XLA and the launches that are right, by name, and prints what became of others."""
+    passed, dropped = contest.contenders(
+        options.case,
+        bench.peers,
+        cold=False,
+        start=steps.start,
+        advance=steps.advance,
+        pool=bench.pool,
+    )
+    for out in dropped:
+        console.print(f"{out.peer}: {out.status}: {out.note}")
+    by_name = {contender.peer: contender for contender in passed}
+    if contest.BASELINE not in by_name:
+        raise TimingError("XLA's product, which all are compared with, failed")
+    return by_name
 
 
-def _replay(options: Options, chosen: Sequence[study.Launch]) -> int:
-    """Runs each launch once, in order; what else runs on the GPU has other names."""
+def counted_rows(
+    rows: Sequence[study.Row], options: Options, console: Console, clock: command.Stopwatch
+) -> list[study.Row]:
+    """Reads the counters of each kind of persistence in a run of its own.
+
+    Tables and CSV are printed and written anew after each. A run that fails or takes too long
+    leaves its rows without counters.
+
+    Args:
+        rows: All launches that the options ask for, in order.
+        options: What was asked for.
+        console: Where to print.
+        clock: Says how long each run took.
+
+    Returns:
+        The rows with their counters.
+    """
+    done = list(rows)
+    for kind in options.persistence:
+        places = [i for i, row in enumerate(done) if row.launch.config.persistence == kind]
+        if not places:
+            continue
+        console.print(
+            f"counting {len(places)} {kind} launches under Nsight Compute,"
+            f" for {options.counter_seconds:g} s at most"
+        )
+        try:
+            with clock(f"counting {kind}"):
+                counted = counters.collect(
+                    _replay_command(kind),
+                    KERNEL,
+                    expected=len(places),
+                    seconds=options.counter_seconds,
+                )
+        except counters.CountingError as error:
+            console.print(f"counting {kind}: {error}")
+            continue
+        for place, seen in zip(places, counted, strict=True):
+            done[place] = dataclasses.replace(done[place], counters=seen)
+        _show([done[place] for place in places], console)
+        _write(done, options)
+    return done
+
+
+def _show(rows: Sequence[study.Row], console: Console) -> None:
+    for table in study.tables(rows).values():
+        for line in study.table_lines(table):
+            console.print(line)
+
+
+def _write(rows: Sequence[study.Row], options: Options) -> None:
+    if options.csv:
+        report.write(options.csv, study.to_csv(rows))
+
+
+def _replay_command(persistence: Persistence) -> list[str]:
+    """Returns the command line of this program for what Nsight Compute is to watch."""
+    program = [sys.executable, str(pathlib.Path(__file__).resolve())]
+    # Of a flag that is given twice, the last one counts.
+    return [*program, *sys.argv[1:], f"--persistence={persistence}", "--replay"]
+
+
+def replay(
+    options: Options,
+    launches: Sequence[peers.Peer],
+    pool: workers.Workers | None,
+    say: Callable[[str], object],
+) -> int:
+    """Runs each launch once, in order; what else runs on the GPU has other names.
+
+    Args:
+        options: What was asked for.
+        launches: A peer for each launch.
+        pool: Processes that lower kernels; None for none.
+        say: Called with a line after each stage: the last one tells where a run was ended.
+
+    Returns:
+        The exit status.
+    """
     import jax
 
-    from bench import machine, products
+    from bench import products
 
-    peers = study.contestants(chosen, machine.this_device())[1:]
-    candidates = [candidate for peer in peers for candidate in peer.candidates(options.case)]
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as pool:
-        runners = list(pool.map(lambda candidate: candidate.build(), candidates))
-    operands = products.make_operands(options.case, jax.random.key(0))
-    for runner in runners:
+    candidates = [candidate for peer in launches for candidate in peer.candidates(options.case)]
+    say(f"lowering {len(candidates)} kernels")
+    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
+        runners = list(threads.map(lambda one: peers.built(one, pool), candidates))
+    say(f"lowered and compiled {len(runners)} kernels")
+    operands = jax.block_until_ready(products.make_operands(options.case, jax.random.key(0)))
+    for count, runner in enumerate(runners, 1):
         jax.block_until_ready(runner(operands))
+        say(f"launched {count} of {len(runners)}")
     return 0
+
+
+def _say_under_ncu(line: str, start: float) -> None:
+    print(f"{PROGRAM}: {line}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def _persistence(text: str) -> Persistence:

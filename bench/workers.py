@@ -58,8 +58,9 @@ class Workers:
 
     def __init__(self, processes: int | None = None, platform: str = "cuda") -> None:
         self._platform = platform
+        self._processes = processes or min(MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2))
         self._pool = concurrent.futures.ProcessPoolExecutor(
-            processes or min(MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2)),
+            self._processes,
             # A fork of a process that has threads may hang.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_leave_the_gpu_alone,
@@ -67,7 +68,9 @@ class Workers:
 
     def __enter__(self) -> Self:
         """Starts the processes, which takes them some seconds."""
-        self._pool.submit(os.getpid)
+        # A process is started for each task that finds none idle.
+        for _ in range(self._processes):
+            self._pool.submit(os.getpid)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,5 +1,8 @@
 """Whether a product is right: its errors, tile by tile, beside those of XLA in the same types."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -42,3 +45,17 @@ def worst_error(result: jax.Array, reference: jax.Array, xla_errors: jax.Array) 
     # An infinite error of both is no excuse.
     wrong = (errors > 0) & ((xla_errors == 0) | jnp.isinf(errors))
     return jnp.where(wrong, jnp.inf, jnp.where(errors == 0, 0.0, errors / xla_errors)).max()
+
+
+def compiled_at_once(f: Callable[..., Any], *operands: Any) -> Callable[..., Any]:
+    """Compiles a function that is run once or twice: XLA does not look for its fastest way.
+
+    It is for references, not for the product of XLA that results are compared with: in which order
+    that adds up depends on the way that was found fastest.
+
+    Args:
+        f: The function.
+        *operands: Its arguments, or `jax.ShapeDtypeStruct`s in their place.
+    """
+    options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+    return jax.jit(f).lower(*operands).compile(compiler_options=options)

@@ -518,3 +518,12 @@ def test_a_stopwatch_tells_the_parts() -> None:
     with clock("compiling"):
         pass
     assert clock.summary() == "Done in 0 s (compiling 0 s)."
+
+
+def test_a_stopwatch_tells_each_part_when_it_ends() -> None:
+    lines: list[str] = []
+    clock = command.Stopwatch(lines.append)
+    with pytest.raises(KeyError), clock("compiling"):
+        raise KeyError
+    assert lines == ["compiling 0 s"]
+    assert clock.summary() == "Done in 0 s."

@@ -5,13 +5,16 @@ import dataclasses
 import io
 import itertools
 import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 import pytest
 from absl import flags
 from rich.console import Console
 
-from bench import command, counters, schedule_study, shapes, study, tune
+from bench import command, counters, machine, schedule_study, shapes, study, tune
 from bench.peers import Candidate, JaxPeer, Xla, compiled
 from bench.products import plain
 from pallas_gemm import cache, rules, tuning
@@ -202,7 +205,8 @@ def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result(
     path = tmp_path / "study.csv"
     chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK, csv=path)
     bench = schedule_study.Bench(peers, MadeUpGpu())
-    done = schedule_study.timed_rows(rows, chosen, bench, console)
+    clock = command.Stopwatch(console.print)
+    done = schedule_study.timed_rows(rows, chosen, bench, console, clock)
     ratios = {
         x.launch.name: x.result and x.result.burst and x.result.burst.ratio.median for x in done
     }
@@ -217,6 +221,12 @@ def test_launches_are_timed_table_by_table_and_those_that_fail_have_no_result(
     text = console.file.getvalue()
     assert "raster/offline/none/1x1: failed: RuntimeError: no luck" in text
     assert "not persistent, cluster 1x1, tile 128x128" in text
+    # Where nothing but lines can be seen, they say what is over.
+    stages = re.findall(r"^(compiling.*|timing.*) \d+ s$", text, re.MULTILINE)
+    assert stages == [
+        "compiling and checking",
+        *(f"timing {kind} 1x1" for kind in ("none", "static", "dynamic")),
+    ]
     assert path.read_text() == study.to_csv(done)
 
 
@@ -232,11 +242,139 @@ def test_a_table_that_cannot_be_timed_does_not_stop_the_others() -> None:
     bench = schedule_study.Bench([Xla(), *(MadeUpLaunch(x.name) for x in found)], Moody())
     console = Console(file=io.StringIO(), width=command.WIDTH)
     chosen = dataclasses.replace(options("--shape=256x256x64"), settings=QUICK)
-    done = schedule_study.timed_rows(rows, chosen, bench, console)
+    done = schedule_study.timed_rows(rows, chosen, bench, console, command.Stopwatch())
     timed = {x.launch.name for x in done if x.result}
     assert timed == {x.launch.name for x in done if x.launch.config.persistence != "static"}
     assert isinstance(console.file, io.StringIO)
     assert "static: failed: TimingError: static: 6 calls" in console.file.getvalue()
+
+
+COUNTED = dict.fromkeys(counters.METRICS, 0.5)
+
+
+class MadeUpNcu:
+    """Counts what it is asked to, but for the kinds of persistence that break it.
+
+    Attributes:
+        programs: The command lines that it ran.
+    """
+
+    def __init__(self, breaks: dict[str, Exception]) -> None:
+        self.programs: list[Sequence[str]] = []
+        self._breaks = breaks
+
+    def collect(
+        self, program: Sequence[str], kernels: str, *, expected: int, seconds: float
+    ) -> list[dict[str, float]]:
+        assert (kernels, seconds) == ("pallas_gemm", 120)
+        self.programs.append(program)
+        kinds = [part for part in program if part.startswith("--persistence=")]
+        if error := self._breaks.get(kinds[-1].removeprefix("--persistence=")):
+            raise error
+        # Each launch has other counters.
+        return [COUNTED | {"cycles": float(i)} for i in range(expected)]
+
+
+def test_each_kind_of_persistence_is_counted_by_itself(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ncu = MadeUpNcu({"static": counters.CountingError("ended after 120 s; the last words: x")})
+    monkeypatch.setattr(counters, "collect", ncu.collect)
+    monkeypatch.setattr(sys, "argv", ["study.py", "--counters", "--persistence=none,static"])
+    found = launches()
+    rows = [dataclasses.replace(row(launch, 1.0), counters=None) for launch in found]
+    console = Console(file=io.StringIO(), width=command.WIDTH)
+    chosen = dataclasses.replace(options("--counters"), csv=tmp_path / "study.csv")
+    clock = command.Stopwatch(console.print)
+    done = schedule_study.counted_rows(rows, chosen, console, clock)
+    # Each row has its own, in the order in which a replay launches those of its kind.
+    for kind in study.PERSISTENCE:
+        seen = [x.counters for x in done if x.launch.config.persistence == kind]
+        cycles = [counted and counted["cycles"] for counted in seen]
+        assert cycles == ([None] * len(seen) if kind == "static" else list(range(len(seen))))
+    assert [dataclasses.replace(x, counters=None) for x in done] == rows
+    assert [program[-2:] for program in ncu.programs] == [
+        [f"--persistence={kind}", "--replay"] for kind in study.PERSISTENCE
+    ]
+    assert options(*ncu.programs[-1][3:]).persistence == ("dynamic",)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "launches under Nsight Compute, for 120 s at most\ncounting none 0 s\n" in text
+    assert "counting static: ended after 120 s; the last words: x\n" in text
+    titles = [line.split(", tile")[0] for line in text.splitlines() if "cluster" in line]
+    assert titles == [
+        *("not persistent, cluster 1x1", "not persistent, cluster 2x1"),
+        *("dynamic, cluster 1x1", "dynamic, cluster 2x1"),
+    ]
+    assert chosen.csv is not None
+    assert chosen.csv.read_text() == study.to_csv(done)
+
+
+def test_a_replay_runs_each_launch_once_and_says_how_far_it_is() -> None:
+    found = launches(orders=["raster"], clusters=[(1, 1)])
+    ran: list[str] = []
+
+    class Counting(MadeUpLaunch):
+        def candidates(self, case: shapes.Case) -> list[Candidate]:
+            (one,) = super().candidates(case)
+
+            def build() -> Callable[[object], object]:
+                runner = one.build()
+                return lambda operands: (ran.append(self.name), runner(operands))[1]
+
+            return [Candidate("", build)]
+
+    said: list[str] = []
+    small = options("--shape=256x256x64")
+    peers = [Counting(x.name) for x in found]
+    assert schedule_study.replay(small, peers, None, said.append) == 0
+    assert ran == [x.name for x in found]
+    assert said == [
+        *("lowering 5 kernels", "lowered and compiled 5 kernels"),
+        *(f"launched {count} of 5" for count in range(1, 6)),
+    ]
+
+
+class NoWorkers:
+    """Stands for the other processes."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_without_permission_to_count_the_times_are_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peers(chosen: Sequence[study.Launch], _: object) -> list[JaxPeer]:
+        return [Xla(), *(MadeUpLaunch(launch.name) for launch in chosen)]
+
+    refusal = command.RequestError("this user may not read GPU counters")
+    monkeypatch.setattr(counters, "collect", MadeUpNcu({"none": refusal}).collect)
+    monkeypatch.setattr(counters, "missing", lambda: None)
+    monkeypatch.setattr(schedule_study.gpu, "missing_gpu", lambda: None)
+    monkeypatch.setattr(schedule_study.gpu, "GpuMeter", MadeUpGpu)
+    monkeypatch.setattr(schedule_study.workers, "Workers", NoWorkers)
+    monkeypatch.setattr(schedule_study.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "this_device", lambda: H200)
+    monkeypatch.setattr(study, "contestants", peers)
+    values = flags.FlagValues()
+    schedule_study.define_flags(values)
+    path = tmp_path / "study.csv"
+    few = ("--shape=512x512x64", "--orders=raster,hilbert", "--clusters=1x1", "--energy_seconds=0")
+    brief = ("--burst_rounds=2", "--sustained_rounds=0")
+    values(["schedule_study", *few, *brief, "--counters", f"--csv={path}"])
+    assert command.guarded("study", lambda: schedule_study._run(values)) == 2
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1] == "study: this user may not read GPU counters"
+    lines = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert len(lines) == 8
+    assert all(float(line["burst_ms"]) in (1, 2) for line in lines)
+    # What the model chose is said before anything can go wrong.
+    assert "model chooses" in shown.out.partition("counting 3 none launches")[0]
+    assert "\npredicting " in f"\n{shown.out}"
 
 
 @pytest.mark.parametrize(
@@ -255,6 +393,7 @@ def test_a_table_that_cannot_be_timed_does_not_stop_the_others() -> None:
         ("--clusters=", "clusters is empty"),
         ("--persistence=", "persistence is empty"),
         ("--turn_seconds=nan", "turn_seconds must be a number of seconds, got nan"),
+        ("--counter_seconds=inf", "counter_seconds must be a number of seconds, got inf"),
     ],
 )
 def test_a_study_of_what_is_not_there_is_refused(argument: str, message: str) -> None:

@@ -52,6 +52,11 @@ def test_what_another_process_lowered_computes_the_same(pool: Workers) -> None:
     np.testing.assert_array_equal(reference.wide(elsewhere), reference.wide(here))
 
 
+def test_all_workers_are_started_at_once() -> None:
+    with Workers(3, "cpu") as found:
+        assert len(found._pool._processes) == 3
+
+
 def test_what_cannot_be_sent_is_lowered_here(pool: Workers) -> None:
     made = []
 
