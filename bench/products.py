@@ -1,8 +1,6 @@
 """What a case computes: its operands, its formula in plain JAX, and whether a result is right."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,9 @@ from pallas_gemm import accuracy
 Operands = dict[str, jax.Array]
 Results = tuple[jax.Array, ...]
 Formula = Callable[[Operands], Results]
+
+normal = jax.jit(accuracy.normal, static_argnums=(1, 2))
+"""Draws an operand from N(0, 1), as tuning does; integers are scaled to fill their range."""
 
 
 def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
@@ -44,16 +45,6 @@ def make_operands(case: Case, key: jax.Array) -> Operands:
         name: normal(key, shape.shape, shape.dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns N(0, 1); integers are scaled to fill their range."""
-    values = jax.random.normal(key, shape, jnp.float32)
-    if jnp.issubdtype(dtype, jnp.integer):
-        # Three deviations fill the range of an 8-bit integer.
-        return jnp.clip(jnp.round(values * 42), -127, 127).astype(dtype)
-    return values.astype(dtype)
 
 
 def plain(case: Case) -> Formula:

@@ -292,7 +292,6 @@ class _Field:
         problem: The product.
         configs: What is compiled; the first is the heuristics' choice.
         runners: The kernel of each.
-        xla: XLA's product, to be checked with.
         with_xla: Whether XLA takes part: the heuristics would leave the product to it.
         exact: Returns the product in float32 (integers in int32), not rounded.
         draw: Returns operands.
@@ -303,7 +302,6 @@ class _Field:
     problem: Problem
     configs: Sequence[GemmConfig]
     runners: Sequence[Later]
-    xla: Later
     with_xla: bool
     exact: Later
     draw: Later
@@ -342,13 +340,12 @@ def _begun(
     key = jax.eval_shape(jax.random.key, 0)
 
     def later(f: Callable[..., Any], *shapes: Any) -> Later:
-        return pool.submit(_jitted, f, shapes)
+        return pool.submit(accuracy.compiled_at_once, f, *shapes)
 
     return _Field(
         problem,
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
-        later(_by_xla(_call(problem)), *operands),
         rules.why_xla(problem) is not None,
         later(_exact(problem), *operands),
         later(functools.partial(_drawn, problem), key),
@@ -365,25 +362,18 @@ def _outcome(field: _Field, meter: Meter) -> Tuned | Untuned:
         return Untuned(field.problem, _reason(error))
 
 
-def _jitted(
-    f: Callable[..., Any], operands: Sequence[Any], *, tuned: bool = False
-) -> Callable[..., Any]:
-    """Compiles a function, unless asked to without letting XLA look for the fastest way."""
-    options: dict[str, Any] = {} if tuned else {"xla_gpu_autotune_level": 0}
-    return jax.jit(f).lower(*operands).compile(compiler_options=options)
-
-
 def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
     """Times what is right."""
     sets = _operand_sets(field)
-    right, dropped = _checked(field, sets)
+    # As the benchmarks have it: which way XLA finds fastest decides how 8-bit floats are added up.
+    # It finds out by timing kernels on the GPU, which nobody else uses now.
+    operands = operand_shapes(field.problem).present()
+    by_xla = jax.jit(_by_xla(field.problem)).lower(*operands).compile()
+    right, dropped = _checked(field, by_xla, sets)
     if not right:
         return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
     variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
     if field.with_xla:
-        # Its autotuner times kernels on the GPU itself, which nobody else uses now.
-        operands = operand_shapes(field.problem).present()
-        by_xla = _jitted(_by_xla(_call(field.problem)), operands, tuned=True)
         variants.append(_variant(XLA, by_xla, sets))
     first = variants[0].name
     bursts = measure(variants, meter, BURST, baseline=first)
@@ -411,11 +401,11 @@ def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
 
 
 def _checked(
-    field: _Field, sets: Sequence[tuple[jax.Array, ...]]
+    field: _Field, by_xla: Runner, sets: Sequence[tuple[jax.Array, ...]]
 ) -> tuple[dict[int, Runner], list[str]]:
     """Runs every kernel once: those that are right, by their places, and why others are not."""
     reference = field.exact.result()(*sets[0])
-    xla_errors = field.tile_errors.result()(field.xla.result()(*sets[0]), reference)
+    xla_errors = field.tile_errors.result()(by_xla(*sets[0]), reference)
     worst_error = field.worst_error.result()
     right: dict[int, Runner] = {}
     dropped = []
@@ -462,18 +452,32 @@ def _seconds(results: Mapping[str, Result], name: str) -> float:
     return timing.seconds.median if timing else math.nan
 
 
-def _call(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Call:
-    return Call(
+def _by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Runner:
+    """Returns XLA's product of a kernel's operands.
+
+    Operands may have been made longer for the kernel, which then leaves out what is too much of
+    the result. XLA, which takes any size, multiplies what they were made of.
+    """
+    call = Call(
         problem.out_dtype if out_dtype is None else out_dtype,
         problem.transpose_a,
         problem.transpose_b,
         problem.epilogue,
         precision,
     )
+    rows, cols = problem.kept or (problem.m, problem.n)
 
+    def product(*operands: jax.Array) -> jax.Array:
+        given = call.unpack(operands)
+        a = given.a[..., :rows] if problem.transpose_a else given.a[..., :rows, :]
+        b, up = (
+            x if x is None else x[..., :cols, :] if problem.transpose_b else x[..., :cols]
+            for x in (given.b, given.up)
+        )
+        residual = None if given.residual is None else given.residual[..., :cols]
+        return xla.product(call, *Operands(a, b, up, given.bias, residual).present())
 
-def _by_xla(call: Call) -> Runner:
-    return lambda *operands: xla.product(call, *operands)
+    return product
 
 
 def _exact(problem: Problem) -> Runner:
@@ -481,12 +485,12 @@ def _exact(problem: Problem) -> Runner:
 
     It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
     """
-    call = _call(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
+    product = _by_xla(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
 
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
 
-    return lambda *operands: xla.product(call, *map(wide, operands))
+    return lambda *operands: product(*map(wide, operands))
 
 
 def _exact_dtype(problem: Problem) -> np.dtype:
@@ -495,15 +499,15 @@ def _exact_dtype(problem: Problem) -> np.dtype:
 
 
 def operand_shapes(problem: Problem) -> Operands:
-    """Returns shape and type of each operand of a product."""
-    epilogue = problem.epilogue
+    """Returns shape and type of each operand, as a kernel takes it."""
+    epilogue, out = problem.epilogue, problem.out_dtype
     b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
     return Operands(
         jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
         b,
         b if epilogue.gated else None,
-        jax.ShapeDtypeStruct((problem.n,), problem.out_dtype) if epilogue.bias else None,
-        jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype) if epilogue.residual else None,
+        jax.ShapeDtypeStruct(problem.out_shape[-1:], out) if epilogue.bias else None,
+        jax.ShapeDtypeStruct(problem.residual_shape, out) if epilogue.residual else None,
     )
 
 
@@ -511,15 +515,7 @@ def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
     shapes = operand_shapes(problem).present()
     keys = jax.random.split(key, len(shapes))
-    return tuple(_normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
-
-
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    values = jax.random.normal(key, shape, jnp.float32)
-    if np.issubdtype(dtype, np.integer):
-        # Three deviations fill the range of an 8-bit integer.
-        return jnp.clip(jnp.round(values * 42), -127, 127).astype(dtype)
-    return values.astype(dtype)
+    return tuple(accuracy.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
 
 
 def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:

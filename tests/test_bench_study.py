@@ -20,7 +20,6 @@ from bench.products import plain
 from pallas_gemm import cache, rules, tuning
 from pallas_gemm.device import H200
 from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.kernels import xla
 from pallas_gemm.measure import Result, Settings, Spread, Timing, Turn, Variant
 from pallas_gemm.problem import Problem
 from pallas_gemm.timing import TimingError
@@ -417,8 +416,7 @@ def tune_options(*arguments: str) -> tune.Options:
 
 def made_up_tools() -> tuning.Tools:
     def build(problem: Problem, *_: object) -> tuning.Runner:
-        call = tuning._call(problem)
-        return jax.jit(lambda *operands: xla.product(call, *operands))
+        return jax.jit(tuning._by_xla(problem))
 
     return tuning.Tools(MadeUpGpu(), build)
 

@@ -112,6 +112,16 @@ def test_every_config_that_is_tuned_can_be_sent_and_lowered() -> None:
     assert shapes == [(x.shape, x.dtype) for x in tuning.operand_shapes(problem).present()]
 
 
+def test_what_was_made_longer_for_a_kernel_is_lowered_as_the_kernel_takes_it() -> None:
+    epilogue = Epilogue(bias=True, residual=True)
+    longer = Problem(512, 320, 256, epilogue=epilogue, kept=(509, 257))
+    config = tuning_space.configs(longer, H200, ARCHITECTURES[0])[0]
+    program = sent(workers.kernel_program(longer, config, H200))
+    lowered = jax.export.deserialize(bytearray(workers._lowered(program, "cuda")))
+    assert [aval.shape for aval in lowered.in_avals] == [(512, 256), (256, 320), (257,), (509, 264)]
+    assert [aval.shape for aval in lowered.out_avals] == [(509, 257)]
+
+
 def test_jaxs_kernel_is_lowered_for_a_gpu_that_its_process_lacks() -> None:
     case = Case(1024, 1024, 512)
     choice = peers.JaxHopperChoice((128, 128), "M", "N", "N", 8)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_gemm
+from bench import peers, shapes
 from pallas_gemm import accuracy, cache, heuristics, rules, targeting, tuning, tuning_space
 from pallas_gemm.architectures import ARCHITECTURES
 from pallas_gemm.call import Call
@@ -20,6 +21,7 @@ from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.kernels import xla
 from pallas_gemm.measure import Turn, Variant
 from pallas_gemm.problem import Epilogue, Problem
+from tests import products
 
 HOPPER = ARCHITECTURES[0]
 PROBLEM = Problem(256, 512, 256)
@@ -274,6 +276,62 @@ def test_every_kind_of_product_can_be_checked(problem: Problem) -> None:
         problem, build=lambda *_: jax.jit(lambda *operands: xla.product(call, *operands))
     )
     assert found.dropped == ()
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        Epilogue(),
+        Epilogue(bias=True, residual=True, alpha=2.0),
+        Epilogue(gated=True, activation=jax.nn.relu),
+    ],
+    ids=["none", "bias and residual", "gated"],
+)
+def test_a_product_that_was_made_longer_for_its_kernel_can_be_checked(
+    layout: str, epilogue: Epilogue
+) -> None:
+    # As 509 x 257 x 250 becomes where rows have to be whole cache lines.
+    longer = products.transposed(Problem(512, 320, 256, epilogue=epilogue), layout)
+    problem = dataclasses.replace(longer, kept=(509, 257))
+
+    def by_a_kernel(*given: jax.Array) -> jax.Array:
+        operands = products.Operands(*Call(problem.out_dtype, epilogue=epilogue).unpack(given))
+        return jnp.asarray(products.exact(problem, operands), problem.out_dtype)
+
+    found, _ = tuned(problem, build=lambda *_: by_a_kernel)
+    assert found.dropped == ()
+
+
+def test_kernels_are_held_against_the_product_of_xla_that_benchmarks_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # XLA adds up products of 8-bit floats more exactly in the first way that comes to its mind
+    # than in the one that it finds fastest.
+    fp8 = Problem(
+        256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16, transpose_b=True
+    )
+    compile_lowered = jax.stages.Lowered.compile
+    seen: list[object] = []
+
+    def noted(
+        lowered: jax.stages.Lowered, compiler_options: dict[str, object] | None = None
+    ) -> jax.stages.Compiled:
+        if [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)] == [
+            (fp8.out_shape, fp8.out_dtype)
+        ]:
+            seen.append(compiler_options)
+        return compile_lowered(lowered, compiler_options)
+
+    run = product(fp8)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    (candidate,) = peers.Xla().candidates(shapes.parse("256x256x512:e4m3:NT"))
+    candidate.build()
+    in_benchmarks = list(seen)
+    seen.clear()
+    found, _ = tuned(fp8, build=lambda *_: run)
+    assert found.dropped == ()
+    assert seen == in_benchmarks == [None]
 
 
 def test_labels_are_short_and_tell_things_apart() -> None:
