@@ -94,7 +94,7 @@ def contenders(
     contestants = _build_all(case, peers, start, advance, pool)
     sets = _operand_sets(case, cold=cold)
     start("checking", len(contestants))
-    exact = accuracy.compiled_at_once(products.exact(case), sets[0])
+    exact = accuracy.compiled_reference(products.exact(case), sets[0])
     reference = jax.block_until_ready(exact(sets[0]))
     passed: list[Contender] = []
     dropped: list[Dropout] = []

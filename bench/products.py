@@ -58,13 +58,12 @@ def plain(case: Case) -> Formula:
 
 def exact(case: Case) -> Formula:
     """Returns the reference: everything in float32 (integers in int32), and not rounded."""
-    wide = jnp.int32 if case.dtype == "int8" else jnp.float32
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(*_upright(case, a, b), precision="highest")
 
     compute = formula(case, product)
-    return lambda operands: compute({name: x.astype(wide) for name, x in operands.items()})
+    return lambda operands: compute(accuracy.widened(operands))
 
 
 def formula(case: Case, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Formula:

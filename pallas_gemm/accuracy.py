@@ -62,8 +62,8 @@ def worst_error(result: jax.Array, reference: jax.Array, xla_errors: jax.Array) 
 def compiled_at_once(f: Callable[..., Any], *operands: Any) -> Callable[..., Any]:
     """Compiles a function that is run once or twice: XLA does not look for its fastest way.
 
-    It is for references, not for the product of XLA that results are compared with: in which order
-    that adds up depends on the way that was found fastest.
+    It is not for the product of XLA that results are compared with: how that adds up depends on the
+    way that was found fastest.
 
     Args:
         f: The function.
@@ -71,3 +71,27 @@ def compiled_at_once(f: Callable[..., Any], *operands: Any) -> Callable[..., Any
     """
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     return jax.jit(f).lower(*operands).compile(compiler_options=options)
+
+
+def compiled_reference(product: Callable[..., Any], *operands: Any) -> Callable[..., Any]:
+    """Compiles a reference, which takes operands as they are.
+
+    Another program widens them: where XLA sees that operands came from 8 bits, it may multiply them
+    as such on tensor cores, which add up with fewer bits than float32 has.
+
+    Args:
+        product: Computes it from operands in float32 (integers in int32).
+        *operands: Its operands before they are widened, or `jax.ShapeDtypeStruct`s in their place.
+    """
+    widen = compiled_at_once(widened, operands)
+    compute = compiled_at_once(product, *jax.eval_shape(widened, operands))
+    return lambda *given: compute(*widen(given))
+
+
+def widened(operands: Any) -> Any:
+    """Returns a tree of operands in float32, integers in int32."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+
+    return jax.tree.map(wide, operands)

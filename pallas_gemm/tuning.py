@@ -347,7 +347,7 @@ def _begun(
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
         rules.why_xla(problem) is not None,
-        later(_exact(problem), *operands),
+        pool.submit(accuracy.compiled_reference, _exact(problem), *operands),
         later(functools.partial(_drawn, problem), key),
         later(accuracy.tile_errors, result, reference),
         later(accuracy.worst_error, result, reference, errors),
@@ -481,16 +481,11 @@ def _by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> R
 
 
 def _exact(problem: Problem) -> Runner:
-    """Returns the product with wide operands, not rounded.
+    """Returns the product of wide operands, not rounded.
 
     It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
     """
-    product = _by_xla(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
-
-    def wide(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-
-    return lambda *operands: product(*map(wide, operands))
+    return _by_xla(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
 
 
 def _exact_dtype(problem: Problem) -> np.dtype:

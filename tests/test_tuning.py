@@ -311,27 +311,55 @@ def test_kernels_are_held_against_the_product_of_xla_that_benchmarks_time(
     fp8 = Problem(
         256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16, transpose_b=True
     )
+    seen = compilations(monkeypatch)
+    run = product(fp8)
+    (candidate,) = peers.Xla().candidates(shapes.parse("256x256x512:e4m3:NT"))
+    candidate.build()
+    in_benchmarks = [one for one in seen if one.results == {fp8.out_dtype}]
+    seen.clear()
+    found, _ = tuned(fp8, build=lambda *_: run)
+    assert found.dropped == ()
+    in_tuning = [one for one in seen if one.results == {fp8.out_dtype}]
+    assert in_tuning == in_benchmarks == [Compilation({fp8.a_dtype}, {fp8.out_dtype}, None)]
+
+
+def test_xla_never_sees_that_the_operands_of_a_reference_had_fewer_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = compilations(monkeypatch)
+    a, b = (jax.ShapeDtypeStruct((8, 16), t) for t in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+    run = accuracy.compiled_reference(lambda a, b: a @ b.T, a, b)
+    narrow, wide = {a.dtype, b.dtype}, {jnp.dtype(jnp.float32)}
+    assert [(one.operands, one.results) for one in seen] == [(narrow, wide), (wide, wide)]
+    assert jnp.all(run(jnp.full_like(a, 0.5), jnp.ones_like(b)) == 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """The types in a program that was compiled, and the options."""
+
+    operands: set[object]
+    results: set[object]
+    options: object
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
+    """Returns a list to which each program adds itself that is lowered and compiled from now on."""
     compile_lowered = jax.stages.Lowered.compile
-    seen: list[object] = []
+    seen: list[Compilation] = []
 
     def noted(
         lowered: jax.stages.Lowered, compiler_options: dict[str, object] | None = None
     ) -> jax.stages.Compiled:
-        if [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)] == [
-            (fp8.out_shape, fp8.out_dtype)
-        ]:
-            seen.append(compiler_options)
+        operands, results = (
+            {x.dtype for x in jax.tree.leaves(info)}
+            for info in (lowered.in_avals, lowered.out_info)
+        )
+        seen.append(Compilation(operands, results, compiler_options))
         return compile_lowered(lowered, compiler_options)
 
-    run = product(fp8)
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
-    (candidate,) = peers.Xla().candidates(shapes.parse("256x256x512:e4m3:NT"))
-    candidate.build()
-    in_benchmarks = list(seen)
-    seen.clear()
-    found, _ = tuned(fp8, build=lambda *_: run)
-    assert found.dropped == ()
-    assert seen == in_benchmarks == [None]
+    return seen
 
 
 def test_labels_are_short_and_tell_things_apart() -> None:
