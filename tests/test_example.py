@@ -198,8 +198,6 @@ def test_all_products_of_a_large_step_run_on_the_kernel_without_copies(layers: s
     assert {decision.implementation for decision in decisions} == {"hopper"}
     assert [step for decision in decisions for step in decision.plan.realigned.steps] == []
     assert explained.copies == ()
-    fused = [decision.problem.epilogue.residual for decision in decisions]
-    assert sum(fused) == (2 if layers == "fused" else 0)
 
 
 @pytest.mark.parametrize(
