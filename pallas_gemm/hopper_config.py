@@ -1,16 +1,18 @@
 """`HopperConfig`: what the Hopper kernel can be told, and what of it is legal."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.elementwise import divides, live_arrays
+from pallas_gemm.kernels.elementwise import divides, live_arrays, plain
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -22,8 +24,11 @@ WARPGROUP = 128
 """Threads, which share what a consumer holds."""
 MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
-FIXED_REGISTERS = 48
-"""What is left to a consumer for addresses, counters, and the order that the assembler prefers."""
+SPARE_REGISTERS = 96
+"""What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
+BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
+"""What takes, like a division, branches for some numbers, across which the assembler moves nothing;
+and more instructions than a division."""
 FEW_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
@@ -115,19 +120,19 @@ class HopperConfig(GemmConfig):
         """Columns that the epilogue is applied to at once: it takes registers for each of them.
 
         As many as are stored at once, or are finished at once to be stored late, if their values
-        fit beside the accumulator; else half of them, and so on.
+        leave enough beside the accumulator; else half of them, and so on.
         """
         width = LATE_STRIP if self.late_store else self.store_columns
         if problem.epilogue.is_identity:
             return width
-        while width > WGMMA_COLUMNS and self._free_registers(problem, width) < FIXED_REGISTERS:
+        enough = max(SPARE_REGISTERS, self._needed_registers(problem))
+        while width > WGMMA_COLUMNS and self._free_registers(problem, width) < enough:
             width //= 2
         return width
 
     def _free_registers(self, problem: Problem, columns: int) -> int:
         """Registers that are left where the epilogue is applied to so many columns at once."""
-        tall = not problem.transpose_out or self.late_store
-        rows = self.consumer_tile[0] if tall else WGMMA_ROWS
+        rows = self.consumer_tile[0]
         values = rows * columns // WARPGROUP
         residual = 0
         if problem.epilogue.residual:
@@ -138,25 +143,20 @@ class HopperConfig(GemmConfig):
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.
 
-        The assembler moves the arithmetic of chunks into each other as it likes. These numbers are
-        where configs that were drawn at random and compiled spilled no more.
+        These numbers are where configs that were drawn at random and compiled spilled no more.
         """
-        epilogue, rows = problem.epilogue, self.consumer_tile[0]
         # The loop over so few steps is unrolled, and keeps the addresses of all of them.
         few = -(-problem.k // self.tile_k(problem)) <= FEW_STEPS
-        needed = 16
-        if not epilogue.is_identity:
-            widths = {width for _, width in self.store_chunks(problem)}
-            needed = 32 + 8 * epilogue.residual + 16 * (len(widths) - 1) + 8 * (rows > 128)
-            if epilogue_arrays(epilogue) > 2:
-                needed += 56 if epilogue.residual else 32 if self.late_store else 40
-            if few:
-                needed += 8 * (1 + problem.transpose_out) + 32 * (self.cluster_size > 2)
-        if rows > 192:
-            needed += 16 if epilogue.is_identity and not self.pingpong else 40
-        if few and self.is_online and problem.transpose_out and self.cluster_size > 1:
-            needed += 72
-        return needed
+        if problem.epilogue.is_identity:
+            tall = self.consumer_tile[0] > 192
+            kept = few and self.is_online and problem.transpose_out and self.cluster_size > 1
+            return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
+        # So do the arithmetic by which a tile is found, and even more so what claims one.
+        kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
+        function = problem.epilogue.activation
+        if function is None or not (divides(function) or branches(function)):
+            return 56 if kept else 8
+        return 64 + (40 if branches(function) else 16) * kept
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
@@ -165,8 +165,7 @@ class HopperConfig(GemmConfig):
         function = problem.epilogue.activation
         # The parts of a division are too many, with panels of a transposed left operand above all.
         short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
-        most = 128 if short else 120
-        early = not self.late_store and self.accumulator_registers > most
+        early = not self.late_store and self.accumulator_registers > (128 if short else 104)
         if early and function is not None and divides(function):
             return False
         free = self._free_registers(problem, self.finished_columns(problem))
@@ -378,6 +377,13 @@ def epilogue_arrays(epilogue: Epilogue) -> int:
     if epilogue.is_identity:
         return 0
     return live_arrays(epilogue.activation) if epilogue.activation else 1
+
+
+@functools.lru_cache(maxsize=256)
+def branches(function: Callable[[Any], Any]) -> bool:
+    """Whether a function takes more branches in a kernel than those of a division."""
+    closed = jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    return any(equation.primitive.name in BRANCHING for equation in closed.jaxpr.eqns)
 
 
 def stored_by_tma(problem: Problem) -> bool:

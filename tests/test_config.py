@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import re
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pallas_gemm
 import schedules
 from pallas_gemm import config as config_module
 from pallas_gemm import hopper_config, offline
+from pallas_gemm.activations import ACTIVATIONS
 from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.hopper_candidates import MOST_STAGES, candidates
@@ -226,12 +229,12 @@ CASES = {
     "registers of an epilogue": Case(
         ("a consumer has at most 240 registers", "192 accumulators of tile=(128, 192)", "(128, "),
         config(tile=(128, 192), stages=4, pingpong=True),
-        dataclasses.replace(NT, epilogue=Epilogue(bias=True, residual=True)),
+        dataclasses.replace(NT, epilogue=Epilogue(residual=True, activation=jax.nn.silu)),
     ),
     "registers of no tile": Case(
         ("too few for this epilogue", "fewer rows would fit"),
         config(tile=(256, 64), stages=2, pingpong=True),
-        problem(transpose_a=True, epilogue=Epilogue(activation=jax.nn.silu)),
+        problem(epilogue=Epilogue(residual=True, activation=ACTIVATIONS["gelu_exact"])),
     ),
     "registers of three": Case(
         ("at most 96 accumulator registers", "tile=(192, 256) needs 128"),
@@ -422,6 +425,50 @@ def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem):
         assert candidate.stages == MOST_STAGES or any(
             "shared memory" in reason for reason in deeper.refusals(problem, H200)
         )
+
+
+def of_four_arrays(x: jax.Array) -> jax.Array:
+    sine, power, tangent = jnp.sin(x), jnp.exp(x), jnp.tanh(x)
+    return sine * power + tangent * x
+
+
+EPILOGUE_TYPES = (
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32),
+    (jnp.float32, jnp.float32),
+    (jnp.float16, jnp.float16),
+    (jnp.float8_e4m3fn, jnp.bfloat16),
+)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (130, 70, 200), (4096, 4096, 4096), (8192, 16, 520)])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS, of_four_arrays])
+def test_registers_never_leave_a_product_without_a_config(activation, size):
+    m, n, k = size
+    layouts, flags = ("NN", "NT", "TN", "TT"), (False, True)
+    combinations = itertools.product(layouts, flags, flags, flags)
+    # Five types in turn, so that each comes with every layout and every part of an epilogue.
+    for (layout, bias, residual, scaled), (dtype, out) in zip(
+        combinations, itertools.cycle(EPILOGUE_TYPES)
+    ):
+        a = jax.ShapeDtypeStruct((k, m) if layout[0] == "T" else (m, k), dtype)
+        b = jax.ShapeDtypeStruct((n, k) if layout[1] == "T" else (k, n), dtype)
+        with pallas_gemm.target("h200"):
+            explained = pallas_gemm.explain(
+                *(a, b),
+                transpose_a=layout[0] == "T",
+                transpose_b=layout[1] == "T",
+                alpha=0.5 if scaled else 1.0,
+                beta=2.0 if scaled and residual else 1.0,
+                bias=jax.ShapeDtypeStruct((n,), jnp.float32) if bias else None,
+                residual=jax.ShapeDtypeStruct((m, n), out) if residual else None,
+                activation=activation,
+                preferred_element_type=out,
+                implementation="hopper",
+            )
+        assert explained.plan is not None
+        assert explained.plan.unfused is None
+        assert isinstance(explained.plan.config, HopperConfig)
 
 
 def test_shared_memory_is_predicted_to_the_next_1024_bytes():

@@ -31,6 +31,7 @@ from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.hopper_candidates import candidates
 from pallas_gemm.hopper_config import HopperConfig
 from pallas_gemm.kernels import hopper, protocol
+from pallas_gemm.kernels.elementwise import live_arrays
 from pallas_gemm.kernels.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from tests import products
@@ -57,6 +58,7 @@ E4M3 = jnp.float8_e4m3fn
 LATE = HopperConfig(tile=(128, 256), stages=4)
 EARLY = dataclasses.replace(LATE, late_store=False)
 SILU = Epilogue(activation=jax.nn.silu)
+SILU_AND_RESIDUAL = dataclasses.replace(SILU, residual=True)
 WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
 MODES: dict[str, Case] = {
@@ -185,7 +187,7 @@ def test_what_tuning_tries():
 
 def test_what_would_spill_is_refused_and_the_nearest_tile_does_not():
     cases = [
-        ("in turns", {}, dataclasses.replace(NT, epilogue=EPILOGUES[2])),
+        ("in turns", {}, dataclasses.replace(NT, epilogue=SILU_AND_RESIDUAL)),
         (
             "tall",
             {"tile": (256, 176), "store_columns": 64, "stages": 2},
@@ -216,8 +218,29 @@ def test_heavy_epilogues_are_applied_to_a_few_columns_at_a_time():
             ),
             (
                 dataclasses.replace(EARLY, tile=(256, 64), stages=3),
-                dataclasses.replace(NT, epilogue=dataclasses.replace(SILU, residual=True)),
+                dataclasses.replace(NT, epilogue=SILU_AND_RESIDUAL),
             ),
+        ]
+    )
+
+
+def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
+    def of_four_arrays(x: jax.Array) -> jax.Array:
+        return jnp.where(x > 1, jnp.sin(x) * x, jnp.exp(x) + x * x)
+
+    assert live_arrays(of_four_arrays) == 4
+    residual = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True, beta=2.0))
+    heavy = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=of_four_arrays))
+    exact = Epilogue(residual=True, activation=ACTIVATIONS["gelu_exact"])
+    small = candidate_cases(Problem(64, 64, 64, epilogue=exact))
+    check_sound(
+        [
+            (MODES["in turns"][0], residual),
+            (MODES["tall"][0], residual),
+            (LATE, heavy),
+            (EARLY, heavy),
+            (EARLY, products.transposed(heavy, "NT")),
+            *[case for case in small if case[0].tile == (64, 64)],
         ]
     )
 
