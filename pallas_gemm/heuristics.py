@@ -41,6 +41,8 @@ BAND_SHARE = 0.6
 rows of tiles (34 MB) than of 16, and 8192 cubed as fast in either."""
 FULL_WAVES = 0.96
 """Of the clusters that fit, how many must be launched at least for waves to be full."""
+WRITTEN = 128
+"""Operations for each byte of the result, up to which it takes longest to write it."""
 RAGGED = 1.1
 """What it costs that a wave is no rectangle. At 8192 cubed on an H200, with 128 tiles under way,
 bands of 11 reached 1.00 of XLA's speed where bands of 16 reach 1.01."""
@@ -96,10 +98,14 @@ def _legal(problem: Problem, device: Device, architecture: Architecture) -> Iter
 def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
     """Returns how many CTAs it takes for as few waves as possible: more would only draw power.
 
-    A few less that make all waves full are better still: bands then begin where waves do.
+    A few less that make all waves full are better still: bands then begin where waves do. But all
+    of them write a result faster than some: 32 products of 2048 x 2048 x 128 take 84 us on an H200
+    with 132 CTAs, and 88 us with 128.
     """
     tiles = math.prod(config.stacked_grid(problem))
     most = device.coresident_clusters(config.cluster_size)
+    if tiles > most and 2 * problem.k * problem.sums <= WRITTEN * problem.out_dtype.itemsize:
+        return most * config.cluster_size
     waves = math.ceil(tiles / most)
     fewest = math.ceil(FULL_WAVES * most)
     full = next((size for size in range(most, fewest, -1) if tiles % size == 0), None)

@@ -70,10 +70,27 @@ def test_no_more_ctas_than_it_takes_for_as_many_waves() -> None:
     assert (best.tile, best.ctas) == ((128, 256), 128)
     for tiles in (1, 5, 131, 132, 133, 264, 265):
         config = HopperConfig(tile=(128, 128))
-        ctas = heuristics.balanced_ctas(Problem(128 * tiles, 128, 64), config, H200)
+        ctas = heuristics.balanced_ctas(Problem(128 * tiles, 128, 4096), config, H200)
         waves = -(-tiles // 132)
         assert -(-tiles // ctas) == waves
         assert ctas == 1 or -(-tiles // (ctas - 1)) > waves
+
+
+def test_all_ctas_write_a_result_that_takes_longer_to_write_than_to_compute() -> None:
+    best = heuristics.rank(Problem(2048, 2048, 128, batch=32), H200, HOPPER)[0].config
+    assert (best.ctas, best.store_slots) == (H200.sms, 4)
+    assert heuristics.rank(Problem(4096, 4096, 256), H200, HOPPER)[0].config.ctas == 128
+
+
+def test_a_band_is_as_long_as_a_wave() -> None:
+    config = HopperConfig(tile=(128, 256), ctas=126)
+    # 4 rows of 501 tiles: bands of columns would be done before their wave is.
+    assert heuristics.order(Problem(512, 128256, 4096), config, H200) == "swizzle:4"
+    # However long the rows are, 1024 of them stay together.
+    deep = dataclasses.replace(config, ctas=128)
+    assert heuristics.order(Problem(8192, 8192, 28672), deep, H200) == "swizzle:8"
+    # Any order reads operands once that the L2 holds.
+    assert heuristics.order(Problem(4096, 4096, 256), deep, H200) == "swizzle:8"
 
 
 def test_small_products_get_small_tiles() -> None:
