@@ -78,6 +78,11 @@ def _erfc(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1, 1 - _erf_inside(x), _erfc_outside(x))
 
 
+_DIVIDING = frozenset(("div", "logistic"))
+_BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
+"""What takes, like a division, branches for some numbers, across which the assembler moves nothing;
+and more instructions than a division."""
+
 _REWRITTEN = {
     "copy": lambda x: x,
     "erf": _erf,
@@ -137,16 +142,26 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 @functools.lru_cache(maxsize=256)
 def live_arrays(function: Callable[[Any], Any]) -> int:
     """Returns how many arrays are in use at a time, at most, while a function is computed."""
-    closed = jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    return _live_arrays(closed.jaxpr)
+    return _live_arrays(_example(function))
+
+
+def divides(function: Callable[[Any], Any]) -> bool:
+    """Returns whether a function divides by what it is given."""
+    return not _DIVIDING.isdisjoint(_primitives(function))
+
+
+def branches(function: Callable[[Any], Any]) -> bool:
+    """Returns whether a function takes more branches in a kernel than those of a division."""
+    return not _BRANCHING.isdisjoint(_primitives(function))
 
 
 @functools.lru_cache(maxsize=256)
-def divides(function: Callable[[Any], Any]) -> bool:
-    """Returns whether a function divides by what it is given."""
-    closed = jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    names = {equation.primitive.name for equation in closed.jaxpr.eqns}
-    return not names.isdisjoint(("div", "logistic"))
+def _primitives(function: Callable[[Any], Any]) -> frozenset[str]:
+    return frozenset(equation.primitive.name for equation in _example(function).eqns)
+
+
+def _example(function: Callable[[Any], Any]) -> core.Jaxpr:
+    return jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr
 
 
 def _live_arrays(jaxpr: core.Jaxpr) -> int:
