@@ -1,18 +1,16 @@
 """`HopperConfig`: what the Hopper kernel can be told, and what of it is legal."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.elementwise import divides, live_arrays, plain
+from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -24,11 +22,8 @@ WARPGROUP = 128
 """Threads, which share what a consumer holds."""
 MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
-SPARE_REGISTERS = 96
+SPARE_REGISTERS = 64
 """What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
-BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
-"""What takes, like a division, branches for some numbers, across which the assembler moves nothing;
-and more instructions than a division."""
 FEW_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
@@ -156,7 +151,7 @@ class HopperConfig(GemmConfig):
         function = problem.epilogue.activation
         if function is None or not (divides(function) or branches(function)):
             return 56 if kept else 8
-        return 64 + (40 if branches(function) else 16) * kept
+        return 88 + 28 * kept if branches(function) else 64 + 16 * kept
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
@@ -377,13 +372,6 @@ def epilogue_arrays(epilogue: Epilogue) -> int:
     if epilogue.is_identity:
         return 0
     return live_arrays(epilogue.activation) if epilogue.activation else 1
-
-
-@functools.lru_cache(maxsize=256)
-def branches(function: Callable[[Any], Any]) -> bool:
-    """Whether a function takes more branches in a kernel than those of a division."""
-    closed = jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    return any(equation.primitive.name in BRANCHING for equation in closed.jaxpr.eqns)
 
 
 def stored_by_tma(problem: Problem) -> bool:
