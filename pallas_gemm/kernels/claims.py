@@ -61,7 +61,7 @@ _RESOLVE = f"""{{
 
 _PEEK = "ld.relaxed.gpu.global.b32 $0, [$1];"
 
-_INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
 
 def encode(schedule: Schedule) -> np.ndarray:
