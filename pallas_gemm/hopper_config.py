@@ -138,7 +138,8 @@ class HopperConfig(GemmConfig):
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.
 
-        These numbers are where configs that were drawn at random and compiled spilled no more.
+        These numbers are where configs that were drawn at random and compiled hardly spilled any
+        more: of 241 accepted near the border 6 did, 5 of which the numbers have since ruled out.
         """
         # The loop over so few steps is unrolled, and keeps the addresses of all of them.
         few = -(-problem.k // self.tile_k(problem)) <= FEW_STEPS
