@@ -14,8 +14,8 @@ Who takes part:
     stock         `jnp.dot`, shared out by XLA, with its own collectives
     ours          `gemm`, shared out by its own rule; sums travel in float32
     ours-bf16     the same, with `reduce_in(jnp.bfloat16)`, as XLA's sums travel
-    rings         `all_gather_gemm` and `gemm_reduce_scatter`: rows travel while products run
-    rings-bf16    the same, with sums in bfloat16
+    fused         `all_gather_gemm` and `gemm_reduce_scatter`: the kernel sends rows of sums itself
+    fused-bf16    the same, with sums in bfloat16
 
 A time is that of the host's clock from the first call of a turn until the last has come back, over
 the calls, so that what does not overlap shows. All take turns, round after round; `x stock` is the
@@ -172,7 +172,7 @@ def _ours(split: Split, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(gemm(hidden, v), split.sharding(split.rows))
 
 
-def _rings(split: Split, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+def _fused(split: Split, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     def local(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         return gemm_reduce_scatter(all_gather_gemm(x, w, AXIS, activation="gelu"), v, AXIS)
 
@@ -194,7 +194,7 @@ def layers(split: Split) -> dict[str, Layer]:
         "ours-bf16": functools.partial(_narrow, _ours),
     }
     if split.rows != P():
-        found |= {"rings": _rings, "rings-bf16": functools.partial(_narrow, _rings)}
+        found |= {"fused": _fused, "fused-bf16": functools.partial(_narrow, _fused)}
     return {name: functools.partial(layer, split) for name, layer in found.items()}
 
 

@@ -1,20 +1,15 @@
-"""Products whose operand is gathered, or whose result is reduced and scattered, while they run.
+"""Products whose operand is gathered, or whose result is reduced and scattered, by many devices.
 
-Both are called inside `jax.shard_map`, by every device along an axis of the mesh. The rows that
-travel are cut into the devices' chunks, and go round in a ring, from neighbour to neighbour:
+Both are called inside `jax.shard_map`, by every device along an axis of the mesh, and the
+derivative of one is the other:
 
-- `all_gather_gemm` multiplies the chunk that is there while the next one arrives;
-- `gemm_reduce_scatter` computes what it adds to one sum while another sum is on its way. Two rings
-  in opposite directions carry one half of each chunk, so that a sum which arrives is added in the
-  kernel of the next product (its residual) while the sum of the other ring travels.
-
-Loops are unrolled, and no product waits for the message that is sent in its step: this is what
-XLA's scheduler needs to run them at the same time. The derivative of one is the other.
+- `all_gather_gemm` gathers the rows of its left operand;
+- `gemm_reduce_scatter` sends rows of partial sums to the devices that they belong to, as soon as
+  the kernel has computed them (`scattering`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,20 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm import activations, arguments
+from pallas_gemm import activations, arguments, request, scattering
 from pallas_gemm.api import Activation, gemm
 from pallas_gemm.autodiff import kept_dtype
+from pallas_gemm.call import Operands
 from pallas_gemm.kernels import xla
 from pallas_gemm.partitioning import reduction_dtype
+from pallas_gemm.problem import Epilogue
 from pallas_gemm.product import equally_varying
 
-# XLA has one message under way at a time unless it is told otherwise, and waits for the second of
-# two that are sent in a step; two sums that are sent in turn suit it.
-_GATHER_RINGS = 1
-_SCATTER_RINGS = 2
 
-
-def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
+def all_gather_gemm(
     a: jax.Array,
     b: jax.Array,
     axis_name: str,
@@ -45,10 +37,8 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-    rings: int = _GATHER_RINGS,
-    overlap: bool = True,
 ) -> jax.Array:
-    """Computes `activation(all_gather(a) @ b + bias)`, gathering the rows of `a` meanwhile.
+    """Computes `activation(all_gather(a) @ b + bias)`; the gradient of `a` is scattered.
 
     >>> y = all_gather_gemm(x, w, "model", activation="gelu")  # doctest: +SKIP
 
@@ -61,10 +51,6 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: `b` is stored `[n, k]`.
-        rings: 1 sends each chunk to one neighbour; 2 sends one half of it to each, for links that
-            carry both directions at once. XLA then has to be told to have two messages under way
-            (`xla_gpu_experimental_parallel_collective_overlap_limit`).
-        overlap: False gathers first and multiplies then, as JAX's own collectives do.
 
     Returns:
         `[..., devices * rows, n]`.
@@ -77,19 +63,17 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     columns = _check_factors(a, b, transpose_b)
     bias = arguments.bias(bias, columns)
     dtype = arguments.result_dtype(a, b, preferred_element_type)
-    ring = _Ring(
+    _axis_size(axis_name)
+    group = _Group(
         axis_name,
-        _axis_size(axis_name),
-        _check_rings(rings),
-        bool(overlap),
         bool(transpose_b),
         dtype,
         _sums_dtype(a, dtype),
         precision,
         activations.resolve(activation),
     )
-    a, b, bias = ring.varying(a, b, bias)
-    return _gathered(ring, a, b, bias)
+    a, b, bias = group.varying(a, b, bias)
+    return _gathered(group, a, b, bias)
 
 
 def gemm_reduce_scatter(
@@ -100,14 +84,13 @@ def gemm_reduce_scatter(
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-    rings: int = _SCATTER_RINGS,
-    overlap: bool = True,
 ) -> jax.Array:
-    """Computes this device's rows of the sum over all devices of `a @ b`, adding up meanwhile.
+    """Computes this device's rows of the sum over all devices of `a @ b`, sending meanwhile.
 
     >>> y = gemm_reduce_scatter(h, w, "model")  # doctest: +SKIP
 
-    Sums travel in float32, or as `reduce_in` says, and are rounded to the result's type at the end.
+    Sums travel in float32, or as `reduce_in` says, are added in float32 and rounded to the result's
+    type at the end.
 
     Args:
         a: This device's left operand, `[..., rows, k]`; the axis must divide `rows`.
@@ -116,10 +99,6 @@ def gemm_reduce_scatter(
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: `b` is stored `[n, k]`.
-        rings: 2 sends one half of each sum to each neighbour, so that one half is computed, with
-            the addition in the kernel, while the other travels; 1 sends whole sums to one
-            neighbour and adds them in a pass of their own.
-        overlap: False multiplies first and reduces then, as JAX's own collectives do.
 
     Returns:
         `[..., rows / devices, n]`.
@@ -137,18 +116,9 @@ def gemm_reduce_scatter(
             " not divide"
         )
     dtype = arguments.result_dtype(a, b, preferred_element_type)
-    ring = _Ring(
-        axis_name,
-        size,
-        _check_rings(rings),
-        bool(overlap),
-        bool(transpose_b),
-        dtype,
-        _sums_dtype(a, dtype),
-        precision,
-    )
-    a, b, _ = ring.varying(a, b, None)
-    return _scattered(ring, a, b)
+    group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, dtype), precision)
+    a, b, _ = group.varying(a, b, None)
+    return _scattered(group, a, b)
 
 
 def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
@@ -179,12 +149,6 @@ def _sums_dtype(a: jax.Array, out_dtype: Any) -> np.dtype:
     return reduction_dtype() or sums if jnp.issubdtype(sums, jnp.floating) else sums
 
 
-def _check_rings(rings: Any) -> int:
-    if rings not in (1, 2):
-        raise ValueError(f"rings={rings!r} must be 1 or 2")
-    return int(rings)
-
-
 def _axis_size(axis_name: Any) -> int:
     """Returns how many devices there are along an axis.
 
@@ -200,14 +164,11 @@ def _axis_size(axis_name: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
-    """How rows go round, and what is multiplied with them.
+class _Group:
+    """Devices that compute a product together, and how.
 
     Attributes:
-        axis: The axis of the mesh.
-        size: How many devices there are along it.
-        rings: In how many directions rows travel.
-        overlap: Whether they do so while products are computed.
+        axis: The axis of the mesh along which they lie.
         transpose_b: The right operand is stored `[n, k]`.
         out_dtype: Type of the result.
         sums_dtype: The type that sums travel in.
@@ -216,9 +177,6 @@ class _Ring:
     """
 
     axis: str
-    size: int
-    rings: int
-    overlap: bool
     transpose_b: bool
     out_dtype: Any
     sums_dtype: Any
@@ -226,14 +184,14 @@ class _Ring:
     activation: Any = None
 
     def varying(self, *operands: Any) -> list[Any]:
-        """Lets all operands vary over the axes that one varies over, and over that of the ring."""
+        """Lets all operands vary over the axes that one varies over, and over that of the group."""
         present = [x for x in operands if x is not None]
         *varied, _ = equally_varying([*present, lax.axis_index(self.axis)])
         rest = iter(varied)
         return [None if x is None else next(rest) for x in operands]
 
     def multiply(self, a: jax.Array, b: jax.Array, dtype: Any, **epilogue: Any) -> jax.Array:
-        """Multiplies rows on this device."""
+        """Multiplies on this device."""
         return gemm(
             a,
             b,
@@ -243,162 +201,76 @@ class _Ring:
             **epilogue,
         )
 
-    def halves(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the direction, the first row and the number of rows of what travels together."""
-        if self.rings == 1 or rows % 2 or self.size == 1:
-            yield 1, 0, rows
-        else:
-            yield 1, 0, rows // 2
-            yield -1, rows // 2, rows // 2
-
-    def send(self, x: jax.Array, step: int) -> jax.Array:
-        """Sends to the device that is so many steps further along the axis."""
-        pairs = [(i, (i + step) % self.size) for i in range(self.size)]
-        return lax.ppermute(x, self.axis, pairs)
-
-    def gather(self, mine: jax.Array | None) -> jax.Array | None:
-        """Gathers the rows of all devices in one step; None if there are none."""
-        if mine is None or self.size == 1:
-            return mine
+    def gather(self, mine: jax.Array) -> jax.Array:
+        """Gathers the rows of all devices."""
         return lax.all_gather(mine, self.axis, axis=mine.ndim - 2, tiled=True)
 
-    def for_gradients(self, dtype: Any, rings: int) -> "_Ring":
-        """Returns the ring of the product with the transposed right operand."""
+    def multiply_and_scatter(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns this device's rows of the sum of all devices' products."""
+        if a.ndim == 2:
+            wish = request.Wish(preferred_element_type=self.sums_dtype, precision=self.precision)
+            asked = request.of_gemm(Operands(a, b), wish, Epilogue(), transpose_b=self.transpose_b)
+            if asked.outside is None:
+                how = scattering.Scattering(asked.call, self.axis, self.out_dtype)
+                return scattering.scattered(how, a, b)
+        total = self.multiply(a, b, self.sums_dtype)
+        total = lax.psum_scatter(total, self.axis, scatter_dimension=a.ndim - 2, tiled=True)
+        return total.astype(self.out_dtype)
+
+    def for_gradient(self, dtype: Any) -> "_Group":
+        """Returns the group for the product with the transposed right operand."""
         return dataclasses.replace(
             self,
-            rings=rings,
             transpose_b=not self.transpose_b,
             out_dtype=kept_dtype(dtype),
             activation=None,
         )
 
 
-def _gather_multiply(
-    ring: _Ring, a: jax.Array, b: jax.Array, **epilogue: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the product of all devices' rows, and those rows."""
-    rows, axis = a.shape[-2], a.ndim - 2
-    if not ring.overlap or ring.size == 1:
-        every: Any = ring.gather(a)
-        return ring.multiply(every, b, ring.out_dtype, **epilogue), every
-    index = lax.axis_index(ring.axis)
-    halves = list(ring.halves(rows))
-    chunks = [lax.slice_in_dim(a, first, first + count, axis=axis) for _, first, count in halves]
-    result = every = None
-    for step in range(ring.size):
-        here = chunks
-        if step < ring.size - 1:
-            chunks = [ring.send(x, -half[0]) for x, half in zip(here, halves, strict=True)]
-        parts = [ring.multiply(x, b, ring.out_dtype, **epilogue) for x in here]
-        # Rows are sent on only when what was there before them is multiplied: XLA would otherwise
-        # send them all round before it multiplies any.
-        chunks, parts = lax.optimization_barrier((chunks, parts))
-        for (direction, first, _), chunk, part in zip(halves, here, parts, strict=True):
-            place = (index + direction * step) % ring.size * rows + first
-            result = _put(result, part, place, ring.size * rows)
-            every = _put(every, chunk, place, ring.size * rows)
-    assert result is not None
-    assert every is not None
-    return result, every
-
-
-def _put(whole: jax.Array | None, part: jax.Array, place: Any, rows: int) -> jax.Array:
-    """Puts rows into an array of so many, which is made if there is none yet."""
-    axis = part.ndim - 2
-    if whole is None:
-        shape = (*part.shape[:axis], rows, part.shape[-1])
-        whole, _ = equally_varying([lax.empty(shape, part.dtype), part])
-    return lax.dynamic_update_slice_in_dim(whole, part, place, axis)
-
-
-def _multiply_scatter(
-    ring: _Ring, a: jax.Array, b: jax.Array, mine: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns this device's rows of the sum of all devices' products.
-
-    Args:
-        ring: How they go round.
-        a: The left operand, with the rows of all devices.
-        b: The right operand.
-        mine: Rows of this device, to be gathered too.
-
-    Returns:
-        This device's rows, and what was gathered.
-    """
-    axis = a.ndim - 2
-    if ring.size == 1:
-        return ring.multiply(a, b, ring.out_dtype), mine
-    if not ring.overlap:
-        product = ring.multiply(a, b, ring.sums_dtype)
-        total = lax.psum_scatter(product, ring.axis, scatter_dimension=axis, tiled=True)
-        return total.astype(ring.out_dtype), ring.gather(mine)
-    index, rows = lax.axis_index(ring.axis), a.shape[-2] // ring.size
-    halves = list(ring.halves(rows))
-    fused = len(halves) == 2 and jnp.issubdtype(ring.sums_dtype, jnp.floating)
-    sums: list[Any] = [None] * len(halves)
-    for step in range(ring.size):
-        for i, (direction, first, count) in enumerate(halves):
-            # What is added now is on its way to this device for so many steps more.
-            owner = (index + direction * (ring.size - 1 - step)) % ring.size
-            part = lax.dynamic_slice_in_dim(a, owner * rows + first, count, axis)
-            coming = ring.send(sums[i], direction) if step else None
-            if mine is not None and (step, i) == (ring.size - 1, len(halves) - 1):
-                # These rows are sent after all sums, and after the product that covers the last.
-                (coming, *sums[:i]), mine = lax.optimization_barrier(((coming, *sums[:i]), mine))
-            if coming is not None and fused:
-                # The other ring's product covers the way of this sum.
-                sums[i] = ring.multiply(part, b, ring.sums_dtype, residual=coming)
-            else:
-                product = ring.multiply(part, b, ring.sums_dtype)
-                sums[i] = product if coming is None else product + coming
-    return jnp.concatenate(sums, axis=axis).astype(ring.out_dtype), ring.gather(mine)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(ring: _Ring, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return _gather_multiply(ring, a, b, bias=bias, activation=ring.activation)[0]
+def _gathered(group: _Group, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> jax.Array:
+    every = group.gather(a)
+    return group.multiply(every, b, group.out_dtype, bias=bias, activation=group.activation)
 
 
-def _gathered_forward(ring: _Ring, a: Any, b: Any, bias: Any) -> tuple[jax.Array, Any]:
-    if ring.activation is None:
-        return _gathered(ring, a, b, bias), (a, b, bias, None)
+def _gathered_forward(group: _Group, a: Any, b: Any, bias: Any) -> tuple[jax.Array, Any]:
+    every = group.gather(a)
+    if group.activation is None:
+        return group.multiply(every, b, group.out_dtype, bias=bias), (every, b, bias, None)
     # As for `gemm`: the pre-activation is kept, and XLA applies the activation.
-    kept = dataclasses.replace(ring, out_dtype=kept_dtype(ring.out_dtype), activation=None)
-    before = _gathered(kept, a, b, bias)
-    result = ring.activation(before.astype(jnp.float32)).astype(ring.out_dtype)
-    return result, (a, b, bias, before)
+    before = group.multiply(every, b, kept_dtype(group.out_dtype), bias=bias)
+    result = group.activation(before.astype(jnp.float32)).astype(group.out_dtype)
+    return result, (every, b, bias, before)
 
 
-def _gathered_backward(ring: _Ring, kept: Any, g: jax.Array) -> tuple[Any, Any, Any]:
-    a, b, bias, before = kept
+def _gathered_backward(group: _Group, kept: Any, g: jax.Array) -> tuple[Any, Any, Any]:
+    every, b, bias, before = kept
     if before is not None:
         wide = before.astype(jnp.float32)
-        (g,) = jax.vjp(ring.activation, wide)[1](g.astype(jnp.float32))
+        (g,) = jax.vjp(group.activation, wide)[1](g.astype(jnp.float32))
     db_bias = None if bias is None else _column_sums(g).astype(bias.dtype)
-    left, right = _for_gradient(a), _for_gradient(b)
-    backward = ring.for_gradients(a.dtype, _SCATTER_RINGS)
-    da, every = _multiply_scatter(backward, g.astype(right.dtype), right, left)
-    assert every is not None
-    db = _right_gradient(ring, every, right, g.astype(left.dtype))
-    return da.astype(a.dtype), db.astype(b.dtype), db_bias
+    left, right = _for_gradient(every), _for_gradient(b)
+    da = _scattered(group.for_gradient(every.dtype), g.astype(right.dtype), right)
+    db = _right_gradient(group, left, right, g.astype(left.dtype))
+    return da.astype(every.dtype), db.astype(b.dtype), db_bias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered(ring: _Ring, a: jax.Array, b: jax.Array) -> jax.Array:
-    return _multiply_scatter(ring, a, b)[0]
+def _scattered(group: _Group, a: jax.Array, b: jax.Array) -> jax.Array:
+    return group.multiply_and_scatter(a, b)
 
 
-def _scattered_forward(ring: _Ring, a: Any, b: Any) -> tuple[jax.Array, Any]:
-    return _scattered(ring, a, b), (a, b)
+def _scattered_forward(group: _Group, a: Any, b: Any) -> tuple[jax.Array, Any]:
+    return _scattered(group, a, b), (a, b)
 
 
-def _scattered_backward(ring: _Ring, kept: Any, g: jax.Array) -> tuple[Any, Any]:
+def _scattered_backward(group: _Group, kept: Any, g: jax.Array) -> tuple[Any, Any]:
     a, b = kept
     left, right = _for_gradient(a), _for_gradient(b)
-    da, every = _gather_multiply(
-        ring.for_gradients(a.dtype, _GATHER_RINGS), g.astype(right.dtype), right
-    )
-    db = _right_gradient(ring, left, right, every.astype(left.dtype))
+    every = group.gather(g.astype(right.dtype))
+    backward = group.for_gradient(a.dtype)
+    da = backward.multiply(every, right, backward.out_dtype)
+    db = _right_gradient(group, left, right, every.astype(left.dtype))
     return da.astype(a.dtype), db.astype(b.dtype)
 
 
@@ -406,9 +278,9 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
-def _right_gradient(ring: _Ring, a: jax.Array, b: jax.Array, g: jax.Array) -> jax.Array:
+def _right_gradient(group: _Group, a: jax.Array, b: jax.Array, g: jax.Array) -> jax.Array:
     """Returns the gradient of the right operand, in the layout in which it is stored."""
-    multiply = functools.partial(ring.multiply, a, dtype=g.dtype)
+    multiply = functools.partial(group.multiply, a, dtype=g.dtype)
     (gradient,) = jax.linear_transpose(multiply, b)(g)
     return gradient
 

@@ -1,4 +1,4 @@
-"""Products on several GPUs, with the kernels: shared out by XLA, and in rings."""
+"""Products on several GPUs, with the kernels: shared out by XLA, and by kernels that send."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_shared_product(mesh: Mesh, a_spec: P, b_spec: P) -> None:
     reference.assert_exact(jax.jit(gemm)(a, b), reference.wide(a) @ reference.wide(b))
 
 
-def test_rings_forward_and_backward(mesh: Mesh) -> None:
+def test_collectives_forward_and_backward(mesh: Mesh) -> None:
     x, w = _integers(mesh, P("x", None), 0), _integers(mesh, P(None, "x"), 1)
     v = _integers(mesh, P("x", None), 2)
 
@@ -52,7 +52,7 @@ def test_rings_forward_and_backward(mesh: Mesh) -> None:
         return gemm_reduce_scatter(hidden, v, "x")
 
     specs = (P("x", None), P(None, "x"), P("x", None))
-    rings = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x", None))
+    fused = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x", None))
 
     def stock(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.relu(x @ w) @ v
@@ -66,7 +66,7 @@ def test_rings_forward_and_backward(mesh: Mesh) -> None:
 
     exact = derived(stock, *(z.astype(jnp.float32) for z in (x, w, v)))
     for ours, theirs, value in zip(
-        derived(rings, x, w, v), derived(stock, x, w, v), exact, strict=True
+        derived(fused, x, w, v), derived(stock, x, w, v), exact, strict=True
     ):
         errors = [np.linalg.norm(reference.wide(z) - reference.wide(value)) for z in (ours, theirs)]
         assert errors[0] <= 2 * errors[1]

@@ -97,7 +97,7 @@ def producer(
     stages = plan.config.stages
 
     def one_tile(turn: Any, row: Any, col: Any, head: ring.Head) -> ring.Head:
-        at = _place(plan, row, col)
+        at = _place(plan, row, col, gmem.rank)
         reader = turn & 1
 
         def one_step(k: Any, head: ring.Head) -> ring.Head:
@@ -128,7 +128,7 @@ def consumer(
     chunks = range(len(plan.chunks))
 
     def one_tile(turn: Any, row: Any, col: Any, previous: Tile | None) -> Tile | None:
-        at = _place(plan, row, col, me)
+        at = _place(plan, row, col, gmem.rank, me)
 
         def store_previous(chunk: int) -> None:
             if previous is not None:
@@ -151,7 +151,7 @@ def consumer(
     elif plan.config.late_store:
         nothing = jnp.zeros(plan.out_tile, plan.problem.out_dtype)
         nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-        nowhere = _place(plan, jnp.int32(0), jnp.int32(0), me)
+        nowhere = _place(plan, jnp.int32(0), jnp.int32(0), gmem.rank, me)
         turns, last = source.walk(one_tile, Tile(nothing, nowhere))
 
         @pl.when(turns > 0)
@@ -214,15 +214,16 @@ def multiply(
         plgpu.barrier_wait(barriers.turn.at[me])
     slot = ring.first_slot(plan, turn)
     issue(slot)
-    reached = ring.reached(plan, slot)
-    with_store = min(chunks, plan.k_steps)
-    for k in range(max(with_store, 1)):
-        if k > 0:
+    reached, issued = ring.reached(plan, slot), 1
+    for chunk, k in enumerate(plan.store_steps):
+        if k == issued:
             reached = advance(jnp.int32(k), reached)
-        if k < chunks:
-            store_previous(k)
-    reached = lax.fori_loop(max(with_store, 1), plan.k_steps, advance, reached)
-    for chunk in range(with_store, chunks):
+        elif k > issued:
+            reached = lax.fori_loop(issued, k + 1, advance, reached)
+        store_previous(chunk)
+        issued = k + 1
+    reached = lax.fori_loop(issued, plan.k_steps, advance, reached)
+    for chunk in range(len(plan.store_steps), chunks):
         store_previous(chunk)
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.turn.at[1 - me])
@@ -326,7 +327,16 @@ def _store_by_tma(
     target = view.tile.transpose((1, 0)) if plan.problem.transpose_out else view.tile
     target[...] = values
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(view.box, _chunk(plan, gmem.out, at, number))
+    if plan.scatter is None:
+        plgpu.copy_smem_to_gmem(view.box, _chunk(plan, gmem.out, at, number))
+        return
+    # A descriptor of TMA is for the memory of one device.
+    for turn, owner in enumerate(gmem.owners):
+
+        @pl.when(at.turn == turn)
+        def _to_its_owner(owner: Any = owner) -> None:
+            there = plgpu.remote_ref(gmem.out, {plan.scatter.axis: owner}).at[gmem.rank]
+            plgpu.copy_smem_to_gmem(view.box, _chunk(plan, there, at, number))
 
 
 def _store_by_threads(
@@ -392,8 +402,10 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
 
 def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
-    chunk = plan.chunks[number]
-    rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
+    chunk, first = plan.chunks[number], at.row
+    if plan.scatter is not None:
+        first = lax.rem(first, jnp.int32(plan.out_shape[-2]))
+    rows, cols = pl.ds(first + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
     here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
     return place.matrix(gmem, at.batch).at[here]
 
@@ -448,10 +460,23 @@ def _load_operand(
                 copy(source.at[deep, columns], target.at[panel], full)
 
 
-def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> place.Where:
+def _owner(plan: HopperPlan, rank: Any, turn: Any) -> Any:
+    """Which device's rows come at this turn: those of the next device first, its own last.
+
+    So all devices receive at the same time, each from another, and nothing is left to send when
+    the last tiles are computed.
+    """
+    return lax.rem(rank + turn + 1, jnp.int32(plan.scatter.size))
+
+
+def _place(plan: HopperPlan, row: Any, col: Any, rank: Any, consumer: Any = None) -> place.Where:
     """Where this CTA's tile lies, or the part of it that a consumer holds, in the result."""
     config = plan.config
-    batch = None
+    batch = turn = None
+    if plan.scatter is not None:
+        rows = jnp.int32(config.grid(plan.problem)[0] // plan.scatter.size)
+        turn = lax.div(row, rows)
+        row = _owner(plan, rank, turn) * rows + lax.rem(row, rows)
     if plan.problem.batch > 1:
         rows, _ = config.grid(plan.problem)
         batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
@@ -463,7 +488,7 @@ def _place(plan: HopperPlan, row: Any, col: Any, consumer: Any = None) -> place.
             row = row + consumer * plan.out_tile[0]
         else:
             col = col + consumer * plan.out_tile[1]
-    return place.Where(batch, row, col)
+    return place.Where(batch, row, col, turn)
 
 
 def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
@@ -561,6 +586,10 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
         bias = operands.pop(0) if asked.bias else None
         residual = operands.pop(0) if asked.residual else None
         gmem = place.Gmem((a,), tuple(b), bias, residual, out)
+        if plan.scatter is not None:
+            rank = lax.axis_index(plan.scatter.axis)
+            owners = tuple(_owner(plan, rank, turn) for turn in range(plan.scatter.size))
+            gmem = gmem._replace(rank=rank, owners=owners)
         slots = _slots(plan, ring, stores, simulated)
         registers = plan.config.registers
 
@@ -584,7 +613,7 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(plan.problem.out_shape, plan.problem.out_dtype),
+        out_type=jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
         grid=(plan.workers,),
         grid_names=("worker",),
         cluster=plan.config.cluster,

@@ -10,21 +10,42 @@ from pallas_gemm.problem import Problem
 
 
 class Gmem(NamedTuple):
-    """The operands and the result in global memory; None for what a problem has not."""
+    """The operands and the result in global memory; None for what a problem has not.
+
+    Attributes:
+        a: The left operand, as a tuple.
+        b: The right operand, or both.
+        bias: What is added to each row.
+        residual: What is added to the result.
+        out: The result.
+        rank: This device's place among those that a result is scattered to; None for another.
+        owners: The place of the device whose rows are computed at each turn.
+    """
 
     a: tuple[Any, ...]
     b: tuple[Any, ...]
     bias: Any
     residual: Any
     out: Any
+    rank: Any = None
+    owners: tuple[Any, ...] = ()
 
 
 class Where(NamedTuple):
-    """The place of a tile of the result: batch index (None without one), first row and column."""
+    """The place of a tile of the result.
+
+    Attributes:
+        batch: Batch index, None without one.
+        row: First row.
+        col: First column.
+        turn: Which device's rows these are, counted in the order in which they are computed; None
+            unless the result is scattered.
+    """
 
     batch: Any
     row: Any
     col: Any
+    turn: Any = None
 
 
 def locate(config: GemmConfig, problem: Problem, row: Any, col: Any) -> Where:

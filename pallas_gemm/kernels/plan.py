@@ -63,15 +63,30 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Scatter:
+    """Devices that each get some rows of the result, in the order of the rows.
+
+    Attributes:
+        axis: The axis of the mesh along which they lie.
+        size: How many there are.
+    """
+
+    axis: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class HopperPlan:
     """A problem, a legal config and a device, and what follows from them.
 
-    `problem` is the one that the kernel computes: `config.seen` of the one given.
+    `problem` is the one that the kernel computes: `config.seen` of the one given. With `scatter`
+    each device's rows are stored in its own memory.
     """
 
     problem: Problem
     config: HopperConfig
     device: Device
+    scatter: Scatter | None = None
 
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
@@ -147,10 +162,28 @@ class HopperPlan:
         return rows, cols // self.problem.sums
 
     @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored here: of a scattered result, the part of each device."""
+        if self.scatter is None:
+            return self.problem.out_shape
+        return self.scatter.size, self.problem.m // self.scatter.size, self.problem.n
+
+    @property
     def store_widths(self) -> tuple[int, ...]:
         """The different widths of the chunks, widest first."""
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
+
+    @property
+    def store_steps(self) -> range:
+        """The k steps in which chunks of the previous tile are stored, if that is done late.
+
+        The first ones, so that registers are free early. But what other devices are sent is spread
+        over the tile: all CTAs send at the same time, and NVLink takes longer than the first steps.
+        """
+        chunks = len(self.chunks) if self.config.late_store else 0
+        apart = max(1, self.k_steps // max(chunks, 1)) if self.scatter else 1
+        return range(0, min(chunks, self.k_steps) * apart, apart)
 
     def strips(self, columns: int) -> list[slice]:
         """The parts of so many columns that an epilogue is applied to one after the other."""
