@@ -5,7 +5,9 @@ derivative of one is the other:
 
 - `all_gather_gemm` gathers the rows of its left operand;
 - `gemm_reduce_scatter` sends rows of partial sums to the devices that they belong to, as soon as
-  the kernel has computed them (`scattering`).
+  they are computed.
+
+The kernel sends and receives while it multiplies, wherever it can (`exchanging`).
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm import activations, arguments, request, scattering
+from pallas_gemm import activations, arguments, exchanging, request
 from pallas_gemm.api import Activation, gemm
 from pallas_gemm.autodiff import kept_dtype
 from pallas_gemm.call import Operands
@@ -201,18 +203,38 @@ class _Group:
             **epilogue,
         )
 
+    def asked(
+        self, a: jax.Array, b: jax.Array, dtype: Any, bias: Any = None, activation: Any = None
+    ) -> request.Request:
+        """Returns what multiplying on this device comes down to; `a` may lack rows."""
+        wish = request.Wish(preferred_element_type=dtype, precision=self.precision)
+        operands = Operands(a, b, bias=bias)
+        epilogue = Epilogue(activation=activation)
+        return request.of_gemm(operands, wish, epilogue, transpose_b=self.transpose_b)
+
     def gather(self, mine: jax.Array) -> jax.Array:
         """Gathers the rows of all devices."""
         return lax.all_gather(mine, self.axis, axis=mine.ndim - 2, tiled=True)
 
+    def gather_and_multiply(
+        self, a: jax.Array, b: jax.Array, dtype: Any, bias: Any = None, activation: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the product with the rows of all devices, and those rows."""
+        if a.ndim == 2:
+            asked = self.asked(a, b, dtype, bias, activation)
+            if asked.outside is None:
+                how = exchanging.Gathered(asked.call, (self.axis,))
+                return exchanging.gathered(how, *asked.operands.present())
+        every = self.gather(a)
+        return self.multiply(every, b, dtype, bias=bias, activation=activation), every
+
     def multiply_and_scatter(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Returns this device's rows of the sum of all devices' products."""
         if a.ndim == 2:
-            wish = request.Wish(preferred_element_type=self.sums_dtype, precision=self.precision)
-            asked = request.of_gemm(Operands(a, b), wish, Epilogue(), transpose_b=self.transpose_b)
+            asked = self.asked(a, b, self.sums_dtype)
             if asked.outside is None:
-                how = scattering.Scattering(asked.call, self.axis, self.out_dtype)
-                return scattering.scattered(how, a, b)
+                how = exchanging.Scattered(asked.call, (self.axis,), self.out_dtype)
+                return exchanging.scattered(how, a, b)
         total = self.multiply(a, b, self.sums_dtype)
         total = lax.psum_scatter(total, self.axis, scatter_dimension=a.ndim - 2, tiled=True)
         return total.astype(self.out_dtype)
@@ -229,16 +251,15 @@ class _Group:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(group: _Group, a: jax.Array, b: jax.Array, bias: jax.Array | None) -> jax.Array:
-    every = group.gather(a)
-    return group.multiply(every, b, group.out_dtype, bias=bias, activation=group.activation)
+    return group.gather_and_multiply(a, b, group.out_dtype, bias, group.activation)[0]
 
 
 def _gathered_forward(group: _Group, a: Any, b: Any, bias: Any) -> tuple[jax.Array, Any]:
-    every = group.gather(a)
     if group.activation is None:
-        return group.multiply(every, b, group.out_dtype, bias=bias), (every, b, bias, None)
+        result, every = group.gather_and_multiply(a, b, group.out_dtype, bias)
+        return result, (every, b, bias, None)
     # As for `gemm`: the pre-activation is kept, and XLA applies the activation.
-    before = group.multiply(every, b, kept_dtype(group.out_dtype), bias=bias)
+    before, every = group.gather_and_multiply(a, b, kept_dtype(group.out_dtype), bias)
     result = group.activation(before.astype(jnp.float32)).astype(group.out_dtype)
     return result, (every, b, bias, before)
 
@@ -267,9 +288,9 @@ def _scattered_forward(group: _Group, a: Any, b: Any) -> tuple[jax.Array, Any]:
 def _scattered_backward(group: _Group, kept: Any, g: jax.Array) -> tuple[Any, Any]:
     a, b = kept
     left, right = _for_gradient(a), _for_gradient(b)
-    every = group.gather(g.astype(right.dtype))
     backward = group.for_gradient(a.dtype)
-    da = backward.multiply(every, right, backward.out_dtype)
+    g = g.astype(right.dtype)
+    da, every = backward.gather_and_multiply(g, right, backward.out_dtype)
     db = _right_gradient(group, left, right, every.astype(left.dtype))
     return da.astype(a.dtype), db.astype(b.dtype)
 

@@ -85,6 +85,12 @@ def noted() -> Iterator[Parts]:
         yield parts
 
 
+def note(call: Call, signature: Signature, split: str) -> None:
+    """Lets `explain_on_mesh` know what one device computes, if it asks."""
+    if (noted := _NOTED.value) is not None:
+        noted.found.append((call, signature, split))
+
+
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     signature = signature_of(operands)
@@ -264,8 +270,12 @@ class _Share:
         plain = dispatch.sums_only(call, self.signature)
         if call.options.reduced is not None and jnp.issubdtype(plain.out_dtype, jnp.floating):
             plain = dataclasses.replace(plain, out_dtype=call.options.reduced)
-        sums = [self._multiply(plain, a, right) for right in (b, up) if right is not None]
-        sums = [self._added_up(total, out_letters) for total in sums]
+        rights = [right for right in (b, up) if right is not None]
+        if self._scatters_rows(out_letters):
+            sums = [self._scattered(plain, a, right) for right in rights]
+        else:
+            totals = [self._multiply(plain, a, right) for right in rights]
+            sums = [self._added_up(total, out_letters) for total in totals]
         result = sums[0]
         if not call.epilogue.is_identity:
             result = xla.finish(call.epilogue, sums, given)
@@ -286,8 +296,7 @@ class _Share:
         ready = given.present()
         if call.options.names_something:
             self._check(call, signature_of(ready))
-        if (noted := _NOTED.value) is not None:
-            noted.found.append((call, signature_of(ready), str(self.split)))
+        note(call, signature_of(ready), str(self.split))
         result = part_p.bind(*ready, call=call)
         return result.reshape(*lead, result.shape[-1]) if rows else result
 
@@ -316,6 +325,21 @@ class _Share:
                 inside = lax.broadcasted_iota(np.int32, x.shape, dimension) < left
                 x = jnp.where(inside, x, jnp.zeros_like(x))
         return x
+
+    def _scatters_rows(self, letters: str) -> bool:
+        """Whether sums are added up so that each device gets some of their rows."""
+        scattered = [self.split.scattered[letter] for letter in letters]
+        return len(self.signature[0][0]) == 2 and scattered == [self.split.contracted, ()]
+
+    def _scattered(self, plain: Call, a: Any, b: Any) -> jax.Array:
+        """Computes this device's rows of a sum, which the kernel may send itself."""
+        from pallas_gemm import exchanging
+
+        ready = _changed(plain, Operands(a, b), sharing.merged).present()
+        if plain.options.names_something:
+            self._check(plain, signature_of(ready))
+        how = exchanging.Scattered(plain, self.split.contracted, plain.out_dtype)
+        return exchanging.scattered(how, *ready)
 
     def _added_up(self, total: jax.Array, letters: str) -> jax.Array:
         """Adds up the devices' sums; each gets the part of the result that it is to have."""
@@ -350,7 +374,7 @@ def lower_off_mesh(
     """
     types = _plain_types(*signature_of(tuple(ctx.avals_in)))
     with jax.sharding.use_abstract_mesh(_no_mesh()):
-        lower = mlir.lower_fun(run, multiple_results=False)
+        lower = mlir.lower_fun(run, multiple_results=len(ctx.avals_out) > 1)
         inner = ctx.replace(avals_in=types)
         result = lower(inner, *operands)
     if inner.tokens_out is not None:

@@ -32,7 +32,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 def _mesh(kind: AxisType) -> Mesh:
     config = importlib.resources.files("pallas_gemm") / "targets" / "h200.txtpb"
     topology = topologies.get_topology_desc(
-        platform="cuda", topology="1x8x1", target_config=config.read_text()
+        platform="cuda", topology="1x1x8", target_config=config.read_text()
     )
     return Mesh(np.array(topology.devices).reshape(2, 4), ("x", "y"), axis_types=(kind, kind))
 
@@ -51,7 +51,7 @@ def _layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return gemm(gemm(x, w, activation="gelu"), v)
 
 
-def _rings(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+def _exchanging(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return gemm_reduce_scatter(all_gather_gemm(x, w, "y", activation="gelu"), v, "y")
 
 
@@ -73,6 +73,10 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
             (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2,
         ),
         "contracted": (gemm, contracted),
+        "scattered": (
+            jax.jit(gemm, out_shardings=NamedSharding(mesh, P("y", None))),
+            (shape(4096, 4096, None, "y"), contracted[1]),
+        ),
         "explicit": (
             gemm,
             (
@@ -85,8 +89,8 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
             (rows, columns),
         ),
         "layers": (_step(_layers), (shape(4096, 1024, "x"), *weights)),
-        "rings": (
-            _step(mapped(_rings, in_specs=specs, out_specs=P("y"))),
+        "exchanging": (
+            _step(mapped(_exchanging, in_specs=specs, out_specs=P("y"))),
             (sequence, *weights),
         ),
     }
@@ -115,6 +119,10 @@ def main() -> None:
     }
     f, operands = programs["columns"]
     done["explained"] = str(explain_on_mesh(f, *operands))
+    f, operands = programs["exchanging"]
+    done["sends"] = str(explain_on_mesh(f, *operands))
+    ragged = jax.ShapeDtypeStruct((2112, 1024), jnp.bfloat16, sharding=operands[0].sharding)
+    done["refused"] = str(explain_on_mesh(f, ragged, *operands[1:]))
     json.dump(done, sys.stdout)
 
 

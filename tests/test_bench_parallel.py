@@ -32,7 +32,7 @@ def test_everybody_is_checked_and_nobody_timed_without_a_gpu(
     assert "There is no GPU" in shown
     rows = json.loads(path.read_text())["rows"]
     names = ["stock", "ours", "ours-bf16"]
-    names += ["rings", "rings-bf16"] if layout == "sequence" else []
+    names += ["fused", "fused-bf16"] if layout == "sequence" else []
     assert [row["name"] for row in rows] == names * 2 * len(devices)
     assert all(row["error"] <= 2 and row["seconds"] is None for row in rows)
 

@@ -38,14 +38,17 @@ def explicit() -> Mesh:
 def _parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, ...]]]]:
     """Collects the shapes of the operands of every product that one device computes."""
     found: list[list[tuple[int, ...]]] = []
-    multiply = partitioning._Share._multiply
 
-    def spy(share: Any, call: Any, *operands: Any) -> Any:
-        found.append([x.shape for x in operands])
-        return multiply(share, call, *operands)
+    def watch(multiply: Any) -> Any:
+        def spy(share: Any, call: Any, *operands: Any) -> Any:
+            found.append([x.shape for x in operands])
+            return multiply(share, call, *operands)
+
+        return spy
 
     with monkeypatch.context() as patch:
-        patch.setattr(partitioning._Share, "_multiply", spy)
+        for name in ("_multiply", "_scattered"):
+            patch.setattr(partitioning._Share, name, watch(getattr(partitioning._Share, name)))
         yield found
 
 

@@ -1,4 +1,4 @@
-"""Programs compiled for eight GPUs: each runs kernels on its part, and what is sent is covered."""
+"""Programs compiled for eight GPUs: each runs kernels on its part, and sends as little."""
 
 from collections import Counter
 from typing import Any
@@ -45,23 +45,22 @@ def test_a_training_step_gathers_nothing(done: dict[str, Any]) -> None:
     assert set(_sent(done["layers"])) == {"all-reduce"}
 
 
-def test_messages_of_rings_travel_while_kernels_run(done: dict[str, Any]) -> None:
-    under_way = covered = 0
-    for name, _ in done["rings"]:
-        if name.endswith("-start"):
-            assert not under_way
-            under_way, covered = 1, 0
-        elif name.endswith("-done"):
-            assert covered, done["rings"]
-            under_way = 0
-        else:
-            assert name == "kernel"
-            covered = 1
-    # Four products for each gathered operand, and twice four halves for each that is scattered;
-    # the gradients of the weights are one each.
-    assert len(_kernels(done["rings"])) == 2 * (4 + 8) + 2
-    # Three for each chunk or half of one; the rows for a gradient of weights are gathered again.
-    assert _sent(done["rings"]) == {"collective-permute": 2 * (3 + 6), "all-gather": 1}
+def test_kernels_that_exchange_rows_leave_nothing_to_send(done: dict[str, Any]) -> None:
+    """Forward: gathered, scattered and added up; the same backward, and two for the weights."""
+    assert _sent(done["exchanging"]) == {}
+    results = Counter(result.partition("[")[0] for result in _kernels(done["exchanging"]))
+    assert results == {"(bf16": 2, "f32": 2, "bf16": 4}
+
+
+def test_sums_that_xla_scatters_are_sent_by_the_kernel(done: dict[str, Any]) -> None:
+    assert _kernels(done["scattered"]) == ["f32[4,1024,4096]", "f32[2048,2048]"]
+    assert _sent(done["scattered"]) == {}
+
+
+def test_what_is_sent_by_whom_is_explained(done: dict[str, Any]) -> None:
+    assert "the mesh splits the rows along y; the kernel sends them" in done["sends"]
+    refused = " ".join(done["refused"].split())
+    assert "XLA's collective sends them: the rows of 4 devices, 2112 in all, are no" in refused
 
 
 def test_what_a_device_computes_is_explained(done: dict[str, Any]) -> None:

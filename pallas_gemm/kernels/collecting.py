@@ -18,12 +18,6 @@ LOADED = 8
 """Elements that a thread loads at once."""
 
 
-def refusal(shape: tuple[int, ...]) -> str | None:
-    """Returns why a sum of this shape cannot be made, None if it can."""
-    rows, columns = shape
-    return f"{rows * columns} values are no multiple of {BLOCK}" if rows * columns % BLOCK else None
-
-
 def add_up(parts: jax.Array, dtype: Any, axis: str) -> jax.Array:
     """Returns the sum over the first dimension, made in float32, when all devices have stored.
 

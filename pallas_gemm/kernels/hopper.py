@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.hopper_config import WGMMA_ROWS
-from pallas_gemm.kernels import claims, epilogue, lines, place, ring, smem, tiles
+from pallas_gemm.kernels import carrier, claims, epilogue, exchange, lines, place, ring, smem, tiles
 from pallas_gemm.kernels.plan import HopperPlan, OperandPlan
 from schedules import OnlineSchedule
 
@@ -99,6 +99,8 @@ def producer(
     def one_tile(turn: Any, row: Any, col: Any, head: ring.Head) -> ring.Head:
         at = _place(plan, row, col, gmem.rank)
         reader = turn & 1
+        if plan.gathers:
+            pl.when(at.turn > 0)(functools.partial(_await_rows, plan, gmem, at))
 
         def one_step(k: Any, head: ring.Head) -> ring.Head:
             @pl.when(turn * plan.k_steps + k >= stages)
@@ -107,7 +109,7 @@ def producer(
 
             full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
             k_start = k * plan.tile_k
-            _load_operand(plan.a, gmem.a, at.batch, at.row, k_start, slots.a, head.slot, full)
+            _load_left(plan, gmem, at, k_start, slots.a, head.slot, full)
             _load_operand(plan.b, gmem.b, at.batch, at.col, k_start, slots.b, head.slot, full)
             return ring.advance(plan, head, reader)
 
@@ -327,7 +329,7 @@ def _store_by_tma(
     target = view.tile.transpose((1, 0)) if plan.problem.transpose_out else view.tile
     target[...] = values
     plgpu.commit_smem()
-    if plan.scatter is None:
+    if not plan.scatters:
         plgpu.copy_smem_to_gmem(view.box, _chunk(plan, gmem.out, at, number))
         return
     # A descriptor of TMA is for the memory of one device.
@@ -335,7 +337,7 @@ def _store_by_tma(
 
         @pl.when(at.turn == turn)
         def _to_its_owner(owner: Any = owner) -> None:
-            there = plgpu.remote_ref(gmem.out, {plan.scatter.axis: owner}).at[gmem.rank]
+            there = exchange.on_device(gmem.out, owner).at[gmem.rank]
             plgpu.copy_smem_to_gmem(view.box, _chunk(plan, there, at, number))
 
 
@@ -403,8 +405,8 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
 def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
     chunk, first = plan.chunks[number], at.row
-    if plan.scatter is not None:
-        first = lax.rem(first, jnp.int32(plan.out_shape[-2]))
+    if plan.scatters:
+        first = lax.rem(first, jnp.int32(plan.exchanged_rows))
     rows, cols = pl.ds(first + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
     here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
     return place.matrix(gmem, at.batch).at[here]
@@ -436,6 +438,32 @@ def _issue_wgmma(plan: HopperPlan, me: Any, acc: Any, slots: Smem, slot: Any) ->
             plgpu.wgmma(acc.at[pl.ds(panel * height, height), pl.ds(part * width, width)], a, b)
 
 
+def _await_rows(plan: HopperPlan, gmem: place.Gmem, at: place.Where) -> None:
+    """Waits until the rows of the device whose turn it is are here."""
+    sent = carrier.loads(plan.exchanged_rows * plan.problem.k * plan.a.dtype.itemsize)
+    owner = plan.exchange.owner(gmem.rank, at.turn)
+    pl.semaphore_wait(gmem.arrived.at[owner], sent, decrement=False)
+
+
+def _load_left(
+    plan: HopperPlan,
+    gmem: place.Gmem,
+    at: place.Where,
+    k_start: Any,
+    ring: smem.Boxed,
+    slot: Any,
+    full: Any,
+) -> None:
+    """Loads a part of the left operand: this device's rows from where they are."""
+    load = functools.partial(_load_operand, plan.a)
+    if not plan.gathers:
+        load(gmem.a, at.batch, at.row, k_start, ring, slot, full)
+        return
+    own = lax.rem(at.row, jnp.int32(plan.exchanged_rows))
+    pl.when(at.turn == 0)(lambda: load(gmem.a, None, own, k_start, ring, slot, full))
+    pl.when(at.turn > 0)(lambda: load((gmem.every,), None, at.row, k_start, ring, slot, full))
+
+
 def _load_operand(
     operand: OperandPlan,
     gmem: tuple[Any, ...],
@@ -460,23 +488,14 @@ def _load_operand(
                 copy(source.at[deep, columns], target.at[panel], full)
 
 
-def _owner(plan: HopperPlan, rank: Any, turn: Any) -> Any:
-    """Which device's rows come at this turn: those of the next device first, its own last.
-
-    So all devices receive at the same time, each from another, and nothing is left to send when
-    the last tiles are computed.
-    """
-    return lax.rem(rank + turn + 1, jnp.int32(plan.scatter.size))
-
-
 def _place(plan: HopperPlan, row: Any, col: Any, rank: Any, consumer: Any = None) -> place.Where:
     """Where this CTA's tile lies, or the part of it that a consumer holds, in the result."""
     config = plan.config
     batch = turn = None
-    if plan.scatter is not None:
-        rows = jnp.int32(config.grid(plan.problem)[0] // plan.scatter.size)
+    if plan.exchange.size > 1:
+        rows = jnp.int32(config.grid(plan.problem)[0] // plan.exchange.size)
         turn = lax.div(row, rows)
-        row = _owner(plan, rank, turn) * rows + lax.rem(row, rows)
+        row = plan.exchange.owner(rank, turn) * rows + lax.rem(row, rows)
     if plan.problem.batch > 1:
         rows, _ = config.grid(plan.problem)
         batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
@@ -565,10 +584,57 @@ def _order_operands(plan: HopperPlan, claimed: bool) -> tuple[Any, ...]:
     )
 
 
-def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Array]:
+def _gmem(plan: HopperPlan, operands: list[Any], results: list[Any]) -> place.Gmem:
+    """Names what is in global memory; takes what it names from `operands`."""
+    asked = plan.problem.epilogue
+    a = operands.pop(0)
+    b = tuple(operands.pop(0) for _ in range(plan.b.parts))
+    bias = operands.pop(0) if asked.bias else None
+    residual = operands.pop(0) if asked.residual else None
+    gmem = place.Gmem((a,), b, bias, residual, *results[:1])
+    if plan.exchange.size == 1:
+        return gmem
+    rank = plan.exchange.rank()
+    turns = range(plan.exchange.size)
+    owners = tuple(plan.exchange.device(plan.exchange.owner(rank, turn)) for turn in turns)
+    gmem = gmem._replace(rank=rank, owners=owners)
+    if not plan.gathers:
+        return gmem
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.exchange.size,)))
+    return gmem._replace(every=results[1], arrived=arrived)
+
+
+def _out_type(plan: HopperPlan) -> Any:
+    out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
+    if not plan.gathers:
+        return out
+    return out, jax.ShapeDtypeStruct((plan.problem.m, plan.problem.k), plan.problem.a_dtype)
+
+
+def _ready_operands(plan: HopperPlan, given: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the operands as the kernel takes them."""
+    operands = list(given)
+    if plan.problem.a_dtype == jnp.float32:
+        # The tensor cores cut off what tf32 does not hold; rounding errs half as much.
+        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
+        operands[: 1 + plan.b.parts] = map(rounded, operands[: 1 + plan.b.parts])
+    if plan.config.mirrored:
+        operands[:2] = operands[1::-1]
+    if plan.problem.epilogue.bias:
+        # Loaded without a mask, so it has to reach to the end of the last tile.
+        axis = 0 if plan.problem.transpose_out else 1
+        tiles_along = plan.config.grid(plan.problem)[axis] * plan.config.cluster[axis]
+        reach = tiles_along * plan.config.out_tile(plan.problem)[axis]
+        bias = operands[1 + plan.b.parts].astype(jnp.float32)
+        operands[1 + plan.b.parts] = jnp.pad(bias, (0, reach - bias.size))
+    return operands
+
+
+def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
-    These are, in this order: a second b if the result is gated, then bias, then residual.
+    These are, in this order: a second b if the result is gated, then bias, then residual. If rows
+    are gathered, it returns them beside the result.
 
     Args:
         plan: What to run.
@@ -577,43 +643,44 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
     """
     simulated = bool(interpret)
     claimed = plan.config.persistence == "dynamic" and not simulated
-    asked = plan.problem.epilogue
+    registers = plan.config.registers
 
     def body(*refs: Any) -> None:
-        *operands, out, ring, stores, barriers = refs
-        a, *operands = operands
-        b = [operands.pop(0) for _ in range(plan.b.parts)]
-        bias = operands.pop(0) if asked.bias else None
-        residual = operands.pop(0) if asked.residual else None
-        gmem = place.Gmem((a,), tuple(b), bias, residual, out)
-        if plan.scatter is not None:
-            rank = lax.axis_index(plan.scatter.axis)
-            owners = tuple(_owner(plan, rank, turn) for turn in range(plan.scatter.size))
-            gmem = gmem._replace(rank=rank, owners=owners)
+        *given, ring, stores, barriers = refs
+        results = [given.pop() for _ in range(2 if plan.gathers else 1)][::-1]
+        counter = given.pop() if plan.gathers else None
+        gmem = _gmem(plan, given, results)
         slots = _slots(plan, ring, stores, simulated)
-        registers = plan.config.registers
 
         def produce() -> None:
             if registers:
                 plgpu.set_max_registers(registers.producer, action="decrease")
             run = functools.partial(
-                producer, plan, _source(plan, operands, True), gmem, slots, barriers
+                producer, plan, _source(plan, given, True), gmem, slots, barriers
             )
             if claimed:
                 run()
-            else:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+                return
+
+            @plgpu.warp_map
+            def _each_warp(warp: Any) -> None:
+                pl.when(warp == 0)(run)
+                if plan.gathers:
+                    pl.when(warp > 0)(carry)
+
+        def carry() -> None:
+            carrier.carry(plan.exchange, gmem, counter)
 
         def consume() -> None:
             if registers:
                 plgpu.set_max_registers(registers.consumer, action="increase")
-            consumer(plan, _source(plan, operands, False), gmem, slots, barriers)
+            consumer(plan, _source(plan, given, False), gmem, slots, barriers)
 
         lax.cond(lax.axis_index("warpgroup") == plan.config.consumers, produce, consume)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
+        out_type=_out_type(plan),
         grid=(plan.workers,),
         grid_names=("worker",),
         cluster=plan.config.cluster,
@@ -630,21 +697,10 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., jax.Arra
         interpret=interpret,
     )
 
-    def run(*given: jax.Array) -> jax.Array:
-        operands = list(given)
-        if plan.problem.a_dtype == jnp.float32:
-            # The tensor cores cut off what tf32 does not hold; rounding errs half as much.
-            rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
-            operands[: 1 + plan.b.parts] = map(rounded, operands[: 1 + plan.b.parts])
-        if plan.config.mirrored:
-            operands[:2] = operands[1::-1]
-        if asked.bias:
-            # Loaded without a mask, so it has to reach to the end of the last tile.
-            axis = 0 if plan.problem.transpose_out else 1
-            tiles_along = plan.config.grid(plan.problem)[axis] * plan.config.cluster[axis]
-            reach = tiles_along * plan.config.out_tile(plan.problem)[axis]
-            bias = operands[1 + plan.b.parts].astype(jnp.float32)
-            operands[1 + plan.b.parts] = jnp.pad(bias, (0, reach - bias.size))
-        return kernel(*operands, *_order_operands(plan, claimed))
+    def run(*given: jax.Array) -> Any:
+        operands = [*_ready_operands(plan, given), *_order_operands(plan, claimed)]
+        if plan.gathers:
+            operands.append(jax.new_ref(jnp.zeros(plan.exchange.size, jnp.int32)))
+        return kernel(*operands)
 
     return run

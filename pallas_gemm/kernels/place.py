@@ -18,8 +18,10 @@ class Gmem(NamedTuple):
         bias: What is added to each row.
         residual: What is added to the result.
         out: The result.
-        rank: This device's place among those that a result is scattered to; None for another.
-        owners: The place of the device whose rows are computed at each turn.
+        rank: This device's place among those that exchange rows; None without any.
+        owners: The number in the mesh of the device whose rows are computed at each turn.
+        every: The gathered rows of the left operand.
+        arrived: A semaphore for each device: how much of its rows is there.
     """
 
     a: tuple[Any, ...]
@@ -29,6 +31,8 @@ class Gmem(NamedTuple):
     out: Any
     rank: Any = None
     owners: tuple[Any, ...] = ()
+    every: Any = None
+    arrived: Any = None
 
 
 class Where(NamedTuple):
@@ -39,7 +43,7 @@ class Where(NamedTuple):
         row: First row.
         col: First column.
         turn: Which device's rows these are, counted in the order in which they are computed; None
-            unless the result is scattered.
+            if none are exchanged.
     """
 
     batch: Any

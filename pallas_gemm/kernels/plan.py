@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from pallas_gemm.device import Device
 from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -63,30 +64,17 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scatter:
-    """Devices that each get some rows of the result, in the order of the rows.
-
-    Attributes:
-        axis: The axis of the mesh along which they lie.
-        size: How many there are.
-    """
-
-    axis: str
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class HopperPlan:
     """A problem, a legal config and a device, and what follows from them.
 
-    `problem` is the one that the kernel computes: `config.seen` of the one given. With `scatter`
-    each device's rows are stored in its own memory.
+    `problem` is the one that the kernel computes: `config.seen` of the one given. It may do so
+    together with other devices, which `exchange` says.
     """
 
     problem: Problem
     config: HopperConfig
     device: Device
-    scatter: Scatter | None = None
+    exchange: Exchange = ALONE
 
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
@@ -163,10 +151,25 @@ class HopperPlan:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of what is stored here: of a scattered result, the part of each device."""
-        if self.scatter is None:
+        """The shape of what is stored here: of scattered sums, those of each device."""
+        if not self.scatters:
             return self.problem.out_shape
-        return self.scatter.size, self.problem.m // self.scatter.size, self.problem.n
+        return self.exchange.size, self.exchanged_rows, self.problem.n
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the left operand's rows are those of several devices."""
+        return self.exchange.size > 1 and self.exchange.gathers
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the result's rows go to several devices."""
+        return self.exchange.size > 1 and not self.exchange.gathers
+
+    @property
+    def exchanged_rows(self) -> int:
+        """Rows of each device."""
+        return self.problem.m // self.exchange.size
 
     @property
     def store_widths(self) -> tuple[int, ...]:
@@ -182,7 +185,7 @@ class HopperPlan:
         over the tile: all CTAs send at the same time, and NVLink takes longer than the first steps.
         """
         chunks = len(self.chunks) if self.config.late_store else 0
-        apart = max(1, self.k_steps // max(chunks, 1)) if self.scatter else 1
+        apart = max(1, self.k_steps // max(chunks, 1)) if self.scatters else 1
         return range(0, min(chunks, self.k_steps) * apart, apart)
 
     def strips(self, columns: int) -> list[slice]:

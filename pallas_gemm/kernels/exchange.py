@@ -1,0 +1,64 @@
+"""Devices that work on one product, each of which has some rows of it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Who exchanges rows, and which: each device has as many, in the order of the devices.
+
+    Attributes:
+        mesh: All axes of the mesh, and their sizes.
+        axes: Those along which the devices lie; the last one is that of neighbours.
+        gathers: The rows are those of the left operand, and every device multiplies all of them;
+            else they are those of the result, to which every device has computed a summand.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[str, ...]
+    gathers: bool
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return math.prod(size for name, size in self.mesh if name in self.axes)
+
+    def rank(self) -> Any:
+        """Returns this device's number among them, inside of a kernel."""
+        return lax.axis_index(self.axes)
+
+    def device(self, rank: Any) -> Any:
+        """Returns the number in the whole mesh of the device with a number among them."""
+        sizes, place = dict(self.mesh), {}
+        for name in reversed(self.axes):
+            place[name] = lax.rem(rank, jnp.int32(sizes[name]))
+            rank = lax.div(rank, jnp.int32(sizes[name]))
+        number = jnp.int32(0)
+        for name, size in self.mesh:
+            index = place[name] if name in place else lax.axis_index(name)
+            number = number * size + index
+        return number
+
+    def owner(self, rank: Any, turn: Any) -> Any:
+        """Returns the number of the device whose rows this one computes at a turn.
+
+        A device begins with its own rows where rows are gathered, since the others are on their
+        way. It ends with them where they are scattered, since then nothing is left to send.
+        """
+        first = rank if self.gathers else rank + 1
+        return lax.rem(first + turn, jnp.int32(self.size))
+
+
+ALONE = Exchange((), (), gathers=False)
+
+
+def on_device(ref: Any, device: Any) -> Any:
+    """Returns what is on another device where `ref` is on this one."""
+    return plgpu.remote_ref(ref, device, pl.DeviceIdType.LOGICAL)
