@@ -12,10 +12,10 @@ and reduced and scattered after the second; in "replicated" every GPU has them w
 Who takes part:
 
     stock         `jnp.dot`, shared out by XLA, with its own collectives
-    ours          `gemm`, shared out by its own rule; sums travel in float32
-    ours-bf16     the same, with `reduce_in(jnp.bfloat16)`, as XLA's sums travel
-    fused         `all_gather_gemm` and `gemm_reduce_scatter`: the kernel sends rows of sums itself
-    fused-bf16    the same, with sums in bfloat16
+    ours          `gemm`, shared out by its own rule; sums travel in bfloat16, as XLA's do
+    ours-f32      the same, with `reduce_in(jnp.float32)`
+    fused         `all_gather_gemm` and `gemm_reduce_scatter`: the kernels gather rows, too
+    fused-f32     the same, with `reduce_in(jnp.float32)`
 
 A time is that of the host's clock from the first call of a turn until the last has come back, over
 the calls, so that what does not overlap shows. All take turns, round after round; `x stock` is the
@@ -180,9 +180,9 @@ def _fused(split: Split, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=split.rows)(x, w, v)
 
 
-def _narrow(layer: Callable[..., jax.Array], split: Split, *operands: jax.Array) -> jax.Array:
-    """Lets sums travel in bfloat16."""
-    with reduce_in(jnp.bfloat16):
+def _wide(layer: Callable[..., jax.Array], split: Split, *operands: jax.Array) -> jax.Array:
+    """Lets sums travel in float32."""
+    with reduce_in(jnp.float32):
         return layer(split, *operands)
 
 
@@ -191,10 +191,10 @@ def layers(split: Split) -> dict[str, Layer]:
     found: dict[str, Callable[..., jax.Array]] = {
         STOCK: _stock,
         "ours": _ours,
-        "ours-bf16": functools.partial(_narrow, _ours),
+        "ours-f32": functools.partial(_wide, _ours),
     }
     if split.rows != P():
-        found |= {"fused": _fused, "fused-bf16": functools.partial(_narrow, _fused)}
+        found |= {"fused": _fused, "fused-f32": functools.partial(_wide, _fused)}
     return {name: functools.partial(layer, split) for name, layer in found.items()}
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-import pallas_gemm
 from examples import transformer_linen, transformer_nnx
 from examples.sequences import Task
 from examples.settings import Attention, Settings
@@ -81,10 +80,8 @@ class Trainer:
         """Makes the parameters, the same for all trainees, and compiles a step."""
         state = self._initial()
         step = jax.jit(functools.partial(self._step, layers), donate_argnums=0)
-        # Partial sums cross a mesh in the type in which JAX's own product sends them.
-        with pallas_gemm.reduce_in(self.settings.type()):
-            # Where it lies is a part of what is compiled.
-            result = step.lower(state, self.batch(0)).compile()
+        # Where it lies is a part of what is compiled.
+        result = step.lower(state, self.batch(0)).compile()
         return Trainee(name, result, state)
 
     def batch(self, step: int) -> jax.Array:

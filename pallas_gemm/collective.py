@@ -24,7 +24,7 @@ from pallas_gemm.api import Activation, gemm
 from pallas_gemm.autodiff import kept_dtype
 from pallas_gemm.call import Operands
 from pallas_gemm.kernels import xla
-from pallas_gemm.partitioning import reduction_dtype
+from pallas_gemm.partitioning import reduction_dtype, travelling_dtype
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.product import equally_varying
 
@@ -91,8 +91,8 @@ def gemm_reduce_scatter(
 
     >>> y = gemm_reduce_scatter(h, w, "model")  # doctest: +SKIP
 
-    Sums travel in float32, or as `reduce_in` says, are added in float32 and rounded to the result's
-    type at the end.
+    Sums travel in the result's type, or as `reduce_in` says. Where the kernel sends them they are
+    added in float32; XLA's collective adds them in the type in which they travel.
 
     Args:
         a: This device's left operand, `[..., rows, k]`; the axis must divide `rows`.
@@ -148,7 +148,7 @@ def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
 def _sums_dtype(a: jax.Array, out_dtype: Any) -> np.dtype:
     """Returns the type that sums travel in."""
     sums = xla.wide_dtype(a.dtype, out_dtype)
-    return reduction_dtype() or sums if jnp.issubdtype(sums, jnp.floating) else sums
+    return travelling_dtype(sums, out_dtype, reduction_dtype())
 
 
 def _axis_size(axis_name: Any) -> int:

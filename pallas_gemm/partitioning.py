@@ -5,9 +5,10 @@ together, and asks for each product what one device is to compute (`_partition`)
 
 - Each axis of the mesh splits one of the dimensions (`sharing`).
 - Rows, columns and the batch need no communication: a device computes its part with the epilogue.
-- Where k is split, each device's product is a partial sum, kept in float32 (int32 for integers;
-  `reduce_in` says otherwise). It is reduced once, or reduced and scattered where the result is
-  split along that axis; the epilogue follows, and the result is rounded once.
+- Where k is split, each device's product is a partial sum. It travels in the result's type, as the
+  sums of JAX's own product do, or in float32 if an epilogue follows (`reduce_in` says otherwise).
+  It is reduced once, or reduced and scattered where the result is split along that axis: then the
+  kernel may send it (`exchanging`).
 
 The kernel and its config are chosen for one device's part, by the rules of `dispatch`.
 """
@@ -45,13 +46,13 @@ _NOTED = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def reduce_in(dtype: Any) -> Iterator[None]:
-    """Sends partial sums from GPU to GPU in another type than float32, gradients' sums included.
+    """Sends partial sums from GPU to GPU in another type than the result's, gradients' included.
 
-    >>> with reduce_in(jnp.bfloat16):
+    >>> with reduce_in(jnp.float32):
     ...     y = train_step(params, batch)  # doctest: +SKIP
 
-    A sum in bfloat16 is half as many bytes, and what JAX's own product of bfloat16 sends; each
-    device then rounds its part before they are added. It counts where it is traced.
+    A sum in float32 is twice as many bytes as one in bfloat16, which JAX's own product of bfloat16
+    sends; but no device rounds its part before they are added. It counts where it is traced.
 
     Args:
         dtype: A floating-point type.
@@ -68,6 +69,20 @@ def reduce_in(dtype: Any) -> Iterator[None]:
 def reduction_dtype() -> np.dtype | None:
     """Returns what `reduce_in` says; None outside of it."""
     return _REDUCED.value
+
+
+def travelling_dtype(sums: Any, out_dtype: Any, asked: np.dtype | None) -> np.dtype:
+    """Returns the type in which sums travel: the result's, but not one of 8 bits.
+
+    Args:
+        sums: The type in which they are made.
+        out_dtype: The result's.
+        asked: What `reduce_in` said where the product was traced.
+    """
+    if not jnp.issubdtype(sums, jnp.floating):
+        return np.dtype(sums)
+    usual = jnp.bfloat16 if np.dtype(out_dtype).itemsize == 1 else out_dtype
+    return np.dtype(asked or usual)
 
 
 class Parts:
@@ -268,8 +283,10 @@ class _Share:
             for x, own in zip(given[:3], named[:3], strict=True)
         )
         plain = dispatch.sums_only(call, self.signature)
-        if call.options.reduced is not None and jnp.issubdtype(plain.out_dtype, jnp.floating):
-            plain = dataclasses.replace(plain, out_dtype=call.options.reduced)
+        # What follows the sum is computed in float32.
+        result_dtype = call.out_dtype if call.epilogue.is_identity else plain.out_dtype
+        dtype = travelling_dtype(plain.out_dtype, result_dtype, call.options.reduced)
+        plain = dataclasses.replace(plain, out_dtype=dtype)
         rights = [right for right in (b, up) if right is not None]
         if self._scatters_rows(out_letters):
             sums = [self._scattered(plain, a, right) for right in rights]

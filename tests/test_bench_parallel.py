@@ -31,8 +31,8 @@ def test_everybody_is_checked_and_nobody_timed_without_a_gpu(
     shown = capsys.readouterr().out
     assert "There is no GPU" in shown
     rows = json.loads(path.read_text())["rows"]
-    names = ["stock", "ours", "ours-bf16"]
-    names += ["fused", "fused-bf16"] if layout == "sequence" else []
+    names = ["stock", "ours", "ours-f32"]
+    names += ["fused", "fused-f32"] if layout == "sequence" else []
     assert [row["name"] for row in rows] == names * 2 * len(devices)
     assert all(row["error"] <= 2 and row["seconds"] is None for row in rows)
 

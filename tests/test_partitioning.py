@@ -209,9 +209,9 @@ def test_the_type_in_which_sums_travel(mesh: Mesh) -> None:
             jax.jit(functools.partial(gemm)).lower(a, b).compile()
         return found
 
-    assert traveling() == {"float32"}
-    with pallas_gemm.reduce_in(jnp.bfloat16):
-        assert traveling() == {"bfloat16"}
+    assert traveling() == {"bfloat16"}
+    with pallas_gemm.reduce_in(jnp.float32):
+        assert traveling() == {"float32"}
     with pytest.raises(ValueError, match="int8"), pallas_gemm.reduce_in(jnp.int8):
         pass
 

@@ -7,7 +7,8 @@ Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
     0 .. consumers-1      consumer    issues WGMMA, keeps the accumulator in registers, and stores
                                       finished tiles (the epilogue)
     consumers             producer    issues every TMA load; its first warp does, the other three
-                                      sleep (all four walk along when tiles are claimed)
+                                      sleep (all four walk along when tiles are claimed), or send
+                                      rows to other devices (`carrier.py`)
 
     Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
     Ping-pong consumers take whole tiles in turn: one runs its epilogue while the other multiplies.
@@ -36,6 +37,12 @@ epilogue of this one; nothing drains the ring before the last tile)
                 tile end: wait for the last WGMMA; arrive empty[s]; finish and round; without
                           `late_store`: store chunk by chunk
     a chunk     wait until its slot's last store has been read; registers ──▶ slot; TMA store
+
+Several devices (`exchange.py`)
+    gathered    each CTA computes the tiles of its own device's rows first, then those of the next
+                device, whose arrival the producer awaits; a tile's rows come from `every`
+    scattered   the tiles of the next device's rows first, those of its own last; a chunk is stored
+                in the memory of its rows' device, in steps spread over the next tile's k loop
 """
 
 import functools
