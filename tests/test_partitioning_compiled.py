@@ -1,5 +1,6 @@
 """Programs compiled for eight GPUs: each runs kernels on its part, and sends as little."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -14,9 +15,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def done() -> dict[str, Any]:
+def printed() -> list[str]:
+    """Lines of what the assembler says of each kernel, and a last one of what the programs do."""
+    return programs.output("tests.partitioned_programs", MOSAIC_GPU_DUMP_PTXAS="1").splitlines()
+
+
+@pytest.fixture(scope="module")
+def done(printed: list[str]) -> dict[str, Any]:
     """What each program does, by its name."""
-    return programs.printed("tests.partitioned_programs")
+    return json.loads(printed[-1])
 
 
 def _kernels(program: Any) -> list[str]:
@@ -50,6 +57,15 @@ def test_kernels_that_exchange_rows_leave_nothing_to_send(done: dict[str, Any]) 
     assert _sent(done["exchanging"]) == {}
     results = Counter(result.partition("[")[0] for result in _kernels(done["exchanging"]))
     assert results == {"(bf16": 2, "bf16": 6}
+
+
+def test_nothing_spills_or_is_serialized(printed: list[str]) -> None:
+    assembled = "\n".join(printed[:-1])
+    assert "pallas_gemm_add_up" in assembled
+    assert "serialized" not in assembled
+    spilled = [line for line in printed if "spill" in line]
+    assert len(spilled) >= 8
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spilled)
 
 
 def test_sums_that_xla_scatters_are_sent_by_the_kernel(done: dict[str, Any]) -> None:

@@ -411,10 +411,8 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
 
 def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
-    chunk, first = plan.chunks[number], at.row
-    if plan.scatters:
-        first = lax.rem(first, jnp.int32(plan.exchanged_rows))
-    rows, cols = pl.ds(first + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
+    chunk = plan.chunks[number]
+    rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
     here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
     return place.matrix(gmem, at.batch).at[here]
 
@@ -501,8 +499,9 @@ def _place(plan: HopperPlan, row: Any, col: Any, rank: Any, consumer: Any = None
     batch = turn = None
     if plan.exchange.size > 1:
         rows = jnp.int32(config.grid(plan.problem)[0] // plan.exchange.size)
-        turn = lax.div(row, rows)
-        row = plan.exchange.owner(rank, turn) * rows + lax.rem(row, rows)
+        turn, row = lax.div(row, rows), lax.rem(row, rows)
+        if consumer is None or plan.gathers:
+            row = plan.exchange.owner(rank, turn) * rows + row
     if plan.problem.batch > 1:
         rows, _ = config.grid(plan.problem)
         batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))

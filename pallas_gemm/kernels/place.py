@@ -40,7 +40,7 @@ class Where(NamedTuple):
 
     Attributes:
         batch: Batch index, None without one.
-        row: First row.
+        row: First row; where a scattered result is stored, among those of the same device.
         col: First column.
         turn: Which device's rows these are, counted in the order in which they are computed; None
             if none are exchanged.

@@ -5,7 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_gemm.device import Device
-from pallas_gemm.hopper_config import WGMMA_ROWS, HopperConfig, stored_by_tma
+from pallas_gemm.hopper_config import FEW_STEPS, WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.problem import Problem
@@ -183,9 +183,11 @@ class HopperPlan:
 
         The first ones, so that registers are free early. But what other devices are sent is spread
         over the tile: all CTAs send at the same time, and NVLink takes longer than the first steps.
+        Where few steps lie between two chunks the compiler would unroll them, and spill.
         """
         chunks = len(self.chunks) if self.config.late_store else 0
-        apart = max(1, self.k_steps // max(chunks, 1)) if self.scatters else 1
+        apart = self.k_steps // max(chunks, 1)
+        apart = apart if self.scatters and apart > FEW_STEPS else 1
         return range(0, min(chunks, self.k_steps) * apart, apart)
 
     def strips(self, columns: int) -> list[slice]:
