@@ -168,12 +168,23 @@ def _found(call: Call, whole: Signature, exchange: Any, how: How) -> Callable[..
     problem = plan.realigned.problem
     if plan.unfused or problem != call.problem(whole):
         return plan.unfused or "the operands or the result are realigned"
-    why = "no config is legal"
+    why: str | None = "no config is legal"
     for config in _configs(call, problem, plan):
         why = why_not_by(problem, config, exchange)
         if why is None:
-            return functools.partial(_run, problem, config, plan.device, exchange, how)
-    return why
+            return _traced_once(call, whole, config, exchange, how)
+    return str(why)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_once(
+    call: Call, whole: Signature, config: GemmConfig, exchange: Any, how: How
+) -> Callable[..., Any]:
+    """Returns a function whose kernel is traced once, however many layers call it."""
+    plan = dispatch.decide(call, whole).plan
+    assert plan is not None
+    problem, device = plan.realigned.problem, plan.device
+    return jax.jit(functools.partial(_run, problem, config, device, exchange, how))
 
 
 def why_not_among(module: Any) -> str | None:
