@@ -55,10 +55,15 @@ def _exchanging(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return gemm_reduce_scatter(all_gather_gemm(x, w, "y", activation="gelu"), v, "y")
 
 
+def _integer_sums(a: jax.Array, b: jax.Array) -> jax.Array:
+    return gemm_reduce_scatter(a, b, "y", transpose_b=True, preferred_element_type=jnp.int32)
+
+
 def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
-    def shape(rows: int, columns: int, *spec: Any, on: Mesh = mesh) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(on, P(*spec))
-        return jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=sharding)
+    def shape(
+        rows: int, columns: int, *spec: Any, on: Mesh = mesh, dtype: Any = jnp.bfloat16
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, columns), dtype, sharding=NamedSharding(on, P(*spec)))
 
     rows, columns = shape(4096, 4096, "x", None), shape(4096, 4096, None, "y")
     contracted = shape(4096, 4096, "x", "y"), shape(4096, 4096, "y", None)
@@ -76,6 +81,13 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
         "scattered": (
             jax.jit(gemm, out_shardings=NamedSharding(mesh, P("y", None))),
             (shape(4096, 4096, None, "y"), contracted[1]),
+        ),
+        "integers": (
+            mapped(_integer_sums, in_specs=(P(None, "y"), P(None, "y")), out_specs=P("y")),
+            (
+                shape(4096, 4096, None, "y", dtype=jnp.int8),
+                shape(4096, 4096, None, "y", dtype=jnp.int8),
+            ),
         ),
         "explicit": (
             gemm,

@@ -93,6 +93,26 @@ def test_scattered_sums_are_exact(mesh: Mesh, shape: tuple[int, int, int], sums:
                 reference.assert_exact(f(a, b), exact)
 
 
+def test_scattered_sums_of_integers_are_exact(mesh: Mesh) -> None:
+    """Beyond what float32 holds."""
+    rng = np.random.default_rng()
+    specs = (P(None, "x"), P(None, "x"))
+    a, b = (
+        jax.device_put(
+            jnp.asarray(rng.integers(100, 128, (SIZE, SIZE)), jnp.int8), NamedSharding(mesh, spec)
+        )
+        for spec in specs
+    )
+
+    def local(a: jax.Array, b: jax.Array) -> jax.Array:
+        return gemm_reduce_scatter(a, b, "x", transpose_b=True, preferred_element_type=jnp.int32)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    exact = reference.wide(a) @ reference.wide(b).T
+    assert exact.max() > 2**24
+    np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(a, b)), exact.astype(np.int64))
+
+
 @pytest.mark.parametrize("shape", [(1024, 512, 512), (4096, 2048, 2560), (8192, 4096, 3584)])
 def test_gathered_rows_are_exact(mesh: Mesh, shape: tuple[int, int, int]) -> None:
     """The gradient of the weights shows the rows themselves."""

@@ -73,6 +73,11 @@ def test_sums_that_xla_scatters_are_sent_by_the_kernel(done: dict[str, Any]) -> 
     assert _sent(done["scattered"]) == {}
 
 
+def test_sums_of_integers_are_exact(done: dict[str, Any]) -> None:
+    assert _kernels(done["integers"]) == ["s32[4,1024,4096]", "s32[2048,2048]"]
+    assert _sent(done["integers"]) == {}
+
+
 def test_what_is_sent_by_whom_is_explained(done: dict[str, Any]) -> None:
     assert "the mesh splits the rows along y; the kernel sends them" in done["sends"]
     refused = " ".join(done["refused"].split())

@@ -19,7 +19,9 @@ LOADED = 8
 
 
 def add_up(parts: jax.Array, dtype: Any, axis: str) -> jax.Array:
-    """Returns the sum over the first dimension, made in float32, when all devices have stored.
+    """Returns the sum over the first dimension, when all devices have stored.
+
+    It is made in float32; of integers, in their type.
 
     Args:
         parts: What each device has stored, `[devices, rows, columns]`.
@@ -28,6 +30,7 @@ def add_up(parts: jax.Array, dtype: Any, axis: str) -> jax.Array:
     """
     devices, rows, columns = parts.shape
     blocks = rows * columns // BLOCK
+    wide = parts.dtype if jnp.issubdtype(parts.dtype, jnp.integer) else jnp.float32
 
     def body(parts: Any, out: Any) -> None:
         block = lax.axis_index("block")
@@ -36,9 +39,9 @@ def add_up(parts: jax.Array, dtype: Any, axis: str) -> jax.Array:
             plgpu.load(parts.at[device, block], layout=layout, optimized=False)
             for device in range(devices)
         ]
-        total = loaded[0].astype(jnp.float32)
+        total = loaded[0].astype(wide)
         for part in loaded[1:]:
-            total += part.astype(jnp.float32)
+            total += part.astype(wide)
 
         # That the kernel asks is what makes it wait.
         @pl.when(lax.axis_index(axis) >= 0)
