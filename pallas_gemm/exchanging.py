@@ -14,7 +14,7 @@ or after it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm import dispatch, heuristics, partitioning, targeting
+from pallas_gemm import dispatch, heuristics, occupancy, partitioning, targeting
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Problem
@@ -205,7 +205,20 @@ def why_not_among(module: Any) -> str | None:
         return "the devices of the mesh are not in order"
     if len({device.process_index for device in devices}) > 1:
         return "the devices belong to several processes"
-    return None
+    return _why_apart(devices)
+
+
+def _why_apart(devices: Iterable[jax.Device]) -> str | None:
+    """Returns why GPUs of this computer do not reach each other's memory, None if they do."""
+    numbers: list[Any] = [getattr(device, "local_hardware_id", None) for device in devices]
+    if targeting.first_gpu() is None or None in numbers:
+        # They are not here, but will be where the program runs.
+        return None
+    try:
+        near = occupancy.reach_each_other(tuple(numbers))
+    except occupancy.DriverError as error:
+        return str(error)
+    return None if near else "the GPUs do not reach each other's memory"
 
 
 def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:

@@ -3,7 +3,8 @@
 A cluster lives within one GPC, and two GPUs of one kind differ in which SMs of a GPC are enabled,
 so that no table can know the answer. It is asked for thread blocks that fill an SM, as those of the
 kernels here do. The driver is called through ctypes: neither a CUDA toolkit nor a compiler is
-needed, and nothing runs on the GPU.
+needed, and nothing runs on the GPU. It also knows whether one GPU can store in the memory of
+another.
 
 Ask where a GPU is detected, never while tracing: a trace may be for a GPU that is not there.
 """
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 from pallas_gemm.device import Device
@@ -121,6 +123,31 @@ def resident_clusters(ordinal: int) -> tuple[str, tuple[tuple[int, int], ...]]:
     shared_bytes = _device_attribute(driver, device, _DEVICE_SHARED_BYTES_PER_BLOCK)
     with _current(driver, device), _kernel(driver, shared_bytes) as kernel:
         return kind, tuple((size, _ask(driver, kernel, shared_bytes, size)) for size in SIZES)
+
+
+@functools.cache
+def reach_each_other(ordinals: tuple[int, ...]) -> bool:
+    """Returns whether each of some GPUs can store in the memory of all others.
+
+    Args:
+        ordinals: Which GPUs of this computer, as CUDA counts them.
+
+    Raises:
+        DriverError: There is no driver, or it cannot answer.
+    """
+    driver = _Driver()
+    driver("cuInit", ctypes.c_uint(0))
+    devices = []
+    for ordinal in ordinals:
+        device = ctypes.c_int()
+        driver("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        devices.append(device)
+    for one, other in itertools.permutations(devices, 2):
+        answer = ctypes.c_int()
+        driver("cuDeviceCanAccessPeer", ctypes.byref(answer), one, other)
+        if not answer.value:
+            return False
+    return True
 
 
 class _Driver:

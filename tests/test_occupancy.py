@@ -19,8 +19,16 @@ SHARED_BYTES = 232_448
 class StandIn:
     """A driver library that writes down what it is asked; one function may fail, or be missing."""
 
-    def __init__(self, failing: str = "", code: int = 0, missing: str = "", clusters: int = 1):
+    def __init__(
+        self,
+        failing: str = "",
+        code: int = 0,
+        missing: str = "",
+        clusters: int = 1,
+        apart: tuple[tuple[int, int], ...] = (),
+    ):
         self.failing, self.code, self.missing, self.clusters = failing, code, missing, clusters
+        self.apart = apart
         self.calls: list[str] = []
         self.questions: list[dict[str, Any]] = []
 
@@ -36,6 +44,10 @@ class StandIn:
         match name, arguments:
             case "cuGetErrorName", (_, text):
                 text._obj.value = b"CUDA_ERROR_OF_THE_DAY"
+            case "cuDeviceGet", (device, ordinal):
+                device._obj.value = ordinal.value
+            case "cuDeviceCanAccessPeer", (answer, one, other):
+                answer._obj.value = (one.value, other.value) not in self.apart
             case "cuDeviceGetName", (buffer, *_):
                 buffer.value = b"NVIDIA H200"
             case "cuDeviceGetAttribute", (value, attribute, _):
@@ -62,10 +74,12 @@ def read(config: occupancy.LaunchConfig) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> Iterator[None]:
     """An answer of the stand-in must not outlive its test."""
-    forget = occupancy.resident_clusters.cache_clear
-    forget()
+    remembering = (occupancy.resident_clusters, occupancy.reach_each_other)
+    for answers in remembering:
+        answers.cache_clear()
     yield
-    forget()
+    for answers in remembering:
+        answers.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: StandIn) -> StandIn:
@@ -77,6 +91,16 @@ def test_without_a_driver_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(occupancy, "LIBRARY", "libcuda_of_nobody.so.1")
     with pytest.raises(occupancy.DriverError, match=r"no CUDA driver: libcuda_of_nobody\.so\.1"):
         occupancy.measured(H200)
+
+
+@pytest.mark.parametrize(
+    ("apart", "answer"), [((), True), (((2, 0),), False), (((3, 0), (0, 3)), True)]
+)
+def test_gpus_reach_each_other_if_each_pair_does(monkeypatch, apart, answer):
+    library = install(monkeypatch, StandIn(apart=apart))
+    assert occupancy.reach_each_other((0, 1, 2)) is answer
+    asked = library.calls.count("cuDeviceCanAccessPeer")
+    assert asked == 6 if answer else asked == 5
 
 
 def test_the_structures_lie_in_memory_as_the_driver_reads_them():
