@@ -112,9 +112,7 @@ def resident_clusters(ordinal: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         DriverError: There is no driver, or it cannot answer.
     """
     driver = _Driver()
-    driver("cuInit", ctypes.c_uint(0))
-    device = ctypes.c_int()
-    driver("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    device = driver.device(ordinal)
     name = ctypes.create_string_buffer(256)
     driver("cuDeviceGetName", name, ctypes.c_int(len(name)), device)
     kind = name.value.decode()
@@ -136,12 +134,7 @@ def reach_each_other(ordinals: tuple[int, ...]) -> bool:
         DriverError: There is no driver, or it cannot answer.
     """
     driver = _Driver()
-    driver("cuInit", ctypes.c_uint(0))
-    devices = []
-    for ordinal in ordinals:
-        device = ctypes.c_int()
-        driver("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        devices.append(device)
+    devices = [driver.device(ordinal) for ordinal in ordinals]
     for one, other in itertools.permutations(devices, 2):
         answer = ctypes.c_int()
         driver("cuDeviceCanAccessPeer", ctypes.byref(answer), one, other)
@@ -158,6 +151,13 @@ class _Driver:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise DriverError(f"this computer has no CUDA driver: {error}") from error
+
+    def device(self, ordinal: int) -> ctypes.c_int:
+        """Returns the GPU that CUDA counts so."""
+        self("cuInit", ctypes.c_uint(0))
+        device = ctypes.c_int()
+        self("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        return device
 
     def __call__(self, name: str, *arguments: object) -> None:
         function = getattr(self._library, name, None)
