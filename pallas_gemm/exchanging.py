@@ -122,7 +122,7 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, how: How) -> Any:
 def _lowered_for_gpu(ctx: mlir.LoweringRuleContext, *operands: Any, how: How) -> Any:
     """Lowers it for a GPU."""
     fused = _in_kernel(ctx, how)
-    if isinstance(fused, str):
+    if fused is None:
         return _lowered(ctx, *operands, how=how)
     return partitioning.lower_off_mesh(ctx, fused, operands)
 
@@ -133,13 +133,13 @@ ad.primitive_jvps[exchanged_p] = _jvp
 batching.primitive_batchers[exchanged_p] = _batched
 
 
-def _in_kernel(ctx: mlir.LoweringRuleContext, how: How) -> Callable[..., Any] | str:
-    """Returns the function of the operands that sends in the kernel, or why there is none."""
+def _in_kernel(ctx: mlir.LoweringRuleContext, how: How) -> Callable[..., Any] | None:
+    """Returns the function of the operands that sends in the kernel, None if there is none."""
     from pallas_gemm.kernels.exchange import Exchange
 
     module: Any = ctx.module_context
-    if why := why_not_among(module):
-        return why
+    if why_not_among(module):
+        return None
     mesh, call = module.axis_context.mesh, how.call
     exchange = Exchange(tuple(mesh.shape.items()), how.axes, how.gathers)
     if call.options.target is None:
@@ -147,18 +147,20 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: How) -> Callable[..., Any] | 
     avals: Any = ctx.avals_in
     signature = tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
     if len(signature[0][0]) != 2:
-        return "the left operand is no matrix"
+        return None
     whole = how.whole(signature, exchange.size)
-    found = _found(call, whole, exchange, how)
+    plan = _planned(call, whole, exchange)
     # A mesh may be named with its axes taken apart.
-    axes = ", ".join(dict.fromkeys(axis.partition(":")[0] for axis in how.axes))
-    sends = "the kernel sends them" if callable(found) else f"XLA's collective sends them: {found}"
-    partitioning.note(call, whole, f"the rows along {axes}; {sends}")
-    return found
+    rows = "the rows along " + ", ".join(dict.fromkeys(x.partition(":")[0] for x in how.axes))
+    if isinstance(plan, str):
+        partitioning.note(call, whole, f"{rows}; XLA's collective sends them: {plan}")
+        return None
+    partitioning.note(call, whole, f"{rows}; the kernel sends them", plan)
+    return _traced_once(call, whole, plan.config, exchange, how)
 
 
-def _found(call: Call, whole: Signature, exchange: Any, how: How) -> Callable[..., Any] | str:
-    """Returns the function of the operands of a kernel that exchanges rows, or why none does."""
+def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str:
+    """Returns how a kernel computes a product and exchanges its rows, or why none does."""
     if exchange.size == 1:
         return "there is one device"
     decision = dispatch.decide(call, whole)
@@ -169,10 +171,10 @@ def _found(call: Call, whole: Signature, exchange: Any, how: How) -> Callable[..
     if plan.unfused or problem != call.problem(whole):
         return plan.unfused or "the operands or the result are realigned"
     why: str | None = "no config is legal"
-    for config in _configs(call, problem, plan):
-        why = why_not_by(problem, config, exchange)
+    for candidate in _candidates(call, plan):
+        why = why_not_by(problem, candidate.config, exchange)
         if why is None:
-            return _traced_once(call, whole, config, exchange, how)
+            return candidate
     return str(why)
 
 
@@ -240,12 +242,14 @@ def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
     return None
 
 
-def _configs(call: Call, problem: Problem, plan: dispatch.Plan) -> Iterator[GemmConfig]:
-    """Yields the config of the product alone, and others if it may be another one."""
-    yield plan.config
+def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
+    """Yields the plan of the product alone, and others if it may be another one."""
+    yield plan
     if not call.options.names_something:
-        for choice in heuristics.rank(problem, plan.device, plan.architecture):
-            yield choice.config
+        for choice in heuristics.rank(plan.realigned.problem, plan.device, plan.architecture):
+            yield dataclasses.replace(
+                plan, config=choice.config, source="heuristics", seconds=choice.seconds
+            )
 
 
 def _run(

@@ -143,15 +143,7 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     anew.__name__ = f"explained_{uuid.uuid4().hex}"
     with partitioning.noted() as parts:
         jax.jit(anew).lower(*args).compile()
-    return Explanation(
-        tuple(
-            dataclasses.replace(
-                dispatch.decide(_for_gpu(call, gpu), signature),
-                mesh=f"one device's part; the mesh splits {split}",
-            )
-            for call, signature, split in parts.found
-        )
-    )
+    return Explanation(tuple(_decided_part(part, gpu) for part in parts.found))
 
 
 def note(asked: Request) -> None:
@@ -191,6 +183,12 @@ def _decided(equation: core.JaxprEqn, gpu: Any) -> Decision:
         return Decision("xla", decision.problem, why, mesh=_mesh_text(mesh))
     text = f"{_mesh_text(mesh)}; each device's part is decided on when the program is compiled"
     return dataclasses.replace(decision, mesh=text)
+
+
+def _decided_part(part: partitioning.Part, gpu: Any) -> Decision:
+    decision = dispatch.decide(_for_gpu(part.call, gpu), part.signature)
+    text = f"one device's part; the mesh splits {part.split}"
+    return dataclasses.replace(decision, plan=part.plan or decision.plan, mesh=text)
 
 
 def _for_gpu(call: Call, gpu: Any) -> Call:

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +85,27 @@ def travelling_dtype(sums: Any, out_dtype: Any, asked: np.dtype | None) -> np.dt
     return np.dtype(asked or usual)
 
 
+class Part(NamedTuple):
+    """A product of one device.
+
+    Attributes:
+        call: Everything about it but the operands.
+        signature: The operands.
+        split: Which axes of the mesh split what.
+        plan: How the kernel computes it, if not as it does without the other devices.
+    """
+
+    call: Call
+    signature: Signature
+    split: str
+    plan: dispatch.Plan | None = None
+
+
 class Parts:
     """Products of one device, with which axes of the mesh split what."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[Call, Signature, str]] = []
+        self.found: list[Part] = []
 
 
 @contextlib.contextmanager
@@ -100,10 +116,10 @@ def noted() -> Iterator[Parts]:
         yield parts
 
 
-def note(call: Call, signature: Signature, split: str) -> None:
-    """Lets `explain_on_mesh` know what one device computes, if it asks."""
+def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | None = None) -> None:
+    """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
     if (noted := _NOTED.value) is not None:
-        noted.found.append((call, signature, split))
+        noted.found.append(Part(call, signature, split, plan))
 
 
 def product(call: Call, *operands: jax.Array) -> jax.Array:

@@ -82,6 +82,10 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
             jax.jit(gemm, out_shardings=NamedSharding(mesh, P("y", None))),
             (shape(4096, 4096, None, "y"), contracted[1]),
         ),
+        "narrow": (
+            jax.jit(gemm, out_shardings=NamedSharding(mesh, P("y", None))),
+            (shape(2048, 4096, None, "y"), shape(4096, 2560, "y", None)),
+        ),
         "integers": (
             mapped(_integer_sums, in_specs=(P(None, "y"), P(None, "y")), out_specs=P("y")),
             (
@@ -135,6 +139,8 @@ def main() -> None:
     done["sends"] = str(explain_on_mesh(f, *operands))
     ragged = jax.ShapeDtypeStruct((2112, 1024), jnp.bfloat16, sharding=operands[0].sharding)
     done["refused"] = str(explain_on_mesh(f, ragged, *operands[1:]))
+    f, operands = programs["narrow"]
+    done["narrow explained"] = str(explain_on_mesh(f, *operands))
     json.dump(done, sys.stdout)
 
 

@@ -4,9 +4,11 @@ import json
 from collections import Counter
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import offline
+from pallas_gemm import explain, gemm, offline, target
 from tests import programs
 
 pytestmark = pytest.mark.skipif(
@@ -82,6 +84,15 @@ def test_what_is_sent_by_whom_is_explained(done: dict[str, Any]) -> None:
     assert "the mesh splits the rows along y; the kernel sends them" in done["sends"]
     refused = " ".join(done["refused"].split())
     assert "XLA's collective sends them: the rows of 4 devices, 2112 in all, are no" in refused
+
+
+def test_the_config_that_is_explained_is_that_of_the_exchange(done: dict[str, Any]) -> None:
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 1024), (1024, 2560)))
+    with target("h200"):
+        assert "mirrored=True" in str(explain(gemm, *shapes))
+    assert _kernels(done["narrow"])[0] == "bf16[4,512,2560]"
+    assert "the kernel sends them" in done["narrow explained"]
+    assert "mirrored=False" in done["narrow explained"]
 
 
 def test_what_a_device_computes_is_explained(done: dict[str, Any]) -> None:
