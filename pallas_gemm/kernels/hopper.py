@@ -636,6 +636,42 @@ def _ready_operands(plan: HopperPlan, given: Sequence[jax.Array]) -> list[jax.Ar
     return operands
 
 
+def _roles(plan: HopperPlan, simulated: bool, *refs: Any) -> None:
+    """What each warpgroup of a CTA does, given references to all that there is."""
+    *given, ring, stores, barriers = refs
+    registers = plan.config.registers
+    results = [given.pop() for _ in range(2 if plan.gathers else 1)][::-1]
+    counter = given.pop() if plan.gathers else None
+    gmem = _gmem(plan, given, results)
+    slots = _slots(plan, ring, stores, simulated)
+
+    def produce() -> None:
+        if registers:
+            plgpu.set_max_registers(registers.producer, action="decrease")
+        run = functools.partial(producer, plan, _source(plan, given, True), gmem, slots, barriers)
+        if _is_claimed(plan, simulated):
+            run()
+            return
+
+        @plgpu.warp_map
+        def _each_warp(warp: Any) -> None:
+            pl.when(warp == 0)(run)
+            if plan.gathers:
+                pl.when(warp > 0)(lambda: carrier.carry(plan.exchange, gmem, counter))
+
+    def consume() -> None:
+        if registers:
+            plgpu.set_max_registers(registers.consumer, action="increase")
+        consumer(plan, _source(plan, given, False), gmem, slots, barriers)
+
+    lax.cond(lax.axis_index("warpgroup") == plan.config.consumers, produce, consume)
+
+
+def _is_claimed(plan: HopperPlan, simulated: bool) -> bool:
+    """Whether clusters claim their tiles; the simulator, which has no atomics, deals them."""
+    return plan.config.persistence == "dynamic" and not simulated
+
+
 def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
@@ -648,44 +684,8 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
             neither atomics nor two views of one buffer: tiles that would be claimed are dealt.
     """
     simulated = bool(interpret)
-    claimed = plan.config.persistence == "dynamic" and not simulated
-    registers = plan.config.registers
-
-    def body(*refs: Any) -> None:
-        *given, ring, stores, barriers = refs
-        results = [given.pop() for _ in range(2 if plan.gathers else 1)][::-1]
-        counter = given.pop() if plan.gathers else None
-        gmem = _gmem(plan, given, results)
-        slots = _slots(plan, ring, stores, simulated)
-
-        def produce() -> None:
-            if registers:
-                plgpu.set_max_registers(registers.producer, action="decrease")
-            run = functools.partial(
-                producer, plan, _source(plan, given, True), gmem, slots, barriers
-            )
-            if claimed:
-                run()
-                return
-
-            @plgpu.warp_map
-            def _each_warp(warp: Any) -> None:
-                pl.when(warp == 0)(run)
-                if plan.gathers:
-                    pl.when(warp > 0)(carry)
-
-        def carry() -> None:
-            carrier.carry(plan.exchange, gmem, counter)
-
-        def consume() -> None:
-            if registers:
-                plgpu.set_max_registers(registers.consumer, action="increase")
-            consumer(plan, _source(plan, given, False), gmem, slots, barriers)
-
-        lax.cond(lax.axis_index("warpgroup") == plan.config.consumers, produce, consume)
-
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_roles, plan, simulated),
         out_type=_out_type(plan),
         grid=(plan.workers,),
         grid_names=("worker",),
@@ -704,7 +704,8 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
     )
 
     def run(*given: jax.Array) -> Any:
-        operands = [*_ready_operands(plan, given), *_order_operands(plan, claimed)]
+        order = _order_operands(plan, _is_claimed(plan, simulated))
+        operands = [*_ready_operands(plan, given), *order]
         if plan.gathers:
             operands.append(jax.new_ref(jnp.zeros(plan.exchange.size, jnp.int32)))
         return kernel(*operands)
