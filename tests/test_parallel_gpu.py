@@ -38,6 +38,11 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
     pytest.skip(f"{count} GPUs are too few")
 
 
+def _integers(mesh: Mesh, spec: P, seed: int) -> jax.Array:
+    x = reference.integers(np.random.default_rng(seed), (SIZE, SIZE), jnp.bfloat16)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
 def _sparse(mesh: Mesh, shape: tuple[int, int], spec: P, full: np.ndarray, axis: int) -> jax.Array:
     """Returns fresh small integers; along an axis only some are not zero."""
     values = np.random.default_rng().integers(-3, 4, shape) * np.expand_dims(full, 1 - axis)
@@ -59,11 +64,16 @@ def _product(a: jax.Array, b: jax.Array, full: np.ndarray) -> np.ndarray:
     ids=["rows", "columns", "contracted"],
 )
 def test_a_shared_product(mesh: Mesh, a_spec: P, b_spec: P) -> None:
+    """Of full operands where sums travel in float32, and of sparse ones in the result's type."""
     full = _some(SIZE)
-    a = _sparse(mesh, (SIZE, SIZE), a_spec, full, 1)
-    b = _sparse(mesh, (SIZE, SIZE), b_spec, full, 0)
-    assert explain_on_mesh(gemm, a, b).implementation == "hopper"
-    reference.assert_exact(jax.jit(gemm)(a, b), _product(a, b, full))
+    a, b = _integers(mesh, a_spec, 0), _integers(mesh, b_spec, 1)
+    sparse_a = _sparse(mesh, (SIZE, SIZE), a_spec, full, 1)
+    sparse_b = _sparse(mesh, (SIZE, SIZE), b_spec, full, 0)
+    with reduce_in(jnp.float32):
+        assert explain_on_mesh(gemm, a, b).implementation == "hopper"
+        reference.assert_exact(jax.jit(gemm)(a, b), reference.wide(a) @ reference.wide(b))
+    assert explain_on_mesh(gemm, sparse_a, sparse_b).implementation == "hopper"
+    reference.assert_exact(jax.jit(gemm)(sparse_a, sparse_b), _product(sparse_a, sparse_b, full))
 
 
 @pytest.mark.parametrize("shape", [(1024, 512, 512), (4096, 2048, 1280), (8192, 4096, 3584)])

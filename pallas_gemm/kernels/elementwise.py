@@ -97,7 +97,7 @@ _REWRITTEN = {
 
 
 def _gelu_tanh(x: Any) -> Any:
-    """In two instructions fewer than as JAX writes it; after the tensor cores, each one counts."""
+    """In two instructions fewer than as JAX writes it; no time was measured to be gained by it."""
     tanh = jnp.tanh(x * (_GELU_LINEAR + _GELU_CUBIC * (x * x)))
     half = 0.5 * x
     return half + half * tanh
