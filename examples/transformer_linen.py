@@ -47,10 +47,7 @@ class Block(nn.Module):
         norm = functools.partial(nn.RMSNorm, **types)
         inputs = norm(name="attention_norm")(x)
         heads = (*x.shape[:-1], settings.heads, settings.head_size)
-        query, key, value = (
-            self._dense(inputs, settings.width, name).reshape(heads)
-            for name in ("query", "key", "value")
-        )
+        query, key, value = (x.reshape(heads) for x in self._projections(inputs))
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=self.attention
         )
@@ -62,6 +59,13 @@ class Block(nn.Module):
         else:
             hidden = Gated(settings.hidden, self._hooked(types), name="swiglu")(inputs)
         return x + self._dense(hidden, settings.width, "down")
+
+    def _projections(self, inputs: jax.Array) -> tuple[jax.Array, ...]:
+        names, width, dtype = ("query", "key", "value"), self.settings.width, self.settings.type()
+        if self.layers == "fused":
+            options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "use_bias": False}
+            return fused.projections(inputs, dict.fromkeys(names, width), **options)
+        return tuple(self._dense(inputs, width, name) for name in names)
 
     def _dense(self, inputs: jax.Array, features: int, name: str) -> jax.Array:
         dtype = self.settings.type()

@@ -47,7 +47,7 @@ class Block(nnx.Module):
             attention: Who computes it.
             rngs: Where initial values come from.
         """
-        self.settings, self.attention = settings, attention
+        self.settings, self.layers, self.attention = settings, layers, attention
         dtype = settings.type()
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         linear, gated = _kinds(layers)
@@ -65,9 +65,12 @@ class Block(nnx.Module):
         """Returns what the next block takes, of the shape of `x`."""
         inputs = self.attention_norm(x)
         heads = (*x.shape[:-1], self.settings.heads, self.settings.head_size)
-        query, key, value = (
-            layer(inputs).reshape(heads) for layer in (self.query, self.key, self.value)
-        )
+        projections = (self.query, self.key, self.value)
+        if self.layers == "fused":
+            projected = fused.projections(inputs, projections)
+        else:
+            projected = tuple(layer(inputs) for layer in projections)
+        query, key, value = (x.reshape(heads) for x in projected)
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=self.attention
         )

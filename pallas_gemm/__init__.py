@@ -21,6 +21,7 @@ from pallas_gemm.api import dot_general as dot_general
 from pallas_gemm.api import gated_gemm as gated_gemm
 from pallas_gemm.api import gemm as gemm
 from pallas_gemm.api import matmul as matmul
+from pallas_gemm.api import projections as projections
 from pallas_gemm.collective import all_gather_gemm as all_gather_gemm
 from pallas_gemm.collective import gemm_reduce_scatter as gemm_reduce_scatter
 from pallas_gemm.contraction import einsum as einsum

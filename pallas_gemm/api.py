@@ -1,7 +1,7 @@
 """The public functions: products of matrices with JAX's semantics, and an epilogue."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from pallas_gemm.call import Call, Operands
 from pallas_gemm.canonical import Form
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Epilogue
-from pallas_gemm.product import product
+from pallas_gemm.product import fan, product
 from pallas_gemm.request import Request, Wish
 from schedules import OnlineSchedule, Schedule
 
@@ -157,6 +157,60 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
 
 
+def projections(
+    a: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    biases: Sequence[jax.Array | None] | None = None,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    transpose_b: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes `a @ w + bias` for several weights, such as queries, keys and values.
+
+    Each result is that of `gemm`. What differs is the gradient of `a`: the sum that it is, over all
+    results, is one product, kept in the accumulator and rounded once.
+
+    >>> query, key, value = projections(x, [w_query, w_key, w_value])  # doctest: +SKIP
+
+    Args:
+        a: The left operand of all.
+        weights: The right operands.
+        biases: The bias of each, or None.
+        preferred_element_type: As for `gemm`.
+        precision: As for `gemm`.
+        transpose_b: All weights are stored `[n, k]`.
+
+    Returns:
+        The result for each of the weights.
+
+    Raises:
+        ValueError: As for `gemm`, or there are no weights, or not as many biases.
+        TypeError: As for `gemm`.
+    """
+    wish = Wish(preferred_element_type, precision)
+    asked = []
+    for i, (b, bias) in enumerate(arguments.each_with_bias(weights, biases)):
+        operands = Operands(a, b, bias=bias)
+        try:
+            own = request.of_gemm(operands, wish, Epilogue(), transpose_b=transpose_b)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weights[{i}]: {error}") from None
+        asked.append(own)
+    first = asked[0]
+    alike = all(
+        (own.call, own.form.a, own.outside, own.form.swapped, own.result_sharding)
+        == (first.call, first.form.a, None, False, None)
+        for own in asked
+    )
+    if not alike:
+        return tuple(map(_answer, asked))
+    for own in asked:
+        explanation.note(own)
+    forms = tuple(own.form for own in asked)
+    return tuple(_fan(first.call, forms, *(own.operands.present() for own in asked)))
+
+
 def _answer(asked: Request) -> jax.Array:
     """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
     explanation.note(asked)
@@ -186,3 +240,10 @@ def _product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
     if given.residual is not None:
         ready = ready._replace(residual=given.residual.reshape(form.product_shape))
     return product(call, *ready.present()).reshape(form.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _fan(call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]) -> list[jax.Array]:
+    rights = [(form.b.apply(b), *bias) for form, (_, b, *bias) in zip(forms, operands, strict=True)]
+    products = fan(call, forms[0].a.apply(operands[0][0]), rights)
+    return [result.reshape(form.shape) for form, result in zip(forms, products, strict=True)]

@@ -203,6 +203,29 @@ def up(x: Any, gate: Any) -> Any:
     return x
 
 
+def each_with_bias(weights: Any, biases: Any) -> list[tuple[Any, Any]]:
+    """Returns every right operand of several products, with its bias or None.
+
+    Raises:
+        TypeError: One of the arguments is no sequence.
+        ValueError: There are no right operands, or there are not as many biases.
+    """
+    for name, value in (("weights", weights), ("biases", biases)):
+        if not isinstance(value, list | tuple) and (name, value) != ("biases", None):
+            raise TypeError(
+                f"{name} must be a list or tuple of arrays, got {type(value).__name__}:"
+                f" {value!r:.80}"
+            )
+    if not weights:
+        raise ValueError(f"weights must be one array or more, got {weights!r}")
+    biases = [None] * len(weights) if biases is None else biases
+    if len(biases) != len(weights):
+        raise ValueError(
+            f"biases must be as many as weights, {len(weights)}, or None, got {len(biases)}"
+        )
+    return list(zip(weights, biases, strict=True))
+
+
 def bias(x: Any, columns: int | None) -> Any:
     """Checks a bias: one value per column of the result.
 

@@ -219,7 +219,9 @@ def _prepared(call: Call, signature: Signature, name: str) -> _Prepared | Reason
         return (why,)
     unfused = _why_unfused(call, signature)
     reasons: list[str] = []
-    for reason in (unfused,) if unfused else (None, "the kernel refuses the epilogue"):
+    # Operands in pieces have no epilogue.
+    ways = (None,) if call.pieces > 1 else (None, "the kernel refuses the epilogue")
+    for reason in (unfused,) if unfused else ways:
         variant = sums_only(call, signature) if reason else call
         own = signature[:2] if reason else signature
         realigned = realign(variant, own, lambda posed: kernel.problem_refusals(posed, device))
@@ -324,6 +326,8 @@ def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     kernel = plan.architecture.load().build(
         plan.realigned.problem, plan.config, plan.device, simulator
     )
+    if call.pieces > 1:
+        return kernel
     if plan.unfused is None:
         return functools.partial(_fused, call, plan.realigned, kernel)
     return functools.partial(_unfused, call, plan.realigned, kernel)

@@ -16,7 +16,7 @@ from pallas_gemm import dispatch, partitioning, targeting
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.dispatch import Decision, Plan
 from pallas_gemm.problem import Problem
-from pallas_gemm.product import product_p
+from pallas_gemm.product import blades, fan_p, product_p
 from pallas_gemm.request import Request
 
 
@@ -108,7 +108,11 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     with _NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
         gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
-        products = tuple(_decided(equation, gpu) for equation in _products(jaxpr.jaxpr))
+        products = tuple(
+            decision
+            for call, avals in _products(jaxpr.jaxpr)
+            for decision in _decided(_for_gpu(call, gpu), avals)
+        )
     outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
     copies = tuple(copy for r in notes.requests if not r.outside for copy in _copies(r))
     return Explanation(products, outside, copies)
@@ -163,17 +167,30 @@ def _target_of(leaves: list[Any]) -> Any:
     return contextlib.nullcontext() if known is None else targeting.target(known)
 
 
-def _products(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Call, list[Any]]]:
+    """Yields each product and the types of its operands."""
     for equation in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in equation.invars]
         if equation.primitive is product_p:
-            yield equation
+            yield equation.params["call"], avals
+        if equation.primitive is fan_p:
+            call = equation.params["call"]
+            yield from ((call, [avals[0], *own]) for own in blades(call, avals[1:]))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _products(inner)
 
 
-def _decided(equation: core.JaxprEqn, gpu: Any) -> Decision:
-    call = _for_gpu(equation.params["call"], gpu)
-    avals: list[Any] = [v.aval for v in equation.invars]
+def _decided(call: Call, avals: list[Any]) -> Iterator[Decision]:
+    """Yields the decision about a product; of one in pieces that are taken apart, about each."""
+    whole = _decided_alone(call, avals)
+    if call.pieces == 1 or whole.plan is not None:
+        yield whole
+        return
+    one = dataclasses.replace(call, pieces=1)
+    yield from (_decided_alone(one, list(pair)) for pair in call.pairs(avals))
+
+
+def _decided_alone(call: Call, avals: list[Any]) -> Decision:
     decision = dispatch.decide(call, signature_of(tuple(avals)))
     meshes = [aval.sharding.mesh for aval in avals if aval.sharding.mesh.size > 1]
     if not meshes or all(kind == AxisType.Manual for kind in meshes[0].axis_types):
@@ -231,6 +248,8 @@ def _problem_text(problem: Problem) -> str:
     sizes = f"m={problem.m} n={problem.n} k={problem.k}"
     dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
     epilogue = problem.epilogue
+    if problem.pieces:
+        sizes += f" ({' + '.join(map(str, problem.pieces))})"
     extras = [name for name in ("bias", "residual", "gated") if getattr(epilogue, name)]
     if epilogue.activation is not None:
         extras.append(getattr(epilogue.activation, "__name__", "activation"))

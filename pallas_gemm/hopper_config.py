@@ -406,6 +406,12 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
+    step = STEP_BYTES // problem.a_dtype.itemsize
+    if any(size % step for size in problem.pieces):
+        yield (
+            f"the contracted sizes of operands in pieces must be multiples of {step} for"
+            f" {problem.a_dtype}, got {problem.pieces}"
+        )
     if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
         yield (
             "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"

@@ -18,7 +18,7 @@ from pallas_gemm.call import Call, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import xla
 from pallas_gemm.partitioning import part_p
-from pallas_gemm.product import product_p
+from pallas_gemm.product import apart, blades, fan_p, product_p, spread
 
 
 @part_p.def_effectful_abstract_eval
@@ -32,6 +32,12 @@ def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
     if call.options.implementation != "interpret":
         return result, set()
     return result, _simulator_effects(call, _signature(avals))
+
+
+@fan_p.def_abstract_eval
+def _abstract_fan(a: Any, *rest: Any, call: Call, **_: Any) -> list[Any]:
+    """Each result has the type of its own product; no fan is simulated."""
+    return [_result_aval(call, (a, *own)) for own in blades(call, rest)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +67,9 @@ def _lowered(
             "implementation='interpret' simulates the kernel of one GPU, but this program is for"
             " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
         )
-    if devices is None or partitioning.why_not(ctx.module_context):
+    if call.pieces > 1:
+        run = functools.partial(apart, call)
+    elif devices is None or partitioning.why_not(ctx.module_context):
         run = functools.partial(xla.product, call)
     else:
         run = functools.partial(partitioning.product, call)
@@ -79,7 +87,11 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu
     signature = _signature(ctx.avals_in)
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
-        run = dispatch.implement(decision, call)
+        run = (
+            functools.partial(apart, call)
+            if call.pieces > 1
+            else dispatch.implement(decision, call)
+        )
     else:
         run = _traced_once(call, signature, decision.plan.config)
     return partitioning.lower_off_mesh(ctx, run, operands)
@@ -104,6 +116,11 @@ def _refuse_gpu_kernel(call: Call) -> None:
         )
 
 
+def _lowered_fan(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, **_: Any) -> Any:
+    return mlir.lower_fun(functools.partial(spread, call), multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(fan_p, _lowered_fan)
 for _primitive, _rule in ((product_p, _lowered), (part_p, _lowered_part)):
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -62,6 +62,9 @@ class Problem:
             is stored.
         kept: (rows, columns) of the product that are the result, where the operands were made
             longer than the result is to be; None for all m and n.
+        pieces: The contracted sizes that make up k, where each operand is in so many arrays, and
+            the result is the sum of their products; `()` if each is one. Shapes of operands are
+            those of the pieces side by side.
     """
 
     m: int
@@ -76,6 +79,7 @@ class Problem:
     epilogue: Epilogue = Epilogue()
     transpose_out: bool = False
     kept: tuple[int, int] | None = None
+    pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):

@@ -25,6 +25,16 @@ class Operands(NamedTuple):
         return [array for array in self if array is not None]
 
 
+def as_taken(problem: Problem, operands: Operands) -> list[jax.Array]:
+    """The arrays that a kernel takes: `operands`, or the pieces of the first two in turn."""
+    if not problem.pieces:
+        return operands.arrays
+    cuts = np.cumsum(problem.pieces)[:-1]
+    lefts = jnp.split(operands.a, cuts, -2 if problem.transpose_a else -1)
+    rights = jnp.split(operands.b, cuts, -1 if problem.transpose_b else -2)
+    return [x for pair in zip(lefts, rights, strict=True) for x in pair]
+
+
 def small_integers(problem: Problem, rng: np.random.Generator) -> Operands:
     """Operands whose products and sums are exact in every dtype and order of summation."""
     return _operands(problem, lambda shape: rng.integers(-2, 3, shape))

@@ -37,8 +37,27 @@ def check_exact(problem, config, rng):
     # What an earlier product left in the memory that the result will get must not pass for it.
     poison = jnp.full(problem.out_shape, 123, problem.out_dtype).block_until_ready()
     del poison
-    out = np.asarray(compiled(problem, config)(*operands.arrays)).astype(np.float64)
+    arrays = products.as_taken(problem, operands)
+    out = np.asarray(compiled(problem, config)(*arrays)).astype(np.float64)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        WIDE,
+        dataclasses.replace(EARLY, cluster=(2, 1), persistence="dynamic"),
+        dataclasses.replace(PINGPONG, cluster=(1, 2)),
+        dataclasses.replace(WIDE, mirrored=True),
+    ],
+    ids=["late", "claimed", "pingpong", "mirrored"],
+)
+@pytest.mark.parametrize("pieces", [(640, 64), (64, 1024, 320)], ids=len)
+def test_operands_in_pieces(pieces, config, layout, rng):
+    m, n = 1088 if layout[0] == "T" else 1001, 1088 if layout[1] == "N" else 1000
+    problem = Problem(m, n, sum(pieces), pieces=pieces)
+    check_exact(products.transposed(problem, layout), config, rng)
 
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])

@@ -33,7 +33,7 @@ def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> 
     plan = HopperPlan(problem, config, H200)
     kernel = hopper.build(plan, interpret=plgpu.InterpretGPUParams(detect_races=True))
     try:
-        out = np.asarray(jax.jit(kernel)(*operands.arrays)).astype(np.float64)
+        out = np.asarray(jax.jit(kernel)(*products.as_taken(problem, operands))).astype(np.float64)
         assert not gpu_callbacks.get_races().races_found
     except Exception:
         gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -186,6 +186,32 @@ def test_gated(layout, rng):
     check_exact(problem, dataclasses.replace(SMALL, tile=(128, 128)), rng)
     if layout == "NT":
         check_exact(problem, dataclasses.replace(PINGPONG, tile=(64, 128)), rng)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(
+    ("pieces", "config"),
+    [
+        ((128, 64), dataclasses.replace(SMALL, stages=3)),
+        ((64, 64, 320), dataclasses.replace(EARLY, cluster=(2, 1))),
+        ((64, 192), PINGPONG),
+        ((64, 64), dataclasses.replace(SMALL, persistence="dynamic", cluster=(1, 2))),
+        ((192, 64, 64), MIRRORED),
+    ],
+    ids=["late", "cluster", "pingpong", "claimed", "mirrored"],
+)
+def test_operands_in_pieces(layout, pieces, config, rng):
+    m, n = 264 if layout[0] == "T" else 201, 192 if layout[1] == "N" else 200
+    if config.mirrored:
+        m, n = 256 if layout[0] == "T" else 201, 200
+    problem = products.transposed(Problem(m, n, sum(pieces), pieces=pieces), layout)
+    check_exact(problem, config, rng)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32], ids=["float8", "float32"])
+def test_pieces_of_other_types(dtype, rng):
+    problem = Problem(200, 144, 512, dtype, dtype, jnp.float32, transpose_b=True, pieces=(384, 128))
+    check_exact(problem, EARLY, rng)
 
 
 def _of_odd_rows(m: int, n: int, **changes: Any) -> Problem:

@@ -4,6 +4,7 @@
 
     linen.Dense(4096, activation="gelu")
     nnx.GatedDense(4096, 14336, rngs=rngs)
+    query, key, value = nnx.projections(x, [self.query, self.key, self.value])
 
 Parameters have the names, shapes and initial values of the stock layers', so that checkpoints of
 the one load into the other. `docs/layers.md` says more, also about other libraries.

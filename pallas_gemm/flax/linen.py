@@ -1,11 +1,13 @@
 """Layers for `flax.linen`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
+from pallas_gemm import api
 from pallas_gemm.api import Activation, gated_gemm
 from pallas_gemm.flax import fused
 
@@ -47,13 +49,71 @@ class Dense(nn.Dense):
         return fused.dense(operands, residual, activation=self.activation, precision=self.precision)
 
 
-class _Kernel(nn.Dense):
-    """The kernel of a stock layer, under that layer's name and with its initial values."""
+class _Parameters(nn.Dense):
+    """Those of a stock layer, under that layer's name and with its initial values."""
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> Any:
         shape = (inputs.shape[-1], self.features)
-        return self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        if not self.use_bias:
+            return kernel, None
+        return kernel, self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+
+
+def projections(  # noqa: PLR0913 - each is a keyword
+    inputs: jax.Array,
+    features: Mapping[str, int],
+    *,
+    use_bias: bool = True,
+    dtype: Any = None,
+    param_dtype: Any = jax.numpy.float32,
+    precision: Any = None,
+    kernel_init: Any = nn.Dense.kernel_init,
+    bias_init: Any = nn.Dense.bias_init,
+    promote_dtype: Any = promote_dtype,
+) -> tuple[jax.Array, ...]:
+    """Computes several dense layers of the same inputs, as `pallas_gemm.projections` does.
+
+    To be called where a layer would be made, in a compact method. The parameters are those of the
+    stock layers that it is instead of:
+
+        query = flax.linen.Dense(4096, name="query")(inputs)
+        key = flax.linen.Dense(1024, name="key")(inputs)
+        value = flax.linen.Dense(1024, name="value")(inputs)
+
+        query, key, value = projections(inputs, {"query": 4096, "key": 1024, "value": 1024})
+
+    Args:
+        inputs: Any number of dimensions, of which the last is contracted.
+        features: The columns of each result, by the name of its layer.
+        use_bias: As for `flax.linen.Dense`; of all layers, as what follows.
+        dtype: As for `flax.linen.Dense`: the type of the computation.
+        param_dtype: As for `flax.linen.Dense`.
+        precision: As for `flax.linen.Dense`.
+        kernel_init: As for `flax.linen.Dense`.
+        bias_init: As for `flax.linen.Dense`.
+        promote_dtype: As for `flax.linen.Dense`; called with inputs, kernels and biases.
+
+    Returns:
+        The results, in the order of their names.
+
+    Raises:
+        ValueError: `features` names no layer.
+    """
+    if not features:
+        raise ValueError("features must name one layer or more, got none")
+    options: dict[str, Any] = {
+        "use_bias": use_bias,
+        "param_dtype": param_dtype,
+        "kernel_init": kernel_init,
+        "bias_init": bias_init,
+    }
+    made = [_Parameters(size, name=name, **options)(inputs) for name, size in features.items()]
+    kernels, biases = zip(*made, strict=True)
+    inputs, *ready = promote_dtype(inputs, *kernels, *biases, dtype=dtype)
+    kernels, biases = ready[: len(made)], ready[len(made) :]
+    return api.projections(inputs, kernels, biases=biases, precision=precision)
 
 
 class GatedDense(nn.Module):
@@ -99,9 +159,10 @@ class GatedDense(nn.Module):
         Returns:
             The result.
         """
-        gate, up = (
-            _Kernel(
+        (gate, _), (up, _) = (
+            _Parameters(
                 self.features,
+                use_bias=False,
                 param_dtype=self.param_dtype,
                 kernel_init=self.kernel_init,
                 name=name,

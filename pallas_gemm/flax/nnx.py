@@ -1,10 +1,12 @@
 """Layers for `flax.nnx`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from pallas_gemm import api
 from pallas_gemm.api import Activation, gated_gemm
 from pallas_gemm.flax import fused
 
@@ -70,6 +72,53 @@ class Linear(nnx.Linear):
 
 Dense = Linear
 """`Linear` under the name that `linen` has for it."""
+
+
+def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Array, ...]:
+    """Computes several layers of the same inputs, as `pallas_gemm.projections` does.
+
+    >>> query, key, value = projections(x, [self.query, self.key, self.value])  # doctest: +SKIP
+
+    Args:
+        inputs: Any number of dimensions, of which the last is contracted.
+        layers: Stock layers or ours, without an activation.
+
+    Returns:
+        What each layer would return.
+
+    Raises:
+        ValueError: There are no layers, they do not compute in the same types, or one of them has
+            an activation or a product of its own.
+    """
+    if not layers:
+        raise ValueError(f"layers must be one layer or more, got {layers!r}")
+    first = layers[0]
+    for i, layer in enumerate(layers):
+        for field in ("dtype", "precision", "preferred_element_type", "promote_dtype"):
+            if getattr(layer, field) != getattr(first, field):
+                raise ValueError(
+                    f"layers must agree in {field}, got {getattr(first, field)!r} in layers[0] and"
+                    f" {getattr(layer, field)!r} in layers[{i}]"
+                )
+        if getattr(layer, "activation", None) is not None:
+            raise ValueError(
+                f"layers[{i}] has activation={layer.activation!r}; legal is None, and a call of"
+                " the layer itself"
+            )
+        if layer.dot_general not in (jax.lax.dot_general, api.dot_general):
+            raise ValueError(
+                f"layers[{i}] has dot_general={layer.dot_general!r}, which this would not call"
+            )
+    kernels: list[Any] = [layer.kernel[...] for layer in layers]
+    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
+    promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)
+    return api.projections(
+        promoted[0],
+        promoted[1 : 1 + len(layers)],
+        biases=promoted[1 + len(layers) :],
+        precision=first.precision,
+        preferred_element_type=first.preferred_element_type,
+    )
 
 
 class GatedDense(nnx.Module):

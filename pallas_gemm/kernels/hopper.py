@@ -28,7 +28,8 @@ Barriers (`protocol.py` derives the arrival counts)
 Timeline (steps are numbered through all tiles, so that the loads of the next tile overlap the
 epilogue of this one; nothing drains the ring before the last tile)
     producer    per tile: read the next tile's entry
-                per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]
+                per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]; where
+                          the operands are in pieces, of one piece after the other
                 at exit:  wait for every slot, so that no peer arrives on a CTA that has left
     consumer    per tile: read the next tile's entry; zero the accumulator
                 per k:    wait full[s]; WGMMA; wait until only that one is in flight; arrive
@@ -109,18 +110,22 @@ def producer(
         if plan.gathers:
             pl.when(at.turn > 0)(functools.partial(_await_rows, plan, gmem, at))
 
-        def one_step(k: Any, head: ring.Head) -> ring.Head:
-            @pl.when(turn * plan.k_steps + k >= stages)
+        def one_step(piece: place.Gmem, before: int, k: Any, head: ring.Head) -> ring.Head:
+            @pl.when(turn * plan.k_steps + (k + before if before else k) >= stages)
             def _until_free() -> None:
                 plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, *head)])
 
             full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
             k_start = k * plan.tile_k
-            _load_left(plan, gmem, at, k_start, slots.a, head.slot, full)
-            _load_operand(plan.b, gmem.b, at.batch, at.col, k_start, slots.b, head.slot, full)
+            _load_left(plan, piece, at, k_start, slots.a, head.slot, full)
+            _load_operand(plan.b, piece.b, at.batch, at.col, k_start, slots.b, head.slot, full)
             return ring.advance(plan, head, reader)
 
-        return lax.fori_loop(0, plan.k_steps, one_step, head)
+        before = 0
+        for piece, steps in zip(_pieces(plan, gmem), plan.piece_steps, strict=True):
+            head = lax.fori_loop(0, steps, functools.partial(one_step, piece, before), head)
+            before += steps
+        return head
 
     turns, head = source.walk(one_tile, ring.start(plan))
 
@@ -590,14 +595,24 @@ def _order_operands(plan: HopperPlan, claimed: bool) -> tuple[Any, ...]:
     )
 
 
+def _pieces(plan: HopperPlan, gmem: place.Gmem) -> list[place.Gmem]:
+    """What is in global memory for each piece of the operands."""
+    if not plan.problem.pieces:
+        return [gmem]
+    return [gmem._replace(a=(a,), b=(b,)) for a, b in zip(gmem.a, gmem.b, strict=True)]
+
+
 def _gmem(plan: HopperPlan, operands: list[Any], results: list[Any]) -> place.Gmem:
     """Names what is in global memory; takes what it names from `operands`."""
     asked = plan.problem.epilogue
-    a = operands.pop(0)
-    b = tuple(operands.pop(0) for _ in range(plan.b.parts))
+    if plan.problem.pieces:
+        both = [operands.pop(0) for _ in range(plan.factors)]
+        a, b = tuple(both[::2]), tuple(both[1::2])
+    else:
+        a, b = (operands.pop(0),), tuple(operands.pop(0) for _ in range(plan.b.parts))
     bias = operands.pop(0) if asked.bias else None
     residual = operands.pop(0) if asked.residual else None
-    gmem = place.Gmem((a,), b, bias, residual, *results[:1])
+    gmem = place.Gmem(a, b, bias, residual, *results[:1])
     if plan.exchange.size == 1:
         return gmem
     rank = plan.exchange.rank()
@@ -623,16 +638,17 @@ def _ready_operands(plan: HopperPlan, given: Sequence[jax.Array]) -> list[jax.Ar
     if plan.problem.a_dtype == jnp.float32:
         # The tensor cores cut off what tf32 does not hold; rounding errs half as much.
         rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
-        operands[: 1 + plan.b.parts] = map(rounded, operands[: 1 + plan.b.parts])
+        operands[: plan.factors] = map(rounded, operands[: plan.factors])
     if plan.config.mirrored:
-        operands[:2] = operands[1::-1]
+        for first in range(0, plan.factors, 2):
+            operands[first : first + 2] = operands[first + 1], operands[first]
     if plan.problem.epilogue.bias:
         # Loaded without a mask, so it has to reach to the end of the last tile.
         axis = 0 if plan.problem.transpose_out else 1
         tiles_along = plan.config.grid(plan.problem)[axis] * plan.config.cluster[axis]
         reach = tiles_along * plan.config.out_tile(plan.problem)[axis]
-        bias = operands[1 + plan.b.parts].astype(jnp.float32)
-        operands[1 + plan.b.parts] = jnp.pad(bias, (0, reach - bias.size))
+        bias = operands[plan.factors].astype(jnp.float32)
+        operands[plan.factors] = jnp.pad(bias, (0, reach - bias.size))
     return operands
 
 
@@ -675,8 +691,8 @@ def _is_claimed(plan: HopperPlan, simulated: bool) -> bool:
 def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
-    These are, in this order: a second b if the result is gated, then bias, then residual. If rows
-    are gathered, it returns them beside the result.
+    These are, in this order: a second b if the result is gated, then bias, then residual; or a and
+    b of each piece. If rows are gathered, it returns them beside the result.
 
     Args:
         plan: What to run.

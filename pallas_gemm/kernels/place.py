@@ -13,8 +13,8 @@ class Gmem(NamedTuple):
     """The operands and the result in global memory; None for what a problem has not.
 
     Attributes:
-        a: The left operand, as a tuple.
-        b: The right operand, or both.
+        a: The left operand, or its pieces.
+        b: The right operand, both if the result is gated, or its pieces.
         bias: What is added to each row.
         residual: What is added to the result.
         out: The result.

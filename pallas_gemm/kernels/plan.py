@@ -107,6 +107,11 @@ class HopperPlan:
         )
 
     @property
+    def factors(self) -> int:
+        """How many arrays are multiplied."""
+        return 2 * len(self.problem.pieces) or 1 + self.b.parts
+
+    @property
     def tile_k(self) -> int:
         """Contracted elements per step."""
         return self.config.tile_k(self.problem)
@@ -115,6 +120,12 @@ class HopperPlan:
     def k_steps(self) -> int:
         """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
         return -(-self.problem.k // self.tile_k)
+
+    @property
+    def piece_steps(self) -> tuple[int, ...]:
+        """The steps of each piece of the operands; of several, each has a whole number of them."""
+        pieces = self.problem.pieces
+        return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
 
     @property
     def wgmmas_per_step(self) -> int:

@@ -4,6 +4,8 @@ The sum is kept in float32 (int32 for integers), the epilogue follows in float32
 ends it. Without an epilogue it is a single `lax.dot_general` whose result XLA rounds itself.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -18,9 +20,13 @@ from pallas_gemm.problem import Epilogue
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call's result from its operands."""
     given = call.unpack(operands)
+    wide = wide_dtype(given.a.dtype, call.out_dtype)
+    if call.pieces > 1:
+        products = [dot(call, a, b, wide) for a, b in call.pairs(operands)]
+        total = functools.reduce(operator.add, products)
+        return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
     if call.epilogue.is_identity:
         return dot(call, given.a, given.b, call.out_dtype)
-    wide = wide_dtype(given.a.dtype, call.out_dtype)
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
     result = finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
