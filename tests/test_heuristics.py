@@ -143,6 +143,20 @@ def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
     assert chosen <= 1.2 * min(map(read, (*others, "raster", "hilbert")))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ((4096, 4096, 14336), "swizzle:16"),
+        ((4096, 4096, 28672), "swizzle:16"),
+        ((16384, 4096, 14336), "swizzle:8"),
+        ((8192, 8192, 28672), "swizzle:8"),
+    ],
+    ids=str,
+)
+def test_bands_are_wide_where_ctas_stay_abreast(sizes: tuple[int, int, int], order: str) -> None:
+    assert heuristics.order(Problem(*sizes), HopperConfig(ctas=128), H200) == order
+
+
 def test_a_choice_takes_milliseconds() -> None:
     heuristics.rank(Problem(8192, 8192, 8192), H200, HOPPER)
     start = time.perf_counter()
