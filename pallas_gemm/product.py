@@ -40,9 +40,10 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
 
 
 def apart(call: Call, *operands: jax.Array) -> jax.Array:
-    """Computes a product of operands in pieces as JAX adds up gradients: from a product of each."""
+    """Computes a product of operands in pieces as JAX adds up gradients: the last one first."""
     one = dataclasses.replace(call, pieces=1)
-    return functools.reduce(operator.add, [product(one, a, b) for a, b in call.pairs(operands)])
+    products = [product(one, a, b) for a, b in reversed(call.pairs(operands))]
+    return functools.reduce(operator.add, products)
 
 
 def fan(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 
-from pallas_gemm import checkpoint_policies, dot_general, gated_gemm, gemm, offline
+from pallas_gemm import checkpoint_policies, dot_general, gated_gemm, gemm, offline, projections
 
 SIZE = 1024
 
@@ -25,10 +25,10 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
     odd = shape(SIZE - 1, SIZE - 1)
     bias = shape(SIZE, dtype=jnp.float32)
 
-    def step(f: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(f: Callable[..., Any]) -> Callable[..., Any]:
         """Forward and backward."""
 
-        def both(g: jax.Array, *operands: jax.Array) -> Any:
+        def both(g: Any, *operands: jax.Array) -> Any:
             result, pull = jax.vjp(f, *operands)
             return result, pull(g)
 
@@ -39,6 +39,9 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
 
     def layers(a: jax.Array, b: jax.Array) -> jax.Array:
         return gemm(gemm(a, b, activation="gelu"), b)
+
+    def three(a: jax.Array, *weights: jax.Array) -> Any:
+        return projections(a, weights)
 
     saved = jax.checkpoint(layers, policy=checkpoint_policies.dots_saveable)
     heads = (((2, 3), (0, 1)), ((), ()))
@@ -55,6 +58,8 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
         ),
         "training step": (step(gemm), (square, square, square)),
         "training step of a layer": (step(biased), (square, square, square, bias)),
+        "training step of a gated layer": (step(gated_gemm), (square,) * 4),
+        "training step of projections": (step(three), ((square,) * 3, *(square,) * 4)),
         "examples": (
             jax.grad(lambda w, x: jnp.sum(jax.vmap(lambda row: gemm(row, w))(x)).astype(float)),
             (square, square),

@@ -32,6 +32,10 @@ def contents() -> dict[str, dict[str, int]]:
         # The activation, its derivative (which a model comes to much later), and the sum for the
         # gradient of the bias.
         ("training step of a layer", 3, 3),
+        # Gate and up, the gradient of the inputs from both at once, and one of each weight; the
+        # activation and its derivative.
+        ("training step of a gated layer", 5, 2),
+        ("training step of projections", 3 + 1 + 3, 0),
         # One contraction over all examples; the cotangent is made of a constant.
         ("examples", 1, 1),
     ],

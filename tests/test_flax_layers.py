@@ -128,6 +128,80 @@ def test_an_nnx_gated_dense_is_two_stock_layers() -> None:
     )
 
 
+HEADS = {"query": 24, "key": 8, "value": 16}
+
+
+class Projected(nn.Module):
+    """Stock layers of the same inputs, or `linen.projections`."""
+
+    ours: bool
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {
+            "use_bias": self.use_bias,
+            "bias_init": nn.initializers.normal(),
+        }
+        if self.ours:
+            return jnp.concatenate(linen.projections(x, HEADS, **options), -1)
+        layers = [nn.Dense(size, name=name, **options) for name, size in HEADS.items()]
+        return jnp.concatenate([layer(x) for layer in layers], -1)
+
+
+@pytest.mark.parametrize("use_bias", [True, False], ids=["bias", ""])
+def test_linen_projections_are_stock_layers(use_bias: bool) -> None:
+    ours, stock = (Projected(flag, use_bias) for flag in (True, False))
+    x = layers.normal(*X)
+    params = stock.init(KEY, x)
+    layers.assert_same_tree(ours.init(KEY, x), params)
+    layers.assert_trained_as_well(ours.apply, stock.apply, params, x)
+
+    def loss(x: Any) -> jax.Array:
+        return jnp.sum(ours.apply(params, x))
+
+    with pallas_gemm.target("h200"):
+        text = str(explain(jax.grad(loss), x))
+    # The gradient of the inputs; no kernel takes such small pieces at once.
+    assert all(f"n={INPUTS} k={size} NT" in text for size in HEADS.values())
+
+
+@pytest.mark.parametrize("kind", [stock_nnx.Linear, nnx.Linear], ids=["stock", "ours"])
+def test_nnx_projections_are_the_layers_they_are_given(kind: Any) -> None:
+    def made() -> stock_nnx.List:
+        rngs = stock_nnx.Rngs(0)
+        options: dict[str, Any] = {"bias_init": stock_nnx.initializers.normal(), "rngs": rngs}
+        sizes = HEADS.values()
+        return stock_nnx.List([kind(INPUTS, size, use_bias=size > 8, **options) for size in sizes])
+
+    graph, params = stock_nnx.split(made())
+
+    def ours(params: Any, x: Any) -> Any:
+        return jnp.concatenate(nnx.projections(x, stock_nnx.merge(graph, params)), -1)
+
+    def stock(params: Any, x: Any) -> Any:
+        return jnp.concatenate([layer(x) for layer in stock_nnx.merge(graph, params)], -1)
+
+    layers.assert_trained_as_well(ours, stock, params, layers.normal(*X))
+
+
+def test_nnx_projections_refuse_what_they_would_not_do() -> None:
+    rngs = stock_nnx.Rngs(0)
+    stock = stock_nnx.Linear(2, 2, rngs=rngs)
+    x = jnp.ones((3, 2))
+    with pytest.raises(ValueError, match="layers must be one layer or more"):
+        nnx.projections(x, [])
+    with pytest.raises(ValueError, match=r"layers must agree in dtype, got None in layers\[0\]"):
+        nnx.projections(x, [stock, stock_nnx.Linear(2, 2, dtype=jnp.bfloat16, rngs=rngs)])
+    with pytest.raises(ValueError, match=r"layers\[1\] has activation='relu'"):
+        nnx.projections(x, [stock, nnx.Linear(2, 2, activation="relu", rngs=rngs)])
+    other = stock_nnx.Linear(2, 2, dot_general=lambda *x, **_: x[0], rngs=rngs)
+    with pytest.raises(ValueError, match=r"layers\[0\] has dot_general="):
+        nnx.projections(x, [other])
+    with pytest.raises(ValueError, match="features must name one layer or more"):
+        linen.projections(x, {})
+
+
 def test_checkpoints_load_both_ways() -> None:
     x = layers.normal(*X)
     ours, stock = linen.Dense(FEATURES), nn.Dense(FEATURES)

@@ -61,6 +61,7 @@ SILU = Epilogue(activation=jax.nn.silu)
 SILU_AND_RESIDUAL = dataclasses.replace(SILU, residual=True)
 WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
+PIECES = dataclasses.replace(NT, pieces=(2048, 1024, 1024))
 MODES: dict[str, Case] = {
     **{
         f"cluster {rows}x{cols}": (dataclasses.replace(LATE, cluster=(rows, cols)), PROBLEM)
@@ -84,10 +85,18 @@ MODES: dict[str, Case] = {
     "transposed a": (LATE, products.transposed(PROBLEM, "TN")),
     "mirrored": (dataclasses.replace(EARLY, mirrored=True), PROBLEM),
     "gated": (EARLY, GATED),
+    "pieces": (LATE, PIECES),
+    "pieces in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), PIECES),
 }
 
 
 def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    if problem.pieces:
+        whole = operands(dataclasses.replace(problem, pieces=()))
+        return jax.eval_shape(
+            lambda a, b: products.as_taken(problem, products.Operands(a, b, None, None, None)),
+            *whole,
+        )
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
     arrays += [((problem.n,), jnp.float32)] * problem.epilogue.bias
