@@ -176,7 +176,8 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
         and options.schedule is None
         and options.implementation != "interpret"
     ):
-        found = cache.find(problem, device)
+        # In pieces or not, it takes the same steps.
+        found = cache.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:
             seconds = heuristics.seconds(problem, found.config, device, architecture)
             return prepared.plan(found.config, f"tuned ({found.source})", seconds)

@@ -55,12 +55,11 @@ def fan(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> list
         rights: The other operands of each, in the order of `Operands`.
     """
     operands = equally_varying((a, *itertools.chain.from_iterable(rights)))
-    # What devices of a mesh add up is not added up in an accumulator, and neither is a batch; what
-    # is named is for each product alone.
-    together = a.ndim == 2 and not (
-        call.options.names_something or partitioning.is_on_mesh(*operands)
-    )
-    if len(rights) == 1 or not together:
+    # What devices of a mesh add up is not added up in an accumulator, and neither is a batch, nor
+    # what is of several types; what is named is for each product alone.
+    alone = call.options.names_something or partitioning.is_on_mesh(*operands)
+    alike = len({right[0].dtype for right in rights}) == 1
+    if len(rights) == 1 or a.ndim != 2 or alone or not alike:
         return spread(call, *operands)
     return fan_p.bind(*operands, call=call, devices=partitioning.asking(call, operands))
 

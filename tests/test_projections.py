@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import pallas_gemm
-from pallas_gemm import explain, gated_gemm, gemm, projections
+from pallas_gemm import explain, gated_gemm, gemm, projections, tuning
 from pallas_gemm.call import Call, Options
 from pallas_gemm.product import apart, product, product_p
 from tests import meshes, reference
@@ -182,6 +182,41 @@ def test_only_what_is_used_is_derived() -> None:
     np.testing.assert_array_equal(frozen(x), jnp.ones_like(x))
 
 
+def test_a_policy_keeps_every_result() -> None:
+    x, weights = _normal(6, K), _weights(_normal)
+
+    def loss(x: Any, weights: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.sin(_ours(x, weights))))
+
+    policy = pallas_gemm.checkpoint_policies.dots_saveable
+    counts = [
+        len(_pieces(jax.grad(jax.checkpoint(loss, policy=kept), argnums=(0, 1)), x, weights))
+        for kept in (policy, None)
+    ]
+    fans = [
+        str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=kept)))(x, weights)).count(
+            "pallas_gemm_fan["
+        )
+        for kept in (policy, None)
+    ]
+    # The sum and the gradients of three weights; without the policy the results are computed twice.
+    assert counts == [4, 4]
+    assert fans == [1, 2]
+
+
+def test_weights_of_several_types_are_derived_one_by_one() -> None:
+    x = _normal(6, K).astype(jnp.bfloat16)
+    types = (jnp.float32, jnp.bfloat16, jnp.float32)
+    weights = [w.astype(dtype) for w, dtype in zip(_weights(_normal), types, strict=True)]
+
+    def loss(x: Any) -> jax.Array:
+        results = projections(x, weights, preferred_element_type=jnp.float32)
+        return sum(jnp.sum(jnp.square(y)) for y in results)  # type: ignore[return-value]
+
+    assert set(_pieces(jax.grad(loss), x)) == {1}
+    assert jax.grad(loss)(x).dtype == jnp.bfloat16
+
+
 def test_linear_in_what_all_share_and_in_the_weights() -> None:
     x, weights, g = _integers(6, K), _weights(_integers), _integers(6, sum(COLUMNS), seed=9)
     (of_x,) = jax.linear_transpose(lambda x: _ours(x, weights), x)(g)
@@ -277,6 +312,18 @@ def test_what_computes_the_gradient_is_explained() -> None:
     text = _of_sizes(4096, 1024, 1024)
     assert text.count("hopper: ") == 3 + 1
     assert "hopper: m=4096 n=4096 k=6144 (4096 + 1024 + 1024) NT bfloat16" in text
+
+
+def test_tables_are_asked_for_the_whole_product() -> None:
+    def loss(x: jax.Array, weights: Any) -> jax.Array:
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in projections(x, weights))  # type: ignore[return-value]
+
+    with pallas_gemm.target("h200"):
+        wanted = tuning.products_of(jax.grad(loss), _shape(512, 1024), [_shape(1024, 2048)] * 2)
+    assert [(p.m, p.n, p.k, p.layout, p.pieces) for p, _ in wanted] == [
+        (512, 2048, 1024, "NN", ()),
+        (512, 1024, 4096, "NT", ()),
+    ]
 
 
 def test_pieces_that_no_kernel_takes_together_are_taken_apart() -> None:
