@@ -320,10 +320,9 @@ def test_tables_are_asked_for_the_whole_product() -> None:
 
     with pallas_gemm.target("h200"):
         wanted = tuning.products_of(jax.grad(loss), _shape(512, 1024), [_shape(1024, 2048)] * 2)
-    assert [(p.m, p.n, p.k, p.layout, p.pieces) for p, _ in wanted] == [
-        (512, 2048, 1024, "NN", ()),
-        (512, 1024, 4096, "NT", ()),
-    ]
+    # The results are not used, and so are not computed.
+    asked = [(p.m, p.n, p.k, p.layout, p.pieces) for p, _ in wanted]
+    assert asked == [(512, 1024, 4096, "NT", ())]
 
 
 def test_pieces_that_no_kernel_takes_together_are_taken_apart() -> None:
