@@ -44,7 +44,8 @@ def hold(
     """Trains all in rounds of two turns each, so that a GPU's clock favours nobody.
 
     A GPU that has just begun to work is up to 3% faster than a few seconds later. So nothing is
-    prepared between the turns, and those who come first in a round come last in it as well.
+    prepared between the turns, and those who come first in a round come last in it as well. Its
+    clock follows the power with a delay: long turns tell more than many.
 
     Args:
         trainees: Who takes part.

@@ -34,6 +34,9 @@ LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
+MOST_PIECES = 8
+"""Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
+be no more than 4,096 bytes on older drivers."""
 
 DTYPES_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 DTYPES_FP8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
@@ -406,6 +409,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
+    if len(problem.pieces) > MOST_PIECES:
+        yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
     step = STEP_BYTES // problem.a_dtype.itemsize
     if any(size % step for size in problem.pieces):
         yield (

@@ -86,14 +86,12 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu
             call = call.with_target(None)
     signature = _signature(ctx.avals_in)
     decision = dispatch.decide(call, signature)
-    if decision.plan is None:
-        run = (
-            functools.partial(apart, call)
-            if call.pieces > 1
-            else dispatch.implement(decision, call)
-        )
-    else:
+    if decision.plan is not None:
         run = _traced_once(call, signature, decision.plan.config)
+    elif call.pieces > 1:
+        run = functools.partial(apart, call)
+    else:
+        run = dispatch.implement(decision, call)
     return partitioning.lower_off_mesh(ctx, run, operands)
 
 

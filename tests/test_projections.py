@@ -329,6 +329,8 @@ def test_pieces_that_no_kernel_takes_together_are_taken_apart() -> None:
     text = _of_sizes(4096, 1001)
     assert text.count("hopper: ") == 2 + 2
     assert "hopper: m=4096 n=4096 k=1001 NT" in text
+    assert _of_sizes(*[1024] * 8).count("hopper: ") == 8 + 1
+    assert _of_sizes(*[1024] * 9).count("hopper: ") == 9 + 9
     with pallas_gemm.target("b200"):
         gradient = jax.grad(lambda a, *w: jnp.sum(gated_gemm(a, *w).astype(jnp.float32)))
         text = str(explain(gradient, *[_shape(4096, 4096)] * 3))
