@@ -17,12 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm import dispatch, request
 from pallas_gemm.api import gated_gemm, gemm
+from pallas_gemm.call import Call, Operands, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.dispatch import Decision
 from pallas_gemm.explanation import explain
 from pallas_gemm.offline import Report, compile_report, targets
 from pallas_gemm.problem import Problem
+from pallas_gemm.product import product
+from pallas_gemm.request import Wish
 from pallas_gemm.targeting import target as planning_for
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
@@ -155,6 +159,10 @@ class _Product:
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the operands, by the names that the function has for them."""
         problem, shape = self.problem, jax.ShapeDtypeStruct
+        if problem.pieces:
+            each = [dataclasses.replace(problem, k=k, pieces=()) for k in problem.pieces]
+            pairs = [_Product(piece, self.extras, {}).operands() for piece in each]
+            return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
         right = shape(problem.b_shape, problem.b_dtype)
         found = {"a": shape(problem.a_shape, problem.a_dtype)}
         found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
@@ -165,11 +173,25 @@ class _Product:
         return found
 
     def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
+        if self.problem.pieces:
+            # JAX has put the names of the operands into another order.
+            return product(self._sum(), *(operands[name] for name in self.operands()))
         multiply: Any = gated_gemm if self.extras.gated else gemm
         return multiply(**operands, **self.options)
 
+    def _sum(self) -> Call:
+        """Returns the call for operands in pieces, which no public function takes."""
+        options, (a, b, *_) = dict(self.options), self.operands().values()
+        form = {name: options.pop(name) for name in ("transpose_a", "transpose_b")}
+        epilogue = dataclasses.replace(self.problem.epilogue, beta=options.pop("beta"))
+        del options["activation"], options["alpha"]
+        first = request.of_gemm(Operands(a, b), Wish(**options), epilogue, **form)
+        return dataclasses.replace(first.call, pieces=len(self.problem.pieces))
+
     def decision(self) -> Decision:
         """Returns what computes it on the GPU that is planned for."""
+        if self.problem.pieces:
+            return dispatch.decide(self._sum(), signature_of(tuple(self.operands().values())))
         explained = explain(self, self.operands())
         if explained.products:
             return explained.products[0]

@@ -265,6 +265,13 @@ CASES = {
         ("n to be a multiple of 64 and k a multiple of 8", "n=4104, k=4096"),
         problem=problem(n=4104),
     ),
+    "pieces": Case(
+        ("in pieces must be multiples of 64 for bfloat16", "got (4064, 32)"),
+        problem=problem(pieces=(4064, 32)),
+    ),
+    "many pieces": Case(
+        ("operands must be in at most 8 pieces", "got 16"), problem=problem(pieces=(256,) * 16)
+    ),
     # Its types.
     "two dtypes": Case(
         ("one dtype, or two of 8-bit floats", "got bfloat16 and float16"),

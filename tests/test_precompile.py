@@ -8,6 +8,7 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import explain, gated_gemm, offline, precompilation, precompile
+from pallas_gemm.problem import Problem
 
 needs_compiler = pytest.mark.skipif(
     bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
@@ -80,8 +81,10 @@ def test_the_products_of_a_program_are_those_that_are_compiled(
         forward = explain(loss, x, w, w).products
         backward = explain(jax.grad(loss, (0, 1, 2)), x, w, w).products
     products = [decision.problem for decision in (*forward, *backward)]
-    # Forward; and for derivatives both pre-activations, and two gradients of each.
-    assert len(products) == 1 + 2 + 4
+    # Forward; and for derivatives both pre-activations, the gradients of the weights, and that of
+    # the inputs, which is one product of operands in pieces.
+    assert len(products) == 1 + 2 + 2 + 1
+    assert [problem.pieces for problem in products].count((512, 512)) == 1
     done = precompile(products, "h200", activation="ignored")
     # Several at a time, so in any order.
     assert {decision.problem for _, decision in seen} == set(products)
@@ -135,3 +138,15 @@ def test_bad_requests_are_refused(shapes: Any, options: dict[str, Any], message:
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="'swizzle'"):
         precompile([(64, 64, 64)], "h200", swizzle=8)
+
+
+@needs_compiler
+def test_operands_in_pieces() -> None:
+    problem = Problem(512, 1024, 1024, transpose_b=True, pieces=(512, 512))
+    [product] = precompile([problem], "h200")
+    assert (product.implementation, product.spill_bytes) == ("hopper", 0)
+    assert product.decision.problem == problem
+    # Which takes them apart, so that there is no kernel of the whole.
+    [product] = precompile([problem], "b200")
+    assert (product.implementation, product.report) == ("xla", None)
+    assert "no operands in pieces" in str(product.decision.refused)
