@@ -162,8 +162,9 @@ def _transpose(cotangent: Any, *operands: Any, call: Call, **_: Any) -> list[Any
         _check_linear(call, sum(missing))
         for x, other, is_missing in zip(pair, pair[::-1], missing, strict=True):
             left = x is pair[0]
-            terms = [(cotangent, other)] if is_missing else []
-            gradients.append(_gradient(call, terms, x.aval, left) if is_missing else None)
+            gradients.append(
+                _gradient(call, [(cotangent, other)], x.aval, left) if is_missing else None
+            )
     return gradients
 
 

@@ -175,7 +175,7 @@ def _batch_pieces(
     folded = [lax.collapse(x, 0, 2) for x in lefts]
     pairs = zip(folded, operands[1::2], strict=True)
     result = product(call, *(x for pair in pairs for x in pair))
-    return result.reshape(*lefts[0].shape[:2], -1), 0
+    return result.reshape(*lefts[0].shape[:2], result.shape[-1]), 0
 
 
 def _batch_fan(
@@ -188,7 +188,7 @@ def _batch_fan(
         a, *rest = operands
         a = jnp.moveaxis(a, dims[0], 0)
         folded = fan(call, lax.collapse(a, 0, 2), blades(call, rest))
-        results = [result.reshape(*a.shape[:2], -1) for result in folded]
+        results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
     return results, [0] * len(results)
 
 

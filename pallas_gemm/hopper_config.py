@@ -412,9 +412,9 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     if len(problem.pieces) > MOST_PIECES:
         yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
     step = STEP_BYTES // problem.a_dtype.itemsize
-    if any(size % step for size in problem.pieces):
+    if any(size % step or not size for size in problem.pieces):
         yield (
-            f"the contracted sizes of operands in pieces must be multiples of {step} for"
+            f"the contracted sizes of operands in pieces must be positive multiples of {step} for"
             f" {problem.a_dtype}, got {problem.pieces}"
         )
     if not problem.transpose_b and (problem.n % 64 or problem.k % 8):

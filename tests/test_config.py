@@ -266,8 +266,12 @@ CASES = {
         problem=problem(n=4104),
     ),
     "pieces": Case(
-        ("in pieces must be multiples of 64 for bfloat16", "got (4064, 32)"),
+        ("in pieces must be positive multiples of 64 for bfloat16", "got (4064, 32)"),
         problem=problem(pieces=(4064, 32)),
+    ),
+    "an empty piece": Case(
+        ("in pieces must be positive multiples of 64", "got (4096, 0)"),
+        problem=problem(pieces=(4096, 0)),
     ),
     "many pieces": Case(
         ("operands must be in at most 8 pieces", "got 16"), problem=problem(pieces=(256,) * 16)

@@ -204,6 +204,15 @@ def test_a_policy_keeps_every_result() -> None:
     assert fans == [1, 2]
 
 
+def test_a_weight_without_columns() -> None:
+    x, weights = _integers(3, 6, K), [_integers(K, 8), jnp.zeros((K, 0))]
+    for f in (_ours, jax.vmap(_ours, (0, None))):
+        np.testing.assert_array_equal(f(x, weights), x @ weights[0])
+        gradient = jax.grad(lambda x, f=f: jnp.sum(f(x, weights)))(x)
+        np.testing.assert_array_equal(gradient, jax.grad(lambda x: jnp.sum(x @ weights[0]))(x))
+    assert _of_sizes(4096, 0).count("hopper: ") == 2
+
+
 def test_weights_of_several_types_are_derived_one_by_one() -> None:
     x = _normal(6, K).astype(jnp.bfloat16)
     types = (jnp.float32, jnp.bfloat16, jnp.float32)
