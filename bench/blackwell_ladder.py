@@ -20,8 +20,8 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, ladder, report, shapes
-from pallas_gemm.blackwell_config import PAIR, BlackwellConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 
 PROGRAM = "blackwell_ladder"
 SIZES = (2048, 4096, 8192, 16384)

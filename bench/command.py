@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from pallas_gemm.timing import TimingError
+from pallas_gemm.tuning.timing import TimingError
 
 WIDTH = 120
 """Columns of every table."""

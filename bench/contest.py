@@ -12,8 +12,8 @@ from bench import command, products
 from bench.peers import Candidate, Peer, Runner, built
 from bench.shapes import Case
 from bench.workers import Workers
-from pallas_gemm import accuracy
-from pallas_gemm.measure import Meter, Settings, Variant, measure
+from pallas_gemm.tuning import accuracy
+from pallas_gemm.tuning.measure import Meter, Settings, Variant, measure
 
 COLD_BYTES = 2**28
 """Operands are rotated until this much has been read: several times the L2 of any GPU."""

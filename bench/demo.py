@@ -31,9 +31,9 @@ import pallas_gemm
 from bench import command, gemm_bench, gpu, report, session
 from pallas_gemm import offline
 from pallas_gemm.device import H200 as H200_DEVICE
-from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.kernels import hopper
-from pallas_gemm.kernels.plan import HopperPlan
+from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 from schedules import build, draw
 from schedules.model import B200, H100, H200, Machine, predict

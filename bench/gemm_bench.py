@@ -28,9 +28,9 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, gpu, peers, report, shapes
-from pallas_gemm import cache
-from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.measure import Settings
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning import tables
+from pallas_gemm.tuning.measure import Settings
 
 PROGRAM = "gemm_bench"
 DEFAULT_PEERS = ("xla", "ours", "jax", "torch", "quack")
@@ -78,7 +78,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("direction", None, shapes.DIRECTIONS, "Time this direction instead.", **text)
     flags.DEFINE_string("config", None, "JSON of a kernel configuration to time as well.", **text)
     flags.DEFINE_bool("full_grid", False, "Tune JAX's kernel over all its configs.", **text)
-    flags.DEFINE_bool("cold", True, "Rotate operands, so that none is in the L2 cache.", **text)
+    flags.DEFINE_bool("cold", True, "Rotate operands, so that none is in the L2 tables.", **text)
     flags.DEFINE_integer("burst_rounds", 5, "Rounds of burst turns.", 0, **text)
     flags.DEFINE_integer("sustained_rounds", 12, "Rounds of sustained turns.", 0, **text)
     flags.DEFINE_float("turn_seconds", 0.1, "Length of a sustained turn.", 0.001, **text)
@@ -139,7 +139,7 @@ def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
     try:
         entries = json.loads(text)
         entries = entries if isinstance(entries, list) else [entries]
-        configs = [cache.config_from_json(entry) for entry in entries]
+        configs = [tables.config_from_json(entry) for entry in entries]
     except ValueError as error:
         raise command.RequestError(f"config: {error}") from None
     found = tuple(config for config in configs if isinstance(config, HopperConfig))

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.measure import Variant
-from pallas_gemm.timing import KernelMeter, launched
+from pallas_gemm.tuning.measure import Variant
+from pallas_gemm.tuning.timing import KernelMeter, launched
 
 MEMORY_SHARE = "0.6"
 """How much of the GPU's memory JAX may take; the rest is for the other libraries."""

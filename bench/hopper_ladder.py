@@ -18,7 +18,7 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, ladder
-from pallas_gemm.hopper_config import HopperConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
 
 PROGRAM = "hopper_ladder"
 SHAPES = ("4096x4096x4096", "8192x8192x8192", "8192x8192x1024")

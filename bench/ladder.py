@@ -10,10 +10,10 @@ from rich.console import Console
 from bench import gpu, peers, report, shapes
 from bench.command import RequestError
 from bench.gemm_bench import Options
-from pallas_gemm import targeting
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.measure import Settings
+from pallas_gemm.planning import targeting
+from pallas_gemm.tuning.measure import Settings
 
 
 class Step(peers.Kernel):

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench.products import normal
-from pallas_gemm.measure import Variant
+from pallas_gemm.tuning.measure import Variant
 
 TILE = (128, 256)
 """Rows and columns that one CTA's two warpgroups accumulate, the widest that needs no cluster."""

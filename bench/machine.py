@@ -15,7 +15,7 @@ from bench.report import MODES, Limits
 from bench.session import Bench
 from bench.shapes import DTYPES
 from pallas_gemm.device import Device, device_named
-from pallas_gemm.measure import Settings, measure
+from pallas_gemm.tuning.measure import Settings, measure
 
 if TYPE_CHECKING:
     from bench.gemm_bench import Options

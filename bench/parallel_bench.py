@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench import command, report
 from pallas_gemm import gemm, reduce_in
-from pallas_gemm.collective import all_gather_gemm, gemm_reduce_scatter
+from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 
 PROGRAM = "parallel_bench"
 AXIS = "model"

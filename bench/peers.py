@@ -21,10 +21,10 @@ from bench import workers
 from bench.products import Formula, Operands, Results, formula, operand_shapes, plain
 from bench.shapes import Case
 from bench.workers import Program
-from pallas_gemm import tuning
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.tuning import config_label
+from pallas_gemm.tuning import autotune as tuning
+from pallas_gemm.tuning.autotune import config_label
 
 Runner = Callable[[Any], Any]
 """Takes operands in the peer's own form, starts the computation, and returns its results."""

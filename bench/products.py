@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.shapes import Case
-from pallas_gemm import accuracy
+from pallas_gemm.tuning import accuracy
 
 Operands = dict[str, jax.Array]
 Results = tuple[jax.Array, ...]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from bench.command import WIDTH
-from pallas_gemm.measure import Result, Spread, Timing, geometric_mean
+from pallas_gemm.tuning.measure import Result, Spread, Timing, geometric_mean
 
 Status = Literal["ok", "refused", "failed", "wrong"]
 Mode = Literal["burst", "sustained"]

@@ -28,9 +28,9 @@ from rich.console import Console
 from bench import command, contest, counters, gpu, peers, report, shapes, study, workers
 from bench.contest import Contender
 from pallas_gemm.config import Persistence
-from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.measure import Meter, Settings, measure
-from pallas_gemm.timing import TimingError
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.tuning.measure import Meter, Settings, measure
+from pallas_gemm.tuning.timing import TimingError
 
 PROGRAM = "schedule_study"
 KERNEL = "pallas_gemm"

@@ -10,7 +10,7 @@ from bench import command, contest, report
 from bench.peers import Peer
 from bench.shapes import Case
 from bench.workers import Workers
-from pallas_gemm.measure import Meter, measure
+from pallas_gemm.tuning.measure import Meter, measure
 
 if TYPE_CHECKING:
     from bench.gemm_bench import Options

@@ -11,9 +11,9 @@ from typing import Any
 from bench.peers import Kernel, Peer, Xla
 from pallas_gemm.config import Persistence
 from pallas_gemm.device import Device
-from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.measure import Result, Timing
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Problem
+from pallas_gemm.tuning.measure import Result, Timing
 from schedules.model import Prediction, machine_named, predict
 from schedules.spec import ONLINE_BUILDERS, build
 

@@ -30,14 +30,17 @@ from absl import app, flags
 from rich.console import Console
 
 from bench import command, gpu, peers, products, report, shapes, workers
-from pallas_gemm import cache, explain, targeting, tuning, tuning_space
+from pallas_gemm import explain
 from pallas_gemm.device import Device
-from pallas_gemm.measure import geometric_mean
+from pallas_gemm.planning import tables, targeting
 from pallas_gemm.problem import Problem
-from pallas_gemm.timing import KernelMeter
+from pallas_gemm.tuning import autotune as tuning
+from pallas_gemm.tuning import space as tuning_space
+from pallas_gemm.tuning.measure import geometric_mean
+from pallas_gemm.tuning.timing import KernelMeter
 
 PROGRAM = "tune"
-FOLDER = pathlib.Path(cache.__file__).parent / "tuned"
+FOLDER = pathlib.Path(tables.__file__).parent / "tuned"
 SUITES = (
     "short",
     "batched",
@@ -114,7 +117,7 @@ def options_from(values: flags.FlagValues) -> Options:
 
 def products_of(case: shapes.Case, device: Device) -> list[Problem]:
     """Returns the problems that a case asks tuned configs for."""
-    with cache.recording() as record, targeting.target(device):
+    with tables.recording() as record, targeting.target(device):
         explain(peers.fused(case), products.operand_shapes(case))
     return [problem for problem, planned in record.problems.values() if planned == device]
 
@@ -142,10 +145,10 @@ def _run(values: flags.FlagValues) -> int:
     output = options.output
     if output is None:
         command.make_folder(FOLDER)
-        output = FOLDER / f"{cache.slug(device.kind)}.json"
+        output = FOLDER / f"{tables.slug(device.kind)}.json"
         if reason := report.why_not_writable([output]):
             raise command.RequestError(reason)
-    table = _before(output, device) if options.resume else cache.Table(device.kind)
+    table = _before(output, device) if options.resume else tables.Table(device.kind)
     console = command.console()
     with workers.Workers() as pool:
         tools = tuning.Tools(KernelMeter(), pool.build_kernel, AHEAD)
@@ -159,10 +162,10 @@ def _run(values: flags.FlagValues) -> int:
 
 def kept(
     results: Iterable[tuning.Tuned | tuning.Untuned],
-    table: cache.Table,
+    table: tables.Table,
     output: pathlib.Path,
     csv: pathlib.Path | None,
-) -> tuple[cache.Table, list[tuning.Tuned]]:
+) -> tuple[tables.Table, list[tuning.Tuned]]:
     """Writes both files anew after each product.
 
     Returns:
@@ -176,24 +179,24 @@ def kept(
         if csv:
             report.write(csv, to_csv(found))
         if result.is_useful:
-            table |= cache.Table.of(table.device, dict([result.entry]))
+            table |= tables.Table.of(table.device, dict([result.entry]))
             table.save(output)
     return table, found
 
 
 def tuned_products(
-    options: Options, known: cache.Table, device: Device, tools: tuning.Tools, console: Console
+    options: Options, known: tables.Table, device: Device, tools: tuning.Tools, console: Console
 ) -> Iterator[tuning.Tuned | tuning.Untuned]:
     """Yields what is found for each product until the time is over, and prints it.
 
     Those that are being compiled when the time is over are dropped.
     """
     start = time.perf_counter()
-    wanted: dict[cache.Key, Problem] = {}
+    wanted: dict[tables.Key, Problem] = {}
     for case in options.cases:
         for problem in products_of(case, device):
-            if cache.Key.of(problem) not in known.by_key:
-                wanted.setdefault(cache.Key.of(problem), problem)
+            if tables.Key.of(problem) not in known.by_key:
+                wanted.setdefault(tables.Key.of(problem), problem)
     console.print(f"{device.kind}: {len(wanted)} products")
     pairs = ((problem, device) for problem in wanted.values())
     for count, tuned in enumerate(tuning.tune(pairs, tools, most=options.most), 1):
@@ -253,13 +256,13 @@ def to_csv(found: Sequence[tuning.Tuned]) -> str:
     return text.getvalue()
 
 
-def _before(path: pathlib.Path, device: Device) -> cache.Table:
+def _before(path: pathlib.Path, device: Device) -> tables.Table:
     """Returns the table in a file; an empty one if there is no file."""
     if not path.exists():
-        return cache.Table(device.kind)
+        return tables.Table(device.kind)
     try:
-        table = cache.Table.load(path)
-    except (OSError, cache.TableError) as error:
+        table = tables.Table.load(path)
+    except (OSError, tables.TableError) as error:
         raise command.RequestError(f"resume: {error}") from None
     if table.device != device.kind:
         raise command.RequestError(f"resume: {path} is for {table.device}, not for {device.kind}")

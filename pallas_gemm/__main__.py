@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="devices, what computes a product and why, a self-check")
     parser.parse_args(arguments)
-    from pallas_gemm import doctor
+    from pallas_gemm.api import doctor
 
     text, fine = doctor.report()
     sys.stdout.write(text)

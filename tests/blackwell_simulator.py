@@ -39,7 +39,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import blackwell_plan
+from pallas_gemm.kernels.blackwell import plan as blackwell_plan
 
 ANSWER_BYTES = 16
 ASYNC_UNITS = 512

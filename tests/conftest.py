@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def no_packaged_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tests see what the heuristics choose, whatever tuned configs are shipped."""
-    cache = sys.modules.get("pallas_gemm.cache")
-    if cache is not None:
-        monkeypatch.setattr(cache, "_packaged_table", lambda _: None)
+    tables = sys.modules.get("pallas_gemm.planning.tables")
+    if tables is not None:
+        monkeypatch.setattr(tables, "_packaged_table", lambda _: None)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import explain_on_mesh, gemm
-from pallas_gemm.collective import all_gather_gemm, gemm_reduce_scatter
+from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = (.*?) ([a-z-]+)\(", re.MULTILINE)
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"

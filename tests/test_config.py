@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 import pallas_gemm
 import schedules
 from pallas_gemm import config as config_module
-from pallas_gemm import hopper_config, offline
-from pallas_gemm.activations import ACTIVATIONS
+from pallas_gemm import offline
 from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
-from pallas_gemm.hopper_candidates import MOST_STAGES, candidates
-from pallas_gemm.hopper_config import HopperConfig
-from pallas_gemm.kernels import hopper
-from pallas_gemm.kernels.plan import HopperPlan
+from pallas_gemm.kernels.activations import ACTIVATIONS
+from pallas_gemm.kernels.hopper import config as hopper_config
+from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.kernels.hopper.candidates import MOST_STAGES, candidates
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 
 PROBLEM = Problem(4096, 4096, 4096)

@@ -22,14 +22,15 @@ def _section(title: str) -> str:
 
 def _mapped() -> list[str]:
     """Returns the paths of the file map, whose lines are `path  what it is`, indented by folder."""
-    block = re.search(r"```text\n(.*?)```", _section("File map"), re.DOTALL)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(r"^## File map\n\n```text\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert block, "the file map is a block of text"
-    paths, folder = [], ""
+    paths, folders = [], [""]
     for line in block[1].splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name if name.endswith("/") else ""
-        paths.append(name if name == folder else folder + name)
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = folders[depth] + line.split()[0]
+        folders[depth + 1 :] = [path if path.endswith("/") else ""]
+        paths.append(path)
     return paths
 
 

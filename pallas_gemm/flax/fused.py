@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.api import Activation, gemm
+from pallas_gemm.api.gemm import Activation, gemm
 
 
 def dense(

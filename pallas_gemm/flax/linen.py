@@ -7,8 +7,8 @@ import jax
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
-from pallas_gemm import api
-from pallas_gemm.api import Activation, gated_gemm
+from pallas_gemm.api import gemm as api
+from pallas_gemm.api.gemm import Activation, gated_gemm
 from pallas_gemm.flax import fused
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pallas_gemm import api
-from pallas_gemm.api import Activation, gated_gemm
+from pallas_gemm.api import gemm as api
+from pallas_gemm.api.gemm import Activation, gated_gemm
 from pallas_gemm.flax import fused
 
 

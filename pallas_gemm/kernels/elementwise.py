@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from pallas_gemm import activations
+from pallas_gemm.kernels import activations
 
 _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
 """Calls that are replaced by what they call, and the parameter that holds it."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.kernels import claims, launch_control
+from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.hopper import claims
 from schedules import PADDING, OnlineSchedule, Schedule
 
 Scalar = Any

@@ -1,0 +1,329 @@
+"""Checks of arguments: each error names the argument, its value and what is legal."""
+
+import dataclasses
+import difflib
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.op.canonical import DimensionNumbers, Shape, normal_dimension_numbers
+from pallas_gemm.planning import tables
+from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.problem import Epilogue
+from schedules import OnlineSchedule, Schedule, parse, parse_online
+
+
+def array(name: str, x: Any) -> Any:
+    """Returns an argument as an array, or as it is if it stands for one without values.
+
+    Raises:
+        TypeError: It is no array of numbers.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if not (hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+    return x
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns an argument that is true or false.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r:.80}")
+    return bool(value)
+
+
+def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool, right: str = "b") -> None:
+    """Checks that `a @ b` is defined; `right` is what the caller calls b.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for name, x in (("a", a), (right, b)):
+        if x.ndim == 0:
+            raise ValueError(f"{name} must have at least one dimension, got shape ()")
+    flipped = {"a": transpose_a and a.ndim > 1, "b": transpose_b and b.ndim > 1}
+    a_axis = -2 if flipped["a"] else -1
+    b_axis = -1 if flipped["b"] or b.ndim == 1 else -2
+    if a.shape[a_axis] != b.shape[b_axis]:
+        hint = _transposition_hint(a.shape, b.shape, a_axis, b_axis)
+        raise ValueError(
+            f"a and {right} must agree in the contracted size, got {a.shape[a_axis]} in"
+            f" a{_shape(a.shape)} (dimension {a_axis}) and {b.shape[b_axis]} in"
+            f" {right}{_shape(b.shape)} (dimension {b_axis}) with transpose_a={transpose_a},"
+            f" transpose_b={transpose_b}{hint}"
+        )
+    try:
+        jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"the leading dimensions of a{_shape(a.shape)} and {right}{_shape(b.shape)} must"
+            f" broadcast: {list(a.shape[:-2])} against {list(b.shape[:-2])}"
+        ) from None
+
+
+def _transposition_hint(a: Shape, b: Shape, a_axis: int, b_axis: int) -> str:
+    if len(b) > 1 and a[a_axis] == b[-3 - b_axis]:
+        return f"; transpose_b={b_axis == -2} would fit"
+    if len(a) > 1 and a[-3 - a_axis] == b[b_axis]:
+        return f"; transpose_a={a_axis == -1} would fit"
+    return ""
+
+
+def dimension_numbers(lhs: Any, rhs: Any, given: Any) -> DimensionNumbers:
+    """Returns the dimension numbers of a `dot_general` as tuples.
+
+    Raises:
+        TypeError: They are not two pairs of sequences of integers.
+        ValueError: They are not legal for these operands.
+    """
+    try:
+        numbers_ = normal_dimension_numbers(given)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))"
+            f" with sequences of integers, got {given!r}"
+        ) from None
+    for kind, pair in zip(("contracting", "batch"), numbers_, strict=True):
+        if len(pair[0]) != len(pair[1]):
+            raise ValueError(
+                f"dimension_numbers must name as many {kind} dimensions of lhs as of rhs, got"
+                f" {pair[0]} and {pair[1]}"
+            )
+        for i, j in zip(*pair, strict=True):
+            for name, x, d in (("lhs", lhs, i), ("rhs", rhs, j)):
+                if not 0 <= d < x.ndim:
+                    raise ValueError(
+                        f"dimension_numbers: {kind} dimension {d} is not one of the {x.ndim}"
+                        f" dimensions of {name}{_shape(x.shape)}"
+                    )
+            if lhs.shape[i] != rhs.shape[j]:
+                raise ValueError(
+                    f"dimension_numbers: {kind} dimensions must have equal sizes, got"
+                    f" {lhs.shape[i]} in lhs{_shape(lhs.shape)} (dimension {i}) and {rhs.shape[j]}"
+                    f" in rhs{_shape(rhs.shape)} (dimension {j})"
+                )
+    for name, side in (("lhs", 0), ("rhs", 1)):
+        named = (*numbers_[0][side], *numbers_[1][side])
+        if len(set(named)) != len(named):
+            raise ValueError(
+                f"dimension_numbers names a dimension of {name} twice: contracting"
+                f" {numbers_[0][side]}, batch {numbers_[1][side]}"
+            )
+    return numbers_
+
+
+def result_dtype(a: Any, b: Any, preferred_element_type: Any) -> np.dtype:
+    """Returns the type of the result: the preferred one, or what JAX promotes the operands to.
+
+    Raises:
+        TypeError: `preferred_element_type` is no type of numbers.
+    """
+    if preferred_element_type is None:
+        return np.dtype(jnp.promote_types(a.dtype, b.dtype))
+    try:
+        wanted = jax.dtypes.canonicalize_dtype(preferred_element_type)
+    except TypeError:
+        wanted = None
+    if wanted is None or not jnp.issubdtype(wanted, jnp.number):
+        raise TypeError(
+            f"preferred_element_type={preferred_element_type!r} is no type of numbers, such as"
+            " jnp.float32"
+        )
+    return np.dtype(wanted)
+
+
+def scale(name: str, value: Any) -> float:
+    """Returns `alpha` or `beta` as a float.
+
+    Raises:
+        TypeError: It is no Python number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+        raise TypeError(
+            f"{name} must be a Python number, because it is built into the kernel, got"
+            f" {type(value).__name__}; a traced factor can scale an operand or the result"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+
+
+def epilogue_dtype(epilogue: Epilogue, operand_dtype: Any, out_dtype: Any) -> None:
+    """Checks that an epilogue makes sense for these types.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if epilogue.is_identity:
+        return
+    if jnp.issubdtype(operand_dtype, jnp.complexfloating) or not jnp.issubdtype(
+        out_dtype, jnp.floating
+    ):
+        raise TypeError(
+            "alpha, bias, activation, residual and gates need real operands and a floating-point"
+            f" result, got operands of {operand_dtype} and a result of {out_dtype};"
+            " preferred_element_type=jnp.float32 would be legal for integers"
+        )
+
+
+def up(x: Any, gate: Any) -> Any:
+    """Checks the second right operand of a gated product: like the first.
+
+    Raises:
+        ValueError: Its shape is another, or the first is a vector.
+        TypeError: Its type is another.
+    """
+    if x is None:
+        return None
+    x = array("w_up", x)
+    if gate.ndim < 2:
+        raise ValueError(f"w_gate must be a matrix or several, got shape {_shape(gate.shape)}")
+    if x.shape != gate.shape:
+        raise ValueError(
+            f"w_gate and w_up must have the same shape, got {_shape(gate.shape)} and"
+            f" {_shape(x.shape)}"
+        )
+    if x.dtype != gate.dtype:
+        raise TypeError(f"w_gate and w_up must have the same dtype, got {gate.dtype} and {x.dtype}")
+    return x
+
+
+def each_with_bias(weights: Any, biases: Any) -> list[tuple[Any, Any]]:
+    """Returns every right operand of several products, with its bias or None.
+
+    Raises:
+        TypeError: One of the arguments is no sequence.
+        ValueError: There are no right operands, or there are not as many biases.
+    """
+    for name, value in (("weights", weights), ("biases", biases)):
+        if not isinstance(value, list | tuple) and (name, value) != ("biases", None):
+            raise TypeError(
+                f"{name} must be a list or tuple of arrays, got {type(value).__name__}:"
+                f" {value!r:.80}"
+            )
+    if not weights:
+        raise ValueError(f"weights must be one array or more, got {weights!r}")
+    biases = [None] * len(weights) if biases is None else biases
+    if len(biases) != len(weights):
+        raise ValueError(
+            f"biases must be as many as weights, {len(weights)}, or None, got {len(biases)}"
+        )
+    return list(zip(weights, biases, strict=True))
+
+
+def bias(x: Any, columns: int | None) -> Any:
+    """Checks a bias: one value per column of the result.
+
+    Raises:
+        ValueError: Its shape is another.
+        TypeError: It is complex.
+    """
+    if x is None:
+        return None
+    x = _real("bias", array("bias", x))
+    if columns is None:
+        raise ValueError("bias needs a result with columns, but b is a vector")
+    if tuple(x.shape) != (columns,):
+        raise ValueError(
+            f"bias must have one value per column of the result, shape [{columns}], got"
+            f" {_shape(x.shape)}"
+        )
+    return x
+
+
+def residual(x: Any, shape: Shape) -> Any:
+    """Checks a residual: an array of the result's shape.
+
+    Raises:
+        ValueError: Its shape is another.
+        TypeError: It is complex.
+    """
+    if x is None:
+        return None
+    x = _real("residual", array("residual", x))
+    if tuple(x.shape) != shape:
+        raise ValueError(
+            f"residual must have the result's shape {_shape(shape)}, got {_shape(x.shape)}"
+        )
+    return x
+
+
+def _real(name: str, x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be an array of real numbers, got dtype {x.dtype}")
+    return x
+
+
+def implementation(value: Any) -> str | None:
+    """Checks `implementation=`.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    legal = (*(architecture.name for architecture in ARCHITECTURES), "xla", "interpret")
+    if value is None or (isinstance(value, str) and value in legal):
+        return value
+    close = difflib.get_close_matches(str(value).lower(), legal, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"implementation={value!r} is unknown; {hint}legal: None, {', '.join(map(repr, legal))}"
+    )
+
+
+def config(value: Any) -> GemmConfig | None:
+    """Checks `config=`.
+
+    Raises:
+        TypeError: It is no config of a kernel, or one of its fields is of another type.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, GemmConfig) or type(value) is GemmConfig:
+        raise TypeError(
+            f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
+        )
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.name != "schedule" and not tables.is_like(field.default, given):
+            raise TypeError(f"config: {field.name} must be like {field.default!r}, got {given!r}")
+    return value
+
+
+def schedule(value: Any) -> str | Schedule | OnlineSchedule | None:
+    """Checks `schedule=`, as far as that goes without a grid.
+
+    Raises:
+        TypeError: It is neither a schedule nor the name of one.
+        ValueError: There is no schedule of that name.
+    """
+    if value is None or isinstance(value, Schedule | OnlineSchedule):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"schedule must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got"
+            f" {type(value).__name__}"
+        )
+    if value.startswith("online_"):
+        parse_online(value.removeprefix("online_"))
+    else:
+        parse(value)
+    return value
+
+
+def _shape(shape: Any) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

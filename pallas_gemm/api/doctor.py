@@ -1,0 +1,94 @@
+"""What this computer makes of a product, for bug reports and for the curious."""
+
+import contextlib
+import importlib.util
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from pallas_gemm import offline
+from pallas_gemm._version import __version__
+from pallas_gemm.api.explain import explain
+from pallas_gemm.api.gemm import gemm
+from pallas_gemm.planning import targeting
+from pallas_gemm.planning.architectures import ARCHITECTURES
+
+SAMPLE = (4096, 4096, 4096)
+CHECKED = (70, 136, 72)
+"""Small enough for the simulator, and with an edge in every dimension."""
+
+
+def report() -> tuple[str, bool]:
+    """Returns what `python -m pallas_gemm doctor` prints, and whether all is well."""
+    checks = list(_checks())
+    lines = [*_versions(), "", *_devices(), "", *_choice(), "", "self-check"]
+    lines += [f"  {name:<10} {outcome}" for name, outcome, _ in checks]
+    return "\n".join(lines) + "\n", all(fine for _, _, fine in checks)
+
+
+def _versions() -> Iterator[str]:
+    yield f"pallas_gemm {__version__}, Python {platform.python_version()}"
+    yield f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    missing = offline.missing_packages()
+    yield "compile for absent GPUs: " + (f"needs {', '.join(missing)}" if missing else "yes")
+    flax = importlib.util.find_spec("flax") is not None
+    yield f"flax: {'yes' if flax else 'not installed'}"
+
+
+def _devices() -> Iterator[str]:
+    yield f"devices of the default backend, {jax.default_backend()}"
+    for device in jax.local_devices():
+        known = targeting.device_of(device)
+        yield f"  {device.id}: {device.device_kind}" + (
+            f", compute capability {'.'.join(map(str, known.compute_capability))}, {known.sms} SMs"
+            if known
+            else ""
+        )
+
+
+def _choice() -> Iterator[str]:
+    m, n, k = SAMPLE
+    a, b = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+    yield "what computes a product here"
+    yield from (f"  {line}" for line in str(explain(a, b)).splitlines())
+
+
+def _checks() -> Iterator[tuple[str, str, bool]]:
+    """Yields (implementation, outcome, whether it is fine)."""
+    gpu = targeting.first_gpu()
+    runnable = [a.name for a in ARCHITECTURES if gpu is not None and a.fits(gpu)]
+    for name in ("xla", *runnable, "interpret"):
+        try:
+            with _device_for(name):
+                wrong = _wrong_elements(name)
+        except Exception as error:  # Whatever is broken is what is looked for.
+            yield name, f"failed: {type(error).__name__}: {error}", False
+        else:
+            fine = wrong == 0
+            yield name, "exact" if fine else f"{wrong} elements are wrong", fine
+
+
+def _device_for(implementation: str) -> contextlib.AbstractContextManager[Any]:
+    """Puts the operands of the simulator, which is a program of the CPU, where it is."""
+    if implementation != "interpret":
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def _wrong_elements(implementation: str) -> int:
+    """Multiplies small integers, whose sums are exact, and counts what is not."""
+    m, n, k = CHECKED
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-4, 5, (m, k)), rng.integers(-4, 5, (k, n))
+    result = gemm(
+        jnp.asarray(a, jnp.bfloat16),
+        jnp.asarray(b, jnp.bfloat16),
+        preferred_element_type=jnp.float32,
+        implementation=implementation,
+    )
+    return int(np.sum(np.asarray(result) != a @ b))

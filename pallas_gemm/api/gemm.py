@@ -1,0 +1,252 @@
+"""The public functions: products of matrices with JAX's semantics, and an epilogue."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pallas_gemm.api import arguments, request
+from pallas_gemm.api import explain as explanation
+from pallas_gemm.api.request import Request, Wish
+from pallas_gemm.config import GemmConfig
+
+# What JAX has to know of the product is registered when these are imported.
+from pallas_gemm.op import autodiff as autodiff
+from pallas_gemm.op import batching as batching
+from pallas_gemm.op import lowering as lowering
+from pallas_gemm.op import partition
+from pallas_gemm.op.canonical import Form
+from pallas_gemm.op.product import fan, product
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.problem import Epilogue
+from schedules import OnlineSchedule, Schedule
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
+Order = str | Schedule | OnlineSchedule | None
+
+
+def gemm(  # noqa: PLR0913 - each is a keyword
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    alpha: float = 1,
+    beta: float = 1,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    schedule: Order = None,
+    config: GemmConfig | None = None,
+    implementation: str | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Computes `activation(alpha * (a @ b) + bias) + beta * residual`, rounded once.
+
+    Shapes are as in `jnp.matmul`: operands may be vectors, and leading dimensions broadcast. The
+    sum and everything after it is in float32; the sum of int8 is in int32.
+
+    Args:
+        a: The left operand.
+        b: The right operand.
+        bias: One value per column of the result.
+        residual: An array of the result's shape.
+        activation: "relu", "gelu" (with tanh), "gelu_exact", "silu", "sigmoid", "tanh", or an
+            elementwise function of a float32 array that captures no arrays.
+        alpha: Scales the sum; a Python number.
+        beta: Scales the residual; a Python number.
+        preferred_element_type: Type of the result; by default what JAX promotes the operands to.
+        precision: As in `jnp.matmul`. Float32 operands are multiplied as TF32 on a GPU, as JAX
+            documents it, unless more is asked for, which goes to XLA.
+        transpose_a: Swaps the last two dimensions of the left operand, without a copy.
+        transpose_b: Swaps the last two dimensions of the right operand, without a copy.
+        schedule: The order of the output tiles: a name such as "hilbert" or "swizzle:8", or a
+            `Schedule` made for the grid of tiles.
+        config: The kernel's config, instead of what the heuristics choose.
+        implementation: "hopper", "blackwell", "xla", or "interpret" (the kernel simulated on the
+            CPU). None takes the best that can compute this, and always works.
+        out_sharding: The result's sharding under an explicit mesh.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: A shape, or a combination of arguments, is not legal, or what was named cannot
+            compute this product; the message has every reason.
+        TypeError: An argument is of the wrong type.
+    """
+    wish = Wish(preferred_element_type, precision, implementation, config, schedule, out_sharding)
+    epilogue = Epilogue(alpha=alpha, beta=beta, activation=activation)  # type: ignore[arg-type]
+    operands = Operands(a, b, bias=bias, residual=residual)
+    return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Computes `jnp.matmul`, with the same arguments."""
+    wish = Wish(preferred_element_type, precision, out_sharding=out_sharding)
+    return _answer(request.of_gemm(Operands(a, b), wish, Epilogue()))
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Computes `lax.dot_general`, with the same arguments: for the hooks of neural network layers.
+
+    Dimensions that lie side by side are merged by reshapes; where they do not, an operand is
+    transposed first, and `explain` says which.
+    """
+    wish = Wish(preferred_element_type, precision, out_sharding=out_sharding)
+    return _answer(request.of_dot_general(lhs, rhs, dimension_numbers, wish))
+
+
+def gated_gemm(  # noqa: PLR0913 - each is a keyword
+    a: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    *,
+    activation: Activation = "silu",
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    schedule: Order = None,
+    config: GemmConfig | None = None,
+    implementation: str | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Computes `activation(a @ w_gate) * (a @ w_up)`, rounded once: SwiGLU and its relatives.
+
+    Args:
+        a: The left operand.
+        w_gate: The right operand whose product goes through the activation.
+        w_up: The other right operand, of the same shape and type.
+        activation: As for `gemm`; "silu" is SwiGLU, "gelu" GeGLU.
+        preferred_element_type: As for `gemm`.
+        precision: As for `gemm`.
+        transpose_a: As for `gemm`.
+        transpose_b: Both right operands are stored `[n, k]`.
+        schedule: As for `gemm`.
+        config: As for `gemm`.
+        implementation: As for `gemm`.
+        out_sharding: As for `gemm`.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: As for `gemm`.
+        TypeError: As for `gemm`.
+    """
+    wish = Wish(preferred_element_type, precision, implementation, config, schedule, out_sharding)
+    epilogue = Epilogue(activation=activation)  # type: ignore[arg-type]
+    operands = Operands(a, w_gate, arguments.array("w_up", w_up))
+    return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
+
+
+def projections(
+    a: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    biases: Sequence[jax.Array | None] | None = None,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    transpose_b: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes `a @ w + bias` for several weights, such as queries, keys and values.
+
+    Each result is that of `gemm`. What differs is the gradient of `a`: the sum that it is, over all
+    results, is one product, kept in the accumulator and rounded once.
+
+    >>> query, key, value = projections(x, [w_query, w_key, w_value])  # doctest: +SKIP
+
+    Args:
+        a: The left operand of all.
+        weights: The right operands.
+        biases: The bias of each, or None.
+        preferred_element_type: As for `gemm`.
+        precision: As for `gemm`.
+        transpose_b: All weights are stored `[n, k]`.
+
+    Returns:
+        The result for each of the weights.
+
+    Raises:
+        ValueError: As for `gemm`, or there are no weights, or not as many biases.
+        TypeError: As for `gemm`.
+    """
+    wish = Wish(preferred_element_type, precision)
+    asked = []
+    for i, (b, bias) in enumerate(arguments.each_with_bias(weights, biases)):
+        operands = Operands(a, b, bias=bias)
+        try:
+            own = request.of_gemm(operands, wish, Epilogue(), transpose_b=transpose_b)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weights[{i}]: {error}") from None
+        asked.append(own)
+    first = asked[0]
+    alike = all(
+        (own.call, own.form.a, own.outside, own.form.swapped, own.result_sharding)
+        == (first.call, first.form.a, None, False, None)
+        for own in asked
+    )
+    if not alike:
+        return tuple(map(_answer, asked))
+    for own in asked:
+        explanation.note(own)
+    forms = tuple(own.form for own in asked)
+    return tuple(_fan(first.call, forms, *(own.operands.present() for own in asked)))
+
+
+def _answer(asked: Request) -> jax.Array:
+    """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
+    explanation.note(asked)
+    operands = asked.operands.present()
+    if asked.outside is not None:
+        return asked.by_xla(*operands)
+    options = asked.call.options
+    per_part = options.config is not None or options.schedule is not None
+    if options.names_something and not (per_part and partition.is_on_mesh(*operands)):
+        # What is named and does not fit is refused here, before anything is traced.
+        dispatch.decide(asked.call, asked.signature)
+    run: Any = functools.partial(_product, asked.call, asked.form)
+    sharding = asked.result_sharding
+    if sharding is not None:
+        # As under an automatic mesh within, with the result as its type says.
+        run = jax.sharding.auto_axes(run, out_sharding=sharding)
+    return run(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
+    given = call.unpack(operands)
+    left, right = form.factors(given.a, given.b)
+    ready = given._replace(a=left, b=right)
+    if given.up is not None:
+        ready = ready._replace(up=form.b.apply(given.up))
+    if given.residual is not None:
+        ready = ready._replace(residual=given.residual.reshape(form.product_shape))
+    return product(call, *ready.present()).reshape(form.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _fan(call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]) -> list[jax.Array]:
+    rights = [(form.b.apply(b), *bias) for form, (_, b, *bias) in zip(forms, operands, strict=True)]
+    products = fan(call, forms[0].a.apply(operands[0][0]), rights)
+    return [result.reshape(form.shape) for form, result in zip(forms, products, strict=True)]

@@ -1,0 +1,241 @@
+"""`precompile`: compiles the kernels of products for a GPU that need not be there.
+
+Each is planned as it would be there, compiled to that GPU's machine code, and reported on. What it
+finds, a config that no longer fits or a kernel that the assembler refuses, is found before a GPU is
+paid for. It leaves nothing behind that makes a program start faster: JAX caches whole programs, and
+under a key that describes the GPU and its driver.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.api import request
+from pallas_gemm.api.explain import explain
+from pallas_gemm.api.gemm import gated_gemm, gemm
+from pallas_gemm.api.request import Wish
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.offline import Report, compile_report, targets
+from pallas_gemm.op.product import product
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.call import Call, Operands, signature_of
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.targeting import target as planning_for
+from pallas_gemm.problem import Problem
+
+Shape = tuple[int, int, int] | tuple[int, int, int, int]
+
+_HOW = frozenset(("precision", "schedule", "config", "implementation"))
+"""The options that a `Problem` says nothing about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precompiled:
+    """What a product becomes on a GPU. `print` it.
+
+    Attributes:
+        decision: What computes it, and why: as `explain` says it.
+        report: What the compiler made of the kernel; None where XLA computes the product.
+    """
+
+    decision: Decision
+    report: Report | None
+
+    @property
+    def implementation(self) -> str:
+        """What computes it: "xla", or the name of a kernel."""
+        return self.decision.implementation
+
+    @property
+    def config(self) -> GemmConfig | None:
+        """The kernel's config, which names its schedule too; None for XLA."""
+        return None if self.decision.plan is None else self.decision.plan.config
+
+    @property
+    def registers(self) -> int:
+        """Registers of each thread; 0 for XLA."""
+        return 0 if self.report is None else self.report.registers
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes per thread that cross between registers and local memory; 0 for XLA."""
+        return 0 if self.report is None else self.report.spill_bytes
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of each block; 0 for XLA."""
+        return 0 if self.report is None else self.report.shared_memory_bytes
+
+    def __str__(self) -> str:
+        problem = self.decision.problem
+        sizes = f"{problem.batch} x {problem.m} x {problem.n} x {problem.k} {problem.layout}"
+        if self.report is None:
+            return f"{sizes}: xla, because {self.decision.reason}"
+        return (
+            f"{sizes}: {self.implementation}, {self.config}, {self.registers} registers,"
+            f" {self.spill_bytes} bytes spilled, {self.shared_memory_bytes} bytes of shared memory"
+        )
+
+
+def precompile(
+    shapes: Iterable[Shape | Problem],
+    target: str,
+    *,
+    dtype: Any = jnp.bfloat16,
+    bias: bool = False,
+    residual: bool = False,
+    gated: bool = False,
+    **options: Any,
+) -> tuple[Precompiled, ...]:
+    """Compiles the kernels of products for a GPU that need not be there, and says what they need.
+
+    >>> precompile([(4096, 14336, 4096)], "h200", gated=True, activation="silu")  # doctest: +SKIP
+
+    Or those of a whole program, derivatives included:
+
+    >>> with target("h200"):  # doctest: +SKIP
+    ...     products = explain(jax.grad(loss), params, batch).products
+    >>> precompile([product.problem for product in products], "h200")  # doctest: +SKIP
+
+    It needs the extra `aot`, and a few seconds for each product; several are compiled at a time.
+
+    Args:
+        shapes: `(m, n, k)` or `(batch, m, n, k)` of each product, or a `Problem`; for that, only
+            `precision`, `schedule`, `config` and `implementation` of the keywords count.
+        target: "h100", "h200" or "b200".
+        dtype: Type of the operands, or a pair of them.
+        bias: There is a bias.
+        residual: There is a residual.
+        gated: Each is a `gated_gemm`.
+        **options: As for `gemm` or `gated_gemm`: `activation`, `transpose_b`, `config`, ...
+
+    Returns:
+        What became of each, in the order of `shapes`.
+
+    Raises:
+        ValueError: A shape or the target is unknown, or what `options` name cannot compute one.
+        TypeError: An option is unknown or of the wrong type.
+        RuntimeError: The compiler is not installed, or refuses a kernel.
+    """
+    if target not in targets():
+        raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
+    extras = _Extras(bias, residual, gated)
+    products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
+    with planning_for(target):
+        decisions = [product.decision() for product in products]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = pool.map(functools.partial(_report, target), products, decisions)
+        return tuple(map(Precompiled, decisions, reports))
+
+
+class _Extras(NamedTuple):
+    """What a product has beyond its left and right operand."""
+
+    bias: bool
+    residual: bool
+    gated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A product as a call of a public function.
+
+    Attributes:
+        problem: What is multiplied; of its epilogue nothing counts.
+        extras: What operands there are beside two.
+        options: Keywords of the function.
+    """
+
+    problem: Problem
+    extras: _Extras
+    options: dict[str, Any]
+
+    def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the operands, by the names that the function has for them."""
+        problem, shape = self.problem, jax.ShapeDtypeStruct
+        if problem.pieces:
+            each = [dataclasses.replace(problem, k=k, pieces=()) for k in problem.pieces]
+            pairs = [_Product(piece, self.extras, {}).operands() for piece in each]
+            return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
+        right = shape(problem.b_shape, problem.b_dtype)
+        found = {"a": shape(problem.a_shape, problem.a_dtype)}
+        found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
+        if self.extras.bias:
+            found["bias"] = shape((problem.n,), jnp.float32)
+        if self.extras.residual:
+            found["residual"] = shape(problem.out_shape, problem.out_dtype)
+        return found
+
+    def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
+        if self.problem.pieces:
+            # JAX has put the names of the operands into another order.
+            return product(self._sum(), *(operands[name] for name in self.operands()))
+        multiply: Any = gated_gemm if self.extras.gated else gemm
+        return multiply(**operands, **self.options)
+
+    def _sum(self) -> Call:
+        """Returns the call for operands in pieces, which no public function takes."""
+        options, (a, b, *_) = dict(self.options), self.operands().values()
+        form = {name: options.pop(name) for name in ("transpose_a", "transpose_b")}
+        epilogue = dataclasses.replace(self.problem.epilogue, beta=options.pop("beta"))
+        del options["activation"], options["alpha"]
+        first = request.of_gemm(Operands(a, b), Wish(**options), epilogue, **form)
+        return dataclasses.replace(first.call, pieces=len(self.problem.pieces))
+
+    def decision(self) -> Decision:
+        """Returns what computes it on the GPU that is planned for."""
+        if self.problem.pieces:
+            return dispatch.decide(self._sum(), signature_of(tuple(self.operands().values())))
+        explained = explain(self, self.operands())
+        if explained.products:
+            return explained.products[0]
+        return Decision("xla", self.problem, explained.reason)
+
+
+def _product(
+    place: int, shape: Any, dtype: Any, extras: _Extras, options: dict[str, Any]
+) -> _Product:
+    """Returns the product that an element of `shapes` stands for."""
+    if isinstance(shape, Problem):
+        epilogue = shape.epilogue
+        own = {name: value for name, value in options.items() if name in _HOW}
+        own["activation"] = epilogue.activation
+        if not epilogue.gated:
+            own |= {"alpha": epilogue.alpha, "beta": epilogue.beta}
+        own |= {"transpose_a": shape.transpose_a, "transpose_b": shape.transpose_b}
+        own["preferred_element_type"] = shape.out_dtype
+        return _Product(shape, _Extras(epilogue.bias, epilogue.residual, epilogue.gated), own)
+    sizes = shape if isinstance(shape, tuple | list) else ()
+    if len(sizes) not in (3, 4) or not all(_is_size(size) for size in sizes):
+        raise ValueError(
+            f"shapes[{place}]={shape!r} must be (m, n, k) or (batch, m, n, k), of positive"
+            " integers, or a Problem"
+        )
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    a_dtype, b_dtype = map(jnp.dtype, dtypes)
+    out_dtype = options.get("preferred_element_type") or jnp.promote_types(a_dtype, b_dtype)
+    layout: dict[str, Any] = {
+        name: bool(options.get(name, False)) for name in ("transpose_a", "transpose_b")
+    }
+    batch, m, n, k = (1, *sizes)[-4:]
+    problem = Problem(m, n, k, a_dtype, b_dtype, out_dtype, batch=batch, **layout)
+    return _Product(problem, extras, options)
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) > 0
+
+
+def _report(target: str, product: _Product, decision: Decision) -> Report | None:
+    """Compiles the kernel of a product; None where XLA computes it."""
+    if decision.plan is None:
+        return None
+    with planning_for(target):
+        return compile_report(product, product.operands(), target=target)

@@ -1,0 +1,234 @@
+"""What a call of a public function comes down to: checked, and in the terms of the product."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+
+from pallas_gemm.api import arguments
+from pallas_gemm.kernels import activations
+from pallas_gemm.op import canonical, partition
+from pallas_gemm.op.canonical import Form
+from pallas_gemm.planning import precision, xla
+from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
+from pallas_gemm.planning.targeting import known_target
+from pallas_gemm.problem import Epilogue
+
+_FLOATS = frozenset(
+    map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2))
+)
+_INTEGERS = frozenset(map(np.dtype, (jnp.int8, jnp.int32)))
+_OPERANDS = _FLOATS | {np.dtype(jnp.int8)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a call of a public function comes down to.
+
+    Attributes:
+        call: The product.
+        form: How its factors are made of the operands, and the result's shape.
+        operands: As they were given.
+        by_xla: Computes the same from the operands that there are without the primitive.
+        outside: Why no kernel is considered; None if one is.
+    """
+
+    call: Call
+    form: Form
+    operands: Operands
+    by_xla: Callable[..., jax.Array]
+    outside: str | None
+
+    @property
+    def signature(self) -> Signature:
+        """Shapes and types of the product's operands."""
+        form, given = self.form, self.operands
+        left, right = (given.b, given.a) if form.swapped else (given.a, given.b)
+        ready = Operands(
+            (form.a.shape, left),
+            (form.b.shape, right),
+            (form.b.shape, given.up),
+            ((form.columns,), given.bias),
+            (form.product_shape, given.residual),
+        )
+        present = (pair for pair in ready if pair[1] is not None)
+        return signature_of(tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in present))
+
+    @property
+    def result_sharding(self) -> NamedSharding | None:
+        """How the result is split where types say so, on an explicit mesh; None elsewhere."""
+        operands = self.operands.present()
+        if not any(_explicit_mesh(x) is not None for x in operands):
+            return None
+        result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
+        return result.sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """The arguments that every public function has.
+
+    Attributes:
+        preferred_element_type: Type of the result.
+        precision: As for `lax.dot_general`.
+        implementation: The name of an implementation.
+        config: A kernel's config.
+        schedule: An order of tiles.
+        out_sharding: The result's sharding.
+    """
+
+    preferred_element_type: Any = None
+    precision: Any = None
+    implementation: Any = None
+    config: Any = None
+    schedule: Any = None
+    out_sharding: Any = None
+
+    def call(self, operands: Operands, form: Form, epilogue: Epilogue) -> Call:
+        """Checks the wishes and returns the product."""
+        dtype = arguments.result_dtype(operands.a, operands.b, self.preferred_element_type)
+        arguments.epilogue_dtype(epilogue, operands.a.dtype, dtype)
+        options = Options(
+            arguments.implementation(self.implementation),
+            arguments.config(self.config),
+            arguments.schedule(self.schedule),
+            known_target(*operands.present()),
+            partition.reduction_dtype(),
+        )
+        if options.implementation == "xla" and (options.config, options.schedule) != (None, None):
+            raise ValueError(
+                "config and schedule have no meaning for implementation='xla', got"
+                f" config={self.config!r}, schedule={self.schedule!r}"
+            )
+        return Call(
+            dtype,
+            form.a.transposed,
+            form.b.transposed,
+            epilogue,
+            precision.resolve(self.precision),
+            options,
+        )
+
+    def outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
+        """Returns why no kernel is considered, None if one is.
+
+        Raises:
+            ValueError: A kernel was named all the same.
+        """
+        reason = self._reason_outside(operands, out_dtype)
+        if reason is not None and self.implementation not in (None, "xla"):
+            raise ValueError(
+                f"implementation={self.implementation!r} cannot compute this product: {reason};"
+                " None or 'xla' can"
+            )
+        return reason
+
+    def _reason_outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
+        if self.implementation == "xla":
+            return "implementation='xla'"
+        dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
+        if foreign := dtypes - _OPERANDS:
+            return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
+        if out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
+            names = ", ".join(sorted(map(str, dtypes)))
+            return f"no kernel makes a result of {out_dtype} from {names}"
+        return self._reason_of_mesh(operands)
+
+    def _reason_of_mesh(self, operands: Operands) -> str | None:
+        explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
+        if not explicit:
+            return None if self.out_sharding is None else "out_sharding is given"
+        if any(AxisType.Manual in mesh.axis_types for mesh in explicit):
+            return "the mesh is manual along some axes only"
+        spec = getattr(self.out_sharding, "spec", self.out_sharding)
+        if getattr(spec, "unreduced", None):
+            return "out_sharding asks for partial sums"
+        return None
+
+
+def of_gemm(
+    operands: Operands,
+    wish: Wish,
+    epilogue: Epilogue,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> Request:
+    """Returns what `gemm` asks for; `epilogue` lacks what the operands tell."""
+    right = "b" if operands.up is None else "w_gate"
+    a, b = arguments.array("a", operands.a), arguments.array(right, operands.b)
+    transpose_a = arguments.flag("transpose_a", transpose_a)
+    transpose_b = arguments.flag("transpose_b", transpose_b)
+    arguments.matmul_shapes(a, b, transpose_a, transpose_b, right)
+    form = canonical.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
+    form = form.with_batch(a.shape) if partition.is_on_mesh(a, b) else form
+    bias = arguments.bias(operands.bias, form.columns if b.ndim > 1 else None)
+    residual = arguments.residual(operands.residual, form.shape)
+    up = arguments.up(operands.up, b)
+    epilogue = dataclasses.replace(
+        epilogue,
+        alpha=arguments.scale("alpha", epilogue.alpha),
+        beta=arguments.scale("beta", epilogue.beta),
+        bias=bias is not None,
+        residual=residual is not None,
+        activation=activations.resolve(epilogue.activation),
+        gated=up is not None,
+    )
+    given = Operands(a, b, up, bias, residual)
+    call = wish.call(given, form, epilogue)
+    product = functools.partial(_matmul, transpose_a, transpose_b)
+    by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
+    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
+
+
+def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Request:
+    """Returns what `dot_general` asks for."""
+    lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
+    numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
+    cost = rhs.dtype.itemsize / lhs.dtype.itemsize
+    form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers, cost)
+    form = form.with_batch(lhs.shape) if partition.is_on_mesh(lhs, rhs) else form
+    given = Operands(lhs, rhs)
+    call = wish.call(given, form, Epilogue())
+    product = functools.partial(_dot_general, numbers)
+    by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
+    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
+
+
+def _explicit_mesh(x: Any) -> Any:
+    """Returns the mesh of several devices that the type of an operand says it is on, or None."""
+    if not isinstance(x, jax.Array):
+        return None
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh if mesh.size > 1 and AxisType.Explicit in mesh.axis_types else None
+
+
+def _by_xla(
+    call: Call, product: Callable[..., jax.Array], out_sharding: Any, *operands: jax.Array
+) -> jax.Array:
+    """Computes a request by XLA's product, which JAX derives and partitions itself."""
+    given = call.unpack(operands)
+    multiply = functools.partial(
+        product, given.a, precision=call.precision, out_sharding=out_sharding
+    )
+    if call.epilogue.is_identity:
+        return multiply(given.b, preferred_element_type=call.out_dtype)
+    wide = xla.wide_dtype(given.a.dtype, call.out_dtype)
+    rights = [b for b in (given.b, given.up) if b is not None]
+    sums = [multiply(b, preferred_element_type=wide) for b in rights]
+    return xla.finish(call.epilogue, sums, given).astype(call.out_dtype)
+
+
+def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) -> jax.Array:
+    a = jnp.swapaxes(a, -1, -2) if transpose_a and a.ndim > 1 else a
+    b = jnp.swapaxes(b, -1, -2) if transpose_b and b.ndim > 1 else b
+    return jnp.matmul(a, b, **how)
+
+
+def _dot_general(numbers: canonical.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:
+    return lax.dot_general(a, b, numbers, **how)

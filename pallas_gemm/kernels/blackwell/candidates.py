@@ -1,0 +1,55 @@
+"""The configs of the Blackwell kernel that the heuristics choose among."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from pallas_gemm.config import STEP_BYTES
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.problem import Problem
+
+# (rows, columns) of the tile, and the cluster. Pairs read half as much of the right operand, so
+# they come first among equals.
+SHAPES = (
+    ((128, 256), PAIR),
+    ((128, 192), PAIR),
+    ((128, 128), PAIR),
+    ((128, 256), (1, 1)),
+    ((128, 128), (1, 1)),
+    ((128, 64), (1, 1)),
+)
+MOST_STAGES = 12
+"""Enough to cover the latency of memory with the smallest tile."""
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
+    """Yields, for each tile, the config with as many stages as fit into shared memory.
+
+    Where there are more tiles than run at once, they go to whichever cluster is free.
+    """
+    for tile, cluster in SHAPES:
+        config = BlackwellConfig(
+            tile=tile,
+            cluster=cluster,
+            store_columns=math.gcd(
+                tile[1] // problem.sums, min(64, STEP_BYTES // problem.out_dtype.itemsize)
+            ),
+        )
+        tiles = math.prod(config.stacked_grid(problem))
+        if tiles > config.workers(problem, device):
+            config = dataclasses.replace(config, persistence="dynamic")
+        for stages in range(MOST_STAGES, 1, -1):
+            deeper = dataclasses.replace(config, stages=stages)
+            if deeper.shared_memory_bytes(problem) <= device.shared_memory:
+                yield deeper
+                break
+
+
+def shared_rows(config: BlackwellConfig) -> int:
+    """Returns rows of `STEP_BYTES` that shared memory takes in and gives out per k step.
+
+    Each CTA holds and reads its own rows of the left operand, and in a pair half of the right one.
+    """
+    rows, cols = config.tile
+    return 2 * (rows + cols // config.ctas_per_mma)

@@ -1,0 +1,101 @@
+"""`BlackwellPlan`: everything about a launch that follows from problem, config and device."""
+
+import dataclasses
+import functools
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.kernels.hopper.plan import OperandPlan
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class BlackwellPlan:
+    """A problem, a legal config and a device, and what follows from them."""
+
+    problem: Problem
+    config: BlackwellConfig
+    device: Device
+
+    def __post_init__(self) -> None:
+        self.config.check(self.problem, self.device)
+
+    @functools.cached_property
+    def a(self) -> OperandPlan:
+        """How one CTA's part of the left operand is loaded."""
+        return self._operand(
+            self.problem.a_dtype, self.config.tile[0], not self.problem.transpose_a, 1
+        )
+
+    @functools.cached_property
+    def b(self) -> OperandPlan:
+        """How one CTA's part of the right operands is loaded."""
+        columns = self.config.b_columns(self.problem)
+        return self._operand(
+            self.problem.b_dtype, columns, self.problem.transpose_b, self.problem.sums
+        )
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that multiply together."""
+        return self.config.ctas_per_mma
+
+    @property
+    def tile_k(self) -> int:
+        """Contracted elements per step."""
+        return self.config.tile_k(self.problem)
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
+        return -(-self.problem.k // self.tile_k)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | OnlineSchedule:
+        """The order of the cluster tiles of the whole batch."""
+        return self.config.resolve_schedule(self.problem)
+
+    @functools.cached_property
+    def launched(self) -> int:
+        """How many clusters the grid has."""
+        return self.config.launched(self.problem, self.device)
+
+    @property
+    def roles(self) -> int:
+        """Warpgroups of a CTA, each with a role of its own."""
+        return 3 if self.config.specialised else 2
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of columns in which a tile of the result is stored."""
+        return self.config.out_tile(self.problem)[1] // self.config.store_columns
+
+    @property
+    def stored(self) -> Problem:
+        """The problem whose result is stored: of whole tiles where nothing clips the stores."""
+        if not self.config.direct_store:
+            return self.problem
+        grid, tile = self.config.grid(self.problem), self.config.out_tile(self.problem)
+        m, n = (
+            size * step * sharers
+            for size, step, sharers in zip(grid, tile, self.config.cluster, strict=True)
+        )
+        return dataclasses.replace(self.problem, m=m, n=n)
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals that complete `full[s]`."""
+        return protocol.full_arrivals(self.a.copies + self.b.copies)
+
+    def _operand(self, dtype: object, tile: int, k_major: bool, parts: int) -> OperandPlan:
+        return OperandPlan(
+            dtype=dtype,
+            tile=tile,
+            tile_k=self.tile_k,
+            k_major=k_major,
+            paneled=False,
+            multicast_axis=None,
+            parts=parts,
+        )

@@ -1,0 +1,141 @@
+"""How this device's rows of the left operand get to the others, while all multiply.
+
+    warps 1 to 3 of the producer's warpgroup:    rows ──▶ registers ──▶ NVLink ──▶ `every`
+
+Each device multiplies its own rows first, then those of the next device, and so on; so each sends
+its rows to the device before it first, which needs them first. What is sent together, a *load*, is
+claimed from a counter: whichever CTAs run send everything. Were the loads dealt, devices could wait
+for each other for ever where the kernel of a collective keeps a CTA of ours from starting.
+
+The receiver's producers wait until all loads of a device have arrived (`arrived`, one semaphore for
+each), and then read them by TMA.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import place
+from pallas_gemm.kernels.hopper.exchange import Exchange, on_device
+
+BLOCK_BYTES = 2048
+"""What a warp sends at once: four times 16 bytes for each lane."""
+LOAD = 16
+"""Blocks that are claimed together."""
+
+_CLAIM = """{
+    .reg .pred idle; .reg .u32 lane; .reg .u32 number;
+    mov.u32 lane, %laneid;
+    setp.ne.u32 idle, lane, 0;
+    @idle bra CLAIMED;
+    atom.relaxed.gpu.global.add.u32 number, [$1], 1;
+    CLAIMED:
+    shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
+}"""
+
+_PARTS = range(4)
+_COPY = "\n".join(
+    (
+        "{ .reg .u32 lane; .reg .u64 first, from, to;",
+        *(f".reg .u32 {', '.join(f'x{part}{word}' for word in range(4))};" for part in _PARTS),
+        "mov.u32 lane, %laneid; mul.wide.u32 first, lane, 16;",
+        "add.u64 from, first, $0; add.u64 to, first, $1;",
+        *(
+            f"ld.global.v4.u32 {{x{part}0, x{part}1, x{part}2, x{part}3}}, [from+{512 * part}];"
+            for part in _PARTS
+        ),
+        *(
+            f"st.global.v4.u32 [to+{512 * part}], {{x{part}0, x{part}1, x{part}2, x{part}3}};"
+            for part in _PARTS
+        ),
+        "}",
+    )
+)
+
+_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
+
+
+def loads(bytes_of_rows: int) -> int:
+    """How many loads one device sends to another."""
+    return -(-bytes_of_rows // (BLOCK_BYTES * LOAD))
+
+
+def carry(exchange: Exchange, gmem: place.Gmem, counter: Any) -> None:
+    """Sends rows to all other devices, and then stores them here: what one warp of all does.
+
+    Args:
+        exchange: Who they are.
+        gmem: The rows, where they go to, and how a device learns that they have arrived.
+        counter: How many loads have been claimed for each device.
+    """
+    (source,), rank = gmem.a, gmem.rank
+    rows, k = source.shape
+    block_size = BLOCK_BYTES // np.dtype(source.dtype).itemsize
+    blocks = rows * k // block_size
+    count = loads(blocks * BLOCK_BYTES)
+    mine, logical = source.reshape(blocks, block_size), pl.DeviceIdType.LOGICAL
+
+    for distance in (*range(1, exchange.size), 0):
+        # The device that has these rows at the turn `distance`.
+        to = exchange.device(lax.rem(rank - distance + exchange.size, jnp.int32(exchange.size)))
+        there = gmem.every.reshape(exchange.size * blocks, block_size)
+        if distance:
+            there = on_device(there, to)
+
+        def send(load: Any, there: Any = there, to: Any = to, distance: int = distance) -> Any:
+            @pl.loop(load * LOAD, lax.min((load + 1) * LOAD, jnp.int32(blocks)))
+            def _send_block(block: Any) -> None:
+                _copy(mine.at[block], there.at[rank * blocks + block])
+
+            if distance:
+                _finish_stores()
+                pl.semaphore_signal(gmem.arrived.at[rank], device_id=to, device_id_type=logical)
+            return _claim(counter.at[distance])
+
+        def step(_: Any, load: Any, send: Any = send) -> Any:
+            # One warp has no loop that ends by a condition.
+            return lax.cond(load < count, send, lambda load: load, load)
+
+        lax.fori_loop(0, count, step, _claim(counter.at[distance]))
+
+
+def _claim(counter: Any) -> Any:
+    """Returns the number of the next load, the same for all lanes of the warp."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
+    def inline(_: Any, counter: Any) -> Any:
+        int32 = utils.ir.IntegerType.get_signless(32)
+        number = utils.inline_ptx(
+            _CLAIM, utils.memref_ptr(counter), result_types=int32, has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return inline(counter)
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Copies a block."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def inline(_: Any, source: Any, target: Any) -> None:
+        pointers = (utils.memref_ptr(source), utils.memref_ptr(target))
+        utils.inline_ptx(_COPY, *pointers, has_side_effects=True)
+
+    inline(source, target)
+
+
+def _finish_stores() -> None:
+    """Lets the lane that signals speak for all: TMA of the receiver reads what they stored."""
+
+    @plgpu.inline_mgpu(arg_types=())
+    def inline(_: Any) -> None:
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.warp_barrier()
+
+    inline()

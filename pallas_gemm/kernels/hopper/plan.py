@@ -1,0 +1,267 @@
+"""`HopperPlan`: everything about a launch that follows from problem, config and device."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels.hopper.config import FEW_STEPS, WGMMA_ROWS, HopperConfig, stored_by_tma
+from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandPlan:
+    """How one operand travels through the ring.
+
+    Attributes:
+        dtype: Its element type.
+        tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
+        tile_k: Contracted elements per step.
+        k_major: The contracted dimension is contiguous in memory.
+        paneled: Not K-major, and loaded in panels of 64; only the left operand can be.
+        multicast_axis: The cluster axis along which CTAs share it, or None.
+        parts: How many arrays it consists of: two if the result is gated.
+    """
+
+    dtype: Any
+    tile: int
+    tile_k: int
+    k_major: bool
+    paneled: bool
+    multicast_axis: str | None
+    parts: int = 1
+
+    @property
+    def copies(self) -> int:
+        """TMA copies per step."""
+        return self.parts * (self.tile // WGMMA_ROWS if self.paneled else 1)
+
+    @property
+    def boxed(self) -> bool:
+        """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
+        return self.k_major or self.paneled
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of one part in one slot of the ring."""
+        if self.k_major:
+            return (self.tile, self.tile_k)
+        if self.paneled:
+            return (self.tile // WGMMA_ROWS, self.tile_k, WGMMA_ROWS)
+        return (self.tile_k, self.tile)
+
+
+class Chunk(NamedTuple):
+    """A part of a consumer's tile that is stored at once."""
+
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperPlan:
+    """A problem, a legal config and a device, and what follows from them.
+
+    `problem` is the one that the kernel computes: `config.seen` of the one given. It may do so
+    together with other devices, which `exchange` says.
+    """
+
+    problem: Problem
+    config: HopperConfig
+    device: Device
+    exchange: Exchange = ALONE
+
+    def __post_init__(self) -> None:
+        self.config.check(self.problem, self.device)
+        object.__setattr__(self, "problem", self.config.seen(self.problem))
+
+    @functools.cached_property
+    def a(self) -> OperandPlan:
+        """How the left operand is loaded."""
+        transposed = self.problem.transpose_a
+        return OperandPlan(
+            dtype=self.problem.a_dtype,
+            tile=self.config.tile[0],
+            tile_k=self.tile_k,
+            k_major=not transposed,
+            paneled=transposed,
+            multicast_axis="cluster_col" if self.config.cluster[1] > 1 else None,
+        )
+
+    @functools.cached_property
+    def b(self) -> OperandPlan:
+        """How the right operand is loaded."""
+        return OperandPlan(
+            dtype=self.problem.b_dtype,
+            tile=self.config.out_tile(self.problem)[1],
+            tile_k=self.tile_k,
+            k_major=self.problem.transpose_b,
+            paneled=False,
+            multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
+            parts=self.problem.sums,
+        )
+
+    @property
+    def factors(self) -> int:
+        """How many arrays are multiplied."""
+        return 2 * len(self.problem.pieces) or 1 + self.b.parts
+
+    @property
+    def tile_k(self) -> int:
+        """Contracted elements per step."""
+        return self.config.tile_k(self.problem)
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
+        return -(-self.problem.k // self.tile_k)
+
+    @property
+    def piece_steps(self) -> tuple[int, ...]:
+        """The steps of each piece of the operands; of several, each has a whole number of them."""
+        pieces = self.problem.pieces
+        return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
+
+    @property
+    def wgmmas_per_step(self) -> int:
+        """Groups of WGMMA that one consumer issues per step."""
+        panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
+        return panels * self.b.parts
+
+    @functools.cached_property
+    def schedule(self) -> Schedule | OnlineSchedule:
+        """The order of the cluster tiles of the whole batch."""
+        return self.config.resolve_schedule(self.problem)
+
+    @functools.cached_property
+    def workers(self) -> int:
+        """How many clusters are launched."""
+        return self.config.workers(self.problem, self.device)
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The parts in which a consumer stores its part of the result, in this order."""
+        rows, _ = self.out_tile
+        height = WGMMA_ROWS if self.problem.transpose_out else rows
+        return tuple(
+            Chunk(row, height, start, width)
+            for start, width in self.config.store_chunks(self.problem)
+            for row in range(0, rows, height)
+        )
+
+    @property
+    def out_tile(self) -> tuple[int, int]:
+        """The part of the result that one consumer computes at a time."""
+        rows, cols = self.config.consumer_tile
+        return rows, cols // self.problem.sums
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored here: of scattered sums, those of each device."""
+        if not self.scatters:
+            return self.problem.out_shape
+        return self.exchange.size, self.exchanged_rows, self.problem.n
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the left operand's rows are those of several devices."""
+        return self.exchange.size > 1 and self.exchange.gathers
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the result's rows go to several devices."""
+        return self.exchange.size > 1 and not self.exchange.gathers
+
+    @property
+    def exchanged_rows(self) -> int:
+        """Rows of each device."""
+        return self.problem.m // self.exchange.size
+
+    @property
+    def store_widths(self) -> tuple[int, ...]:
+        """The different widths of the chunks, widest first."""
+        widths = {chunk.cols for chunk in self.chunks}
+        return tuple(sorted(widths, reverse=True))
+
+    @property
+    def store_steps(self) -> range:
+        """The k steps in which chunks of the previous tile are stored, if that is done late.
+
+        The first ones, so that registers are free early. But what other devices are sent is spread
+        over the tile: all CTAs send at the same time, and NVLink takes longer than the first steps.
+        Where few steps lie between two chunks the compiler would unroll them, and spill.
+        """
+        chunks = len(self.chunks) if self.config.late_store else 0
+        apart = self.k_steps // max(chunks, 1)
+        apart = apart if self.scatters and apart > FEW_STEPS else 1
+        return range(0, min(chunks, self.k_steps) * apart, apart)
+
+    def strips(self, columns: int) -> list[slice]:
+        """The parts of so many columns that an epilogue is applied to one after the other."""
+        width = self.config.finished_columns(self.problem)
+        return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
+
+    @property
+    def stored_by_tma(self) -> bool:
+        """Whether TMA stores the result, rather than the consumers' threads."""
+        return stored_by_tma(self.problem)
+
+    @property
+    def line_slots_shape(self) -> tuple[int, ...]:
+        """The shape of all store slots, where threads store the result."""
+        shape = self.config.store_slot_shape(self.problem)
+        return self.config.consumers, self.config.store_slots, *shape
+
+    def store_shape(self, width: int) -> tuple[int, ...]:
+        """The shape of all store slots, cut up for chunks of `width` columns."""
+        slots = self.config.store_slots * (self.config.store_columns // width)
+        rows = self.chunks[0].rows
+        chunk = (width, rows) if self.problem.transpose_out else (rows, width)
+        return self.config.consumers, slots, *chunk
+
+    def store_slot(self, chunk: int) -> int:
+        """The slot of a chunk, counted in chunks of its width.
+
+        Chunks take the slots in turn. A narrower one begins where a wide one in its slot would.
+        """
+        slot = chunk % self.config.store_slots
+        return slot * (self.config.store_columns // self.chunks[chunk].cols)
+
+    def rest(self, number: int) -> int:
+        """How much is left of a line of a chunk that the end of the lines cuts; 0 if it cuts none.
+
+        All tiles begin at multiples of their own size, so that it is always as much.
+        """
+        chunk = self.chunks[number]
+        start, length, tile = chunk.col, chunk.cols, self.out_tile[1]
+        if self.problem.transpose_out:
+            start, length, tile = chunk.row, chunk.rows, self.out_tile[0]
+        left = max(self.problem.out_shape[-1] - start, 0) % tile
+        return left if left < length else 0
+
+    def stores_in_flight(self, chunk: int) -> int:
+        """How many stores may still be read from their slots when a chunk takes its own.
+
+        They are those issued since its slot was last used: by an earlier chunk of the same tile, or
+        else by the last chunk of the tile before that had this slot.
+        """
+        slots, chunks = self.config.store_slots, len(self.chunks)
+        if chunk >= slots:
+            return slots - 1
+        last = max(before for before in range(chunks) if before % slots == chunk % slots)
+        return chunks - 1 - last + chunk
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals that complete `full[s]`."""
+        return protocol.full_arrivals(self.a.copies + self.b.copies)
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Arrivals of this CTA alone on `empty[s]`."""
+        return protocol.empty_arrivals(self.config.consumers, pingpong=self.config.pingpong)

@@ -1,0 +1,1 @@
+"""The product as JAX sees it: types, derivatives, `vmap`, meshes, lowering."""

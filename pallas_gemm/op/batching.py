@@ -1,0 +1,196 @@
+"""What `vmap` makes of a product: more rows where it can, else a batch of products.
+
+A mapped left operand with one right operand for all is one product with more rows, and nothing is
+copied; so it is of all products of a fan, and of all pieces of a sum. Where both are mapped, the
+product has a batch dimension of its own; an operand that is not mapped is then shared by the batch.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import batching
+
+from pallas_gemm.op import partition
+from pallas_gemm.op.product import apart, blades, fan, fan_p, product, product_p, spread
+from pallas_gemm.planning import xla
+from pallas_gemm.planning.call import Call, Operands
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A product under `vmap`.
+
+    Attributes:
+        call: The product of one element.
+        size: How many elements are mapped.
+        operands: Mapped ones have a new dimension in front.
+        flags: Which are mapped.
+    """
+
+    call: Call
+    size: int
+    operands: Operands
+    flags: Operands
+
+    @property
+    def inner_batch(self) -> int | None:
+        """The batch of one element's product; None without one."""
+        for x, mapped in ((self.operands.a, self.flags.a), (self.operands.b, self.flags.b)):
+            if x.ndim - mapped == 3:
+                return x.shape[mapped]
+        return None
+
+
+def _batch(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
+) -> tuple[Any, Any]:
+    if call.pieces > 1:
+        return _batch_pieces(operands, dims, call)
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    fronted = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+    ]
+    flags = call.unpack([d is not None for d in dims])
+    flags = Operands(*(bool(flag) for flag in flags))
+    mapped = _Mapped(call, size, call.unpack(fronted), flags)
+    if not (flags.a or flags.b or flags.up):
+        return _same_product(mapped), 0
+    if flags.a and not (flags.b or flags.up or flags.bias):
+        # A mesh may split what is mapped and the rows along different axes.
+        apart = partition.is_on_mesh(*fronted) and mapped.operands.a.shape[1] > 1
+        if mapped.inner_batch is None and not (call.transpose_a or apart):
+            return _more_rows(mapped), 0
+        if _rows_of_each_are_cheaper(mapped):
+            return _more_rows_of_each(mapped), 1
+    return _batched(mapped), 0
+
+
+def _same_product(mapped: _Mapped) -> jax.Array:
+    """Only the epilogue's operands are mapped: the product is computed once."""
+    call, given = mapped.call, mapped.operands
+    epilogue = dataclasses.replace(call.epilogue, alpha=1.0)
+    plain = call.plain(xla.wide_dtype(given.a.dtype, call.out_dtype), call.epilogue.alpha)
+    sums = [product(plain, given.a, b) for b in (given.b, given.up) if b is not None]
+
+    def finish(bias: Any, residual: Any) -> jax.Array:
+        extra = Operands(None, None, bias=bias, residual=residual)
+        return xla.finish(epilogue, sums, extra).astype(call.out_dtype)
+
+    axes = [0 if flag else None for flag in (mapped.flags.bias, mapped.flags.residual)]
+    return jax.vmap(finish, in_axes=axes, axis_size=mapped.size)(given.bias, given.residual)
+
+
+def _more_rows(mapped: _Mapped) -> jax.Array:
+    """Folds the mapped dimension of the left operand into the rows."""
+    given = mapped.operands
+    folded = given._replace(a=lax.collapse(given.a, 0, 2))
+    if given.residual is not None:
+        folded = folded._replace(residual=lax.collapse(_residual(mapped), 0, 2))
+    result = product(mapped.call, *folded.present())
+    return result.reshape(mapped.size, given.a.shape[1], result.shape[-1])
+
+
+def _rows_of_each_are_cheaper(mapped: _Mapped) -> bool:
+    """Whether to bring each product of a batch its rows rather than each row its right operand."""
+    a, b = mapped.operands.a, mapped.operands.b
+    if mapped.call.transpose_a or b.ndim == 2:
+        return False
+    # Rows that the batch shares need not be moved at all.
+    return a.ndim == 3 or 2 * a.size < mapped.size * b.size
+
+
+def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
+    """Folds the mapped dimension of the left operand into the rows of each product of a batch."""
+    given = mapped.operands
+
+    def fold(x: jax.Array) -> jax.Array:
+        if x.ndim == 3:
+            return lax.collapse(x, 0, 2)
+        return lax.collapse(jnp.swapaxes(x, 0, 1), 1, 3)
+
+    folded = given._replace(a=fold(given.a))
+    if given.residual is not None:
+        folded = folded._replace(residual=fold(_residual(mapped)))
+    result = product(mapped.call, *folded.present())
+    return result.reshape(result.shape[0], mapped.size, given.a.shape[-2], result.shape[-1])
+
+
+def _batched(mapped: _Mapped) -> jax.Array:
+    """Makes the mapped dimension, with the batch that there was, the batch of the product."""
+    inner = mapped.inner_batch
+    lead = (mapped.size,) if inner is None else (mapped.size, inner)
+    given, flags = mapped.operands, mapped.flags
+    rights = flags.b or flags.up
+
+    def merge(x: Any, flag: bool, own: int) -> Any:
+        """Gives an operand, whose own dimensions are `own`, the whole batch."""
+        if x is None or (not flag and x.ndim == own):
+            return x
+        if not flag:
+            x = x[None]
+        elif x.ndim == own + 1 and inner is not None:
+            x = x[:, None]
+        own_shape = x.shape[x.ndim - own :]
+        return lax.collapse(jnp.broadcast_to(x, (*lead, *own_shape)), 0, len(lead))
+
+    def share(x: Any, flag: bool) -> Any:
+        """Maps both right operands if one is."""
+        if x is None or flag or not rights:
+            return x
+        return jnp.broadcast_to(x, (mapped.size, *x.shape))
+
+    b, up = share(given.b, flags.b), share(given.up, flags.up)
+    ready = Operands(
+        merge(given.a, flags.a, 2),
+        merge(b, rights, 2),
+        merge(up, rights, 2),
+        merge(given.bias, flags.bias, 1),
+        None,
+    )
+    if given.residual is not None:
+        ready = ready._replace(residual=lax.collapse(_residual(mapped), 0, len(lead)))
+    result = product(mapped.call, *ready.present())
+    return result.reshape(*lead, *result.shape[-2:])
+
+
+def _residual(mapped: _Mapped) -> jax.Array:
+    """The residual with the mapped dimension in front."""
+    residual = mapped.operands.residual
+    if mapped.flags.residual:
+        return residual
+    return jnp.broadcast_to(residual, (mapped.size, *residual.shape))
+
+
+def _batch_pieces(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], call: Call
+) -> tuple[jax.Array, int]:
+    """Maps a sum of products: more rows of each piece where only left operands are mapped."""
+    if call.transpose_a or None in dims[::2] or set(dims[1::2]) != {None}:
+        return jax.vmap(functools.partial(apart, call), dims)(*operands), 0
+    lefts = [jnp.moveaxis(x, d, 0) for x, d in zip(operands[::2], dims[::2], strict=True)]
+    folded = [lax.collapse(x, 0, 2) for x in lefts]
+    pairs = zip(folded, operands[1::2], strict=True)
+    result = product(call, *(x for pair in pairs for x in pair))
+    return result.reshape(*lefts[0].shape[:2], result.shape[-1]), 0
+
+
+def _batch_fan(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Maps several products of one left operand: more rows if that alone is mapped."""
+    if call.transpose_a or dims[0] is None or set(dims[1:]) != {None}:
+        results = jax.vmap(functools.partial(spread, call), dims)(*operands)
+    else:
+        a, *rest = operands
+        a = jnp.moveaxis(a, dims[0], 0)
+        folded = fan(call, lax.collapse(a, 0, 2), blades(call, rest))
+        results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[product_p] = _batch
+batching.primitive_batchers[fan_p] = _batch_fan

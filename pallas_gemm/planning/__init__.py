@@ -1,0 +1,1 @@
+"""Which kernel computes a product, with which config and order, and why."""

@@ -1,0 +1,256 @@
+"""What is done to operands before a kernel can take them, as data: `Problem` to a list of steps.
+
+A kernel takes a matrix or a batch of them on each side, and says what it cannot take. Here the
+cheapest way around that is looked for among all combinations of a few remedies: copy an operand
+that a batch shares, store an operand the other way round, make a dimension a little longer. Each is
+one pass over an operand; what is then too much of the result is left out by the kernel, or sliced
+off where it cannot. The cost is counted in bytes moved, because that is what a pass is limited by.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.planning.call import Call, Operands, Signature
+from pallas_gemm.problem import Problem
+
+Action = Literal["reshape", "broadcast", "transpose", "swap", "pad", "slice"]
+Refusals = Callable[[Problem], Iterable[str]]
+Shape = tuple[int, ...]
+
+ROW_BYTES = 128
+"""What rows are padded to: TMA asks for 16 bytes, and reads whole cache lines fastest."""
+TRANSPOSED = 1.1
+"""What a byte counts for that is read in one order and written in another: of two ways that move
+about as many bytes, the one that copies rows is the safe choice."""
+WIDE = 64
+"""What the columns of a right operand stored [k, n] have to be a multiple of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One thing that is done to an operand or to the result.
+
+    Attributes:
+        operand: A field of `Operands`, or "result".
+        action: What is done; "transpose" swaps the last two dimensions, "swap" the first two.
+        shape: The shape afterwards.
+        bytes: Bytes read and written by it; 0 if it is free.
+    """
+
+    operand: str
+    action: Action
+    shape: Shape
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.shape))
+        cost = f"moves {self.bytes / 1e6:.1f} MB" if self.bytes else "free"
+        return f"{self.action} {self.operand} to {shape}: {cost}"
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        """Does it."""
+        match self.action:
+            case "reshape":
+                return x.reshape(self.shape)
+            case "broadcast":
+                return jnp.broadcast_to(x, self.shape)
+            case "transpose":
+                return jnp.swapaxes(x, -1, -2)
+            case "swap":
+                return jnp.swapaxes(x, 0, 1)
+            case "pad":
+                extra = (want - have for want, have in zip(self.shape, x.shape, strict=True))
+                return jnp.pad(x, [(0, size) for size in extra])
+            case "slice":
+                return x[tuple(slice(size) for size in self.shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Realigned:
+    """A problem that a kernel takes, and the steps that lead to it and back.
+
+    Attributes:
+        problem: What the kernel computes.
+        steps: In order; those of the result follow the kernel.
+    """
+
+    problem: Problem
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all steps move."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def cost(self) -> float:
+        """What ways are compared by: bytes, of which those that change places count for more."""
+        turned = sum(step.bytes for step in self.steps if step.action in ("transpose", "swap"))
+        return self.bytes + (TRANSPOSED - 1) * turned
+
+    def prepare(self, operands: Operands) -> Operands:
+        """Applies the steps that come before the kernel."""
+        for step in self.steps:
+            x = None if step.operand == "result" else getattr(operands, step.operand)
+            if x is not None:
+                operands = operands._replace(**{step.operand: step.apply(x)})
+        return operands
+
+    def restore(self, result: jax.Array) -> jax.Array:
+        """Applies the steps that come after it."""
+        return functools.reduce(
+            lambda x, step: step.apply(x) if step.operand == "result" else x, self.steps, result
+        )
+
+
+def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned | None:
+    """Returns the cheapest way to a problem without refusals, None if no remedy helps."""
+    ways = []
+    for arranged in _arrangements(call, signature):
+        problem = arranged.problem
+        legal = not tuple(refusals(problem))
+        # What is in pieces is taken as it is, or apart.
+        for remedied in (problem,) if legal or problem.pieces else _remedies(problem):
+            if legal or not tuple(refusals(remedied)):
+                before, after = _remedy_steps(problem, remedied)
+                # What is undone last was done first.
+                undo = tuple(step for step in arranged.steps if step.operand == "result")
+                do = tuple(step for step in arranged.steps if step.operand != "result")
+                ways.append(Realigned(remedied, (*do, *before, *after, *undo)))
+    return min(ways, key=lambda way: (way.cost, len(way.steps)), default=None)
+
+
+def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:
+    """Yields the ways to one matrix, or one batch of them, on each side."""
+    shapes = Operands(*(x and x[0] for x in call.unpack(signature)))
+    problem = call.problem(signature)
+    own_bias = shapes.bias is not None and len(shapes.bias) == 2
+    batched = len(shapes.a) == 3, len(shapes.b) == 3
+    if problem.batch == 1:
+        yield _without_batch(problem, shapes)
+    elif all(batched):
+        if not own_bias:
+            yield Realigned(problem)
+    elif batched[0]:
+        if not own_bias:
+            yield from _shared_right(problem, shapes)
+    else:
+        yield from _shared_left(problem, shapes, own_bias)
+
+
+def _without_batch(problem: Problem, shapes: Operands) -> Realigned:
+    """Drops a batch of one."""
+    steps = [
+        Step(name, "reshape", shape[1:])
+        for name, shape in shapes._asdict().items()
+        if shape is not None and len(shape) == (2 if name == "bias" else 3)
+    ]
+    if len(shapes.a) == 3 or len(shapes.b) == 3:
+        steps.append(Step("result", "reshape", (1, *problem.out_shape)))
+    return Realigned(problem, tuple(steps))
+
+
+def _shared_right(problem: Problem, shapes: Operands) -> Iterator[Realigned]:
+    """One right operand for the whole batch: more rows, or a copy of it for each product."""
+    batch, n = problem.batch, problem.n
+    rows = dataclasses.replace(problem, m=batch * problem.m, batch=1, transpose_a=False)
+    steps = [Step("a", "reshape", rows.a_shape)]
+    if problem.transpose_a:
+        turned = (batch, problem.m, problem.k)
+        steps.insert(0, Step("a", "transpose", turned, 2 * _bytes(turned, problem.a_dtype)))
+    if shapes.residual is not None:
+        steps.append(Step("residual", "reshape", rows.out_shape))
+    steps.append(Step("result", "reshape", (batch, problem.m, n)))
+    yield Realigned(rows, tuple(steps))
+    copies = [
+        Step(name, "broadcast", problem.b_shape, _bytes(problem.b_shape, problem.b_dtype))
+        for name in ("b", "up")[: problem.sums]
+    ]
+    yield Realigned(problem, tuple(copies))
+
+
+def _shared_left(problem: Problem, shapes: Operands, own_bias: bool) -> Iterator[Realigned]:
+    """One left operand for the whole batch: a copy of it for each product, or more columns."""
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+    if not own_bias:
+        cost = _bytes(problem.a_shape, problem.a_dtype)
+        yield Realigned(problem, (Step("a", "broadcast", problem.a_shape, cost),))
+    if shapes.residual is not None:
+        return
+    columns = dataclasses.replace(problem, n=batch * n, batch=1, transpose_b=True)
+    steps = []
+    for name in ("b", "up")[: problem.sums]:
+        if not problem.transpose_b:
+            cost = 2 * _bytes(problem.b_shape, problem.b_dtype)
+            steps.append(Step(name, "transpose", (batch, n, k), cost))
+        steps.append(Step(name, "reshape", columns.b_shape))
+    if shapes.bias is not None:
+        if not own_bias:
+            steps.append(Step("bias", "broadcast", (batch, n)))
+        steps.append(Step("bias", "reshape", (batch * n,)))
+    cost = 2 * _bytes(columns.out_shape, problem.out_dtype)
+    steps.append(Step("result", "reshape", (m, batch, n)))
+    steps.append(Step("result", "swap", (batch, m, n), cost))
+    yield Realigned(columns, tuple(steps))
+
+
+def _remedies(problem: Problem) -> Iterator[Problem]:
+    """Yields the problem with its sizes rounded up and its operands stored the other way round."""
+    a, b, out = (dtype.itemsize for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
+    sizes = itertools.product(
+        _rounded(problem.m, ROW_BYTES // a),
+        _rounded(problem.n, ROW_BYTES // min(b, out), WIDE),
+        _rounded(problem.k, ROW_BYTES // min(a, b)),
+        (problem.transpose_a, not problem.transpose_a),
+        (problem.transpose_b, not problem.transpose_b),
+    )
+    whole = problem.m, problem.n
+    for m, n, k, transpose_a, transpose_b in sizes:
+        larger = dataclasses.replace(
+            problem, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b
+        )
+        if (m, n) != whole:
+            yield dataclasses.replace(larger, kept=whole)
+        yield larger
+
+
+def _rounded(size: int, *multiples: int) -> list[int]:
+    return sorted({size, *(-(-size // multiple) * multiple for multiple in multiples)})
+
+
+def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Step]]:
+    """Returns the steps from one problem to the other, and back for the result."""
+    left = ("a", before.a_shape, after.a_shape, before.transpose_a != after.transpose_a)
+    right = (before.b_shape, after.b_shape, before.transpose_b != after.transpose_b)
+    changes = [(*left, before.a_dtype)]
+    changes += [(name, *right, before.b_dtype) for name in ("b", "up")[: before.sums]]
+    if before.epilogue.residual:
+        residual = before.out_shape, after.residual_shape
+        changes.append(("residual", *residual, False, before.out_dtype))
+    steps = []
+    for name, have, want, flipped, dtype in changes:
+        turned = (*have[:-2], have[-1], have[-2]) if flipped else have
+        # XLA makes one pass of a transposition and the padding that follows it.
+        moved = _bytes(have, dtype) + _bytes(want, dtype)
+        if flipped:
+            steps.append(Step(name, "transpose", turned, moved))
+        if turned != want:
+            steps.append(Step(name, "pad", want, 0 if flipped else moved))
+    if before.epilogue.bias and after.out_shape[-1] != before.n:
+        steps.append(Step("bias", "pad", (after.n,)))
+    if after.out_shape == before.out_shape:
+        return steps, []
+    moved = 2 * _bytes(before.out_shape, before.out_dtype)
+    return steps, [Step("result", "slice", before.out_shape, moved)]
+
+
+def _bytes(shape: Shape, dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,472 @@
+"""Tuned configs: what was found fastest for a problem, kept as JSON, and where dispatch finds it.
+
+`find` asks three tables in turn: that of the innermost `with table:` block, the user's own (in the
+folder `PALLAS_GEMM_CACHE_DIR`, by default where the platform keeps caches), and the one that this
+package ships for the GPU. A table is data for one kind of GPU:
+
+    table = pallas_gemm.autotune(f, *args)  # or Table.load(path)
+    with table:
+        f(*args)  # is compiled with what the table says
+    (table | another).save(path)
+
+A file that cannot be used is warned about once and then ignored: no program may break because of
+its cache.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib.resources
+import json
+import os
+import pathlib
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+import jax
+
+from pallas_gemm._version import __version__
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.problem import Problem
+
+FORMAT = 1
+"""Changes when what an earlier version wrote could be misread."""
+
+FOLDER_VARIABLE = "PALLAS_GEMM_CACHE_DIR"
+
+Source = Literal["context", "user", "packaged"]
+
+
+class CacheWarning(UserWarning):
+    """A table of tuned configs cannot be used."""
+
+
+class TableError(ValueError):
+    """A text is no table of tuned configs, or none for this version."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """What a tuned config is filed under: the problem, without what no config depends on.
+
+    Attributes:
+        batch: How many products.
+        m: Rows of the result.
+        n: Columns of the result.
+        k: The contracted size.
+        layout: Such as "NT".
+        dtypes: Names of the element types of both operands and of the result.
+        epilogue: The parts of the epilogue that take time, such as "bias activation".
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    layout: str
+    dtypes: tuple[str, str, str]
+    epilogue: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem) -> Self:
+        """Returns the key of a problem."""
+        epilogue = problem.epilogue
+        parts = {
+            "bias": epilogue.bias,
+            "activation": epilogue.activation is not None,
+            "residual": epilogue.residual,
+            "gated": epilogue.gated,
+        }
+        return cls(
+            problem.batch,
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.layout,
+            (problem.a_dtype.name, problem.b_dtype.name, problem.out_dtype.name),
+            " ".join(name for name, present in parts.items() if present),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tuned config.
+
+    Attributes:
+        config: What was fastest.
+        seconds: The time of its kernel when it was; None if nobody looked.
+    """
+
+    config: GemmConfig
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A tuned config, and in which table it was."""
+
+    config: GemmConfig
+    source: Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Tuned configs for one kind of GPU. `with table:` puts it into use.
+
+    Attributes:
+        device: The `device_kind` of JAX.
+        entries: (key, entry) pairs, in the order of their keys.
+    """
+
+    device: str
+    entries: tuple[tuple[Key, Entry], ...] = ()
+
+    @classmethod
+    def of(cls, device: str, entries: Mapping[Key, Entry]) -> Self:
+        """Returns the table of a mapping."""
+        return cls(device, tuple(sorted(entries.items(), key=lambda pair: pair[0])))
+
+    @functools.cached_property
+    def by_key(self) -> Mapping[Key, Entry]:
+        """The entries as a mapping."""
+        return dict(self.entries)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.device, self.entries))
+
+    def __hash__(self) -> int:
+        # Within a `with` block the table is part of the key of every call of a jitted function.
+        return self._hash
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __or__(self, other: "Table") -> "Table":
+        """Merges two tables; where both have a config for a problem, the right one's counts."""
+        if not isinstance(other, Table):
+            return NotImplemented
+        if self.device != other.device:
+            raise ValueError(
+                "tables for different devices cannot be merged, got"
+                f" {self.device!r} and {other.device!r}"
+            )
+        return Table.of(self.device, {**self.by_key, **other.by_key})
+
+    def __enter__(self) -> Self:
+        """Puts the table into use in this thread, before every other, until the block is left.
+
+        Functions under `jax.jit` are traced anew for the block.
+        """
+        active = _ACTIVE.value
+        block = _ACTIVE(dataclasses.replace(active, tables=(self, *active.tables)))
+        block.__enter__()
+        _BLOCKS.set((*_BLOCKS.get(), block))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the block."""
+        *outer, block = _BLOCKS.get()
+        _BLOCKS.set(tuple(outer))
+        block.__exit__(*error)
+
+    def dumps(self) -> str:
+        """Returns the table as JSON.
+
+        Raises:
+            ValueError: The schedule of a config is an object, which has no name to be written.
+        """
+        document = {
+            "pallas_gemm": __version__,
+            "format": FORMAT,
+            "device": self.device,
+            "entries": [
+                {
+                    **dataclasses.asdict(key),
+                    "config": config_to_json(entry.config),
+                    "seconds": entry.seconds,
+                }
+                for key, entry in self.entries
+            ],
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Self:
+        """Returns the table that JSON holds.
+
+        Raises:
+            TableError: It holds none, or one of another version of the format.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise TableError(f"it is not JSON: {error}") from None
+        if not isinstance(document, dict) or "pallas_gemm" not in document:
+            raise TableError("it is not a table of tuned configs")
+        if document.get("format") != FORMAT:
+            raise TableError(f"its format is {document.get('format')!r}, this version's {FORMAT}")
+        try:
+            pairs = [_pair(**entry) for entry in document["entries"]]
+            return cls.of(document["device"], dict(pairs))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TableError(f"it is damaged: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the table to a file, whole or not at all."""
+        target = pathlib.Path(path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(self.dumps())
+            pathlib.Path(name).chmod(0o644)
+            pathlib.Path(name).replace(target)
+        except BaseException:
+            pathlib.Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Returns the table in a file.
+
+        Raises:
+            OSError: It cannot be read.
+            TableError: It holds no table that this version can use.
+        """
+        try:
+            return cls.loads(pathlib.Path(path).read_text())
+        except UnicodeDecodeError as error:
+            raise TableError(f"{path}: it is not text: {error}") from None
+        except TableError as error:
+            raise TableError(f"{path}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Active:
+    """What is in use in this thread.
+
+    Attributes:
+        tables: Those of the `with` blocks, the innermost first.
+        record: Collects every problem that is looked up, while `autotune` traces; None otherwise.
+    """
+
+    tables: tuple[Table, ...] = ()
+    record: "Record | None" = None
+
+
+class Record:
+    """The problems that were looked up in a `recording` block."""
+
+    def __init__(self) -> None:
+        self.problems: dict[tuple[Key, str], tuple[Problem, Device]] = {}
+
+    def add(self, problem: Problem, device: Device) -> None:
+        """Adds a problem, unless one with the same key is there."""
+        self.problems.setdefault((Key.of(problem), device.kind), (problem, device))
+
+
+# A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
+_ACTIVE = jax.make_user_context(default_value=_Active())
+_BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("blocks", default=())
+
+
+def find(problem: Problem, device: Device) -> Found | None:
+    """Returns the tuned config for a problem on a device and where it comes from, or None.
+
+    The answer depends on the `with` blocks around the call and on files: a caller that keeps it
+    must keep it for one trace only.
+
+    Args:
+        problem: What the kernel is to compute, after any realignment of the operands.
+        device: The GPU that it is for.
+    """
+    active = _ACTIVE.value
+    if active.record is not None:
+        active.record.add(problem, device)
+    key = Key.of(problem)
+    for source, table in _tables(active, device):
+        entry = table.by_key.get(key)
+        if entry is not None and not entry.config.refusals(problem, device):
+            return Found(entry.config, source)
+    return None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Collects the problems that are looked up in this thread, traced anew even if known."""
+    record = Record()
+    with _ACTIVE(dataclasses.replace(_ACTIVE.value, record=record)):
+        yield record
+
+
+def user_path(device: str) -> pathlib.Path:
+    """Returns the file of the user's own table for a kind of GPU.
+
+    Raises:
+        OSError: There is no folder for it, as where a user has no home.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    try:
+        if not folder:
+            import platformdirs
+
+            folder = platformdirs.user_cache_dir("pallas_gemm", appauthor=False)
+        return pathlib.Path(folder).expanduser() / f"{slug(device)}.json"
+    except (ImportError, RuntimeError) as error:
+        raise OSError(
+            f"there is no folder for tuned configs ({error}); {FOLDER_VARIABLE} names one"
+        ) from None
+
+
+def save_for_user(table: Table) -> pathlib.Path:
+    """Merges a table into the user's own.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: It cannot be written; the message says how to choose another folder.
+    """
+    path = user_path(table.device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = _user_table(table.device)
+        (before | table if before else table).save(path)
+    except OSError as error:
+        raise OSError(
+            f"cannot write tuned configs to {path}: {error.strerror or error};"
+            f" {FOLDER_VARIABLE} names another folder"
+        ) from error
+    return path
+
+
+def config_to_json(config: GemmConfig) -> dict[str, Any]:
+    """Returns a config as what `json` can write.
+
+    Raises:
+        ValueError: Its schedule is an object, or no kernel has such configs.
+    """
+    if not isinstance(config.schedule, str):
+        raise ValueError(
+            "only a config whose schedule is a name such as 'swizzle:8' can be written, got"
+            f" {config.schedule!r}"
+        )
+    for name, kind in _config_classes().items():
+        if type(config) is kind:
+            return {"kernel": name, **dataclasses.asdict(config)}
+    raise ValueError(f"config must be that of a kernel, got {config!r}")
+
+
+def config_from_json(fields: Any) -> GemmConfig:
+    """Returns the config that `config_to_json` described; what is left out has its default.
+
+    Raises:
+        ValueError: There is no such kernel, or its configs have no such field.
+    """
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"a config must be an object such as {{'tile': [128, 256]}}, got {fields!r}"
+        )
+    classes = _config_classes()
+    kernel = fields.get("kernel", next(iter(classes)))
+    if kernel not in classes:
+        raise ValueError(f"kernel must be one of {', '.join(classes)}, got {kernel!r}")
+    legal = {field.name: field.default for field in dataclasses.fields(classes[kernel])}
+    values = {name: value for name, value in fields.items() if name != "kernel"}
+    for name, value in values.items():
+        if name not in legal:
+            raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
+        values[name] = tuple(value) if isinstance(value, list) else value
+        if not is_like(legal[name], values[name]):
+            raise ValueError(f"{name} must be like {legal[name]!r}, got {value!r}")
+    return classes[kernel](**values)
+
+
+def is_like(default: Any, value: Any) -> bool:
+    """Whether a value may stand where a config has this default; None stands for a number."""
+    if default is None:
+        return value is None or type(value) is int
+    if isinstance(default, tuple):
+        same = isinstance(value, tuple) and len(value) == len(default)
+        return same and all(map(is_like, default, value))
+    return type(value) is type(default)
+
+
+def _config_classes() -> dict[str, type[GemmConfig]]:
+    """Returns the class of the configs of each kernel that this version has."""
+    classes = {}
+    for architecture in ARCHITECTURES:
+        with contextlib.suppress(ImportError):
+            classes[architecture.name] = architecture.load().config
+    return classes
+
+
+def _pair(
+    *, dtypes: list[str], config: Any, seconds: float | None, **key: Any
+) -> tuple[Key, Entry]:
+    """Returns the key and the entry that one entry of the JSON holds."""
+    first, second, result = dtypes
+    entry = Entry(config_from_json(config), seconds)
+    return Key(dtypes=(first, second, result), **key), entry
+
+
+def _tables(active: _Active, device: Device) -> Iterator[tuple[Source, Table]]:
+    """Yields the tables for a device in the order in which they count."""
+    for table in active.tables:
+        if table.device == device.kind:
+            yield "context", table
+    if (user := _user_table(device.kind)) is not None:
+        yield "user", user
+    if (packaged := _packaged_table(device.kind)) is not None:
+        yield "packaged", packaged
+
+
+def _user_table(device: str) -> Table | None:
+    try:
+        path = user_path(device)
+    except OSError as error:
+        _warn_once(str(error))
+        return None
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(path, stamp, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: pathlib.Path, stamp: int, device: str) -> Table | None:  # noqa: ARG001 - the key
+    """Reads a user's table; again only when the file has changed, and so warns only once."""
+    try:
+        table = Table.load(path)
+        if table.device != device:
+            raise TableError(f"{path}: it is for {table.device!r}, not for {device!r}")
+        version = json.loads(path.read_text())["pallas_gemm"]
+        if version != __version__:
+            raise TableError(f"{path}: it was tuned with version {version}, this is {__version__}")
+    except (OSError, TableError) as error:
+        warnings.warn(f"tuned configs are ignored: {error}", CacheWarning, stacklevel=2)
+        return None
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _packaged_table(device: str) -> Table | None:
+    file = importlib.resources.files("pallas_gemm") / "tuned" / f"{slug(device)}.json"
+    return Table.loads(file.read_text()) if file.is_file() else None
+
+
+def slug(device: str) -> str:
+    """Returns a device's kind as the name of a file: "NVIDIA H200" is nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")

@@ -1,0 +1,1 @@
+"""Finds the fastest config of a product by running it."""

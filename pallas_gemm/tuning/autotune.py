@@ -1,0 +1,528 @@
+"""Finds the fastest config of a product by running it: `autotune`.
+
+    table = pallas_gemm.autotune(f, *args)  # runs kernels on the GPU, prints what it finds
+    with table:
+        f(*args)  # is compiled with what was found
+    tables.save_for_user(table)  # or table.save("mine.json"); from then on without a block
+
+Of each product that `f` contains, the configs that `tuning_space` proposes are compiled, checked
+against a product in float32, and timed against each other, cold, in turns. What is fastest in a
+burst and long enough to heat the GPU is timed in sustained work as well.
+
+Nothing here ever runs by itself: a program without an entry for a product is compiled with what the
+heuristics choose.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.planning import tables, targeting, xla, xla_faster
+from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
+from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.problem import Problem
+from pallas_gemm.tuning import accuracy
+from pallas_gemm.tuning import space as tuning_space
+from pallas_gemm.tuning.measure import Meter, Result, Settings, Variant, measure
+
+Runner = Callable[..., jax.Array]
+"""A compiled product: a function of its operands."""
+
+Later = concurrent.futures.Future[Callable[..., Any]]
+"""What is being compiled, or has been."""
+
+BURST = Settings(burst_rounds=3, burst_calls=4, pause=0.01, sustained_rounds=0, energy_seconds=0)
+SUSTAINED = Settings(
+    burst_rounds=1,
+    burst_calls=3,
+    pause=0.0,
+    sustained_rounds=5,
+    # A turn feels how hot its predecessor ran. At 8192 cubed with bias and gelu on an H200, the
+    # quartiles of ratios were 1% to 2.5% with turns of 0.06 s, and 0.5% to 0.8% with 0.2 s.
+    turn_seconds=0.15,
+    warm_seconds=0.3,
+    energy_seconds=0,
+)
+LONG_SECONDS = 1e-4
+"""From this length on a product can keep a GPU so busy that power limits it."""
+
+FINALISTS = 3
+"""How many of the fastest in a burst are timed in sustained work."""
+
+NOISE = 0.005
+"""By how much a config has to be faster than the heuristics' choice to replace it."""
+
+COLD_BYTES = 2**28
+"""Operands are rotated until this much has been read: several times the L2 of any GPU."""
+MOST_SETS = 32
+
+XLA = "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What tuning works with: `gpu_tools` makes the real ones, tests make them up.
+
+    Attributes:
+        meter: Times kernels.
+        build: Compiles the kernel of a config.
+        ahead: How many products are compiled while another one is timed. To lower a kernel is
+            Python's work, which launches have to wait for; so none, unless `build` has it done by
+            other processes.
+    """
+
+    meter: Meter
+    build: Callable[[Problem, GemmConfig, Device], Runner]
+    ahead: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one product.
+
+    Attributes:
+        problem: The product.
+        config: The fastest config.
+        seconds: How long its kernel takes in a burst.
+        chosen: What the heuristics choose.
+        chosen_seconds: How long that takes.
+        gain: How much faster the config is than that choice, burst and sustained together.
+        over_xla: How much faster it is than XLA; None unless the heuristics would leave it to XLA.
+        tried: How many configs were timed.
+        dropped: Why others were not, such as a wrong result.
+    """
+
+    problem: Problem
+    config: GemmConfig
+    seconds: float
+    chosen: GemmConfig
+    chosen_seconds: float | None
+    gain: float
+    over_xla: float | None
+    tried: int
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the kernel is to compute the product at all."""
+        return self.over_xla is None or self.over_xla >= 1
+
+    @property
+    def entry(self) -> tuple[tables.Key, tables.Entry]:
+        """The entry of a table."""
+        return tables.Key.of(self.problem), tables.Entry(self.config, self.seconds)
+
+    def __str__(self) -> str:
+        text = (
+            f"{problem_label(self.problem)}: {config_label(self.config)},"
+            f" {self.seconds * 1e6:.1f} us, {self.gain:.3f} x the heuristics' choice"
+        )
+        if self.over_xla is not None:
+            kept = "" if self.is_useful else ", so that it stays with XLA"
+            text += f", {self.over_xla:.3f} x XLA{kept}"
+        wrong = f", {len(self.dropped)} dropped: {self.dropped[0]}" if self.dropped else ""
+        return f"{text} ({self.tried} tried{wrong})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Untuned:
+    """A product for which nothing was found.
+
+    Attributes:
+        problem: The product.
+        reason: Why.
+    """
+
+    problem: Problem
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{problem_label(self.problem)}: {self.reason}"
+
+
+def autotune(
+    f: Callable[..., Any],
+    *args: Any,
+    most: int = tuning_space.MOST,
+    progress: Callable[[str], object] | None = None,
+    **kwargs: Any,
+) -> tables.Table:
+    """Finds the fastest config of every product in `f(*args, **kwargs)` on this computer's GPU.
+
+    `f` is compiled but not run; its products are, alone and with operands drawn from N(0, 1). It
+    takes a few seconds for each.
+
+    Args:
+        f: A function that calls this package, under `jax.jit` or not.
+        *args: Its arguments, or `jax.ShapeDtypeStruct` in their place.
+        most: How many configs of each product are tried.
+        progress: Called with a line for each product; by default they go to the standard error.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The configs: a context manager that puts them into use, which can be merged with `|`,
+        saved, and loaded.
+
+    Raises:
+        ValueError: `f` contains no product that a kernel could compute.
+        RuntimeError: There is no GPU that the kernels run on, or this is called while tracing.
+    """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError("autotune runs kernels, and cannot be called while a function is traced")
+    device = targeting.first_gpu()
+    if device is None or architecture_of(device) is None:
+        here = device.kind if device else "none"
+        raise RuntimeError(f"autotune needs a GPU that the kernels run on, and here is {here}")
+    say = progress or _to_stderr
+    wanted = [
+        (problem, planned)
+        for problem, planned in products_of(f, *args, **kwargs)
+        if planned.kind == device.kind
+    ]
+    if not wanted:
+        raise ValueError("autotune found no product in f that a kernel could compute")
+    entries = {}
+    for count, found in enumerate(tune(wanted, gpu_tools(), most=most), 1):
+        say(f"{count}/{len(wanted)} {found}")
+        if isinstance(found, Tuned) and found.is_useful:
+            key, entry = found.entry
+            entries[key] = entry
+    return tables.Table.of(device.kind, entries)
+
+
+def products_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Problem, Device]]:
+    """Returns the products that a function asks tuned configs for, each with its GPU."""
+    with tables.recording() as record:
+        jax.jit(f).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    return list(record.problems.values())
+
+
+def tune(
+    wanted: Iterable[tuple[Problem, Device]], tools: Tools, *, most: int = tuning_space.MOST
+) -> Generator[Tuned | Untuned]:
+    """Yields what is found for each product, as soon as it is."""
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2))
+    try:
+        fields = (_begun(problem, device, most, tools, pool) for problem, device in wanted)
+        for field in _early(fields, tools.ahead):
+            yield field if isinstance(field, Untuned) else _outcome(field, tools.meter)
+    finally:
+        # Nobody waits for what was begun and is not wanted any more.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def gpu_tools() -> Tools:
+    """Returns the tools for this computer's GPU."""
+    from pallas_gemm.tuning.timing import KernelMeter
+
+    return Tools(KernelMeter(), build)
+
+
+def build(problem: Problem, config: GemmConfig, device: Device) -> Runner:
+    """Compiles the kernel of a config."""
+    operands = operand_shapes(problem).present()
+    return jax.jit(kernel(problem, config, device)).lower(*operands).compile()
+
+
+def kernel(problem: Problem, config: GemmConfig, device: Device) -> Callable[..., jax.Array]:
+    """Returns the kernel of a config, a function of the operands.
+
+    Raises:
+        ValueError: No kernel runs on the device.
+    """
+    architecture = architecture_of(device)
+    if architecture is None:
+        raise ValueError(f"device must be one that a kernel runs on, got {device.kind}")
+    return architecture.load().build(problem, config, device, False)
+
+
+def architecture_of(device: Device) -> Architecture | None:
+    """Returns whose kernel runs on a GPU, None if there is none."""
+    for architecture in ARCHITECTURES:
+        if architecture.fits(device):
+            try:
+                architecture.load()
+            except ImportError:
+                return None
+            return architecture
+    return None
+
+
+def problem_label(problem: Problem) -> str:
+    """Returns a product in a few characters."""
+    sizes = "x".join(map(str, (problem.m, problem.n, problem.k)))
+    batch = f"{problem.batch} of " if problem.batch > 1 else ""
+    types = dict.fromkeys(
+        str(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype)
+    )
+    epilogue = tables.Key.of(problem).epilogue
+    parts = [f"{batch}{sizes}", problem.layout, *types, *epilogue.split()]
+    return " ".join(parts)
+
+
+def config_label(config: GemmConfig) -> str:
+    """Returns what of a config differs from the defaults, in a few characters."""
+    rows, cols = config.tile
+    parts = [f"{rows}x{cols}", f"s{config.stages}"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("tile", "stages") or value == field.default:
+            continue
+        if isinstance(value, tuple):
+            value = "x".join(map(str, value))
+        name = getattr(value, "name", value)
+        parts.append(field.name if value is True else f"{field.name}={name}")
+    return " ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """The contestants of one product, and what they are checked with; some still being compiled.
+
+    Attributes:
+        problem: The product.
+        configs: What is compiled; the first is the heuristics' choice.
+        runners: The kernel of each.
+        with_xla: Whether XLA takes part: the heuristics would leave the product to it.
+        exact: Returns the product in float32 (integers in int32), not rounded.
+        draw: Returns operands.
+        tile_errors: `accuracy.tile_errors` of results of this shape.
+        worst_error: `accuracy.worst_error` of results of this shape.
+    """
+
+    problem: Problem
+    configs: Sequence[GemmConfig]
+    runners: Sequence[Later]
+    with_xla: bool
+    exact: Later
+    draw: Later
+    tile_errors: Later
+    worst_error: Later
+
+
+def _early(fields: Iterable[_Field | Untuned], ahead: int) -> Iterator[_Field | Untuned]:
+    """Yields each when `ahead` more have been begun, which then go on meanwhile."""
+    begun: collections.deque[_Field | Untuned] = collections.deque()
+    for field in fields:
+        begun.append(field)
+        if len(begun) > ahead:
+            yield begun.popleft()
+    yield from begun
+
+
+def _begun(
+    problem: Problem,
+    device: Device,
+    most: int,
+    tools: Tools,
+    pool: concurrent.futures.Executor,
+) -> _Field | Untuned:
+    """Begins to compile everything that a contest needs, and runs nothing on the GPU."""
+    architecture = architecture_of(device)
+    if architecture is None:
+        return Untuned(problem, f"no kernel runs on {device.kind}")
+    configs = tuning_space.configs(problem, device, architecture, most)
+    if not configs:
+        return Untuned(problem, "no config is legal")
+    operands = operand_shapes(problem).present()
+    result = jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype)
+    reference = jax.ShapeDtypeStruct(problem.out_shape, _exact_dtype(problem))
+    errors = jax.eval_shape(accuracy.tile_errors, result, reference)
+    key = jax.eval_shape(jax.random.key, 0)
+
+    def later(f: Callable[..., Any], *shapes: Any) -> Later:
+        return pool.submit(accuracy.compiled_at_once, f, *shapes)
+
+    return _Field(
+        problem,
+        configs,
+        [pool.submit(tools.build, problem, config, device) for config in configs],
+        xla_faster.why_xla(problem) is not None,
+        pool.submit(accuracy.compiled_reference, _exact(problem), *operands),
+        later(functools.partial(_drawn, problem), key),
+        later(accuracy.tile_errors, result, reference),
+        later(accuracy.worst_error, result, reference, errors),
+    )
+
+
+def _outcome(field: _Field, meter: Meter) -> Tuned | Untuned:
+    try:
+        return _contest(field, meter)
+    except Exception as error:
+        # Such as too little memory: the next product is another matter.
+        return Untuned(field.problem, _reason(error))
+
+
+def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
+    """Times what is right."""
+    sets = _operand_sets(field)
+    # As the benchmarks have it: which way XLA finds fastest decides how 8-bit floats are added up.
+    # It finds out by timing kernels on the GPU, which nobody else uses now.
+    operands = operand_shapes(field.problem).present()
+    by_xla = jax.jit(_by_xla(field.problem)).lower(*operands).compile()
+    right, dropped = _checked(field, by_xla, sets)
+    if not right:
+        return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
+    variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
+    if field.with_xla:
+        variants.append(_variant(XLA, by_xla, sets))
+    first = variants[0].name
+    bursts = measure(variants, meter, BURST, baseline=first)
+    results = bursts
+    if _seconds(bursts, first) >= LONG_SECONDS:
+        ranked = sorted(variants, key=lambda v: -_score(bursts, v.name))
+        others = [v for v in ranked if v.name not in (first, XLA)][:FINALISTS]
+        last = [v for v in variants if v.name in (first, XLA) or v in others]
+        results = _merged(bursts, measure(last, meter, SUSTAINED, baseline=first))
+    scores = {name: _score(results, name) for name in results if name != XLA}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] < scores[first] * (1 + NOISE):
+        best = first
+    return Tuned(
+        field.problem,
+        field.configs[int(best)],
+        _seconds(bursts, best),
+        field.configs[0],
+        _seconds(bursts, "0") if "0" in bursts else None,
+        scores[best] / scores[first],
+        scores[best] / _score(results, XLA) if field.with_xla else None,
+        len(right),
+        tuple(dropped),
+    )
+
+
+def _checked(
+    field: _Field, by_xla: Runner, sets: Sequence[tuple[jax.Array, ...]]
+) -> tuple[dict[int, Runner], list[str]]:
+    """Runs every kernel once: those that are right, by their places, and why others are not."""
+    reference = field.exact.result()(*sets[0])
+    xla_errors = field.tile_errors.result()(by_xla(*sets[0]), reference)
+    worst_error = field.worst_error.result()
+    right: dict[int, Runner] = {}
+    dropped = []
+    for place, compiled in enumerate(field.runners):
+        name = config_label(field.configs[place])
+        try:
+            runner = compiled.result()
+            worst = float(worst_error(runner(*sets[0]), reference, xla_errors))
+        except Exception as error:
+            dropped.append(f"{name}: {_reason(error)}")
+            continue
+        if worst <= accuracy.ALLOWED:
+            right[place] = runner
+        else:
+            dropped.append(f"{name} errs {worst:.3g} times as much as XLA")
+    return right, dropped
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _variant(name: str, runner: Runner, sets: Sequence[tuple[jax.Array, ...]]) -> Variant:
+    return Variant(name, lambda i: runner(*sets[i % len(sets)]), jax.block_until_ready)
+
+
+def _merged(bursts: Mapping[str, Result], sustained: Mapping[str, Result]) -> dict[str, Result]:
+    """Returns the finalists with the bursts of the first round, which were more."""
+    return {
+        name: dataclasses.replace(result, burst=bursts[name].burst)
+        for name, result in sustained.items()
+    }
+
+
+def _score(results: Mapping[str, Result], name: str) -> float:
+    """Returns how much faster than the first one is, burst and sustained alike."""
+    timings = (results[name].burst, results[name].sustained)
+    ratios = [timing.ratio.median for timing in timings if timing is not None]
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _seconds(results: Mapping[str, Result], name: str) -> float:
+    timing = results[name].burst
+    return timing.seconds.median if timing else math.nan
+
+
+def _by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Runner:
+    """Returns XLA's product of a kernel's operands.
+
+    Operands may have been made longer for the kernel, which then leaves out what is too much of
+    the result. XLA, which takes any size, multiplies what they were made of.
+    """
+    call = Call(
+        problem.out_dtype if out_dtype is None else out_dtype,
+        problem.transpose_a,
+        problem.transpose_b,
+        problem.epilogue,
+        precision,
+    )
+    rows, cols = problem.kept or (problem.m, problem.n)
+
+    def product(*operands: jax.Array) -> jax.Array:
+        given = call.unpack(operands)
+        a = given.a[..., :rows] if problem.transpose_a else given.a[..., :rows, :]
+        b, up = (
+            x if x is None else x[..., :cols, :] if problem.transpose_b else x[..., :cols]
+            for x in (given.b, given.up)
+        )
+        residual = None if given.residual is None else given.residual[..., :cols]
+        return xla.product(call, *Operands(a, b, up, given.bias, residual).present())
+
+    return product
+
+
+def _exact(problem: Problem) -> Runner:
+    """Returns the product of wide operands, not rounded.
+
+    It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
+    """
+    return _by_xla(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
+
+
+def _exact_dtype(problem: Problem) -> np.dtype:
+    """Returns the type of a result that is not rounded: float32, or int32 of integers."""
+    return np.dtype(np.int32 if np.issubdtype(problem.out_dtype, np.integer) else np.float32)
+
+
+def operand_shapes(problem: Problem) -> Operands:
+    """Returns shape and type of each operand, as a kernel takes it."""
+    epilogue, out = problem.epilogue, problem.out_dtype
+    b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
+    return Operands(
+        jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
+        b,
+        b if epilogue.gated else None,
+        jax.ShapeDtypeStruct(problem.out_shape[-1:], out) if epilogue.bias else None,
+        jax.ShapeDtypeStruct(problem.residual_shape, out) if epilogue.residual else None,
+    )
+
+
+def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
+    shapes = operand_shapes(problem).present()
+    keys = jax.random.split(key, len(shapes))
+    return tuple(accuracy.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
+
+
+def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:
+    """Returns operands to take in turn, so many that each is out of the cache again."""
+    read = sum(x.size * x.dtype.itemsize for x in operand_shapes(field.problem).present())
+    count = min(MOST_SETS, math.ceil(COLD_BYTES / read))
+    draw = field.draw.result()
+    return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

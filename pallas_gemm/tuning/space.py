@@ -1,0 +1,157 @@
+"""The configs that tuning tries: more than the heuristics consider, fewer than there are.
+
+Nothing runs here. What a kernel refuses is left out, and so is what the heuristics predict to be
+hopeless. Of the rest, half are the best of different tiles, for that is what predictions can tell
+apart; the others are what they cannot: other modes of these tiles, and the heuristics' choice with
+another order, cluster, kind of persistence or store.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from pallas_gemm.config import STEP_BYTES, GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.hopper.candidates import MOST_STAGES
+from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
+from pallas_gemm.planning import heuristics
+from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.problem import Problem
+
+MOST = 12
+"""Configs of a problem that are tried, unless the caller says otherwise."""
+
+HOPELESS = 1.3
+"""How much slower than the best a config may be predicted and still be tried."""
+
+CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
+"""Rows of a tile, and the warpgroups that share it."""
+
+TILE_COLUMNS = tuple(range(64, 257, 16))
+
+
+def configs(
+    problem: Problem, device: Device, architecture: Architecture, most: int = MOST
+) -> list[GemmConfig]:
+    """Returns the configs to try, the heuristics' own choice first.
+
+    Args:
+        problem: What is to be computed.
+        device: The GPU that it is for.
+        architecture: Whose kernel it is.
+        most: How many configs are returned at most.
+    """
+    considered = [choice.config for choice in heuristics.rank(problem, device, architecture)]
+    if not considered:
+        return []
+    first = considered[0]
+    more = considered + [
+        _fitted(config, problem, device)
+        for config in _structures(first, problem, device)
+        if not config.refusals(problem, device)
+    ]
+    seconds = {config: heuristics.seconds(problem, config, device, architecture) for config in more}
+    hopeful = [config for config in seconds if seconds[config] <= HOPELESS * min(seconds.values())]
+    hopeful.sort(key=lambda config: seconds[config])
+    tiles, modes = _split_by_tile([first, *hopeful])
+    varied = list(_variations(first, problem, device))
+    shares = (1 + most * 5 // 12, most * 2 // 12, most * 4 // 12)
+    parts = (tiles, modes, varied)
+    kept = [config for part, share in zip(parts, shares, strict=True) for config in part[:share]]
+    left = [config for part, share in zip(parts, shares, strict=True) for config in part[share:]]
+    return list(dict.fromkeys([*kept, *left]))[:most]
+
+
+def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
+    """Yields, where the kernel is Hopper's, each tile as it is, mirrored, and in ping-pong."""
+    if not isinstance(first, HopperConfig):
+        return
+    modes = ((False, False), (True, False), (False, True))
+    for rows, cols, (mirrored, pingpong) in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
+        config = HopperConfig(
+            tile=(rows, cols),
+            consumers=2 if pingpong else CONSUMERS[rows],
+            pingpong=pingpong,
+            mirrored=mirrored,
+            late_store=False,
+            store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
+        )
+        if math.prod(config.stacked_grid(problem)) <= device.sms:
+            # A tile for each CTA: a table would only be waited for.
+            config = dataclasses.replace(config, schedule="online_swizzle:8")
+        late = config.allows_late_store(config.seen(problem))
+        stored_late = dataclasses.replace(config, late_store=late)
+        # Narrower store slots make room for another stage of the largest tiles.
+        narrow = dataclasses.replace(config, store_columns=config.store_columns // 2)
+        if deep := _deepest(stored_late, problem, device) or _deepest(narrow, problem, device):
+            yield deep
+
+
+def _deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
+    """Returns the config with as many stages as fit into shared memory, None if three do not."""
+    most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
+    for stages in range(most, 2, -1):
+        deeper = dataclasses.replace(config, stages=stages)
+        if deeper.shared_memory_bytes(problem) <= device.shared_memory:
+            return deeper
+    return None
+
+
+def _fitted(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
+    """Returns the config with balanced CTAs and an order that suits its tile."""
+    return dataclasses.replace(
+        config,
+        ctas=heuristics.balanced_ctas(problem, config, device),
+        schedule=("online_" if config.is_online else "")
+        + heuristics.order(problem, config, device),
+    )
+
+
+def _split_by_tile(
+    candidates: Iterable[GemmConfig],
+) -> tuple[list[GemmConfig], list[GemmConfig]]:
+    """Returns the first config of each tile, and the others."""
+    tiles: dict[tuple[int, int], GemmConfig] = {}
+    others = [
+        config
+        for config in dict.fromkeys(candidates)
+        if tiles.setdefault(config.tile, config) is not config
+    ]
+    return list(tiles.values()), others
+
+
+def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
+    """Yields what differs from a config in one thing that the prediction does not see."""
+    clusters = ((2, 1), (1, 2))
+    shared = (dataclasses.replace(config, cluster=cluster) for cluster in clusters)
+    along_rows, along_cols = (
+        _fitted(other, problem, device) if not other.refusals(problem, device) else config
+        for other in shared
+    )
+    tabled = [
+        dataclasses.replace(config, schedule=name) for name in ("swizzle:8", "hilbert", "raster")
+    ]
+    others = [
+        along_rows,
+        _with_more_slots(config, problem, device),
+        dataclasses.replace(config, persistence="dynamic"),
+        tabled[0],
+        dataclasses.replace(config, ctas=None),
+        along_cols,
+        *tabled[1:],
+    ]
+    same = dataclasses.replace(config, ctas=None)
+    if same.workers(problem, device) == config.workers(problem, device):
+        others.remove(same)
+    for other in others:
+        if other != config and not other.refusals(problem, device):
+            yield other
+
+
+def _with_more_slots(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
+    """Returns the config with twice the store slots and the stages that then still fit."""
+    more = dataclasses.replace(config, store_slots=2 * config.store_slots)
+    if not isinstance(more, HopperConfig):
+        return more
+    return _deepest(more, problem, device) or config

@@ -1,0 +1,67 @@
+"""`python -m pallas_gemm doctor`."""
+
+import jax
+import pytest
+
+from pallas_gemm import __main__, __version__
+from pallas_gemm.api import doctor
+
+
+def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        f"pallas_gemm {__version__}",
+        "devices of the default backend, cpu",
+        "why           no GPU is planned for",
+        "  xla        exact",
+        "  interpret  exact",
+    ):
+        assert part in text, text
+
+
+def test_the_simulator_runs_on_the_cpu_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = []
+    right = doctor.gemm
+
+    def gemm(*args: jax.Array, implementation: str, **kwargs: object) -> jax.Array:
+        places.append((implementation, args[0].device))
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(doctor, "gemm", gemm)
+    # Here the other devices are CPUs as well, but not the first one.
+    with jax.default_device(jax.devices()[3]):
+        assert [fine for _, _, fine in doctor._checks()] == [True, True]
+    assert places == [("xla", jax.devices()[3]), ("interpret", jax.devices()[0])]
+
+
+def test_a_wrong_product_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = doctor.gemm
+    monkeypatch.setattr(doctor, "gemm", lambda *args, **kwargs: right(*args, **kwargs) + 1)
+    assert __main__.main(["doctor"]) == 1
+    assert f"{70 * 136} elements are wrong" in capsys.readouterr().out
+
+
+def test_a_failing_product_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(doctor, "gemm", failing)
+    assert __main__.main(["doctor"]) == 1
+    assert "failed: RuntimeError: out of order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["surgeon"]])
+def test_another_command_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        __main__.main(arguments)
+    assert raised.value.code == 2
+    assert "doctor" in capsys.readouterr().err

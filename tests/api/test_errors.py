@@ -1,0 +1,302 @@
+"""Bad input: an error before anything is traced, that names the argument, its value and the way."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import dot_general, gated_gemm, gemm, matmul, target
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.op.product import product_p
+from schedules import build
+
+A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
+NUMBERS = (((1,), (0,)), ((), ()))
+
+CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    ("no array", lambda: gemm([[1.0]], B), TypeError, "a must be an array, got list"),
+    ("none", lambda: gemm(A, None), TypeError, "b must be an array, got NoneType"),
+    ("bools", lambda: gemm(A > 0, B), TypeError, "a must be an array of numbers, got dtype bool"),
+    ("a scalar", lambda: gemm(jnp.float32(1), B), ValueError, "a must have at least one dim"),
+    (
+        "contracted sizes",
+        lambda: gemm(A, A),
+        ValueError,
+        r"contracted size, got 6 in a\[4, 6\] .* and 4 in b\[4, 6\].*transpose_b=True would fit",
+    ),
+    (
+        "a transposition too many",
+        lambda: gemm(A, B, transpose_a=True),
+        ValueError,
+        "transpose_a=False would fit",
+    ),
+    (
+        "no transposition helps",
+        lambda: gemm(A, jnp.ones((5, 7))),
+        ValueError,
+        r"with transpose_a=False, transpose_b=False$",
+    ),
+    (
+        "vectors",
+        lambda: gemm(jnp.ones(3), jnp.ones(4)),
+        ValueError,
+        r"got 3 in a\[3\] .* and 4 in b\[4\]",
+    ),
+    (
+        "batches",
+        lambda: gemm(jnp.ones((2, 4, 6)), jnp.ones((3, 6, 8))),
+        ValueError,
+        r"a\[2, 4, 6\] and b\[3, 6, 8\] must broadcast: \[2\] against \[3\]",
+    ),
+    ("bias", lambda: gemm(A, B, bias=jnp.ones(6)), ValueError, r"bias .* \[8\], got \[6\]"),
+    (
+        "bias of two dimensions",
+        lambda: gemm(A, B, bias=jnp.ones((1, 8))),
+        ValueError,
+        r"bias .* got \[1, 8\]",
+    ),
+    (
+        "bias of a vector",
+        lambda: gemm(A, jnp.ones(6), bias=jnp.ones(1)),
+        ValueError,
+        "bias needs a result with columns, but b is a vector",
+    ),
+    (
+        "residual",
+        lambda: gemm(A, B, residual=jnp.ones((8,))),
+        ValueError,
+        r"residual must have the result's shape \[4, 8\], got \[8\]",
+    ),
+    (
+        "activation's name",
+        lambda: gemm(A, B, activation="geluu"),
+        ValueError,
+        "activation='geluu' is unknown; did you mean 'gelu'",
+    ),
+    ("activation's kind", lambda: gemm(A, B, activation=3), TypeError, "activation must be a name"),
+    (
+        "activation that mixes",
+        lambda: gemm(A, B, activation=jax.nn.softmax),
+        TypeError,
+        "must be elementwise, but it uses reduce_max",
+    ),
+    (
+        "activation that captures",
+        lambda: gemm(A, B, activation=lambda x: x * B[0, 0]),
+        TypeError,
+        r"captures arrays of shapes \[\(.*\)\]",
+    ),
+    (
+        "activation that changes the type",
+        lambda: gemm(A, B, activation=lambda x: x.astype(jnp.bfloat16)),
+        TypeError,
+        r"turns float32\[2, 3\] into bfloat16\[2,3\]",
+    ),
+    (
+        "activation of two arguments",
+        lambda: gemm(A, B, activation=jnp.add),
+        TypeError,
+        r"activation=.* of one float32 array .* raised TypeError: add\(\) missing 1",
+    ),
+    (
+        "activation that looks at values",
+        lambda: gemm(A, B, activation=lambda x: x if x > 0 else -x),
+        TypeError,
+        "activation=.* tracing it raised",
+    ),
+    ("objects", lambda: gemm(A, np.asarray([[{}]])), TypeError, "b must .* got dtype object"),
+    (
+        "a flag",
+        lambda: gemm(A, B, transpose_a="no"),
+        TypeError,
+        "transpose_a must be True or False",
+    ),
+    ("a large alpha", lambda: gemm(A, B, alpha=10**400), ValueError, "alpha must fit into a float"),
+    (
+        "a complex bias",
+        lambda: gemm(A, B, bias=jnp.ones(8, jnp.complex64)),
+        TypeError,
+        "bias must be an array of real numbers, got dtype complex64",
+    ),
+    (
+        "a complex residual",
+        lambda: gemm(A, B, residual=jnp.ones((4, 8), jnp.complex64)),
+        TypeError,
+        "residual must be an array of real numbers",
+    ),
+    (
+        "no second weight",
+        lambda: gated_gemm(A, B, None),
+        TypeError,
+        "w_up must be an array, got",
+    ),
+    (
+        "weights that are vectors",
+        lambda: gated_gemm(A, A[0], A[0]),
+        ValueError,
+        r"w_gate must be a matrix or several, got shape \[6\]",
+    ),
+    (
+        "the name of the first weight",
+        lambda: gated_gemm(A, A, A),
+        ValueError,
+        r"a and w_gate must agree .* in w_gate\[4, 6\].*transpose_b=True would fit",
+    ),
+    (
+        "a config's field",
+        lambda: gemm(A, B, config=HopperConfig(stages="many")),
+        TypeError,
+        "stages must be an integer, got 'many'",
+    ),
+    (
+        "a config's tile",
+        lambda: gemm(A, B, config=HopperConfig(tile=(64, 64, 64))),
+        TypeError,
+        r"config: tile must be like \(128, 256\), got \(64, 64, 64\)",
+    ),
+    (
+        "dimension numbers that are none",
+        lambda: dot_general(A, B, (((1.5,), (0,)), ((), ()))),
+        TypeError,
+        "dimension_numbers must be .* sequences of integers",
+    ),
+    ("target", lambda: target(3).__enter__(), ValueError, "device must be one of h100.* got 3"),
+    ("alpha", lambda: gemm(A, B, alpha=jnp.float32(2)), TypeError, "alpha must be a Python number"),
+    ("beta", lambda: gemm(A, B, beta="1"), TypeError, "beta must be a Python number.*got str"),
+    (
+        "preferred type",
+        lambda: gemm(A, B, preferred_element_type="float31"),
+        TypeError,
+        "preferred_element_type='float31' is no type of numbers",
+    ),
+    (
+        "preferred type of no numbers",
+        lambda: matmul(A, B, preferred_element_type=bool),
+        TypeError,
+        "preferred_element_type=<class 'bool'> is no type of numbers",
+    ),
+    (
+        "an epilogue of integers",
+        lambda: gemm(jnp.ones((4, 6), jnp.int8), jnp.ones((6, 8), jnp.int8), activation="relu"),
+        TypeError,
+        "need real operands and a floating-point result",
+    ),
+    (
+        "precision",
+        lambda: gemm(A, B, precision="exact"),
+        ValueError,
+        "precision='exact' is not legal",
+    ),
+    (
+        "implementation",
+        lambda: gemm(A, B, implementation="hoper"),
+        ValueError,
+        "implementation='hoper' is unknown; did you mean 'hopper'",
+    ),
+    (
+        "implementation for the type",
+        lambda: gemm(A.astype(jnp.complex64), B.astype(jnp.complex64), implementation="interpret"),
+        ValueError,
+        "implementation='interpret' cannot .* no kernel takes operands of complex64",
+    ),
+    ("config", lambda: gemm(A, B, config={"tile": 1}), TypeError, "config must be the config of a"),
+    ("config's class", lambda: gemm(A, B, config=GemmConfig()), TypeError, "such as HopperConfig"),
+    (
+        "config's values",
+        lambda: gemm(A, B, config=HopperConfig(tile=(128, 250))),
+        ValueError,
+        r"config=HopperConfig.*tile columns .* got tile=\(128, 250\)",
+    ),
+    (
+        "config for XLA",
+        lambda: gemm(A, B, config=HopperConfig(), implementation="xla"),
+        ValueError,
+        "config and schedule have no meaning for implementation='xla'",
+    ),
+    ("schedule's name", lambda: gemm(A, B, schedule="hilbrt"), ValueError, "mean 'hilbert'"),
+    ("schedule's kind", lambda: gemm(A, B, schedule=8), TypeError, "schedule must be a name"),
+    (
+        "schedule's grid",
+        lambda: gemm(A, B, schedule=build("hilbert", 3, 3)),
+        ValueError,
+        r"schedule is made for the grid \(3, 3\); legal are \(1, 1\) for tiles of",
+    ),
+    (
+        "gate",
+        lambda: gated_gemm(A, B, jnp.ones((6, 9))),
+        ValueError,
+        r"w_gate and w_up must have the same shape, got \[6, 8\] and \[6, 9\]",
+    ),
+    (
+        "gate's type",
+        lambda: gated_gemm(A, B, B.astype(jnp.bfloat16)),
+        TypeError,
+        "w_gate and w_up must have the same dtype, got float32 and bfloat16",
+    ),
+    (
+        "dimension numbers",
+        lambda: dot_general(A, B, ((1,), (0,))),
+        TypeError,
+        r"dimension_numbers must be \(\(lhs_contracting",
+    ),
+    (
+        "a dimension that is not there",
+        lambda: dot_general(A, B, (((2,), (0,)), ((), ()))),
+        ValueError,
+        r"contracting dimension 2 is not one of the 2 dimensions of lhs\[4, 6\]",
+    ),
+    (
+        "dimensions that do not match",
+        lambda: dot_general(A, B, (((0,), (0,)), ((), ()))),
+        ValueError,
+        r"equal sizes, got 4 in lhs\[4, 6\] \(dimension 0\) and 6 in rhs\[6, 8\]",
+    ),
+    (
+        "dimensions without a partner",
+        lambda: dot_general(A, B, (((0, 1), (0,)), ((), ()))),
+        ValueError,
+        r"as many contracting dimensions of lhs as of rhs, got \(0, 1\) and \(0,\)",
+    ),
+    (
+        "a dimension twice",
+        lambda: dot_general(A, A, (((0,), (0,)), ((0,), (0,)))),
+        ValueError,
+        r"names a dimension of lhs twice: contracting \(0,\), batch \(0,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_an_error_says_what_is_wrong(
+    call: Callable[[], Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the product was traced")
+
+    monkeypatch.setattr(product_p, "bind", traced)
+    with pytest.raises(error) as raised:
+        call()
+    assert re.search(message, str(raised.value), re.DOTALL), raised.value
+
+
+def test_an_activation_that_captures_a_traced_value_is_refused() -> None:
+    def scaled(slope: jax.Array) -> jax.Array:
+        return gemm(A, B, activation=lambda x: slope * x)
+
+    with pytest.raises(TypeError, match="captures arrays of shapes"):
+        jax.jit(scaled)(jnp.float32(2))
+
+
+def test_a_traced_scale_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match="a traced factor can scale an operand or the result"):
+        jax.jit(lambda alpha: gemm(A, B, alpha=alpha))(2.0)

@@ -1,0 +1,153 @@
+"""`precompile`: what products become on a GPU that is not there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_gemm
+from pallas_gemm import explain, gated_gemm, offline, precompile
+from pallas_gemm.api import precompile as precompilation
+from pallas_gemm.problem import Problem
+
+needs_compiler = pytest.mark.skipif(
+    bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
+)
+
+
+@needs_compiler
+def test_each_product_is_planned_compiled_and_reported_on() -> None:
+    large, batched, small = precompile(
+        [(1024, 2048, 512), (4, 256, 256, 256), [16, 64, 64]],
+        "h200",
+        bias=True,
+        activation="gelu",
+        transpose_b=True,
+    )
+    problem = large.decision.problem
+    assert (problem.m, problem.n, problem.k, problem.layout) == (1024, 2048, 512, "NT")
+    assert (problem.epilogue.bias, problem.epilogue.residual) == (True, False)
+    assert batched.decision.problem.batch == 4
+    for product in (large, batched):
+        assert (product.implementation, product.spill_bytes) == ("hopper", 0)
+        assert product.report is not None
+        assert product.report.target == "h200"
+        assert product.registers == product.report.registers > 0
+        assert product.config is not None
+        # The ring of operands alone: two bytes for each element of its tiles.
+        rows, columns = product.config.tile
+        ring = 2 * product.config.stages * 64 * (rows + columns)
+        assert ring < product.shared_memory_bytes < 232448
+        assert f"{product.registers} registers, 0 bytes spilled" in str(product)
+        assert str(product.config) in str(product)
+    # What is left to XLA is not compiled.
+    assert (small.implementation, small.report, small.config) == ("xla", None, None)
+    assert (small.registers, small.spill_bytes, small.shared_memory_bytes) == (0, 0, 0)
+    assert str(small) == f"1 x 16 x 64 x 64 NT: xla, because {small.decision.reason}"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("target", "kernel"), [("h100", "hopper"), ("b200", "blackwell")])
+def test_every_target_has_its_kernel(target: str, kernel: str) -> None:
+    [product] = precompile([(1024, 1024, 1024)], target, gated=True, activation="silu")
+    assert product.implementation == kernel
+    assert product.decision.problem.epilogue.gated
+    assert product.report is not None
+    assert product.report.target == target
+    assert product.spill_bytes == 0
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compiles nothing, and returns the decisions about what would have been compiled."""
+    seen = []
+
+    def instead(f: Any, operands: Any, *, target: str) -> Any:
+        seen.append((target, explain(f, operands).products[0]))
+
+    monkeypatch.setattr(precompilation, "compile_report", instead)
+    return seen
+
+
+def test_the_products_of_a_program_are_those_that_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return gated_gemm(x, gate, up, preferred_element_type=jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((4, 512, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    seen = _recorded(monkeypatch)
+    with pallas_gemm.target("h200"):
+        forward = explain(loss, x, w, w).products
+        backward = explain(jax.grad(loss, (0, 1, 2)), x, w, w).products
+    products = [decision.problem for decision in (*forward, *backward)]
+    # Forward; and for derivatives both pre-activations, the gradients of the weights, and that of
+    # the inputs, which is one product of operands in pieces.
+    assert len(products) == 1 + 2 + 2 + 1
+    assert [problem.pieces for problem in products].count((512, 512)) == 1
+    done = precompile(products, "h200", activation="ignored")
+    # Several at a time, so in any order.
+    assert {decision.problem for _, decision in seen} == set(products)
+    assert {target for target, _ in seen} == {"h200"}
+    assert [product.decision.problem for product in done] == products
+    plans = [decision.plan for decision in (*forward, *backward)]
+    assert [product.config for product in done] == [plan.config for plan in plans if plan]
+
+
+def test_options_are_those_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _recorded(monkeypatch)
+    precompile(
+        [(1024, 1024, 1024)],
+        "h200",
+        dtype=(jnp.float16, jnp.float16),
+        residual=True,
+        alpha=2.0,
+        preferred_element_type=jnp.float32,
+        schedule="hilbert",
+    )
+    [(_, decision)] = seen
+    assert (decision.problem.a_dtype, decision.problem.out_dtype) == (jnp.float16, jnp.float32)
+    assert (decision.problem.epilogue.residual, decision.problem.epilogue.alpha) == (True, 2.0)
+    assert decision.plan.config.schedule == "hilbert"
+
+
+def test_what_no_kernel_considers_is_xlas() -> None:
+    [product] = precompile([(64, 64, 64)], "h200", dtype=jnp.complex64)
+    assert product.implementation == "xla"
+    assert product.decision.reason == "no kernel takes operands of complex64"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ((4096, 4096, 4096), {}, r"shapes\[0\]=4096 must be \(m, n, k\) or \(batch, m, n, k\)"),
+        ([(1, 2, 3), (1, 2)], {}, r"shapes\[1\]=\(1, 2\) must be"),
+        ([(1, 2, 0)], {}, r"shapes\[0\]=\(1, 2, 0\) must be .* of positive integers"),
+        ([(1, 2, 3.0)], {}, r"shapes\[0\]=\(1, 2, 3.0\) must be"),
+        ([(1, 2, 3)], {"target": "a100"}, "target='a100' is unknown; legal are b200, h100, h200"),
+        ([(1, 2, 3)], {"target": 9}, "target=9 is unknown"),
+        ([(1, 2, 3)], {"activation": "gleu"}, "did you mean 'gelu'"),
+        ([(64, 64, 64)], {"implementation": "blackwell"}, "needs compute capability 10"),
+    ],
+)
+def test_bad_requests_are_refused(shapes: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        precompile(shapes, **{"target": "h200", **options})
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="'swizzle'"):
+        precompile([(64, 64, 64)], "h200", swizzle=8)
+
+
+@needs_compiler
+def test_operands_in_pieces() -> None:
+    problem = Problem(512, 1024, 1024, transpose_b=True, pieces=(512, 512))
+    [product] = precompile([problem], "h200")
+    assert (product.implementation, product.spill_bytes) == ("hopper", 0)
+    assert product.decision.problem == problem
+    # Which takes them apart, so that there is no kernel of the whole.
+    [product] = precompile([problem], "b200")
+    assert (product.implementation, product.report) == ("xla", None)
+    assert "no operands in pieces" in str(product.decision.refused)

@@ -1,0 +1,327 @@
+"""The Blackwell kernel compiled ahead of time: no spills, and the instructions that it promises.
+
+What is compiled covers the search space without being all of it, to take half a minute of one core:
+
+* every step of the ladder, and one config for each mode of the kernel;
+* every candidate of the heuristics with each of some epilogues, which between them are in every
+  layout, of every type, in a batch and without, dealt and taken over;
+* some configs that are legal and never considered, as they are drawn.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.blackwell_ladder import STEPS
+from pallas_gemm import offline
+from pallas_gemm.device import B200
+from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels.activations import gelu_tanh
+from pallas_gemm.kernels.blackwell import kernel as blackwell
+from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.blackwell.candidates import SHAPES, candidates
+from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.tuning import space as tuning_space
+from tests import products
+
+Case = tuple[BlackwellConfig, Problem]
+
+DRAWN = 8
+"""Configs that are drawn: of what is wrong with every fourth, they show one 9 times in 10."""
+
+PROBLEM = Problem(8192, 4096, 4096, transpose_b=True)
+LAYOUTS = ("NT", "NN", "TN", "TT")
+EPILOGUES = {
+    "none": Epilogue(),
+    "exact gelu": Epilogue(0.5, activation=lambda x: jax.nn.gelu(x, approximate=False)),
+    "residual": Epilogue(0.5, 2.0, bias=True, residual=True),
+    "residual and gelu": Epilogue(0.5, 2.0, bias=True, residual=True, activation=gelu_tanh),
+    "swiglu": Epilogue(gated=True, activation=jax.nn.silu),
+}
+TYPES = (
+    (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
+    (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16),
+    (jnp.float16, jnp.float16, jnp.float16),
+    (jnp.bfloat16, jnp.bfloat16, jnp.float32),
+    (jnp.float8_e5m2, jnp.float8_e5m2, jnp.float8_e4m3fn),
+)
+INTEGERS = (jnp.int8, jnp.int8, jnp.int32)
+
+PAIRED = BlackwellConfig()
+SINGLE = dataclasses.replace(PAIRED, cluster=(1, 1), stages=4)
+RESIDUAL = dataclasses.replace(PROBLEM, epilogue=EPILOGUES["residual"])
+MODES: dict[str, Case] = {
+    **{step: (config, PROBLEM) for step, config in STEPS.items()},
+    "one CTA": (SINGLE, PROBLEM),
+    "one CTA, dynamic": (dataclasses.replace(SINGLE, persistence="dynamic"), PROBLEM),
+    "on-line": (dataclasses.replace(PAIRED, schedule="online_swizzle:8"), PROBLEM),
+    "residual": (PAIRED, RESIDUAL),
+    "three store slots": (
+        dataclasses.replace(PAIRED, persistence="dynamic", store_slots=3, stages=5),
+        RESIDUAL,
+    ),
+}
+
+
+def told_apart(cases: Sequence[Case]) -> dict[int, Case]:
+    """Gives each kernel a grid of its own, by which its report is found again."""
+    found: dict[int, Case] = {}
+    for number, (given, posed) in enumerate(cases, start=1):
+        config = dataclasses.replace(given, ctas=B200.sms - 2 * number)
+        problem = dataclasses.replace(posed, m=posed.m + 256 * number)
+        found[config.launched(problem, B200) * config.cluster_size] = config, problem
+    assert len(found) == len(cases)
+    return found
+
+
+def compiled(cases: Sequence[Case]) -> list[tuple[Case, offline.Report]]:
+    """Compiles all kernels in one process."""
+    numbered = told_apart(cases)
+    plans = [BlackwellPlan(problem, config, B200) for config, problem in numbered.values()]
+    kernels = [blackwell.build(plan) for plan in plans]
+
+    def every(*arrays: Any) -> list[Any]:
+        return [kernel(*some) for kernel, some in zip(kernels, arrays, strict=True)]
+
+    shapes = [operands(plan.problem) for plan in plans]
+    reports = offline.compile_reports(every, *shapes, target="b200")
+    assert len(reports) == len(cases)
+    return [(numbered[math.prod(report.grid)], report) for report in reports]
+
+
+def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    arrays = [(problem.a_shape, problem.a_dtype)]
+    arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
+    arrays += [((problem.n,), jnp.float32)] * problem.epilogue.bias
+    arrays += [(problem.out_shape, problem.out_dtype)] * problem.epilogue.residual
+    return [jax.ShapeDtypeStruct(*array) for array in arrays]
+
+
+def check_sound(cases: Sequence[Case]) -> None:
+    """Nothing spills, and shared and tensor memory are as predicted."""
+    assert cases
+    for (config, problem), report in compiled(cases):
+        assert report.spill_bytes == 0, config
+        predicted = config.shared_memory_bytes(problem)
+        assert predicted - 2560 < report.shared_memory_bytes <= predicted
+        columns = config.accumulators * config.tile[1]
+        assert report.tensor_memory_columns == 2 ** math.ceil(math.log2(columns))
+
+
+def of_types(problem: Problem, types: tuple[Any, Any, Any]) -> Problem:
+    a, b, out = types
+    return dataclasses.replace(problem, a_dtype=a, b_dtype=b, out_dtype=out)
+
+
+def candidate_cases(problem: Problem) -> list[Case]:
+    configs = candidates(problem, B200)
+    return [(config, problem) for config in configs if not config.refusals(problem, B200)]
+
+
+def drawn_problem(number: int, epilogue: Epilogue) -> Problem:
+    """A type, a layout that it may have, and a batch or none, each with each as `number` grows."""
+    types = TYPES[number % len(TYPES)]
+    problem = dataclasses.replace(PROBLEM, epilogue=epilogue, batch=1 + 2 * (number % 3 == 2))
+    wide = np.dtype(types[0]).itemsize == 2
+    return of_types(products.transposed(problem, LAYOUTS[number % 4 if wide else 0]), types)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_every_candidate_with_an_epilogue(name):
+    row = list(EPILOGUES).index(name)
+    cases = []
+    for column, shape in enumerate(SHAPES):
+        posed = drawn_problem(7 * row + column, EPILOGUES[name])
+        persistence = ("static", "dynamic")[(row + column) % 2]
+        # Not every tile is for every layout.
+        for problem in (posed, dataclasses.replace(posed, transpose_b=True)):
+            config = list(candidates(problem, B200))[column]
+            assert (config.tile, config.cluster) == shape
+            config = dataclasses.replace(config, persistence=persistence)
+            if not config.refusals(problem, B200):
+                cases.append((config, problem))
+                break
+    assert len(cases) == len(SHAPES)
+    check_sound(cases)
+
+
+def test_candidates_with_integers():
+    check_sound(candidate_cases(of_types(PROBLEM, INTEGERS))[::2])
+
+
+def test_legal_configs_that_are_never_considered(rng):
+    check_sound([legal_case(rng) for _ in range(DRAWN)])
+
+
+def legal_case(rng: np.random.Generator) -> Case:
+    """Draws until a config is legal."""
+    epilogues = list(EPILOGUES.values())
+    while True:
+        problem = drawn_problem(int(rng.integers(60)), epilogues[rng.integers(len(epilogues))])
+        specialised = bool(rng.random() < 0.75)
+        config = BlackwellConfig(
+            tile=(128, 16 * int(rng.integers(1, 17))),
+            stages=int(rng.integers(1, 9)),
+            cluster=PAIR if rng.random() < 0.5 else (1, 1),
+            persistence=rng.choice(["none", "static", "dynamic"]) if specialised else "none",
+            schedule=rng.choice(["hilbert", "online_swizzle:8"]),
+            store_columns=int(rng.choice([16, 32, 64])),
+            store_slots=int(rng.integers(1, 5)),
+            accumulators=int(rng.integers(1, 3)),
+            specialised=specialised,
+            direct_store=bool(rng.random() < 0.25),
+        )
+        if not config.refusals(problem, B200):
+            return config, problem
+
+
+def test_what_tuning_tries():
+    (blackwells,) = (known for known in ARCHITECTURES if known.name == "blackwell")
+    tried = [
+        # What differs only in its order, or in how many CTAs share it, is the same code.
+        dataclasses.replace(config, ctas=None, schedule="hilbert")
+        for config in tuning_space.configs(PROBLEM, B200, blackwells)
+        if isinstance(config, BlackwellConfig)
+    ]
+    check_sound([(config, PROBLEM) for config in dict.fromkeys(tried)])
+
+
+@pytest.fixture(scope="module")
+def modes() -> dict[str, tuple[Case, offline.Report]]:
+    numbered = told_apart(list(MODES.values()))
+    names = dict(zip(numbered.values(), MODES, strict=True))
+    return {names[case]: (case, report) for case, report in compiled(list(MODES.values()))}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_is_sound(name, modes):
+    _, report = modes[name]
+    assert report.spill_bytes == 0
+    assert not re.search(r"[1-9]\d* bytes stack frame", report.log)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_pairs_multiply_load_and_commit_together(name, modes):
+    (config, _), report = modes[name]
+    found = instructions(report.ptx)
+    pair = config.cluster_size == 2
+    # A step of 64 is four MMAs of 16; each step has a commit, and so has each tile.
+    assert found["tcgen05.mma.cta_group::2.kind::f16"] == (4 if pair else 0)
+    assert found["tcgen05.mma.cta_group::1.kind::f16"] == (0 if pair else 4)
+    commits = {name for name in found if name.startswith("tcgen05.commit")}
+    assert all(("multicast::cluster" in commit) == pair for commit in commits)
+    assert sum(found[commit] for commit in commits) == 2
+    loads = {name for name in found if re.match(r"cp\.async\.bulk\.tensor\.2d\.shared", name)}
+    operand_loads = {name for name in loads if name.endswith("cta_group::2")}
+    assert bool(operand_loads) == pair
+    assert report.cluster == (config.cluster_size, 1, 1)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_tiles_are_taken_over_by_cluster_launch_control_and_only_then(name, modes):
+    (config, problem), report = modes[name]
+    found = instructions(report.ptx)
+    dynamic = config.persistence == "dynamic"
+    asks = sum(found[name] for name in found if "clusterlaunchcontrol.try_cancel" in name)
+    reads = sum(found[name] for name in found if "query_cancel.is_canceled" in name)
+    # One role asks: for the two that are in flight at first, and in a loop for those that follow.
+    assert asks == (2 + 1 if dynamic else 0)
+    assert reads == (3 if dynamic else 0)
+    assert all("multicast::cluster::all" in name for name in found if "try_cancel" in name)
+    assert found["fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster"] == (
+        1 if dynamic else 0
+    )
+    tiles = math.prod(config.stacked_grid(problem)) * config.cluster_size
+    assert math.prod(report.grid) == (config.ctas if config.persistence == "static" else tiles)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_result_leaves_by_tma_unless_it_is_stored_directly(name, modes):
+    (config, problem), report = modes[name]
+    found = instructions(report.ptx)
+    stores = sum(
+        count
+        for instruction, count in found.items()
+        if instruction.startswith("cp.async.bulk.tensor.2d.global.shared::cta")
+    )
+    assert stores == (0 if config.direct_store else 1)
+    # Each of 128 threads stores its part of 128 rows: of each column an element.
+    direct = sum(map(int, re.findall(r"\bst(?:\.global)?\.b(\d+)", report.ptx)))
+    chunk = 8 * problem.out_dtype.itemsize * config.store_columns
+    assert direct == (chunk if config.direct_store else 0)
+    assert ("stmatrix" in report.ptx) == (not config.direct_store)
+    # What is read ahead of the last store may still be read by TMA.
+    left = set(map(int, re.findall(r"cp\.async\.bulk\.wait_group\.read\s+(\d+)", report.ptx)))
+    waits = {0} if problem.epilogue.residual else {0, config.store_slots - 1}
+    assert left == (set() if config.direct_store else waits)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_sums_are_read_from_tensor_memory(name, modes):
+    (config, problem), report = modes[name]
+    found = instructions(report.ptx)
+    reads = [name for name in found if name.startswith("tcgen05.ld")]
+    assert reads
+    # A load of 16x256b.xN brings 4 N registers; as a warp reads 32 lanes, it takes two.
+    repeats = {name: int(re.findall(r"\.x(\d+)\.", name)[0]) for name in reads}
+    registers = sum(4 * repeats[name] * found[name] for name in reads)
+    assert registers == config.read_columns(problem)
+    assert found["tcgen05.wait::ld.sync.aligned"] == 1
+    assert report.tensor_memory_columns == config.accumulators * config.tile[1]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_warps_are_specialised_in_warpgroups_of_their_own(name, modes):
+    (config, _), report = modes[name]
+    moved = re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", report.ptx)
+    if not config.specialised:
+        assert (report.threads, moved) == (256, [])
+        return
+    issuing, stored = config.registers
+    assert report.threads == 384
+    assert moved == [("dec", str(issuing))] * 2 + [("inc", str(stored))]
+    assert 128 * (2 * issuing + stored) <= 128 * 3 * report.registers
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_barriers_are_made_with_the_counts_of_the_protocol(name, modes):
+    (config, problem), report = modes[name]
+    plan = BlackwellPlan(problem, config, B200)
+    counts = re.findall(r"mbarrier\.init\.shared\S* \[\S+\], (\S+);", report.ptx)
+    made = collections.Counter(int(_constant(count, report.ptx)) for count in counts)
+    # All 128 threads of a warpgroup arrive on a barrier of one CTA that does not order MMAs.
+    expected = collections.Counter({128 * plan.full_arrivals: config.stages})
+    expected[protocol.commit_arrivals()] += config.stages + config.accumulators
+    expected[protocol.freed_arrivals() * config.cluster_size] += config.accumulators
+    if problem.epilogue.residual:
+        expected[128] += config.store_slots
+    if config.persistence == "dynamic":
+        expected[128 * protocol.answer_arrivals()] += launch_control.IN_FLIGHT
+        read = protocol.read_arrivals(plan.roles) * config.cluster_size
+        expected[read] += launch_control.IN_FLIGHT
+    assert made == expected
+
+
+def instructions(ptx: str) -> collections.Counter[str]:
+    """How often each instruction is written that says what it does in its name."""
+    families = r"(?:tcgen05|clusterlaunchcontrol|cp\.async\.bulk|fence\.proxy)"
+    return collections.Counter(re.findall(rf"\b{families}[a-z0-9_.:]+", ptx))
+
+
+def _constant(operand: str, ptx: str) -> str:
+    """The number in an operand, or in the register that is set to it once."""
+    if operand.isdigit():
+        return operand
+    (value,) = re.findall(rf"mov\.b32\s+{re.escape(operand)}, (\d+);", ptx)
+    return value

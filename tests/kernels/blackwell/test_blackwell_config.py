@@ -1,0 +1,238 @@
+"""What is legal on Blackwell: each refusal says which argument, what it was, and what it may be."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedules
+from bench.blackwell_ladder import STEPS
+from pallas_gemm import config as config_module
+from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.kernels.blackwell import config as blackwell_config
+from pallas_gemm.kernels.blackwell.candidates import MOST_STAGES, candidates
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.problem import Epilogue, Problem
+from tests import test_config
+
+CONFIG = BlackwellConfig()
+NT = Problem(4096, 4096, 4096, transpose_b=True)
+NN = dataclasses.replace(NT, transpose_b=False)
+FLOAT32 = dataclasses.replace(NT, out_dtype=jnp.float32)
+GATED = dataclasses.replace(NT, epilogue=Epilogue(gated=True))
+RESIDUAL = dataclasses.replace(NT, epilogue=Epilogue(residual=True))
+B300 = dataclasses.replace(B200, kind="NVIDIA B300", compute_capability=(10, 3))
+RTX = dataclasses.replace(B200, kind="NVIDIA RTX 5090", compute_capability=(12, 0))
+
+
+def case(
+    says: tuple[str, ...],
+    problem: Problem = NT,
+    device: Device = B200,
+    among: int = 1,
+    **changes: Any,
+) -> test_config.Case:
+    config = dataclasses.replace(CONFIG, **changes)
+    return test_config.Case(says, config, problem, device, among)
+
+
+def of_type(dtype: Any, out: Any = jnp.bfloat16, **changes: Any) -> Problem:
+    return dataclasses.replace(NT, a_dtype=dtype, b_dtype=dtype, out_dtype=out, **changes)
+
+
+CASES = {
+    # Whatever the problem.
+    "Hopper": case(("needs compute capability 10.x", "NVIDIA H200 has 9.0"), device=H200),
+    "consumer": case(("needs compute capability 10.x", "NVIDIA RTX 5090 has 12.0"), device=RTX),
+    "cluster": case(("cluster must be (1, 1) or, for a pair", "got (1, 2)"), cluster=(1, 2)),
+    "tile": case(("tile must be at least 1 row and 1", "got (0, 64)"), tile=(0, 64)),
+    "gated tile": case(("tile must be at least 1 row and 2", "(128, 1)"), GATED, tile=(128, 1)),
+    "persistence": case(
+        ("persistence must be 'none', 'static' or 'dynamic'", "'lazy'"), persistence="lazy"
+    ),
+    "ctas": case(("ctas must be at least one cluster (2)", "got 1"), ctas=1),
+    "store_columns": case(
+        ("store_columns must be 16, 32 or 64", "got 8"), tile=(128, 32), store_columns=8, among=2
+    ),
+    "store_slots": case(("store_slots must be at least 1", "got 0"), store_slots=0),
+    "no such cluster": case(
+        ("cluster: NVIDIA B200 runs no cluster of (2, 1)",),
+        device=dataclasses.replace(B200, measured_clusters=((1, 148), (2, 0))),
+    ),
+    # The order of the tiles.
+    "schedule's name": case(("schedule: ", "'zigzag'"), schedule="zigzag"),
+    "schedule's grid": case(
+        ("schedule must be made for the grid (16, 16)", "got (32, 32)"),
+        schedule=schedules.build("raster", 32, 32),
+    ),
+    "computed order": case(
+        ("persistence='dynamic' needs a schedule that is a table",),
+        persistence="dynamic",
+        schedule="online_raster",
+    ),
+    # The tile and its accumulators.
+    "rows": case(("tile rows must be 128", "got tile=(64, 256)"), tile=(64, 256)),
+    "columns": case(
+        ("a multiple of 32 up to 256", "got tile=(128, 320)"), tile=(128, 320), stages=2
+    ),
+    "half a tile": case(("a multiple of 32 up to", "tile=(128, 208)"), tile=(128, 208), among=2),
+    "half an atom": case(("a multiple of 128 up", "layout NN", "192)"), NN, tile=(128, 192)),
+    "half of a gate": case(
+        ("a multiple of 64 up to 256", "2 right operands", "tile=(128, 96)"),
+        GATED,
+        tile=(128, 96),
+        store_columns=16,
+    ),
+    "accumulators": case(("accumulators must be 1 or 2", "got 3"), accumulators=3),
+    # How the result is stored.
+    "whole chunks": case(
+        ("store_columns must divide the 96 columns", "got 64"), tile=(128, 96), store_columns=64
+    ),
+    "wide chunks": case(
+        ("store_columns must be from 8 to 32 for float32", "got 64"), FLOAT32, stages=2
+    ),
+    "narrow chunks": case(
+        ("store_columns must be from 32 to 128 for float8_e5m2", "got 16"),
+        dataclasses.replace(NT, out_dtype=jnp.float8_e5m2),
+        store_columns=16,
+    ),
+    "direct residual": case(("direct_store has no residual",), RESIDUAL, direct_store=True),
+    # The modes.
+    "one tile": case(
+        ("specialised=False computes one tile", "must be 'none'", "'static'"), specialised=False
+    ),
+    # What there is of it.
+    "no stages": case(("stages must be from 1 to 32", "got 0"), stages=0),
+    "barriers": case(("stages must be from 1 to 32", "got 33"), tile=(128, 32), stages=33, among=2),
+    "barriers of the residual": case(
+        ("store_slots must be at most 32", "got 33"),
+        tile=(128, 32),
+        stages=1,
+        store_columns=16,
+        store_slots=33,
+    ),
+    "memory": case(("shared memory: needs ", "fewer stages than 7"), stages=7),
+    # The problem.
+    "transposed result": case(
+        ("stores the result [m, n]", "got transpose_out=True"),
+        dataclasses.replace(NT, transpose_out=True),
+    ),
+    "cut result": case(
+        ("stores all rows and columns", "got kept=(4090, 4096)"),
+        dataclasses.replace(NT, kept=(4090, 4096)),
+    ),
+    "pieces": case(
+        ("takes no operands in pieces", "got (2048, 2048)"),
+        dataclasses.replace(NT, pieces=(2048, 2048)),
+    ),
+    "rows of a": case(
+        ("the last dimension of a must be a multiple of 8", "got 4095", "the next is 4096"),
+        dataclasses.replace(NT, k=4095),
+        among=2,
+    ),
+    "rows of the result": case(
+        ("the last dimension of the result must be a multiple of 8", "got 4100"),
+        dataclasses.replace(NT, n=4100),
+    ),
+    "columns of a": case(
+        ("a stored [k, m] needs m to be a multiple of 64", "got m=4104"),
+        dataclasses.replace(NT, m=4104, transpose_a=True),
+    ),
+    "columns of b": case(
+        ("b stored [k, n] needs n to be a multiple of 64", "got n=4104"),
+        dataclasses.replace(NN, n=4104),
+    ),
+    "two types": case(
+        ("operands must have one dtype", "got bfloat16 and float16"),
+        dataclasses.replace(NT, b_dtype=jnp.float16),
+    ),
+    "float32": case(
+        ("operands must be bfloat16, float16, float8 or int8, got float32",),
+        of_type(jnp.float32),
+    ),
+    "layout": case(
+        ("float8_e4m3fn operands must be stored with k last", "got layout NN"),
+        of_type(jnp.float8_e4m3fn, transpose_b=False),
+    ),
+    "result": case(("the result of int8 must be one of int32", "got bfloat16"), of_type(jnp.int8)),
+    "epilogue of integers": case(
+        ("int8 operands have no epilogue",),
+        of_type(jnp.int8, jnp.int32, epilogue=Epilogue(alpha=2.0)),
+        store_columns=32,
+    ),
+    "integers": case(
+        ("only compute capability 10.0 multiplies int8", "NVIDIA B300 has 10.3"),
+        of_type(jnp.int8, jnp.int32),
+        device=B300,
+        store_columns=32,
+    ),
+    "empty": test_config.Case(
+        ("sizes must be positive", "k=0"), CONFIG, dataclasses.replace(NT, k=0), B200
+    ),
+    "empty result": test_config.Case(
+        ("m, n and batch must be positive",), CONFIG, dataclasses.replace(NT, m=0), B200, among=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_refusal_says_which_argument_and_what_is_legal(case: test_config.Case) -> None:
+    found = [reason for reason in case.reasons if all(part in reason for part in case.says)]
+    assert (len(found), len(case.reasons)) == (1, case.among), case.reasons
+    with pytest.raises(ValueError, match="config cannot compute this problem: ") as caught:
+        case.config.check(case.problem, case.device)
+    assert found[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", sorted(test_config.written_reasons(config_module, blackwell_config))
+)
+def test_every_refusal_that_is_written_has_a_case(text: str) -> None:
+    # Any other cluster is refused before it comes to the one of all architectures.
+    general = "cluster must be one of "
+    assert text == general or any(
+        text in reason for case in CASES.values() for reason in case.reasons
+    )
+
+
+@given(
+    tile=st.tuples(st.integers(-1, 320), st.integers(-1, 320)),
+    cluster=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
+    numbers=st.fixed_dictionaries(
+        {
+            name: st.integers(-1, 40)
+            for name in ("stages", "accumulators", "ctas", "store_columns", "store_slots")
+        }
+    ),
+    sizes=st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300)),
+    epilogue=st.builds(Epilogue, gated=st.booleans(), residual=st.booleans()),
+)
+def test_nonsense_is_refused_and_never_an_error_of_another_kind(
+    tile: Any, cluster: Any, numbers: Any, sizes: Any, epilogue: Epilogue
+) -> None:
+    nonsense = dataclasses.replace(CONFIG, tile=tile, cluster=cluster, **numbers)
+    for reason in nonsense.refusals(Problem(*sizes, epilogue=epilogue), B200):
+        assert re.search(r"must|needs|at most|fewer|no residual", reason)
+
+
+@pytest.mark.parametrize("device", [B200, B300], ids=["10.0", "10.3"])
+@pytest.mark.parametrize("config", STEPS.values(), ids=STEPS)
+def test_every_step_of_the_ladder_is_legal(config: BlackwellConfig, device: Device) -> None:
+    for size in (2048, 4096, 8192, 16384):
+        config.check(Problem(size, size, size, transpose_b=True), device)
+
+
+@pytest.mark.parametrize("problem", [NT, NN, FLOAT32, RESIDUAL, GATED])
+def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem: Problem) -> None:
+    found = list(candidates(problem, B200))
+    assert found
+    for candidate in found:
+        deeper = dataclasses.replace(candidate, stages=candidate.stages + 1)
+        assert not [reason for reason in candidate.refusals(problem, B200) if "shared" in reason]
+        assert candidate.stages == MOST_STAGES or any(
+            "shared memory" in reason for reason in deeper.refusals(problem, B200)
+        )

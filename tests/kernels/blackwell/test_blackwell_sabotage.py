@@ -1,0 +1,174 @@
+"""What keeps the Blackwell kernel's roles in step, taken away piece by piece: it is noticed.
+
+Without this, a test that finds no race would say nothing: it could not find any.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.device import B200
+from pallas_gemm.kernels import place, protocol
+from pallas_gemm.kernels.blackwell import kernel as blackwell
+from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.problem import Problem
+from tests import blackwell_simulator, products
+
+# One pair computes five tiles of three steps, with two of everything: all of it is used in turn.
+CONFIG = BlackwellConfig(
+    tile=(128, 64), stages=2, cluster=PAIR, ctas=2, store_columns=32, schedule="raster"
+)
+DYNAMIC = dataclasses.replace(CONFIG, persistence="dynamic")
+PROBLEM = Problem(1280, 64, 136, transpose_b=True)
+PATIENCE_SECONDS = 4.0
+"""For kernels with a fault; every wait of the sound kernel is over in a fraction of a second."""
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def leave_out(module: Any, name: str) -> Plant:
+    """A call that is forgotten."""
+    return lambda monkeypatch: monkeypatch.setattr(module, name, lambda *_, **__: None)
+
+
+def put(module: Any, name: str, wrong: Callable[..., Any]) -> Plant:
+    """A function that does something else."""
+    return lambda monkeypatch: monkeypatch.setattr(module, name, wrong)
+
+
+def arrive_before_reading(plan: Any, cta: Any, turn: Any) -> None:
+    """Frees an accumulator without waiting for the reads of it."""
+    plgpu.barrier_arrive(cta.barriers.freed.at[blackwell._accumulator(plan, turn)])
+
+
+def publish_the_other_accumulator(plan: Any, cta: Any, turn: Any) -> None:
+    """Announces sums under the phase of the other accumulator."""
+    plgpu.tcgen05_commit_arrive(
+        cta.barriers.ready.at[blackwell._accumulator(plan, turn + 1)], collective_axis="pair"
+    )
+
+
+def commit_in_one_cta(barrier: Any, collective_axis: str | None = None) -> None:
+    """Tells only the first CTA that an MMA is done."""
+    del collective_axis
+    COMMIT(barrier)
+
+
+def locate_too_low(config: Any, problem: Any, row: Any, col: Any) -> place.Where:
+    """Places every tile one row of tiles too far down."""
+    return LOCATE(config, problem, row + 1, col)
+
+
+def is_open_until_a_refusal(taken: launch_control.Taken) -> Any:
+    """Takes the first refusal for the end."""
+    return ~taken.granted & (taken.made - taken.read == launch_control.IN_FLIGHT)
+
+
+COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
+
+# What is left out or wrong, in which kernel, and what may come of it: an unordered access is a race
+# whatever the order of the run, unless the simulator stops at what is not allowed before it.
+FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
+    "slots are filled before they are free": (
+        leave_out(blackwell, "await_slot"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "operands are multiplied before they are there": (
+        leave_out(blackwell, "await_operands"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "an accumulator is overwritten before it was read": (
+        leave_out(blackwell, "await_accumulator"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "sums are read before they are complete": (
+        leave_out(blackwell, "await_sums"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "an accumulator is freed while it is read": (
+        put(blackwell, "free_accumulator", arrive_before_reading),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "a store slot is overwritten before it was stored": (
+        leave_out(blackwell, "await_store_slot"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "a chunk is stored before all threads wrote it": (
+        leave_out(plgpu, "commit_smem"),
+        CONFIG,
+        {"race", "refused"},
+    ),
+    "an answer is overwritten before all have read it": (
+        leave_out(launch_control, "await_readers"),
+        DYNAMIC,
+        {"race", "refused"},
+    ),
+    "a barrier expects a reader too few": (
+        put(protocol, "read_arrivals", lambda roles: roles - 1),
+        DYNAMIC,
+        {"race", "refused"},
+    ),
+    "a barrier expects an arrival too many": (
+        put(protocol, "freed_arrivals", lambda: 2),
+        CONFIG,
+        {"stuck"},
+    ),
+    "the wrong accumulator is announced": (
+        put(blackwell, "publish_sums", publish_the_other_accumulator),
+        CONFIG,
+        {"stuck"},
+    ),
+    "the other CTA is not told that an MMA is done": (
+        put(plgpu, "tcgen05_commit_arrive", commit_in_one_cta),
+        CONFIG,
+        {"stuck"},
+    ),
+    "tiles go to the wrong place": (put(place, "locate", locate_too_low), CONFIG, {"wrong"}),
+}
+
+
+def faults(
+    monkeypatch: pytest.MonkeyPatch,
+    config: BlackwellConfig,
+    patience_seconds: float,
+    **waiting: Any,
+) -> set[str]:
+    waiting = waiting or {"started": 1 if config.persistence == "dynamic" else None}
+    blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds, **waiting)
+    operands = products.small_integers(PROBLEM, np.random.default_rng(0))
+    expected = products.rounded(PROBLEM, products.exact(PROBLEM, operands))
+    plan = BlackwellPlan(PROBLEM, config, B200)
+    kernel = blackwell.build(plan, interpret=blackwell_simulator.PARAMS)
+    return blackwell_simulator.faults(kernel, operands.arrays, expected)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["static", "dynamic"])
+def test_nothing_is_wrong_as_it_is(config, monkeypatch):
+    assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_noticed(name, monkeypatch):
+    plant, config, evidence = FAULTS[name]
+    plant(monkeypatch)
+    assert evidence & faults(monkeypatch, config, PATIENCE_SECONDS)
+
+
+def test_an_answer_that_is_left_behind_after_a_refusal_is_noticed(monkeypatch):
+    put(launch_control, "is_open", is_open_until_a_refusal)(monkeypatch)
+    # The first cluster's second request is granted after its first was refused.
+    waiting = {"started": 2, "refused": frozenset({0})}
+    found = faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS, **waiting)
+    assert {"refused", "wrong"} & found

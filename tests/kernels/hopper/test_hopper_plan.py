@@ -1,0 +1,66 @@
+"""What follows from a config: the order in which chunks take store slots."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper import ring
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.problem import Problem
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_a_store_slot_is_free_when_its_next_chunk_takes_it(slots, columns):
+    config = HopperConfig(tile=(128, columns), store_slots=slots, stages=2, late_store=False)
+    plan = HopperPlan(Problem(512, 512, 512), config, H200)
+    issued: list[int] = []
+    for chunk in itertools.islice(itertools.cycle(range(len(plan.chunks))), 40):
+        slot = plan.store_slot(chunk)
+        done = issued[: max(len(issued) - plan.stores_in_flight(chunk), 0)]
+        # No store of the same slot is among those that may still be read.
+        assert slot not in issued[len(done) :]
+        issued.append(slot)
+    # Not more waiting than needed: some chunk may overlap as many stores as there are other slots.
+    most = max(plan.stores_in_flight(chunk) for chunk in range(len(plan.chunks)))
+    assert most >= min(slots, len(plan.chunks)) - 1
+
+
+def test_narrow_chunks_begin_where_wide_ones_would():
+    config = HopperConfig(tile=(128, 208), store_columns=64, stages=2, late_store=False)
+    plan = HopperPlan(Problem(512, 512, 512, transpose_b=True), config, H200)
+    widths = [(chunk.col, chunk.cols) for chunk in plan.chunks]
+    assert widths == [(0, 64), (64, 64), (128, 64), (192, 16)]
+    assert [plan.store_slot(chunk) for chunk in range(4)] == [0, 1, 0, 4]
+    assert plan.store_shape(16) == (2, 8, 64, 16)
+
+
+@pytest.mark.parametrize("k_steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("mode", ["late", "early", "pingpong"])
+def test_producer_and_consumers_agree_about_slots(mode, k_steps):
+    config = HopperConfig(
+        tile=(64, 128), stages=3, pingpong=mode == "pingpong", late_store=mode == "late"
+    )
+    plan = HopperPlan(Problem(512, 512, 64 * k_steps), config, H200)
+    head = ring.start(plan)
+    readers: dict[int, int] = {}
+    for turn in map(jnp.int32, range(5)):
+        reader = turn & 1
+        reached, expected = None, -1
+        for k in map(jnp.int32, range(k_steps)):
+            if k == 0:
+                slot = ring.first_slot(plan, turn)
+            else:
+                before, slot = ring.step(plan, turn, k, reached)
+                assert before == expected
+            expected = (int(turn) * k_steps + int(k)) % 3
+            assert slot == head.slot == expected
+            assert ring.last_barrier(plan, *head) == readers.get(expected, expected)
+            readers[expected] = int(ring.barrier(plan, slot, reader))
+            reached = ring.reached(plan, slot)
+            head = ring.advance(plan, head, reader)
+        assert ring.last_slot(plan, turn, reached) == expected
+    assert set(readers.values()) <= set(range(config.ring_barriers))

@@ -1,0 +1,158 @@
+"""Which tile a worker computes next: from a dealt table, by arithmetic, or claimed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedules
+from pallas_gemm.kernels import tiles
+from pallas_gemm.kernels.hopper import claims
+from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT
+from schedules import Schedule, online_raster, parse, parse_online
+
+grids = st.tuples(st.integers(1, 12), st.integers(1, 12))
+workers = st.integers(1, 20)
+
+
+def visited(source: tiles.TileSource, first: int = 0, every: int = 1) -> list[tuple[int, int]]:
+    """Walks, after checking how many turns there were, returns (row, col) of each."""
+    turns: list[int] = []
+    visits: list[tuple[int, int]] = []
+
+    def work(turn: Any, row: Any, col: Any, carry: Any) -> Any:
+        turns.append(int(turn))
+        visits.append((int(row), int(col)))
+        return carry
+
+    # Without jit, the loop is one of Python.
+    with jax.disable_jit():
+        count, _ = source.walk(work, None, first=jnp.int32(first), every=every)
+    assert turns == list(range(first, int(count), every))
+    return visits
+
+
+def table_source(schedule: Schedule, workers: int, worker: int) -> tiles.TableSource:
+    return tiles.TableSource(jnp.asarray(tiles.dealt_table(schedule, workers)), jnp.int32(worker))
+
+
+@given(grids, workers)
+def test_a_dealt_table_is_a_count_then_the_tiles_then_room_for_two_reads(grid, workers):
+    schedule = schedules.build("hilbert", *grid)
+    table = tiles.dealt_table(schedule, workers)
+    dealt = schedule.deal(workers)
+    assert table.dtype == np.int32
+    assert table.shape == (workers, 1 + dealt.shape[1] + 2)
+    np.testing.assert_array_equal(table[:, 1:-2], dealt)
+    assert (table[:, -2:] == schedules.PADDING).all()
+    for worker in range(workers):
+        assert table[worker, 0] == len(range(worker, len(schedule), workers))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (5, 7), (4, 4)])
+@pytest.mark.parametrize("workers", [1, 3, 20])
+def test_workers_walk_the_schedule_between_them(grid, workers):
+    schedule = schedules.build("swizzle:2", *grid)
+    for worker in range(workers):
+        visits = visited(table_source(schedule, workers, worker))
+        assert visits == list(map(tuple, schedule.order[worker::workers].tolist()))
+
+
+@pytest.mark.parametrize("tiles_of_worker", [0, 1, 2, 7, 8])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_turns_can_be_shared(tiles_of_worker, every):
+    # One more worker than tiles, where there are none: the last worker has an empty row.
+    schedule = schedules.build("raster", 1, max(tiles_of_worker, 1))
+    workers, worker = (2, 1) if tiles_of_worker == 0 else (1, 0)
+    source = table_source(schedule, workers, worker)
+    shares = [visited(source, first, every) for first in range(every)]
+    assert shares == [
+        [(0, turn) for turn in range(first, tiles_of_worker, every)] for first in range(every)
+    ]
+
+
+def test_rows_beyond_32767_survive_the_packing():
+    rows = np.array([[row, 0] for row in range(40_000)])
+    source = table_source(Schedule((40_000, 1), rows), 20_000, 19_999)
+    assert visited(source) == [(19_999, 0), (39_999, 0)]
+
+
+@pytest.mark.parametrize("name", ["raster", "swizzle:3", "swizzle:2:cols"])
+@pytest.mark.parametrize("workers", [1, 4, 40])
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every):
+    online, table = parse_online(name)(5, 7), parse(name)(5, 7)
+    for worker in {0, 1 % workers, workers - 1}:
+        computed = tiles.OnlineSource(online, jnp.int32(worker), workers)
+        read = table_source(table, workers, worker)
+        for first in range(every):
+            assert visited(computed, first, every) == visited(read, first, every)
+
+
+def test_the_next_entry_is_read_before_the_work_on_this_one():
+    order: list[str] = []
+
+    class Source(tiles.OnlineSource):
+        def load(self, turn):
+            order.append("load")
+            return super().load(turn)
+
+    def work(turn, row, col, carry):
+        order.append("work")
+        return carry
+
+    source = Source(online_raster(2, 2), jnp.int32(0), 1)
+    jax.make_jaxpr(lambda: source.walk(work, jnp.int32(0)))()
+    # Traced once before the loop and once in it.
+    assert order[:3] == ["load", "load", "work"]
+
+
+def test_claimed_tiles_cannot_be_shared_by_turns():
+    source = tiles.ClaimedSource(None, None, None, jnp.int32(0), 4)
+    with pytest.raises(ValueError, match="one by one, got first=1 and every=2"):
+        source.walk(lambda *_: None, None, first=1, every=2)
+
+
+@pytest.mark.parametrize("tag", [0, 1, 31, 32, 63])
+def test_a_claim_names_its_tile_whatever_its_tag(tag):
+    schedule = schedules.build("hilbert", 91, 90)
+    tagged = claims.encode(schedule).view(np.uint32) | np.uint32(tag << 26)
+    row, col = claims.decode(jnp.asarray(tagged.view(np.int32)))
+    np.testing.assert_array_equal(np.stack([row, col], axis=1), schedule.order)
+
+
+def test_the_largest_legal_grid_leaves_a_word_that_says_that_none_is_left():
+    for grid in ((CLAIM_LIMIT - 1, 1), (1, CLAIM_LIMIT - 1)):
+        words = claims.encode(schedules.build("raster", *grid))
+        assert len(set(words.tolist())) == CLAIM_LIMIT - 1
+        assert words.max() < claims.END
+        assert words.min() >= 0
+    # Nor do the largest row and column together make that word, and its tag can be added.
+    largest = (CLAIM_LIMIT - 2) << claims.COORDINATE_BITS | (CLAIM_LIMIT - 2)
+    assert largest < claims.END
+    assert claims.END < 1 << 32 - claims.TAG_BITS
+
+
+def test_a_reader_never_takes_an_old_word_for_a_new_one():
+    turns = jnp.arange(1, 5000, dtype=jnp.int32)
+    slots, tags = np.asarray(claims.slot(turns)), np.asarray(claims.tag(turns))
+    mailbox = np.zeros(claims.SLOTS, np.int32)  # As the memory is made: no word, and so tag 0.
+    for slot, tag in zip(slots, tags, strict=True):
+        assert mailbox[slot] != tag
+        mailbox[slot] = tag
+    assert set(slots) == set(range(claims.SLOTS))
+    assert tags.min() >= 0
+    assert tags.max() < 1 << claims.TAG_BITS
+
+
+def test_the_tag_of_an_unused_word_first_comes_up_when_every_word_was_used():
+    turns = np.arange(1, 5000, dtype=np.int32)
+    zero = turns[np.asarray(claims.tag(turns)) == 0]
+    assert zero[0] > claims.SLOTS
+    # A round later than its predecessor, every turn has another tag.
+    later = np.asarray(claims.tag(turns + np.int32(claims.SLOTS)))
+    assert (later != np.asarray(claims.tag(turns))).all()

@@ -1,0 +1,183 @@
+"""What `vmap` makes of a product: right for every combination, and without copies where it can."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm import gated_gemm, gemm
+from pallas_gemm.op.product import product_p
+from tests import reference
+
+SIZE = 6
+
+
+def _integers(*shape: int) -> jax.Array:
+    return reference.integers(np.random.default_rng(len(shape)), shape, jnp.float32)
+
+
+def _shapes(f: Callable[..., Any], *args: Any) -> list[list[tuple[int, ...]]]:
+    """Returns the shapes of the operands of every product in a function."""
+    found = []
+
+    def visit(jaxpr: core.Jaxpr) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive is product_p:
+                avals: list[Any] = [v.aval for v in equation.invars]
+                found.append([aval.shape for aval in avals])
+            for inner in core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(f)(*args).jaxpr)
+    return found
+
+
+def _primitives(f: Callable[..., Any], *args: Any) -> set[str]:
+    return {e.primitive.name for e in jax.make_jaxpr(f)(*args).jaxpr.eqns[0].params["jaxpr"].eqns}
+
+
+@pytest.mark.parametrize("layout", list(itertools.product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("batch", ["none", "left", "right", "both"])
+def test_every_combination_of_mapped_operands(layout: tuple[bool, bool], batch: str) -> None:
+    left = (4,) if batch in ("left", "both") else ()
+    right = (4,) if batch in ("right", "both") else ()
+    shapes = {
+        "a": (*left, *((5, 3) if layout[0] else (3, 5))),
+        "b": (*right, *((7, 5) if layout[1] else (5, 7))),
+        "bias": (7,),
+        "residual": (*max(left, right, key=len), 3, 7),
+    }
+
+    def product(a: Any, b: Any, bias: Any, residual: Any, implementation: Any = None) -> jax.Array:
+        return gemm(
+            a,
+            b,
+            bias=bias,
+            residual=residual,
+            activation="relu",
+            transpose_a=layout[0],
+            transpose_b=layout[1],
+            implementation=implementation,
+        )
+
+    for mapped in itertools.product((False, True), repeat=4):
+        if not any(mapped):
+            continue
+        operands = [
+            _integers(*((SIZE,) if flag else ()), *shape)
+            for flag, shape in zip(mapped, shapes.values(), strict=True)
+        ]
+        axes = [0 if flag else None for flag in mapped]
+        result = jax.vmap(product, in_axes=axes)(*operands)
+        expected = jax.vmap(lambda *x: product(*x, implementation="xla"), in_axes=axes)(*operands)
+        np.testing.assert_array_equal(result, expected, strict=True)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (1, None), (2, 0), (None, 1), (1, 2)], ids=str)
+def test_other_axes_and_results(axes: tuple[int | None, int | None]) -> None:
+    a, b = _integers(SIZE, SIZE, SIZE), _integers(SIZE, SIZE, SIZE)
+    operands = (a if axes[0] is not None else a[0], b if axes[1] is not None else b[0])
+    for out_axis in (0, 1, 2):
+        result = jax.vmap(gemm, axes, out_axis)(*operands)
+        expected = jax.vmap(jnp.matmul, axes, out_axis)(*operands)
+        np.testing.assert_array_equal(result, expected, strict=True)
+
+
+@pytest.mark.parametrize("axes", list(itertools.product((0, None), repeat=3))[:-1], ids=str)
+def test_gated_products(axes: tuple[int | None, ...]) -> None:
+    shapes = ((3, 5), (5, 7), (5, 7))
+    operands = [
+        _integers(*((SIZE,) if axis == 0 else ()), *shape)
+        for axis, shape in zip(axes, shapes, strict=True)
+    ]
+
+    def product(*operands: Any, implementation: Any = None) -> jax.Array:
+        return gated_gemm(*operands, activation="relu", implementation=implementation)
+
+    result = jax.vmap(product, in_axes=axes)(*operands)
+    expected = jax.vmap(lambda *x: product(*x, implementation="xla"), in_axes=axes)(*operands)
+    np.testing.assert_array_equal(result, expected, strict=True)
+
+
+@pytest.mark.parametrize("empty", ["m", "n", "k", "lead", "mapped"])
+@pytest.mark.parametrize("lead", [(), (4,)], ids=str)
+def test_empty_dimensions(empty: str, lead: tuple[int, ...]) -> None:
+    sizes = {"m": 3, "n": 7, "k": 5, "mapped": SIZE} | {empty: 0}
+    m, n, k = (sizes[name] for name in "mnk")
+    lead = (0,) if empty == "lead" else lead
+    shapes = ((*lead, m, k), (*lead, k, n), (n,), (*lead, m, n))
+
+    def product(a: Any, b: Any, bias: Any, residual: Any, implementation: Any = None) -> jax.Array:
+        return gemm(a, b, bias=bias, residual=residual, implementation=implementation)
+
+    for mapped in ("a", "b", "a b", "bias", "a residual", "a b bias residual"):
+        flags = [name in mapped.split() for name in ("a", "b", "bias", "residual")]
+        axes = [0 if flag else None for flag in flags]
+        operands = [
+            _integers(*((sizes["mapped"],) if flag else ()), *shape)
+            for flag, shape in zip(flags, shapes, strict=True)
+        ]
+        result = jax.vmap(product, in_axes=axes)(*operands)
+        by_xla = functools.partial(product, implementation="xla")
+        expected = jax.vmap(by_xla, in_axes=axes)(*operands)
+        np.testing.assert_array_equal(result, expected, strict=True)
+
+
+def test_a_mapped_left_operand_is_more_rows() -> None:
+    a, b = _integers(SIZE, 3, 5), _integers(5, 7)
+    mapped = jax.vmap(gemm, (0, None))
+    assert _shapes(mapped, a, b) == [[(SIZE * 3, 5), (5, 7)]]
+    assert _primitives(mapped, a, b) <= {"pallas_gemm", "reshape"}
+    twice = jax.vmap(jax.vmap(gemm, (0, None)), (0, None))
+    assert _shapes(twice, a[None], b) == [[(SIZE * 3, 5), (5, 7)]]
+
+
+def test_mapped_vectors_are_rows_on_either_side() -> None:
+    vectors, matrix = _integers(SIZE, 5), _integers(7, 5)
+    assert _shapes(jax.vmap(gemm, (None, 0)), matrix, vectors) == [[(SIZE, 5), (7, 5)]]
+    assert _shapes(jax.vmap(gemm, (0, None)), vectors, matrix.T) == [[(SIZE, 5), (5, 7)]]
+
+
+def test_both_mapped_are_a_batch() -> None:
+    a, b = _integers(SIZE, 3, 5), _integers(SIZE, 5, 7)
+    assert _shapes(jax.vmap(gemm), a, b) == [[(SIZE, 3, 5), (SIZE, 5, 7)]]
+    nested = jax.vmap(jax.vmap(gemm))
+    assert _shapes(nested, a[:, None], b[:, None]) == [[(SIZE, 3, 5), (SIZE, 5, 7)]]
+
+
+def test_an_operand_that_is_not_mapped_is_not_copied() -> None:
+    a, b = _integers(3, 5), _integers(SIZE, 5, 7)
+    assert _shapes(jax.vmap(gemm, (None, 0)), a, b) == [[(3, 5), (SIZE, 5, 7)]]
+    transposed = jax.vmap(lambda a, b: gemm(a, b, transpose_a=True), (0, None))
+    assert _shapes(transposed, _integers(SIZE, 5, 3), b[0]) == [[(SIZE, 5, 3), (5, 7)]]
+
+
+def test_more_rows_for_each_product_of_a_batch_where_that_is_cheaper() -> None:
+    rows, matrices = _integers(SIZE, 4, 3, 5), _integers(4, 5, 70)
+    mapped = jax.vmap(gemm, (0, None))
+    assert _shapes(mapped, rows, matrices) == [[(4, SIZE * 3, 5), (4, 5, 70)]]
+    np.testing.assert_array_equal(mapped(rows, matrices), jnp.matmul(rows, matrices[None]))
+
+
+def test_a_mapped_epilogue_computes_the_sum_once() -> None:
+    a, b, bias = _integers(3, 5), _integers(5, 7), _integers(SIZE, 7)
+    mapped = jax.vmap(lambda bias: gemm(a, b, bias=bias, activation="relu"))
+    assert _shapes(mapped, bias) == [[(3, 5), (5, 7)]]
+
+
+def test_gradients_of_single_examples() -> None:
+    weights, examples = _integers(5, 7), _integers(SIZE, 3, 5)
+
+    def loss(weights: jax.Array, x: jax.Array, implementation: Any = None) -> jax.Array:
+        return jnp.sum(jnp.square(gemm(x, weights, implementation=implementation)))
+
+    result = jax.vmap(jax.grad(loss), (None, 0))(weights, examples)
+    expected = jax.vmap(jax.grad(lambda w, x: loss(w, x, "xla")), (None, 0))(weights, examples)
+    assert result.shape == (SIZE, 5, 7)
+    np.testing.assert_array_equal(result, expected)

@@ -1,0 +1,91 @@
+"""Who exchanges which rows with whom, and which products are refused."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels.hopper import carrier
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
+from pallas_gemm.op import exchange
+from pallas_gemm.problem import Problem
+
+MESH = (("data", 2), ("model", 4))
+LINE = Exchange((("model", 4),), ("model",), gathers=True)
+BF16 = np.dtype(jnp.bfloat16)
+PROBLEM = Problem(m=2048, n=1024, k=1024, a_dtype=BF16, b_dtype=BF16, out_dtype=BF16)
+CONFIG = HopperConfig(tile=(128, 128), late_store=False)
+
+
+def _owners(exchange: Exchange) -> np.ndarray:
+    """Returns `[turn, rank]`."""
+    ranks = range(exchange.size)
+    return np.array(
+        [[int(exchange.owner(jnp.int32(rank), turn)) for rank in ranks] for turn in ranks]
+    )
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_every_device_has_another_ones_rows_at_each_turn(gathers: bool) -> None:
+    owners = _owners(dataclasses.replace(LINE, gathers=gathers))
+    everybody = np.arange(LINE.size)
+    np.testing.assert_array_equal(np.sort(owners, axis=0), np.stack([everybody] * 4, axis=1))
+    np.testing.assert_array_equal(np.sort(owners, axis=1), np.stack([everybody] * 4))
+    # Its own rows are there first, and need not be sent last.
+    np.testing.assert_array_equal(owners[0 if gathers else -1], everybody)
+
+
+def test_sizes() -> None:
+    assert ALONE.size == 1
+    assert LINE.size == 4
+    assert Exchange(MESH, ("data",), gathers=False).size == 2
+    assert Exchange(MESH, ("data", "model"), gathers=False).size == 8
+
+
+@pytest.mark.parametrize("axes", [("model",), ("data",), ("data", "model"), ("model", "data")])
+def test_devices_are_numbered_as_in_the_mesh(
+    axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, sizes = {"data": 1, "model": 2}, dict(MESH)
+    monkeypatch.setattr(
+        "pallas_gemm.kernels.hopper.exchange.lax.axis_index", lambda name: here[name]
+    )
+    exchange = Exchange(MESH, axes, gathers=False)
+    for rank, places in enumerate(np.ndindex(*(sizes[axis] for axis in axes))):
+        place = here | dict(zip(axes, places, strict=True))
+        expected = place["data"] * sizes["model"] + place["model"]
+        assert int(exchange.device(jnp.int32(rank))) == expected
+
+
+def test_loads_cover_all_rows() -> None:
+    together = carrier.BLOCK_BYTES * carrier.LOAD
+    assert [carrier.loads(size) for size in (1, together, together + 1)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "gathers", "why"),
+    [
+        ({}, {}, True, None),
+        ({}, {}, False, None),
+        ({"m": 2050}, {}, False, "2050 in all, are no whole tiles"),
+        ({"m": 1920}, {}, True, "1920 in all, are no whole tiles"),
+        ({}, {"cluster": (8, 1)}, False, "no whole tiles"),
+        ({}, {"mirrored": True}, False, "computed transposed"),
+        ({"transpose_a": True}, {}, True, "512 x 1024 elements are not sent"),
+        ({"m": 512, "k": 1036}, {}, True, "128 x 1036 elements are not sent"),
+        ({}, {"persistence": "dynamic"}, True, "not yet running"),
+        ({"m": 512, "n": 1032}, {}, False, "128 x 1032 sums are not added up"),
+    ],
+)
+def test_what_is_refused(
+    problem: dict[str, Any], config: dict[str, Any], gathers: bool, why: str | None
+) -> None:
+    found = exchange.why_not_by(
+        dataclasses.replace(PROBLEM, **problem),
+        dataclasses.replace(CONFIG, **config),
+        dataclasses.replace(LINE, gathers=gathers),
+    )
+    assert found == why if why is None else why in str(found)

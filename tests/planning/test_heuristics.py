@@ -1,0 +1,166 @@
+"""The choice of a config: legal, as fast as was measured, and quick to make."""
+
+import dataclasses
+import itertools
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_gemm.device import H100, H200
+from pallas_gemm.kernels.hopper import candidates as hopper_candidates
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning import heuristics
+from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.problem import Epilogue, Problem
+from schedules import build
+from schedules.model import predict
+
+HOPPER = ARCHITECTURES[0]
+
+MEASURED_US = (
+    # (m, n, k) and the microseconds of a burst on an H200 with tiles of 128 x 256.
+    ((8192, 8192, 8192), 1316),
+    ((4096, 4096, 4096), 167),
+    ((2048, 2048, 2048), 24.5),
+    ((1000, 1024, 1000), 13),
+    ((8192, 8192, 1024), 176),
+    ((4096, 14336, 4096), 587),
+)
+
+
+@pytest.mark.parametrize(("size", "measured"), MEASURED_US, ids=str)
+def test_the_prediction_is_near_the_measurement(
+    size: tuple[int, int, int], measured: float
+) -> None:
+    config = HopperConfig(tile=(128, 256), stages=4, ctas=128)
+    predicted = heuristics.seconds(Problem(*size), config, H200, HOPPER) * 1e6
+    assert abs(predicted / measured - 1) < 0.06
+
+
+@settings(max_examples=15)
+@given(
+    st.tuples(*[st.integers(1, 600).map(lambda size: size * 64)] * 3),
+    st.sampled_from([jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32]),
+    st.sampled_from([1, 3]),
+    st.sampled_from(
+        [Epilogue(), Epilogue(residual=True), Epilogue(bias=True), Epilogue(gated=True)]
+    ),
+)
+def test_every_choice_is_legal(
+    size: tuple[int, int, int], dtype: object, batch: int, epilogue: Epilogue
+) -> None:
+    problem = Problem(
+        *size, a_dtype=dtype, b_dtype=dtype, transpose_b=True, batch=batch, epilogue=epilogue
+    )
+    choices = heuristics.rank(problem, H200, HOPPER)
+    assert choices
+    assert heuristics.best(problem, H200, HOPPER) == choices[0]
+    assert [c.seconds for c in choices] == sorted(c.seconds for c in choices)
+    for choice in choices:
+        assert choice.config.refusals(problem, H200) == ()
+        assert choice.config.workers(problem, H200) <= H200.sms
+
+
+def test_no_more_ctas_than_it_takes_for_as_many_waves() -> None:
+    # 2048 tiles are 16 waves of 128: the other 4 SMs would not make them fewer.
+    best = heuristics.rank(Problem(8192, 8192, 8192), H200, HOPPER)[0].config
+    assert (best.tile, best.ctas) == ((128, 256), 128)
+    for tiles in (1, 5, 131, 132, 133, 264, 265):
+        config = HopperConfig(tile=(128, 128))
+        ctas = heuristics.balanced_ctas(Problem(128 * tiles, 128, 4096), config, H200)
+        waves = -(-tiles // 132)
+        assert -(-tiles // ctas) == waves
+        assert ctas == 1 or -(-tiles // (ctas - 1)) > waves
+
+
+def test_all_ctas_write_a_result_that_takes_longer_to_write_than_to_compute() -> None:
+    best = heuristics.rank(Problem(2048, 2048, 128, batch=32), H200, HOPPER)[0].config
+    assert (best.ctas, best.store_slots) == (H200.sms, 4)
+    assert heuristics.rank(Problem(4096, 4096, 256), H200, HOPPER)[0].config.ctas == 128
+
+
+def test_a_band_is_as_long_as_a_wave() -> None:
+    config = HopperConfig(tile=(128, 256), ctas=126)
+    # 4 rows of 501 tiles: bands of columns would be done before their wave is.
+    assert heuristics.order(Problem(512, 128256, 4096), config, H200) == "swizzle:4"
+    # However long the rows are, 1024 of them stay together.
+    deep = dataclasses.replace(config, ctas=128)
+    assert heuristics.order(Problem(8192, 8192, 28672), deep, H200) == "swizzle:8"
+    # Any order reads operands once that the L2 holds.
+    assert heuristics.order(Problem(4096, 4096, 256), deep, H200) == "swizzle:8"
+
+
+def test_small_products_get_small_tiles() -> None:
+    large, small = (
+        heuristics.rank(Problem(size, size, size), H200, HOPPER)[0].config.tile
+        for size in (8192, 1024)
+    )
+    assert np.prod(large) > np.prod(small)
+
+
+def test_few_rows_are_mirrored_into_few_columns() -> None:
+    best = heuristics.rank(Problem(16, 8192, 8192, transpose_b=True), H200, HOPPER)[0].config
+    assert isinstance(best, HopperConfig)
+    assert best.mirrored
+    assert best.tile[1] == 16
+
+
+def test_each_candidate_has_as_many_stages_as_fit() -> None:
+    problem = Problem(8192, 8192, 8192)
+    for config in hopper_candidates.candidates(problem, H100):
+        more = dataclasses.replace(config, stages=config.stages + 1)
+        full = more.shared_memory_bytes(problem) > H100.shared_memory
+        assert full or config.stages == hopper_candidates.MOST_STAGES
+
+
+@pytest.mark.parametrize(
+    ("grid", "tile"),
+    [((64, 32), (128, 256)), ((16, 24), (128, 192)), ((9, 40), (128, 256)), ((40, 9), (128, 256))],
+    ids=str,
+)
+def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
+    grid: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    k = 4096
+    problem = Problem(grid[0] * tile[0], grid[1] * tile[1], k)
+    config = HopperConfig(tile=tile, ctas=128)
+
+    def read(order: str) -> int:
+        schedule = build(order, *grid)
+        prediction = predict(
+            schedule, machine=H200.machine, tile=(*tile, 64), k=k, workers=min(128, len(schedule))
+        )
+        return prediction.dram_read_bytes
+
+    others = [
+        f"swizzle:{group}{along}"
+        for group, along in itertools.product((1, 2, 4, 8, 12, 16, 20), ("", ":cols"))
+    ]
+    chosen = read(heuristics.order(problem, config, H200))
+    assert chosen <= 1.2 * min(map(read, (*others, "raster", "hilbert")))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ((4096, 4096, 14336), "swizzle:16"),
+        ((4096, 4096, 28672), "swizzle:16"),
+        ((16384, 4096, 14336), "swizzle:8"),
+        ((8192, 8192, 28672), "swizzle:8"),
+    ],
+    ids=str,
+)
+def test_bands_are_wide_where_ctas_stay_abreast(sizes: tuple[int, int, int], order: str) -> None:
+    assert heuristics.order(Problem(*sizes), HopperConfig(ctas=128), H200) == order
+
+
+def test_a_choice_takes_milliseconds() -> None:
+    heuristics.rank(Problem(8192, 8192, 8192), H200, HOPPER)
+    start = time.perf_counter()
+    for i in range(1, 11):
+        heuristics.best(Problem(8192 + 64 * i, 8192, 8192), H200, HOPPER)
+    assert (time.perf_counter() - start) / 10 < 0.1
