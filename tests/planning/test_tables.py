@@ -24,7 +24,7 @@ from pallas_gemm.planning.tables import CacheWarning, Entry, Key, Table, TableEr
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
 
-SHIPPED = sorted((pathlib.Path(tables.__file__).parent / "tuned").glob("*.json"))
+SHIPPED = sorted((pathlib.Path(tables.__file__).parents[1] / "tuned").glob("*.json"))
 PROBLEM = Problem(512, 768, 1024)
 OTHER = Problem(512, 768, 2048)
 # None of these is what the heuristics choose.

@@ -11,7 +11,7 @@ HIT_POINTS = 5
 RELATIVE = 0.10
 """The aim: hit rates within 5 points, sectors and bytes within 10%."""
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "schedule-model.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "schedule-model.md"
 
 MISSES: dict[tuple[str, str, str], float] = {
     ("H100, 128x128, not persistent", "raster", "sectors"): -10.1,
