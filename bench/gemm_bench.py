@@ -28,41 +28,13 @@ if __package__ in (None, ""):
 from absl import app, flags
 
 from bench import command, gpu, peers, report, shapes
+from bench.session import Options
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import tables
 from pallas_gemm.tuning.measure import Settings
 
 PROGRAM = "gemm_bench"
 DEFAULT_PEERS = ("xla", "ours", "jax", "torch", "quack")
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was asked for.
-
-    Attributes:
-        cases: What to time.
-        peers: Names of whom to time.
-        configs: Configs of our kernel to time as the peer "kernel", which takes the best of them.
-        settings: How long to look.
-        cold: Whether each call takes other operands, until more than the L2 cache has been read.
-        full_grid: Whether JAX's kernel is tuned over its whole grid of configs.
-        csv: File to write, or None.
-        json: File to write, or None.
-        plot: Folder for pictures, or None.
-        against: Earlier JSON to compare with, or None.
-    """
-
-    cases: tuple[shapes.Case, ...]
-    peers: tuple[str, ...]
-    configs: tuple[HopperConfig, ...]
-    settings: Settings
-    cold: bool
-    full_grid: bool
-    csv: pathlib.Path | None
-    json: pathlib.Path | None
-    plot: pathlib.Path | None
-    against: pathlib.Path | None
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -78,7 +50,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("direction", None, shapes.DIRECTIONS, "Time this direction instead.", **text)
     flags.DEFINE_string("config", None, "JSON of a kernel configuration to time as well.", **text)
     flags.DEFINE_bool("full_grid", False, "Tune JAX's kernel over all its configs.", **text)
-    flags.DEFINE_bool("cold", True, "Rotate operands, so that none is in the L2 tables.", **text)
+    flags.DEFINE_bool("cold", True, "Rotate operands, so that none is in the L2 cache.", **text)
     flags.DEFINE_integer("burst_rounds", 5, "Rounds of burst turns.", 0, **text)
     flags.DEFINE_integer("sustained_rounds", 12, "Rounds of sustained turns.", 0, **text)
     flags.DEFINE_float("turn_seconds", 0.1, "Length of a sustained turn.", 0.001, **text)

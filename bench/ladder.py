@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import gpu, peers, report, shapes
 from bench.command import RequestError
-from bench.gemm_bench import Options
+from bench.session import Options
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import targeting

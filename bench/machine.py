@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -12,13 +12,10 @@ from bench import limit, peers
 from bench.command import RequestError
 from bench.gpu import GpuMeter
 from bench.report import MODES, Limits
-from bench.session import Bench
+from bench.session import Bench, Options
 from bench.shapes import DTYPES
 from pallas_gemm.device import Device, device_named
 from pallas_gemm.tuning.measure import Settings, measure
-
-if TYPE_CHECKING:
-    from bench.gemm_bench import Options
 
 LIMIT_SETTINGS = Settings(
     burst_rounds=4, burst_calls=5, sustained_rounds=5, warm_seconds=0.5, energy_seconds=0.0
@@ -28,7 +25,7 @@ LIMIT_SETTINGS = Settings(
 HOPPER = "9.0"
 
 
-def open_bench(options: "Options") -> Bench:
+def open_bench(options: Options) -> Bench:
     """Returns the bench for what was asked.
 
     Raises:
@@ -103,7 +100,7 @@ def measured_limits(dtypes: Sequence[str], meter: GpuMeter) -> Limits:
     return Limits(speeds, bandwidth)
 
 
-def _peer(name: str, options: "Options") -> peers.Peer:
+def _peer(name: str, options: Options) -> peers.Peer:
     if name == "jax":
         return peers.JaxHopper(full_grid=options.full_grid)
     return peers.PEERS[name]()

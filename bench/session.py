@@ -1,8 +1,9 @@
 """One run of the benchmark, case after case."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -10,10 +11,37 @@ from bench import command, contest, report
 from bench.peers import Peer
 from bench.shapes import Case
 from bench.workers import Workers
-from pallas_gemm.tuning.measure import Meter, measure
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.tuning.measure import Meter, Settings, measure
 
-if TYPE_CHECKING:
-    from bench.gemm_bench import Options
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        cases: What to time.
+        peers: Names of whom to time.
+        configs: Configs of our kernel to time as the peer "kernel", which takes the best of them.
+        settings: How long to look.
+        cold: Whether each call takes other operands, until more than the L2 cache has been read.
+        full_grid: Whether JAX's kernel is tuned over its whole grid of configs.
+        csv: File to write, or None.
+        json: File to write, or None.
+        plot: Folder for pictures, or None.
+        against: Earlier JSON to compare with, or None.
+    """
+
+    cases: tuple[Case, ...]
+    peers: tuple[str, ...]
+    configs: tuple[HopperConfig, ...]
+    settings: Settings
+    cold: bool
+    full_grid: bool
+    csv: pathlib.Path | None
+    json: pathlib.Path | None
+    plot: pathlib.Path | None
+    against: pathlib.Path | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +66,7 @@ class Bench:
 
 
 def run(
-    options: "Options",
+    options: Options,
     bench: Bench,
     console: Console,
     save: Callable[[report.Report], object] = lambda _: None,
@@ -82,9 +110,7 @@ def failed(rows: Sequence[report.Row]) -> bool:
     )
 
 
-def _run_case(
-    case: Case, options: "Options", bench: Bench, steps: command.Steps
-) -> list[report.Row]:
+def _run_case(case: Case, options: Options, bench: Bench, steps: command.Steps) -> list[report.Row]:
     blank = report.Row(case.name, case.source, "", "refused", "", case.flops, case.bytes)
     rows = {
         peer.name: dataclasses.replace(blank, peer=peer.name, note=peer.refusal(case) or "")
@@ -118,7 +144,7 @@ def _run_case(
 def _timed(
     passed: Sequence[contest.Contender],
     rows: Mapping[str, report.Row],
-    options: "Options",
+    options: Options,
     bench: Bench,
     steps: command.Steps,
 ) -> list[report.Row]:
