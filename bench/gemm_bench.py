@@ -112,7 +112,7 @@ def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
         entries = json.loads(text)
         entries = entries if isinstance(entries, list) else [entries]
         configs = [tables.config_from_json(entry) for entry in entries]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise command.RequestError(f"config: {error}") from None
     found = tuple(config for config in configs if isinstance(config, HopperConfig))
     if len(found) < len(configs) or not found:

@@ -15,10 +15,9 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning.measure import Result, Timing
 from schedules.model import Prediction, machine_named, predict
-from schedules.spec import ONLINE_BUILDERS, build
+from schedules.spec import ONLINE, ONLINE_BUILDERS, build
 
 PERSISTENCE: tuple[Persistence, ...] = ("none", "static", "dynamic")
-ONLINE = "online_"
 """What a config puts before the name of an order that is computed instead of read from a table."""
 
 DRAM_WEIGHT = 3.0

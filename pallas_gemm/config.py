@@ -1,7 +1,6 @@
 """`GemmConfig`: how a product is computed, and the one statement of what is legal."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import numpy as np
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
-from schedules.spec import parse, parse_online
+from schedules.spec import parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
 
@@ -83,9 +82,8 @@ class GemmConfig:
     @property
     def is_online(self) -> bool:
         """Whether the order is computed by the kernel instead of read from a table."""
-        if isinstance(self.schedule, str):
-            return self.schedule.startswith("online_")
-        return isinstance(self.schedule, OnlineSchedule)
+        given = self.schedule
+        return (parse(given) if isinstance(given, str) else given).is_online
 
     def reordered(self, schedule: str | Schedule | OnlineSchedule) -> "GemmConfig":
         """The config with another order, and without what this order does not allow."""
@@ -94,7 +92,7 @@ class GemmConfig:
     def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
         """The order of the cluster tiles of the whole batch."""
         if isinstance(self.schedule, str):
-            return _named_schedule(self.schedule, *self.stacked_grid(problem))
+            return resolve(self.schedule, *self.stacked_grid(problem))
         return self.schedule
 
     def workers(self, problem: Problem, device: Device) -> int:
@@ -126,7 +124,7 @@ class GemmConfig:
         """What would divide by zero in every other question."""
         if self.cluster not in CLUSTERS:
             yield f"cluster must be one of {CLUSTERS}, got {self.cluster}"
-        if len(self.tile) != 2 or min(self.out_tile(problem)) < 1:
+        if min(self.out_tile(problem)) < 1:
             yield f"tile must be at least 1 row and {problem.sums} columns, got {self.tile}"
 
     def _shape_refusals(self) -> tuple[str, ...]:
@@ -153,8 +151,9 @@ class GemmConfig:
             return (f"m, n and batch must be positive, got {problem.out_shape}",)
         if isinstance(self.schedule, str):
             try:
-                _named_schedule(self.schedule, *grid)
+                resolve(self.schedule, *grid)
             except ValueError as error:
+                # Such as a grid with more rows than an entry of a table has bits for.
                 return (f"schedule: {error}",)
         elif self.schedule.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {self.schedule.grid}",)
@@ -162,7 +161,10 @@ class GemmConfig:
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Returns the value of a field as its type says; raises `TypeError` if it is of another."""
+    """Returns the value of a field as its type says; raises `TypeError` if it is of another.
+
+    The only place that checks them, whoever makes a config: a call, a table, a command line.
+    """
     if kind is bool:
         if isinstance(value, bool | np.bool_):
             return bool(value)
@@ -173,14 +175,17 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         legal = "an integer" if kind is int else "an integer or None"
         raise TypeError(f"{name} must be {legal}, got {value!r}")
     if kind == tuple[int, int]:
-        if isinstance(value, tuple | list) and all(map(_is_whole, value)):
+        if isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value)):
             return tuple(map(int, value))
         raise TypeError(f"{name} must be a pair of integers such as (2, 1), got {value!r}")
     if kind is Persistence:
         if isinstance(value, str):
             return value
         raise TypeError(f"{name} must be 'none', 'static' or 'dynamic', got {value!r}")
-    if isinstance(value, str | Schedule | OnlineSchedule):
+    if isinstance(value, str):
+        parse(value)
+        return value
+    if isinstance(value, Schedule | OnlineSchedule):
         return value
     raise TypeError(
         f"{name} must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got {value!r}"
@@ -189,10 +194,3 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-@functools.lru_cache(maxsize=256)
-def _named_schedule(name: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
-    if name.startswith("online_"):
-        return parse_online(name.removeprefix("online_"))(rows, cols)
-    return parse(name)(rows, cols)

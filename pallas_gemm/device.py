@@ -6,6 +6,9 @@ from types import MappingProxyType
 
 from schedules import machines
 
+LINE_BYTES = 128
+"""A line of the caches: what memory is read by."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:

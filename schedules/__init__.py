@@ -23,7 +23,7 @@ from schedules.spec import BUILDERS as BUILDERS
 from schedules.spec import ONLINE_BUILDERS as ONLINE_BUILDERS
 from schedules.spec import build as build
 from schedules.spec import parse as parse
-from schedules.spec import parse_online as parse_online
+from schedules.spec import resolve as resolve
 from schedules.swizzle import log_swizzle as log_swizzle
 from schedules.swizzle import nested_swizzle as nested_swizzle
 from schedules.swizzle import swizzle as swizzle

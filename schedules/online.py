@@ -5,7 +5,7 @@ from memory ("off-line").
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class OnlineSchedule:
         group: How many rows (columns) make a band; 1 and not serpentine is `raster`.
         along: "rows" for bands of rows, "cols" for bands of columns.
         serpentine: Whether every other band is walked backwards.
+        is_online: Whether a kernel computes the order instead of reading it from a table.
     """
 
     grid: tuple[int, int]
@@ -37,6 +38,7 @@ class OnlineSchedule:
     group: int
     along: Along
     serpentine: bool
+    is_online: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return self.grid[0] * self.grid[1]

@@ -10,6 +10,9 @@ The grammar, with fields in any order after the first:
     clipped_hilbert
     by_die:DIES:ORDER
 
+With `online_` before a raster or swizzle, a kernel computes the order instead of reading it from a
+table.
+
 GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. What is
 left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The name of a
 schedule made by a builder is the text that gives it back.
@@ -29,8 +32,8 @@ from schedules.raster import raster
 from schedules.swizzle import log_swizzle, nested_swizzle, swizzle
 from schedules.table import Schedule
 
-Builder = Callable[[int, int], Schedule]
-OnlineBuilder = Callable[[int, int], OnlineSchedule]
+ONLINE = "online_"
+"""What the name of an order begins with that is computed by arithmetic."""
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
@@ -72,9 +75,31 @@ _GRAMMAR: Mapping[str, _Fields] = MappingProxyType(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """The order that a text names: call it with (rows, cols) for its table.
+
+    Attributes:
+        table: Makes the order of a grid as a table.
+        online: Makes it as arithmetic; None where the text asks for a table.
+    """
+
+    table: Callable[[int, int], Schedule]
+    online: Callable[[int, int], OnlineSchedule] | None = None
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the text asks for arithmetic."""
+        return self.online is not None
+
+    def __call__(self, rows: int, cols: int) -> Schedule:
+        """Returns the table."""
+        return self.table(rows, cols)
+
+
 @functools.lru_cache(maxsize=16, typed=True)
 def build(spec: str, rows: int, cols: int) -> Schedule:
-    """Returns the order that `spec` names, on a grid.
+    """Returns the order that `spec` names, on a grid, as a table.
 
     >>> build("swizzle:3:straight", 8, 8)
     Schedule(grid=(8, 8), name='swizzle:3:straight')
@@ -90,6 +115,18 @@ def build(spec: str, rows: int, cols: int) -> Schedule:
     return parse(spec)(rows, cols)
 
 
+@functools.lru_cache(maxsize=256)
+def resolve(spec: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
+    """Returns the order that `spec` names, on a grid, as a table or as arithmetic.
+
+    Raises:
+        ValueError: As for `build`.
+    """
+    builder = parse(spec)
+    return (builder.online or builder.table)(rows, cols)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
 def parse(spec: str) -> Builder:
     """Returns the builder that `spec` names: call it with (rows, cols).
 
@@ -104,22 +141,12 @@ def parse(spec: str) -> Builder:
     head, _, rest = spec.partition(":")
     if head == "by_die":
         return _parse_by_die(spec, rest)
-    builder: Builder = functools.partial(BUILDERS[_known(spec, BUILDERS)], **_options(spec))
-    return _tried(spec, builder)
-
-
-def parse_online(spec: str) -> OnlineBuilder:
-    """Returns the builder of the arithmetic twin of the order that `spec` names.
-
-    Args:
-        spec: The name of a raster or swizzle with its options, as for `parse`.
-
-    Raises:
-        ValueError: `spec` names no order that exists as arithmetic, or has an illegal option.
-    """
-    parse(spec)
-    builder = ONLINE_BUILDERS[_known(spec, ONLINE_BUILDERS)]
-    return functools.partial(builder, **_options(spec))
+    if head.startswith(ONLINE):
+        name = spec.removeprefix(ONLINE)
+        table = parse(name).table
+        online = ONLINE_BUILDERS[_known(name, ONLINE_BUILDERS)]
+        return Builder(table, functools.partial(online, **_options(name)))
+    return _tried(spec, functools.partial(BUILDERS[_known(spec, BUILDERS)], **_options(spec)))
 
 
 def _known(spec: str, orders: Mapping[str, object]) -> str:
@@ -161,17 +188,17 @@ def _parse_by_die(spec: str, rest: str) -> Builder:
     dies, _, inner = rest.partition(":")
     if not re.fullmatch(_NUMBER, dies) or not inner:
         raise ValueError(f"schedule {spec!r}: must be by_die:DIES:ORDER, as in by_die:8:hilbert")
-    return _tried(spec, functools.partial(_by_die_of, parse(inner), int(dies)))
+    return _tried(spec, functools.partial(_by_die_of, parse(inner).table, int(dies)))
 
 
-def _by_die_of(order: Builder, dies: int, rows: int, cols: int) -> Schedule:
+def _by_die_of(order: Callable[[int, int], Schedule], dies: int, rows: int, cols: int) -> Schedule:
     return by_die(order(rows, cols), dies)
 
 
-def _tried(spec: str, builder: Builder) -> Builder:
+def _tried(spec: str, table: Callable[[int, int], Schedule]) -> Builder:
     """Returns the builder, or raises: the smallest grid shows an illegal option at once."""
     try:
-        builder(1, 1)
+        table(1, 1)
     except ValueError as error:
         raise ValueError(f"schedule {spec!r}: {error}") from None
-    return builder
+    return Builder(table)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +26,7 @@ class Schedule:
         grid: (rows, cols) of output tiles.
         order: int32 `[rows * cols, 2]`, the (row, col) of each tile in visiting order. Read-only.
         name: What to call the order in a table; the builders use the text that `parse` reads back.
+        is_online: Whether a kernel computes the order instead of reading it from a table.
 
     Raises:
         ValueError: The grid is not one or `order` does not visit each of its tiles exactly once.
@@ -34,6 +35,7 @@ class Schedule:
     grid: tuple[int, int]
     order: Int32Array = dataclasses.field(repr=False)
     name: str = "custom"
+    is_online: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, tuple | list) or len(self.grid) != 2:

@@ -83,7 +83,6 @@ CASES = {
     "tile": Case(
         ("tile must be at least 1 row and 1 columns", "got (0, 128)"), config(tile=(0, 128))
     ),
-    "tile of three": Case(("tile must be", "got (64, 64, 64)"), config(tile=(64, 64, 64))),
     "gated tile": Case(
         ("tile must be at least 1 row and 2", "got (64, 1)"), config(tile=(64, 1)), GATED
     ),
@@ -106,7 +105,11 @@ CASES = {
         device=NO_CLUSTERS,
     ),
     # The order of the tiles.
-    "schedule's name": Case(("schedule: ", "swizzle", "'zigzag'"), config(schedule="zigzag")),
+    "schedule's rows": Case(
+        ("schedule: ", "rows must be at most 65535, got 65537"),
+        config(tile=(64, 256)),
+        problem(m=64 * 65536 + 8),
+    ),
     "schedule's grid": Case(
         ("schedule must be made for the grid (32, 16)", "got (32, 32)"),
         config(schedule=schedules.build("raster", 32, 32)),
@@ -346,6 +349,7 @@ def test_every_refusal_that_is_written_has_a_case(text):
         ("tile", 128, "a pair of integers"),
         ("tile", (128.0, 256), "a pair of integers"),
         ("tile", "128x256", "a pair of integers"),
+        ("tile", (64, 64, 64), "a pair of integers"),
         ("cluster", None, "a pair of integers"),
         ("cluster", (True, 1), "a pair of integers"),
         ("stages", 4.0, "an integer"),
@@ -365,6 +369,11 @@ def test_a_value_of_another_type_is_refused_where_a_config_is_made(field, value,
     assert str(caught.value).endswith(f"got {value!r}")
 
 
+def test_an_order_that_there_is_not_is_refused_where_a_config_is_made():
+    with pytest.raises(ValueError, match="there is no order 'zigzag'"):
+        config(schedule="zigzag")
+
+
 def test_lists_and_integers_of_numpy_are_taken():
     taken = config(tile=[128, 256], stages=np.int32(4), pingpong=np.bool_(False))
     assert taken == config(tile=(128, 256), stages=4)
@@ -372,8 +381,8 @@ def test_lists_and_integers_of_numpy_are_taken():
 
 
 def test_all_reasons_come_at_once():
-    with pytest.raises(ValueError, match=r"store_columns .*; store_slots .*; schedule: .*; stages"):
-        config(store_columns=1, store_slots=0, schedule="zigzag", stages=1).check(PROBLEM, H200)
+    with pytest.raises(ValueError, match=r"store_columns .*; store_slots .*; stages"):
+        config(store_columns=1, store_slots=0, stages=1).check(PROBLEM, H200)
 
 
 @given(

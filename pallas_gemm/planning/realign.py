@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.planning.call import Call, Operands, Signature
 from pallas_gemm.problem import Problem
 
@@ -25,8 +26,6 @@ Action = Literal["reshape", "broadcast", "transpose", "swap", "pad", "slice"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
-ROW_BYTES = 128
-"""What rows are padded to: TMA asks for 16 bytes, and reads whole cache lines fastest."""
 TRANSPOSED = 1.1
 """What a byte counts for that is read in one order and written in another: of two ways that move
 about as many bytes, the one that copies rows is the safe choice."""
@@ -206,9 +205,10 @@ def _remedies(problem: Problem) -> Iterator[Problem]:
     """Yields the problem with its sizes rounded up and its operands stored the other way round."""
     a, b, out = (dtype.itemsize for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
     sizes = itertools.product(
-        _rounded(problem.m, ROW_BYTES // a),
-        _rounded(problem.n, ROW_BYTES // min(b, out), WIDE),
-        _rounded(problem.k, ROW_BYTES // min(a, b)),
+        # TMA asks for 16 bytes, and reads whole lines of the cache fastest.
+        _rounded(problem.m, LINE_BYTES // a),
+        _rounded(problem.n, LINE_BYTES // min(b, out), WIDE),
+        _rounded(problem.k, LINE_BYTES // min(a, b)),
         (problem.transpose_a, not problem.transpose_a),
         (problem.transpose_b, not problem.transpose_b),
     )

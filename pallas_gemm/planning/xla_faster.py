@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_gemm.problem import Problem
-
-ROW_BYTES = 16
-LINE_BYTES = 128
+from pallas_gemm.device import LINE_BYTES
+from pallas_gemm.problem import ROW_BYTES, Problem
 
 
 def few_columns(problem: Problem) -> str | None:

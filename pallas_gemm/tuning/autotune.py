@@ -3,7 +3,7 @@
     table = pallas_gemm.autotune(f, *args)  # runs kernels on the GPU, prints what it finds
     with table:
         f(*args)  # is compiled with what was found
-    tables.save_for_user(table)  # or table.save("mine.json"); from then on without a block
+    table.save_for_user()  # or table.save("mine.json"); from then on without a block
 
 Of each product that `f` contains, the configs that `tuning_space` proposes are compiled, checked
 against a product in float32, and timed against each other, cold, in turns. What is fastest in a

@@ -157,7 +157,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "a config's tile",
         lambda: gemm(A, B, config=HopperConfig(tile=(64, 64, 64))),
         TypeError,
-        r"config: tile must be like \(128, 256\), got \(64, 64, 64\)",
+        r"tile must be a pair of integers such as \(2, 1\), got \(64, 64, 64\)",
     ),
     (
         "dimension numbers that are none",

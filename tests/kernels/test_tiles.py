@@ -13,7 +13,7 @@ import schedules
 from pallas_gemm.kernels import tiles
 from pallas_gemm.kernels.hopper import claims
 from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT
-from schedules import Schedule, online_raster, parse, parse_online
+from schedules import Schedule, build, online_raster, resolve
 
 grids = st.tuples(st.integers(1, 12), st.integers(1, 12))
 workers = st.integers(1, 20)
@@ -85,7 +85,7 @@ def test_rows_beyond_32767_survive_the_packing():
 @pytest.mark.parametrize("workers", [1, 4, 40])
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every):
-    online, table = parse_online(name)(5, 7), parse(name)(5, 7)
+    online, table = resolve(f"online_{name}", 5, 7), build(name, 5, 7)
     for worker in {0, 1 % workers, workers - 1}:
         computed = tiles.OnlineSource(online, jnp.int32(worker), workers)
         read = table_source(table, workers, worker)

@@ -96,9 +96,6 @@ def test_what_a_config_leaves_out_has_its_default() -> None:
         ([], "a config must be an object"),
         ({"kernel": "pascal"}, "kernel must be one of hopper.*got 'pascal'"),
         ({"tiles": [1, 2]}, "has no 'tiles'; it has tile, stages"),
-        ({"stages": "four"}, "stages must be like 4, got 'four'"),
-        ({"pingpong": 1}, "pingpong must be like False, got 1"),
-        ({"tile": 128}, r"tile must be like \(128, 256\), got 128"),
     ],
 )
 def test_json_that_is_no_config_is_refused(fields: object, message: str) -> None:
@@ -163,7 +160,7 @@ def test_nothing_is_found_where_there_is_nothing() -> None:
 def test_the_user_counts_before_the_package_and_a_block_before_both(tmp_path: pathlib.Path) -> None:
     package(tmp_path, table(THIRD))
     assert tables.find(PROBLEM, H200) == tables.Found(THIRD, "packaged")
-    tables.save_for_user(table(SECOND))
+    table(SECOND).save_for_user()
     assert tables.find(PROBLEM, H200) == tables.Found(SECOND, "user")
     with table(FIRST):
         assert tables.find(PROBLEM, H200) == tables.Found(FIRST, "context")
@@ -190,7 +187,7 @@ def test_dispatch_takes_the_argument_then_the_tables_then_the_heuristics(
     package(tmp_path, table(THIRD))
     tables._packaged_table.cache_clear()
     assert planned() == (THIRD, "tuned (packaged)")
-    tables.save_for_user(table(SECOND))
+    table(SECOND).save_for_user()
     assert planned() == (SECOND, "tuned (user)")
     with table(FIRST):
         assert planned() == (FIRST, "tuned (context)")
@@ -246,14 +243,14 @@ def test_what_is_looked_up_is_recorded_once() -> None:
 
 
 def test_saving_for_the_user_keeps_what_was_there() -> None:
-    tables.save_for_user(table(FIRST))
-    path = tables.save_for_user(table(SECOND, OTHER))
+    table(FIRST).save_for_user()
+    path = table(SECOND, OTHER).save_for_user()
     assert Table.load(path) == table(FIRST) | table(SECOND, OTHER)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
 def test_a_changed_file_is_read_again() -> None:
-    path = tables.save_for_user(table(FIRST))
+    path = table(FIRST).save_for_user()
     assert config_for(PROBLEM, H200) == FIRST
     table(SECOND).save(path)
     os.utime(path, ns=(1, 1))
@@ -310,7 +307,7 @@ def test_without_a_folder_there_is_one_warning_and_no_table(
         assert tables.find(PROBLEM, H200) is None
     assert tables.find(PROBLEM, H200) is None
     with pytest.raises(OSError, match="there is no folder for tuned configs"):
-        tables.save_for_user(table(FIRST))
+        table(FIRST).save_for_user()
 
 
 @pytest.mark.parametrize(
@@ -327,7 +324,7 @@ def test_without_a_folder_there_is_one_warning_and_no_table(
     ids=str,
 )
 def test_a_config_of_other_types_is_refused(change: dict) -> None:
-    with pytest.raises(ValueError, match="must be like"):
+    with pytest.raises(TypeError, match=f"^{next(iter(change))} must be .*got "):
         tables.config_from_json(tables.config_to_json(FIRST) | change)
 
 
@@ -375,7 +372,7 @@ def test_a_file_that_cannot_be_used_is_warned_about_once(folder: pathlib.Path, n
 def test_a_file_that_may_not_be_read_is_warned_about(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables.save_for_user(table(FIRST))
+    table(FIRST).save_for_user()
 
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
@@ -392,21 +389,21 @@ def test_a_folder_that_cannot_be_written_is_named(
     folder.touch()
     message = f"cannot write tuned configs to {folder}.*{tables.FOLDER_VARIABLE}"
     with pytest.raises(OSError, match=message):
-        tables.save_for_user(table(FIRST))
+        table(FIRST).save_for_user()
     assert sorted(tmp_path.iterdir()) == [folder]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tables.save_for_user(table(FIRST))
+    path = table(FIRST).save_for_user()
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pathlib.Path, "replace", fail)
     with pytest.raises(OSError, match="No space left on device"):
-        tables.save_for_user(table(SECOND))
+        table(SECOND).save_for_user()
     assert Table.load(path) == table(FIRST)
     assert list(folder.iterdir()) == [path]
 

@@ -11,8 +11,8 @@ from schedules import (
     nested_swizzle,
     online_swizzle,
     parse,
-    parse_online,
     raster,
+    resolve,
     swizzle,
 )
 
@@ -56,10 +56,13 @@ def test_every_builder_is_known_by_its_own_name() -> None:
 
 
 def test_the_arithmetic_twin_has_the_same_name() -> None:
-    assert parse_online("swizzle:3:cols")(*GRID) == online_swizzle(*GRID, group=3, along="cols")
-    assert parse_online("raster:cols")(*GRID).table() == raster(*GRID, along="cols")
+    arithmetic = online_swizzle(*GRID, group=3, along="cols")
+    assert resolve("online_swizzle:3:cols", *GRID) == arithmetic
+    assert build("online_swizzle:3:cols", *GRID) == arithmetic.table()
+    assert [parse(name).is_online for name in ("online_raster", "raster")] == [True, False]
+    assert [resolve(name, *GRID).is_online for name in ("online_raster", "raster")] == [True, False]
     with pytest.raises(ValueError, match="no on-line order 'hilbert'; legal: raster, swizzle"):
-        parse_online("hilbert")
+        parse("online_hilbert")
 
 
 @pytest.mark.parametrize(
