@@ -2,10 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
-
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels import work
 from pallas_gemm.problem import Problem
 
 
@@ -52,16 +50,11 @@ class Where(NamedTuple):
     turn: Any = None
 
 
-def locate(config: GemmConfig, problem: Problem, row: Any, col: Any) -> Where:
-    """Where the cluster tile (row, col) of the schedule begins."""
-    batch = None
-    if problem.batch > 1:
-        rows, _ = config.grid(problem)
-        batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
-    tile_rows, tile_cols = config.out_tile(problem)
-    return Where(
-        batch, row * (tile_rows * config.cluster[0]), col * (tile_cols * config.cluster[1])
-    )
+def locate(config: GemmConfig, problem: Problem, piece: work.Piece) -> Where:
+    """Where the cluster tile of a piece begins."""
+    rows, cols = config.out_tile(problem)
+    row, col = piece.row * (rows * config.cluster[0]), piece.col * (cols * config.cluster[1])
+    return Where(piece.batch, row, col)
 
 
 def matrix(gmem: Any, batch: Any) -> Any:

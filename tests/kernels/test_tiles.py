@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedules
-from pallas_gemm.kernels import tiles
+from pallas_gemm.kernels import tiles, work
 from pallas_gemm.kernels.hopper import claims
 from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT
 from schedules import Schedule, build, online_raster, resolve
 
 grids = st.tuples(st.integers(1, 12), st.integers(1, 12))
 workers = st.integers(1, 20)
+CLAIMS = work.Coding(bits=work.CLAIM_BITS)
 
 
 def visited(source: tiles.TileSource, first: int = 0, every: int = 1) -> list[tuple[int, int]]:
@@ -24,20 +25,21 @@ def visited(source: tiles.TileSource, first: int = 0, every: int = 1) -> list[tu
     turns: list[int] = []
     visits: list[tuple[int, int]] = []
 
-    def work(turn: Any, row: Any, col: Any, carry: Any) -> Any:
+    def compute(turn: Any, piece: work.Piece, carry: Any) -> Any:
         turns.append(int(turn))
-        visits.append((int(row), int(col)))
+        visits.append((int(piece.row), int(piece.col)))
         return carry
 
     # Without jit, the loop is one of Python.
     with jax.disable_jit():
-        count, _ = source.walk(work, None, first=jnp.int32(first), every=every)
+        count, _ = source.walk(compute, None, first=jnp.int32(first), every=every)
     assert turns == list(range(first, int(count), every))
     return visits
 
 
 def table_source(schedule: Schedule, workers: int, worker: int) -> tiles.TableSource:
-    return tiles.TableSource(jnp.asarray(tiles.dealt_table(schedule, workers)), jnp.int32(worker))
+    table = jnp.asarray(tiles.dealt_table(schedule, workers))
+    return tiles.TableSource(table, jnp.int32(worker), work.Coding())
 
 
 @given(grids, workers)
@@ -81,13 +83,28 @@ def test_rows_beyond_32767_survive_the_packing():
     assert visited(source) == [(19_999, 0), (39_999, 0)]
 
 
+@pytest.mark.parametrize("bits", [work.TABLE_BITS, work.CLAIM_BITS])
+def test_an_entry_names_the_product_of_the_batch_that_its_row_belongs_to(bits):
+    schedule = schedules.build("hilbert", 3 * 5, 7)
+    coding = work.Coding(rows=5, bits=bits)
+    row, col, batch = map(np.asarray, coding.unpack(jnp.asarray(coding.pack(schedule))))
+    np.testing.assert_array_equal(np.stack([5 * batch + row, col], axis=1), schedule.order)
+    assert set(row) == set(range(5))
+    assert set(batch) == set(range(3))
+
+
+def test_entries_are_those_that_the_schedule_itself_packs():
+    schedule = Schedule((40_000, 1), np.array([[row, 0] for row in range(40_000)]))
+    np.testing.assert_array_equal(work.Coding().pack(schedule), schedule.packed())
+
+
 @pytest.mark.parametrize("name", ["raster", "swizzle:3", "swizzle:2:cols"])
 @pytest.mark.parametrize("workers", [1, 4, 40])
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every):
     online, table = resolve(f"online_{name}", 5, 7), build(name, 5, 7)
     for worker in {0, 1 % workers, workers - 1}:
-        computed = tiles.OnlineSource(online, jnp.int32(worker), workers)
+        computed = tiles.OnlineSource(online, jnp.int32(worker), workers, work.Coding())
         read = table_source(table, workers, worker)
         for first in range(every):
             assert visited(computed, first, every) == visited(read, first, every)
@@ -101,18 +118,18 @@ def test_the_next_entry_is_read_before_the_work_on_this_one():
             order.append("load")
             return super().load(turn)
 
-    def work(turn, row, col, carry):
-        order.append("work")
+    def compute(turn, piece, carry):
+        order.append("compute")
         return carry
 
-    source = Source(online_raster(2, 2), jnp.int32(0), 1)
-    jax.make_jaxpr(lambda: source.walk(work, jnp.int32(0)))()
+    source = Source(online_raster(2, 2), jnp.int32(0), 1, work.Coding())
+    jax.make_jaxpr(lambda: source.walk(compute, jnp.int32(0)))()
     # Traced once before the loop and once in it.
-    assert order[:3] == ["load", "load", "work"]
+    assert order[:3] == ["load", "load", "compute"]
 
 
 def test_claimed_tiles_cannot_be_shared_by_turns():
-    source = tiles.ClaimedSource(None, None, None, jnp.int32(0), 4)
+    source = claims.ClaimedSource(claims.Claims(None, None, None), jnp.int32(0), 4, CLAIMS)
     with pytest.raises(ValueError, match="one by one, got first=1 and every=2"):
         source.walk(lambda *_: None, None, first=1, every=2)
 
@@ -120,19 +137,20 @@ def test_claimed_tiles_cannot_be_shared_by_turns():
 @pytest.mark.parametrize("tag", [0, 1, 31, 32, 63])
 def test_a_claim_names_its_tile_whatever_its_tag(tag):
     schedule = schedules.build("hilbert", 91, 90)
-    tagged = claims.encode(schedule).view(np.uint32) | np.uint32(tag << 26)
-    row, col = claims.decode(jnp.asarray(tagged.view(np.int32)))
+    tagged = CLAIMS.pack(schedule).view(np.uint32) | np.uint32(tag << 26)
+    row, col, batch = CLAIMS.unpack(jnp.asarray(tagged.view(np.int32)))
     np.testing.assert_array_equal(np.stack([row, col], axis=1), schedule.order)
+    assert batch is None
 
 
 def test_the_largest_legal_grid_leaves_a_word_that_says_that_none_is_left():
     for grid in ((CLAIM_LIMIT - 1, 1), (1, CLAIM_LIMIT - 1)):
-        words = claims.encode(schedules.build("raster", *grid))
+        words = CLAIMS.pack(schedules.build("raster", *grid))
         assert len(set(words.tolist())) == CLAIM_LIMIT - 1
         assert words.max() < claims.END
         assert words.min() >= 0
     # Nor do the largest row and column together make that word, and its tag can be added.
-    largest = (CLAIM_LIMIT - 2) << claims.COORDINATE_BITS | (CLAIM_LIMIT - 2)
+    largest = (CLAIM_LIMIT - 2) << work.CLAIM_BITS | (CLAIM_LIMIT - 2)
     assert largest < claims.END
     assert claims.END < 1 << 32 - claims.TAG_BITS
 

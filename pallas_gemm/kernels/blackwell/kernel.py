@@ -49,7 +49,7 @@ of this one, and its MMAs the epilogue of this one)
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,11 +59,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue as arithmetic
-from pallas_gemm.kernels import place, protocol, smem, tiles
+from pallas_gemm.kernels import place, protocol, smem, tiles, work
 from pallas_gemm.kernels.blackwell import launch_control
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
-from pallas_gemm.kernels.hopper.plan import OperandPlan
-from schedules import OnlineSchedule
 
 WORKER = "worker"
 """The axis of the grid."""
@@ -102,8 +100,8 @@ class Cta(NamedTuple):
 def loader(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
     """Fills the ring, tile after tile."""
 
-    def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
-        at = place.locate(plan.config, plan.problem, row, col)
+    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+        at = place.locate(plan.config, plan.problem, piece)
 
         @_in_one_warp
         def _load_tile() -> None:
@@ -122,7 +120,7 @@ def loader(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
 def multiplier(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
     """Multiplies what the loader loaded, tile after tile."""
 
-    def one_tile(turn: Any, _row: Any, _col: Any, _: None) -> None:
+    def one_tile(turn: Any, _piece: work.Piece, _: None) -> None:
         @_in_one_warp
         def _multiply_tile() -> None:
             pl.when(turn >= plan.config.accumulators)(
@@ -152,8 +150,8 @@ def issuer(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
     """
     ahead = plan.config.stages - 1
 
-    def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
-        at = place.locate(plan.config, plan.problem, row, col)
+    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+        at = place.locate(plan.config, plan.problem, piece)
 
         @_in_one_warp
         def _compute_tile() -> None:
@@ -187,8 +185,8 @@ def epilogue(plan: BlackwellPlan, source: tiles.TileSource, cta: Cta) -> None:
     The chunks of a tile are a loop of the program, because an activation makes it long.
     """
 
-    def one_tile(turn: Any, row: Any, col: Any, _: None) -> None:
-        at = place.locate(plan.config, plan.problem, row, col)
+    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+        at = place.locate(plan.config, plan.problem, piece)
         at = at._replace(row=at.row + lax.axis_index(PAIR) * plan.config.tile[0])
         fetch_residual(plan, cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
         await_sums(plan, cta, turn)
@@ -414,12 +412,6 @@ def _scratch(plan: BlackwellPlan, simulated: bool) -> list[Any]:
     """The buffers and barriers of one CTA, in the order in which the kernel's body takes them."""
     config, problem = plan.config, plan.problem
 
-    def ring(operand: OperandPlan) -> Any:
-        shape = (operand.parts, config.stages, *operand.slot_shape)
-        if operand.boxed:
-            return smem.boxed(shape, operand.dtype, simulated=simulated)
-        return smem.tiled(shape, operand.dtype)
-
     store_slots = (config.store_slots, config.tile[0], config.store_columns)
     by_tensor_core = functools.partial(
         plgpu.Barrier, num_arrivals=protocol.commit_arrivals(), orders_tensor_core=True
@@ -439,7 +431,7 @@ def _scratch(plan: BlackwellPlan, simulated: bool) -> list[Any]:
         else None,
     )
     return [
-        (ring(plan.a), ring(plan.b)),
+        tuple(x.ring(config.stages, simulated=simulated) for x in (plan.a, plan.b)),
         None
         if config.direct_store
         else smem.boxed(store_slots, problem.out_dtype, simulated=simulated),
@@ -473,32 +465,30 @@ def _requests(plan: BlackwellPlan) -> launch_control.Requests:
 def _slots(plan: BlackwellPlan, ring: Any, stores: Any, simulated: bool) -> Smem:
     """Both views of every buffer."""
     a, b = (
-        smem.views(ref, simulated=simulated or not operand.boxed)
+        operand.views(ref, simulated=simulated)
         for operand, ref in zip((plan.a, plan.b), ring, strict=True)
     )
     return Smem(a, b, None if stores is None else smem.views(stores, simulated=simulated))
 
 
 def _source(
-    plan: BlackwellPlan, order: Sequence[Any], requests: Any, asks: bool, simulated: bool
+    plan: BlackwellPlan, order: Any, requests: Any, asks: bool, simulated: bool
 ) -> tiles.TileSource:
-    """Where this cluster's tiles come from, given the operand that `_order_operands` made."""
-    worker = lax.axis_index(WORKER)
-    if isinstance(plan.schedule, OnlineSchedule):
-        return tiles.OnlineSource(plan.schedule, worker, plan.launched)
-    (table,) = order
+    """Where this cluster's tiles come from, given the operand that `_order_operand` made."""
+    worker, coding = lax.axis_index(WORKER), work.coding(plan.config, plan.problem)
     if requests is None:
-        return tiles.TableSource(table, worker)
-    return tiles.LaunchedSource(table, requests, worker, asks, (WORKER, PAIR), simulated)
+        return tiles.dealt_source(plan.schedule, order, worker, plan.launched, coding)
+    return launch_control.LaunchedSource(
+        order, requests, worker, coding, asks, (WORKER, PAIR), simulated
+    )
 
 
-def _order_operands(plan: BlackwellPlan) -> tuple[Any, ...]:
-    """The schedule as the kernel's operand, if it is not computed."""
-    if isinstance(plan.schedule, OnlineSchedule):
-        return ()
+def _order_operand(plan: BlackwellPlan) -> Any:
+    """The schedule as the kernel's operand, None if it is computed."""
     if plan.config.persistence == "dynamic":
-        return (jnp.asarray(plan.schedule.packed()),)
-    return (jnp.asarray(tiles.dealt_table(plan.schedule, plan.launched)),)
+        table: Any = plan.schedule
+        return jnp.asarray(work.Coding().pack(table))
+    return tiles.order_operand(plan.schedule, plan.launched)
 
 
 def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.Array]:
@@ -520,6 +510,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
         b = [operands.pop(0) for _ in range(plan.b.parts)]
         bias = operands.pop(0) if options.bias else None
         residual = operands.pop(0) if options.residual else None
+        (order,) = operands
         gmem = place.Gmem((a,), tuple(b), bias, residual, out)
         cta = Cta(gmem, _slots(plan, ring, stores, simulated), sums_tmem, barriers, simulated)
 
@@ -531,7 +522,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
                         plan.config.registers.epilogue if stores else plan.config.registers.issuing,
                         action="increase" if stores else "decrease",
                     )
-                run(plan, _source(plan, operands, requests, stores, simulated), cta)
+                run(plan, _source(plan, order, requests, stores, simulated), cta)
 
             return start
 
@@ -561,7 +552,7 @@ def build(plan: BlackwellPlan, *, interpret: Any = False) -> Callable[..., jax.A
             reach = cols * plan.config.out_tile(plan.problem)[1]
             bias = operands[plan.b.parts].astype(jnp.float32)
             operands[plan.b.parts] = jnp.pad(bias, (0, reach - plan.problem.n))
-        stored = kernel(a, *operands, *_order_operands(plan))
+        stored = kernel(a, *operands, _order_operand(plan))
         return stored[..., : plan.problem.m, : plan.problem.n]
 
     return _unmapped(run) if plan.config.persistence == "dynamic" else run

@@ -17,6 +17,7 @@ seen. The request that was already in flight has to be read all the same: it may
 then nobody else computes that cluster's tile.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import tiles, work
 
 IN_FLIGHT = 2
 """Requests that have been made and not yet read by all."""
@@ -62,6 +65,57 @@ class Taken(NamedTuple):
     granted: Any
     read: Any
     made: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedSource(tiles.TileSource):
+    """Tiles taken over from clusters that have not started.
+
+    The answer about the next tile is read after the work on the current one: the producer is a
+    whole ring of slots ahead of everybody else, and that covers the look-up in the table.
+
+    Attributes:
+        table_gmem: Every tile in visiting order.
+        requests: The answers and their barriers.
+        worker: This cluster.
+        coding: How the entries are written.
+        asks: Whether this role makes the requests; one of them does.
+        axes: The names of the grid's axis and of the cluster's.
+        simulated: Whether the kernel runs in the simulator, which knows no fences.
+    """
+
+    table_gmem: Any
+    requests: Requests
+    worker: tiles.Scalar
+    coding: work.Coding
+    asks: bool
+    axes: tuple[str, str]
+    simulated: bool = False
+
+    def walk(
+        self,
+        compute: tiles.Compute,
+        carry: Any,
+        *,
+        first: tiles.Scalar | int = 0,
+        every: int = 1,
+    ) -> tuple[tiles.Scalar, Any]:
+        """See `TileSource.walk`; every turn in order is the only way that tiles are taken over."""
+        if (first, every) != (0, 1):
+            raise ValueError(f"tiles are taken over one by one, got {first=} and {every=}")
+        requests, asks = self.requests, self.asks
+
+        def step(state: tuple[Any, Taken, Any]) -> Any:
+            turn, taken, carry = state
+            piece = self.coding.unpack(self.table_gmem[taken.cluster])
+            carry = compute(turn, piece, carry)
+            taken = take_next(requests, taken, self.axes, asks=asks, simulated=self.simulated)
+            return turn + 1, taken, carry
+
+        first_taken = start(requests, self.worker, self.axes[1], asks=asks)
+        state = (jnp.int32(0), first_taken, carry)
+        turns, _, carry = lax.while_loop(lambda state: state[1].granted, step, state)
+        return turns, carry
 
 
 def start(requests: Requests, cluster: Any, axis: str, *, asks: bool) -> Taken:

@@ -6,7 +6,7 @@ import functools
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
-from pallas_gemm.kernels.hopper.plan import OperandPlan
+from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 

@@ -15,22 +15,23 @@ Counter and mailbox are made of zeros for every call (a few kilobytes), so that 
 and can be replayed in a CUDA graph.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels import tiles, work
 from schedules import Schedule
 
 SLOTS = 64
-TAG_BITS = 6
-COORDINATE_BITS = 13
-LIMIT = (1 << COORDINATE_BITS) - 1
-END = (1 << 2 * COORDINATE_BITS) - 1
+PIECE_BITS = 2 * work.CLAIM_BITS
+TAG_BITS = work.WORD_BITS - PIECE_BITS
+END = (1 << PIECE_BITS) - 1
 
 _CLAIM = f"""{{
     .reg .pred idle, inside; .reg .u32 number, word; .reg .u64 entry;
@@ -51,7 +52,7 @@ _RESOLVE = f"""{{
     .reg .pred old; .reg .u32 tag;
     mov.u32 $0, $2;
     RESOLVE:
-    shr.u32 tag, $0, {2 * COORDINATE_BITS};
+    shr.u32 tag, $0, {PIECE_BITS};
     setp.eq.u32 old, tag, $3;
     @old bra RESOLVED;
     ld.relaxed.gpu.global.b32 $0, [$1];
@@ -64,16 +65,76 @@ _PEEK = "ld.relaxed.gpu.global.b32 $0, [$1];"
 _INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
 
-def encode(schedule: Schedule) -> np.ndarray:
-    """Returns every tile in visiting order as the word without its tag, int32 `[tiles]`."""
-    rows, cols = schedule.order[:, 0], schedule.order[:, 1]
-    return (rows << COORDINATE_BITS | cols).astype(np.int32)
+class Claims(NamedTuple):
+    """The operand by which a kernel is told which tiles to claim, and in which order.
+
+    Attributes:
+        table: Every tile in visiting order, `work.CLAIM_BITS` wide and without a tag.
+        counter: How many tiles have been claimed beyond the first of each worker.
+        mailbox: Where each worker's claims are published to its own roles.
+    """
+
+    table: Any
+    counter: Any
+    mailbox: Any
 
 
-def decode(word: Any) -> tuple[Any, Any]:
-    """Returns (row, col)."""
-    row = lax.shift_right_logical(word, jnp.int32(COORDINATE_BITS)) & jnp.int32(LIMIT)
-    return row, word & jnp.int32(LIMIT)
+def order_operand(schedule: Schedule, workers: int) -> Claims:
+    """Returns the operand; what tiles are claimed with starts as zeros."""
+    return Claims(
+        jnp.asarray(work.Coding(bits=work.CLAIM_BITS).pack(schedule)),
+        jax.new_ref(jnp.zeros(1, jnp.int32)),
+        jax.new_ref(jnp.zeros((workers, SLOTS), jnp.int32)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimedSource(tiles.TileSource):
+    """Tiles handed out to whichever worker is free.
+
+    Attributes:
+        claims: The table, and what tiles are claimed with.
+        worker: This worker.
+        workers: How many there are.
+        coding: How the entries are written.
+        claimant: Whether this thread block claims for the worker (one of them does), or None in
+            roles that never claim.
+    """
+
+    claims: Claims
+    worker: tiles.Scalar
+    workers: int
+    coding: work.Coding
+    claimant: tiles.Scalar | None = None
+
+    def walk(
+        self,
+        compute: tiles.Compute,
+        carry: Any,
+        *,
+        first: tiles.Scalar | int = 0,
+        every: int = 1,
+    ) -> tuple[tiles.Scalar, Any]:
+        """See `TileSource.walk`; every turn in order is the only way that tiles are claimed."""
+        if (first, every) != (0, 1):
+            raise ValueError(f"claimed tiles are walked one by one, got {first=} and {every=}")
+        table, counter, mailbox = self.claims
+
+        def running(state: tuple[Any, Any, Any]) -> Any:
+            return (state[1] & jnp.int32(END)) != jnp.int32(END)
+
+        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            turn, entry, carry = state
+            upcoming = mailbox.at[self.worker, slot(turn + 1)]
+            if self.claimant is not None:
+                claim(counter, table, upcoming, turn + 1, self.workers, self.claimant)
+            peeked = peek(upcoming)
+            carry = compute(turn, self.coding.unpack(entry), carry)
+            return turn + 1, resolve(upcoming, turn + 1, peeked), carry
+
+        start = (jnp.int32(0), table[self.worker], carry)
+        turns, _, carry = lax.while_loop(running, step, start)
+        return turns, carry
 
 
 def slot(turn: Any) -> Any:
@@ -108,7 +169,7 @@ def claim(counter: Any, table: Any, mailbox: Any, turn: Any, workers: int, claim
             has_side_effects=True,
         )
 
-    shifted = tag(turn) << jnp.int32(2 * COORDINATE_BITS)
+    shifted = tag(turn) << jnp.int32(PIECE_BITS)
     inline(counter.at[0], table, mailbox, shifted, claimant)
 
 
@@ -122,17 +183,17 @@ def peek(mailbox: Any) -> Any:
     return inline(mailbox)
 
 
-def resolve(mailbox: Any, turn: Any, seen: Any) -> Any:
-    """Returns the word of a turn: the one that was `seen`, or else as soon as it is written."""
+def resolve(mailbox: Any, turn: Any, peeked: Any) -> Any:
+    """Returns the word of a turn: the one that was `peeked`, or else as soon as it is written."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
         return_type=_INT32,
     )
-    def inline(_: Any, mailbox: Any, seen: Any, tag: Any) -> Any:
-        return _scalar(_RESOLVE, utils.memref_ptr(mailbox), _word(seen), _word(tag))
+    def inline(_: Any, mailbox: Any, peeked: Any, tag: Any) -> Any:
+        return _scalar(_RESOLVE, utils.memref_ptr(mailbox), _word(peeked), _word(tag))
 
-    return inline(mailbox, seen, tag(turn))
+    return inline(mailbox, peeked, tag(turn))
 
 
 def _word(value: Any) -> Any:

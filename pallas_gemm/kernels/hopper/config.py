@@ -11,6 +11,7 @@ import numpy as np
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
+from pallas_gemm.kernels.work import CLAIM_BITS
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -28,8 +29,8 @@ FEW_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
 """Columns of a tile that are finished at once, at most, where it is stored late."""
-CLAIM_LIMIT = 8191
-"""Claimed tiles have 13 bits for a row and for a column, less the value that says "none left"."""
+CLAIM_LIMIT = (1 << CLAIM_BITS) - 1
+"""Rows and columns of claimed tiles, less the value that says "none left"."""
 LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 MAX_BARRIERS = 32

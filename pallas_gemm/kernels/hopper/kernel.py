@@ -57,11 +57,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import epilogue, place, smem, tiles
+from pallas_gemm.kernels import epilogue, place, smem, tiles, work
 from pallas_gemm.kernels.hopper import carrier, claims, exchange, lines, ring
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
-from pallas_gemm.kernels.hopper.plan import HopperPlan, OperandPlan
-from schedules import OnlineSchedule
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.operand import OperandPlan
 
 
 class Smem(NamedTuple):
@@ -105,26 +105,26 @@ def producer(
     """Fills the ring, tile after tile."""
     stages = plan.config.stages
 
-    def one_tile(turn: Any, row: Any, col: Any, head: ring.Head) -> ring.Head:
-        at = _place(plan, row, col, gmem.rank)
+    def one_tile(turn: Any, piece: work.Piece, head: ring.Head) -> ring.Head:
+        at = _place(plan, piece, gmem.rank)
         reader = turn & 1
         if plan.gathers:
             pl.when(at.turn > 0)(functools.partial(_await_rows, plan, gmem, at))
 
-        def one_step(piece: place.Gmem, before: int, k: Any, head: ring.Head) -> ring.Head:
+        def one_step(part: place.Gmem, before: int, k: Any, head: ring.Head) -> ring.Head:
             @pl.when(turn * plan.k_steps + (k + before if before else k) >= stages)
             def _until_free() -> None:
                 plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, *head)])
 
             full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
             k_start = k * plan.tile_k
-            _load_left(plan, piece, at, k_start, slots.a, head.slot, full)
-            _load_operand(plan.b, piece.b, at.batch, at.col, k_start, slots.b, head.slot, full)
+            _load_left(plan, part, at, k_start, slots.a, head.slot, full)
+            _load_operand(plan.b, part.b, at.batch, at.col, k_start, slots.b, head.slot, full)
             return ring.advance(plan, head, reader)
 
         before = 0
-        for piece, steps in zip(_pieces(plan, gmem), plan.piece_steps, strict=True):
-            head = lax.fori_loop(0, steps, functools.partial(one_step, piece, before), head)
+        for part, steps in zip(_pieces(plan, gmem), plan.piece_steps, strict=True):
+            head = lax.fori_loop(0, steps, functools.partial(one_step, part, before), head)
             before += steps
         return head
 
@@ -142,8 +142,8 @@ def consumer(
     me = lax.axis_index("warpgroup")
     chunks = range(len(plan.chunks))
 
-    def one_tile(turn: Any, row: Any, col: Any, previous: Tile | None) -> Tile | None:
-        at = _place(plan, row, col, gmem.rank, me)
+    def one_tile(turn: Any, piece: work.Piece, previous: Tile | None) -> Tile | None:
+        at = _place(plan, piece, gmem.rank, me)
 
         def store_previous(chunk: int) -> None:
             if previous is not None:
@@ -166,7 +166,7 @@ def consumer(
     elif plan.config.late_store:
         nothing = jnp.zeros(plan.out_tile, plan.problem.out_dtype)
         nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-        nowhere = _place(plan, jnp.int32(0), jnp.int32(0), gmem.rank, me)
+        nowhere = _place(plan, _coding(plan).piece(jnp.int32(0), jnp.int32(0)), gmem.rank, me)
         turns, last = source.walk(one_tile, Tile(nothing, nowhere))
 
         @pl.when(turns > 0)
@@ -180,7 +180,7 @@ def consumer(
 
 
 def _take_turns(
-    plan: HopperPlan, source: tiles.TileSource, one_tile: tiles.Work, barriers: Barriers
+    plan: HopperPlan, source: tiles.TileSource, one_tile: tiles.Compute, barriers: Barriers
 ) -> None:
     """Walks every other tile; the first turn is free, and the last one given is taken back."""
     me = lax.axis_index("warpgroup")
@@ -499,18 +499,15 @@ def _load_operand(
                 copy(source.at[deep, columns], target.at[panel], full)
 
 
-def _place(plan: HopperPlan, row: Any, col: Any, rank: Any, consumer: Any = None) -> place.Where:
+def _place(plan: HopperPlan, piece: work.Piece, rank: Any, consumer: Any = None) -> place.Where:
     """Where this CTA's tile lies, or the part of it that a consumer holds, in the result."""
     config = plan.config
-    batch = turn = None
+    (row, col, batch), turn = piece, None
     if plan.exchange.size > 1:
         rows = jnp.int32(config.grid(plan.problem)[0] // plan.exchange.size)
         turn, row = lax.div(row, rows), lax.rem(row, rows)
         if consumer is None or plan.gathers:
             row = plan.exchange.owner(rank, turn) * rows + row
-    if plan.problem.batch > 1:
-        rows, _ = config.grid(plan.problem)
-        batch, row = lax.div(row, jnp.int32(rows)), lax.rem(row, jnp.int32(rows))
     tile_rows, tile_cols = config.out_tile(plan.problem)
     row = (row * config.cluster[0] + lax.axis_index("cluster_row")) * tile_rows
     col = (col * config.cluster[1] + lax.axis_index("cluster_col")) * tile_cols
@@ -525,12 +522,6 @@ def _place(plan: HopperPlan, row: Any, col: Any, rank: Any, consumer: Any = None
 def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
     """The buffers and barriers of one CTA, in the order in which the kernel's body takes them."""
     config = plan.config
-
-    def ring(operand: OperandPlan) -> Any:
-        shape = (operand.parts, config.stages, *operand.slot_shape)
-        if operand.boxed:
-            return smem.boxed(shape, operand.dtype, simulated=simulated)
-        return smem.tiled(shape, operand.dtype)
 
     by_tma = plan.stored_by_tma or plan.problem.epilogue.residual
     stores = [plan.store_shape(width) for width in plan.store_widths if by_tma]
@@ -548,7 +539,7 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
         else None,
     )
     return [
-        (ring(plan.a), ring(plan.b)),
+        tuple(x.ring(config.stages, simulated=simulated) for x in (plan.a, plan.b)),
         (
             smem.shared(stores, out_dtype, simulated=simulated) if stores else None,
             None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, out_dtype),
@@ -560,7 +551,7 @@ def _scratch(plan: HopperPlan, simulated: bool) -> list[Any]:
 def _slots(plan: HopperPlan, ring: Any, stores: Any, simulated: bool) -> Smem:
     """Both views of every buffer."""
     a, b = (
-        smem.views(ref, simulated=simulated or not operand.boxed)
+        operand.views(ref, simulated=simulated)
         for operand, ref in zip((plan.a, plan.b), ring, strict=True)
     )
     boxes, lines_smem = stores
@@ -568,32 +559,27 @@ def _slots(plan: HopperPlan, ring: Any, stores: Any, simulated: bool) -> Smem:
     return Smem(a, b, out, lines_smem, simulated)
 
 
-def _source(plan: HopperPlan, order: Sequence[Any], producing: bool) -> tiles.TileSource:
-    """Where this cluster's tiles come from, given the operands that `_order_operands` made."""
+def _coding(plan: HopperPlan, bits: int = work.TABLE_BITS) -> work.Coding:
+    return work.coding(plan.config, plan.problem, bits)
+
+
+def _source(plan: HopperPlan, order: Any, producing: bool) -> tiles.TileSource:
+    """Where this cluster's tiles come from, given the operand that `_order_operand` made."""
     worker = lax.axis_index("worker")
-    if isinstance(plan.schedule, OnlineSchedule):
-        return tiles.OnlineSource(plan.schedule, worker, plan.workers)
-    if len(order) == 1:
-        return tiles.TableSource(order[0], worker)
-    table, counter, mailbox = order
+    if not isinstance(order, claims.Claims):
+        return tiles.dealt_source(plan.schedule, order, worker, plan.workers, _coding(plan))
     claimant = None
     if producing:
         rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
         claimant = (rank == 0).astype(jnp.int32)
-    return tiles.ClaimedSource(table, counter, mailbox, worker, plan.workers, claimant)
+    coding = _coding(plan, work.CLAIM_BITS)
+    return claims.ClaimedSource(order, worker, plan.workers, coding, claimant)
 
 
-def _order_operands(plan: HopperPlan, claimed: bool) -> tuple[Any, ...]:
-    """The schedule as the kernel's operands; what tiles are claimed with starts as zeros."""
-    if isinstance(plan.schedule, OnlineSchedule):
-        return ()
-    if not claimed:
-        return (jnp.asarray(tiles.dealt_table(plan.schedule, plan.workers)),)
-    return (
-        jnp.asarray(claims.encode(plan.schedule)),
-        jax.new_ref(jnp.zeros(1, jnp.int32)),
-        jax.new_ref(jnp.zeros((plan.workers, claims.SLOTS), jnp.int32)),
-    )
+def _order_operand(plan: HopperPlan, claimed: bool) -> Any:
+    """The schedule as the kernel's operand, None if it is computed."""
+    schedule: Any = plan.schedule
+    return (claims if claimed else tiles).order_operand(schedule, plan.workers)
 
 
 def _pieces(plan: HopperPlan, gmem: place.Gmem) -> list[place.Gmem]:
@@ -660,12 +646,13 @@ def _roles(plan: HopperPlan, simulated: bool, *refs: Any) -> None:
     results = [given.pop() for _ in range(2 if plan.gathers else 1)][::-1]
     counter = given.pop() if plan.gathers else None
     gmem = _gmem(plan, given, results)
+    (order,) = given
     slots = _slots(plan, ring, stores, simulated)
 
     def produce() -> None:
         if registers:
             plgpu.set_max_registers(registers.producer, action="decrease")
-        run = functools.partial(producer, plan, _source(plan, given, True), gmem, slots, barriers)
+        run = functools.partial(producer, plan, _source(plan, order, True), gmem, slots, barriers)
         if _is_claimed(plan, simulated):
             run()
             return
@@ -679,7 +666,7 @@ def _roles(plan: HopperPlan, simulated: bool, *refs: Any) -> None:
     def consume() -> None:
         if registers:
             plgpu.set_max_registers(registers.consumer, action="increase")
-        consumer(plan, _source(plan, given, False), gmem, slots, barriers)
+        consumer(plan, _source(plan, order, False), gmem, slots, barriers)
 
     lax.cond(lax.axis_index("warpgroup") == plan.config.consumers, produce, consume)
 
@@ -721,8 +708,8 @@ def build(plan: HopperPlan, *, interpret: Any = False) -> Callable[..., Any]:
     )
 
     def run(*given: jax.Array) -> Any:
-        order = _order_operands(plan, _is_claimed(plan, simulated))
-        operands = [*_ready_operands(plan, given), *order]
+        order = _order_operand(plan, _is_claimed(plan, simulated))
+        operands = [*_ready_operands(plan, given), order]
         if plan.gathers:
             operands.append(jax.new_ref(jnp.zeros(plan.exchange.size, jnp.int32)))
         return kernel(*operands)

@@ -2,56 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.hopper.config import FEW_STEPS, WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
+from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
-
-
-@dataclasses.dataclass(frozen=True)
-class OperandPlan:
-    """How one operand travels through the ring.
-
-    Attributes:
-        dtype: Its element type.
-        tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
-        tile_k: Contracted elements per step.
-        k_major: The contracted dimension is contiguous in memory.
-        paneled: Not K-major, and loaded in panels of 64; only the left operand can be.
-        multicast_axis: The cluster axis along which CTAs share it, or None.
-        parts: How many arrays it consists of: two if the result is gated.
-    """
-
-    dtype: Any
-    tile: int
-    tile_k: int
-    k_major: bool
-    paneled: bool
-    multicast_axis: str | None
-    parts: int = 1
-
-    @property
-    def copies(self) -> int:
-        """TMA copies per step."""
-        return self.parts * (self.tile // WGMMA_ROWS if self.paneled else 1)
-
-    @property
-    def boxed(self) -> bool:
-        """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
-        return self.k_major or self.paneled
-
-    @property
-    def slot_shape(self) -> tuple[int, ...]:
-        """The shape of one part in one slot of the ring."""
-        if self.k_major:
-            return (self.tile, self.tile_k)
-        if self.paneled:
-            return (self.tile // WGMMA_ROWS, self.tile_k, WGMMA_ROWS)
-        return (self.tile_k, self.tile)
 
 
 class Chunk(NamedTuple):

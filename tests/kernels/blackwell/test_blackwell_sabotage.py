@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import B200
-from pallas_gemm.kernels import place, protocol
+from pallas_gemm.kernels import place, protocol, work
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell import launch_control
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
@@ -60,9 +60,9 @@ def commit_in_one_cta(barrier: Any, collective_axis: str | None = None) -> None:
     COMMIT(barrier)
 
 
-def locate_too_low(config: Any, problem: Any, row: Any, col: Any) -> place.Where:
+def locate_too_low(config: Any, problem: Any, piece: work.Piece) -> place.Where:
     """Places every tile one row of tiles too far down."""
-    return LOCATE(config, problem, row + 1, col)
+    return LOCATE(config, problem, piece._replace(row=piece.row + 1))
 
 
 def is_open_until_a_refusal(taken: launch_control.Taken) -> Any:

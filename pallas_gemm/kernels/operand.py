@@ -1,0 +1,62 @@
+"""How an operand travels from global memory through the ring of slots in shared memory."""
+
+import dataclasses
+from typing import Any
+
+from pallas_gemm.kernels import smem
+
+PANEL = 64
+"""Rows of the left operand that one TMA copy brings where they lie along the rows in memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandPlan:
+    """How one operand travels through the ring.
+
+    Attributes:
+        dtype: Its element type.
+        tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
+        tile_k: Contracted elements per step.
+        k_major: The contracted dimension is contiguous in memory.
+        paneled: Not K-major, and loaded in panels of `PANEL`; only the left operand can be.
+        multicast_axis: The cluster axis along which CTAs share it, or None.
+        parts: How many arrays it consists of: two if the result is gated.
+    """
+
+    dtype: Any
+    tile: int
+    tile_k: int
+    k_major: bool
+    paneled: bool
+    multicast_axis: str | None
+    parts: int = 1
+
+    @property
+    def copies(self) -> int:
+        """TMA copies per step."""
+        return self.parts * (self.tile // PANEL if self.paneled else 1)
+
+    @property
+    def boxed(self) -> bool:
+        """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
+        return self.k_major or self.paneled
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of one part in one slot of the ring."""
+        if self.k_major:
+            return (self.tile, self.tile_k)
+        if self.paneled:
+            return (self.tile // PANEL, self.tile_k, PANEL)
+        return (self.tile_k, self.tile)
+
+    def ring(self, stages: int, *, simulated: bool) -> Any:
+        """The buffer of a ring of slots."""
+        shape = (self.parts, stages, *self.slot_shape)
+        if self.boxed:
+            return smem.boxed(shape, self.dtype, simulated=simulated)
+        return smem.tiled(shape, self.dtype)
+
+    def views(self, ref: Any, *, simulated: bool) -> smem.Boxed:
+        """Both views of such a buffer."""
+        return smem.views(ref, simulated=simulated or not self.boxed)
