@@ -7,7 +7,7 @@ derivative of one is the other:
 - `gemm_reduce_scatter` sends rows of partial sums to the devices that they belong to, as soon as
   they are computed.
 
-The kernel sends and receives while it multiplies, wherever it can (`exchanging`).
+The kernel sends and receives while it multiplies, wherever it can (`fused_collective`).
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from jax import lax
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.gemm import Activation, gemm
 from pallas_gemm.kernels import activations
-from pallas_gemm.op import exchange
-from pallas_gemm.op.autodiff import kept_dtype
-from pallas_gemm.op.partition import reduction_dtype, travelling_dtype
+from pallas_gemm.op import fused_collective
+from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.product import equally_varying
+from pallas_gemm.op.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Operands
 from pallas_gemm.problem import Epilogue
@@ -225,8 +225,8 @@ class _Group:
         if a.ndim == 2:
             asked = self.asked(a, b, dtype, bias, activation)
             if asked.outside is None:
-                how = exchange.Gathered(asked.call, (self.axis,))
-                return exchange.gathered(how, *asked.operands.present())
+                how = fused_collective.GatheredProduct(asked.call, (self.axis,))
+                return fused_collective.gathered_product(how, *asked.operands.present())
         every = self.gather(a)
         return self.multiply(every, b, dtype, bias=bias, activation=activation), every
 
@@ -235,8 +235,8 @@ class _Group:
         if a.ndim == 2:
             asked = self.asked(a, b, self.sums_dtype)
             if asked.outside is None:
-                how = exchange.Scattered(asked.call, (self.axis,), self.out_dtype)
-                return exchange.scattered(how, a, b)
+                how = fused_collective.ScatteredProduct(asked.call, (self.axis,), self.out_dtype)
+                return fused_collective.scattered_product(how, a, b)
         total = self.multiply(a, b, self.sums_dtype)
         total = lax.psum_scatter(total, self.axis, scatter_dimension=a.ndim - 2, tiled=True)
         return total.astype(self.out_dtype)

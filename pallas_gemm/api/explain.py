@@ -13,10 +13,13 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from pallas_gemm.api.request import Request
-from pallas_gemm.op import partition
-from pallas_gemm.op.product import blades, fan_p, product_p
+from pallas_gemm.op import mesh_context
+from pallas_gemm.op.parts import Part, noted
+from pallas_gemm.op.product import product_p
+from pallas_gemm.op.projections import operands_of_each, projections_p
+from pallas_gemm.op.sum_of_products import sum_p
 from pallas_gemm.planning import dispatch, targeting
-from pallas_gemm.planning.call import Call, signature_of
+from pallas_gemm.planning.call import Call, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision, Plan
 from pallas_gemm.problem import Problem
 
@@ -146,7 +149,7 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
 
     # A name that no cache of compiled programs knows: what comes from there asks nothing.
     anew.__name__ = f"explained_{uuid.uuid4().hex}"
-    with partition.noted() as parts:
+    with noted() as parts:
         jax.jit(anew).lower(*args).compile()
     return Explanation(tuple(_decided_part(part, gpu) for part in parts.found))
 
@@ -172,23 +175,22 @@ def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Call, list[Any]]]:
     """Yields each product and the types of its operands."""
     for equation in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in equation.invars]
-        if equation.primitive is product_p:
+        if equation.primitive in (product_p, sum_p):
             yield equation.params["call"], avals
-        if equation.primitive is fan_p:
+        if equation.primitive is projections_p:
             call = equation.params["call"]
-            yield from ((call, [avals[0], *own]) for own in blades(call, avals[1:]))
+            yield from ((call, [avals[0], *own]) for own in operands_of_each(call, avals[1:]))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _products(inner)
 
 
 def _decided(call: Call, avals: list[Any]) -> Iterator[Decision]:
-    """Yields the decision about a product; of one in pieces that are taken apart, about each."""
+    """Yields the decision about a product; about each of a sum that no kernel computes at once."""
     whole = _decided_alone(call, avals)
-    if call.pieces == 1 or whole.plan is not None:
+    if not isinstance(call, SumCall) or whole.plan is not None:
         yield whole
         return
-    one = dataclasses.replace(call, pieces=1)
-    yield from (_decided_alone(one, list(pair)) for pair in call.pairs(avals))
+    yield from (_decided_alone(call.each, list(pair)) for pair in call.pairs(avals))
 
 
 def _decided_alone(call: Call, avals: list[Any]) -> Decision:
@@ -197,13 +199,13 @@ def _decided_alone(call: Call, avals: list[Any]) -> Decision:
     if not meshes or all(kind == AxisType.Manual for kind in meshes[0].axis_types):
         return decision
     mesh = meshes[0]
-    if why := partition.why_not_on(*meshes):
+    if why := mesh_context.why_not_shared(*meshes):
         return Decision("xla", decision.problem, why, mesh=_mesh_text(mesh))
     text = f"{_mesh_text(mesh)}; each device's part is decided on when the program is compiled"
     return dataclasses.replace(decision, mesh=text)
 
 
-def _decided_part(part: partition.Part, gpu: Any) -> Decision:
+def _decided_part(part: Part, gpu: Any) -> Decision:
     decision = dispatch.decide(_for_gpu(part.call, gpu), part.signature)
     text = f"one device's part; the mesh splits {part.split}"
     return dataclasses.replace(decision, plan=part.plan or decision.plan, mesh=text)

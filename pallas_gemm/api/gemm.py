@@ -15,9 +15,10 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.op import autodiff as autodiff
 from pallas_gemm.op import batching as batching
 from pallas_gemm.op import lowering as lowering
-from pallas_gemm.op import partition
+from pallas_gemm.op import mesh_context
 from pallas_gemm.op.canonical import Form
-from pallas_gemm.op.product import fan, product
+from pallas_gemm.op.product import product
+from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import Call, Operands
 from pallas_gemm.problem import Epilogue
@@ -211,7 +212,7 @@ def projections(
     for own in asked:
         explanation.note(own)
     forms = tuple(own.form for own in asked)
-    return tuple(_fan(first.call, forms, *(own.operands.present() for own in asked)))
+    return tuple(_projections(first.call, forms, *(own.operands.present() for own in asked)))
 
 
 def _answer(asked: Request) -> jax.Array:
@@ -222,7 +223,7 @@ def _answer(asked: Request) -> jax.Array:
         return asked.by_xla(*operands)
     options = asked.call.options
     per_part = options.config is not None or options.schedule is not None
-    if options.names_something and not (per_part and partition.is_on_mesh(*operands)):
+    if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.decide(asked.call, asked.signature)
     run: Any = functools.partial(_product, asked.call, asked.form)
@@ -246,7 +247,9 @@ def _product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _fan(call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _projections(
+    call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]
+) -> list[jax.Array]:
     rights = [(form.b.apply(b), *bias) for form, (_, b, *bias) in zip(forms, operands, strict=True)]
-    products = fan(call, forms[0].a.apply(operands[0][0]), rights)
+    products = bind_projections(call, forms[0].a.apply(operands[0][0]), rights)
     return [result.reshape(form.shape) for form, result in zip(forms, products, strict=True)]

@@ -23,9 +23,9 @@ from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.request import Wish
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_report, targets
-from pallas_gemm.op.product import product
+from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Call, Operands, signature_of
+from pallas_gemm.planning.call import Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
 from pallas_gemm.problem import Problem
@@ -176,18 +176,18 @@ class _Product:
     def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
         if self.problem.pieces:
             # JAX has put the names of the operands into another order.
-            return product(self._sum(), *(operands[name] for name in self.operands()))
+            return sum_of_products(self._sum(), *(operands[name] for name in self.operands()))
         multiply: Any = gated_gemm if self.extras.gated else gemm
         return multiply(**operands, **self.options)
 
-    def _sum(self) -> Call:
+    def _sum(self) -> SumCall:
         """Returns the call for operands in pieces, which no public function takes."""
         options, (a, b, *_) = dict(self.options), self.operands().values()
         form = {name: options.pop(name) for name in ("transpose_a", "transpose_b")}
         epilogue = dataclasses.replace(self.problem.epilogue, beta=options.pop("beta"))
         del options["activation"], options["alpha"]
         first = request.of_gemm(Operands(a, b), Wish(**options), epilogue, **form)
-        return dataclasses.replace(first.call, pieces=len(self.problem.pieces))
+        return SumCall.of(first.call)
 
     def decision(self) -> Decision:
         """Returns what computes it on the GPU that is planned for."""

@@ -13,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments
 from pallas_gemm.kernels import activations
-from pallas_gemm.op import canonical, partition
+from pallas_gemm.op import canonical, mesh_context
 from pallas_gemm.op.canonical import Form
+from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import precision, xla
 from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
 from pallas_gemm.planning.targeting import known_target
@@ -99,7 +100,7 @@ class Wish:
             arguments.config(self.config),
             arguments.schedule(self.schedule),
             known_target(*operands.present()),
-            partition.reduction_dtype(),
+            reduction_dtype(),
         )
         if options.implementation == "xla" and (options.config, options.schedule) != (None, None):
             raise ValueError(
@@ -166,7 +167,7 @@ def of_gemm(
     transpose_b = arguments.flag("transpose_b", transpose_b)
     arguments.matmul_shapes(a, b, transpose_a, transpose_b, right)
     form = canonical.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
-    form = form.with_batch(a.shape) if partition.is_on_mesh(a, b) else form
+    form = form.with_batch(a.shape) if mesh_context.is_on_mesh(a, b) else form
     bias = arguments.bias(operands.bias, form.columns if b.ndim > 1 else None)
     residual = arguments.residual(operands.residual, form.shape)
     up = arguments.up(operands.up, b)
@@ -192,7 +193,7 @@ def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Re
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
     cost = rhs.dtype.itemsize / lhs.dtype.itemsize
     form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers, cost)
-    form = form.with_batch(lhs.shape) if partition.is_on_mesh(lhs, rhs) else form
+    form = form.with_batch(lhs.shape) if mesh_context.is_on_mesh(lhs, rhs) else form
     given = Operands(lhs, rhs)
     call = wish.call(given, form, Epilogue())
     product = functools.partial(_dot_general, numbers)

@@ -1,12 +1,11 @@
 """What `vmap` makes of a product: more rows where it can, else a batch of products.
 
 A mapped left operand with one right operand for all is one product with more rows, and nothing is
-copied; so it is of all products of a fan, and of all pieces of a sum. Where both are mapped, the
-product has a batch dimension of its own; an operand that is not mapped is then shared by the batch.
+copied. Where both are mapped, the product has a batch dimension of its own; an operand that is not
+mapped is then shared by the batch.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching
 
-from pallas_gemm.op import partition
-from pallas_gemm.op.product import apart, blades, fan, fan_p, product, product_p, spread
+from pallas_gemm.op import mesh_context
+from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands
 
@@ -48,8 +47,6 @@ class _Mapped:
 def _batch(
     operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
 ) -> tuple[Any, Any]:
-    if call.pieces > 1:
-        return _batch_pieces(operands, dims, call)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     fronted = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
@@ -61,8 +58,8 @@ def _batch(
         return _same_product(mapped), 0
     if flags.a and not (flags.b or flags.up or flags.bias):
         # A mesh may split what is mapped and the rows along different axes.
-        apart = partition.is_on_mesh(*fronted) and mapped.operands.a.shape[1] > 1
-        if mapped.inner_batch is None and not (call.transpose_a or apart):
+        split = mesh_context.is_on_mesh(*fronted) and mapped.operands.a.shape[1] > 1
+        if mapped.inner_batch is None and not (call.transpose_a or split):
             return _more_rows(mapped), 0
         if _rows_of_each_are_cheaper(mapped):
             return _more_rows_of_each(mapped), 1
@@ -165,32 +162,4 @@ def _residual(mapped: _Mapped) -> jax.Array:
     return jnp.broadcast_to(residual, (mapped.size, *residual.shape))
 
 
-def _batch_pieces(
-    operands: tuple[Any, ...], dims: tuple[Any, ...], call: Call
-) -> tuple[jax.Array, int]:
-    """Maps a sum of products: more rows of each piece where only left operands are mapped."""
-    if call.transpose_a or None in dims[::2] or set(dims[1::2]) != {None}:
-        return jax.vmap(functools.partial(apart, call), dims)(*operands), 0
-    lefts = [jnp.moveaxis(x, d, 0) for x, d in zip(operands[::2], dims[::2], strict=True)]
-    folded = [lax.collapse(x, 0, 2) for x in lefts]
-    pairs = zip(folded, operands[1::2], strict=True)
-    result = product(call, *(x for pair in pairs for x in pair))
-    return result.reshape(*lefts[0].shape[:2], result.shape[-1]), 0
-
-
-def _batch_fan(
-    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
-) -> tuple[list[jax.Array], list[int]]:
-    """Maps several products of one left operand: more rows if that alone is mapped."""
-    if call.transpose_a or dims[0] is None or set(dims[1:]) != {None}:
-        results = jax.vmap(functools.partial(spread, call), dims)(*operands)
-    else:
-        a, *rest = operands
-        a = jnp.moveaxis(a, dims[0], 0)
-        folded = fan(call, lax.collapse(a, 0, 2), blades(call, rest))
-        results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
-    return results, [0] * len(results)
-
-
 batching.primitive_batchers[product_p] = _batch
-batching.primitive_batchers[fan_p] = _batch_fan

@@ -1,11 +1,11 @@
 """What the product becomes in a compiled program: its type, and its form on each platform.
 
-A program for several devices gets a product that XLA shares out among them (`partitioning`). What
+A program for several devices gets a product that XLA shares out among them (`partition`). What
 one device computes, a kernel or XLA's product, is decided for its part alone.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,9 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.op import partition
-from pallas_gemm.op.partition import part_p
-from pallas_gemm.op.product import apart, blades, fan_p, product_p, spread
+from pallas_gemm.op import mesh_context, partition
+from pallas_gemm.op.parts import part_p
+from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call, Signature
@@ -24,25 +24,28 @@ from pallas_gemm.planning.call import Call, Signature
 @part_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
-    """The result has the type of XLA's product, with its sharding and manual axes.
+    return result_and_effects(xla.product, call, avals)
+
+
+def result_and_effects(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
+    """Returns the type of what XLA computes, with its sharding and manual axes, and its effects.
 
     The simulator calls back into Python in order, which JAX has to know.
     """
-    result = _result_aval(call, avals)
+    result = _type_by_xla(by_xla, call, avals)
     if call.options.implementation != "interpret":
         return result, set()
     return result, _simulator_effects(call, _signature(avals))
 
 
-@fan_p.def_abstract_eval
-def _abstract_fan(a: Any, *rest: Any, call: Call, **_: Any) -> list[Any]:
-    """Each result has the type of its own product; no fan is simulated."""
-    return [_result_aval(call, (a, *own)) for own in blades(call, rest)]
+def result_type(call: Call, avals: tuple[Any, ...]) -> Any:
+    """Returns the type of a product's result."""
+    return _type_by_xla(xla.product, call, avals)
 
 
 @functools.lru_cache(maxsize=4096)
-def _result_aval(call: Call, avals: tuple[Any, ...]) -> Any:
-    return jax.make_jaxpr(functools.partial(xla.product, call))(*avals).out_avals[0]
+def _type_by_xla(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(functools.partial(by_xla, call))(*avals).out_avals[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,24 +63,41 @@ def _lowered(
     ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, devices: Any, gpu: bool
 ) -> Any:
     """Lowers a whole product, for one device or for several that share it."""
-    if partition.is_one_devices(ctx.module_context.axis_context):
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, gpu=gpu)
     if call.options.implementation == "interpret":
         raise ValueError(
             "implementation='interpret' simulates the kernel of one GPU, but this program is for"
             " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
         )
-    if call.pieces > 1:
-        run = functools.partial(apart, call)
-    elif devices is None or partition.why_not(ctx.module_context):
+    if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(xla.product, call)
     else:
-        run = functools.partial(partition.product, call)
+        run = functools.partial(partition.shared_product, call)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
 def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: bool) -> Any:
-    """Lowers what one device computes."""
+    return lower_for_one_device(ctx, operands, call, gpu=gpu)
+
+
+def lower_for_one_device(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    call: Call,
+    *,
+    gpu: bool,
+    without_kernel: Callable[..., Any] | None = None,
+) -> Any:
+    """Lowers what one device computes.
+
+    Args:
+        ctx: As JAX gives it to a lowering rule.
+        operands: Of the call, lowered.
+        call: What is computed.
+        gpu: The program is for a GPU.
+        without_kernel: Computes it from operands where no kernel does; None for XLA's product.
+    """
     if gpu and call.options.target is None:
         call = call.with_target(targeting.first_gpu())
     if not gpu:
@@ -88,11 +108,9 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu
     decision = dispatch.decide(call, signature)
     if decision.plan is not None:
         run = _traced_once(call, signature, decision.plan.config)
-    elif call.pieces > 1:
-        run = functools.partial(apart, call)
     else:
-        run = dispatch.implement(decision, call)
-    return partition.lower_off_mesh(ctx, run, operands)
+        run = without_kernel or dispatch.implement(decision, call)
+    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,11 +132,6 @@ def _refuse_gpu_kernel(call: Call) -> None:
         )
 
 
-def _lowered_fan(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, **_: Any) -> Any:
-    return mlir.lower_fun(functools.partial(spread, call), multiple_results=True)(ctx, *operands)
-
-
-mlir.register_lowering(fan_p, _lowered_fan)
 for _primitive, _rule in ((product_p, _lowered), (part_p, _lowered_part)):
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -71,9 +71,6 @@ class Call:
     Operands have two dimensions, or three if each product of a batch has its own; an operand with
     two is shared by the whole batch. The bias is `[n]`, or `[batch, n]`.
 
-    Where both operands are in pieces, the result is the sum of the pieces' products. There is then
-    no epilogue but a scale, all have two dimensions, and they come in the order `a, b, a, b, ...`.
-
     Attributes:
         out_dtype: Element type of the result.
         transpose_a: The left operand is stored `[k, m]`.
@@ -83,7 +80,6 @@ class Call:
         options: How to compute it.
         contracted: The two sizes that the contracted dimension is made of, if a mesh may split
             each; both operands then have two dimensions. It changes no result.
-        pieces: How many pairs of operands are multiplied and added up.
     """
 
     out_dtype: Any
@@ -93,7 +89,6 @@ class Call:
     precision: Any = None
     options: Options = Options()
     contracted: tuple[int, int] | None = None
-    pieces: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
@@ -111,11 +106,6 @@ class Call:
             rest.pop(0) if epilogue.residual else None,
         )
 
-    def pairs(self, operands: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Returns the left and the right operand of each piece."""
-        both = operands[: 2 * self.pieces]
-        return list(zip(both[::2], both[1::2], strict=True))
-
     def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of the result for operands of these shapes."""
         return (
@@ -128,12 +118,11 @@ class Call:
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
         m, n = self.matrix_shape(a_shape, b_shape)
         deep = -2 if self.transpose_a else -1
-        sizes = tuple(shape[deep] for (shape, _), _ in self.pairs(signature))
         batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
         return Problem(
             m=m,
             n=n,
-            k=sum(sizes),
+            k=a_shape[deep],
             a_dtype=a_dtype,
             b_dtype=b_dtype,
             out_dtype=self.out_dtype,
@@ -141,7 +130,6 @@ class Call:
             transpose_b=self.transpose_b,
             batch=batches[0] if batches else 1,
             epilogue=self.epilogue,
-            pieces=sizes if self.pieces > 1 else (),
         )
 
     def with_target(self, device: Device | None) -> "Call":
@@ -156,8 +144,40 @@ class Call:
             epilogue=Epilogue(alpha=alpha),
             options=self.options.for_another_product(),
             contracted=None,
-            pieces=1,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SumCall(Call):
+    """A sum of products, `a1 @ b1 + a2 @ b2 + ...`, rounded once.
+
+    What is said about the call is said about each product. There is no epilogue but a scale, all
+    operands have two dimensions, and they come in the order `a, b, a, b, ...`.
+    """
+
+    @classmethod
+    def of(cls, call: Call) -> "SumCall":
+        """Returns the sum of such products."""
+        return cls(**_fields(call))
+
+    @property
+    def each(self) -> Call:
+        """The call for one of the products."""
+        return Call(**_fields(self))
+
+    def pairs(self, operands: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Returns the left and the right operand of each product."""
+        return list(zip(operands[::2], operands[1::2], strict=True))
+
+    def problem(self, signature: Signature) -> Problem:
+        """Returns the problem that operands of these shapes and types pose."""
+        each = [self.each.problem(pair) for pair in self.pairs(signature)]
+        sizes = tuple(problem.k for problem in each)
+        return dataclasses.replace(each[0], k=sum(sizes), pieces=sizes)
+
+
+def _fields(call: Call) -> dict[str, Any]:
+    return {field.name: getattr(call, field.name) for field in dataclasses.fields(Call)}
 
 
 def signature_of(operands: tuple[Any, ...]) -> Signature:

@@ -221,7 +221,7 @@ def _prepared(call: Call, signature: Signature, name: str) -> _Prepared | Reason
     unfused = _why_unfused(call, signature)
     reasons: list[str] = []
     # Operands in pieces have no epilogue.
-    ways = (None,) if call.pieces > 1 else (None, "the kernel refuses the epilogue")
+    ways = (None,) if call.problem(signature).pieces else (None, "the kernel refuses the epilogue")
     for reason in (unfused,) if unfused else ways:
         variant = sums_only(call, signature) if reason else call
         own = signature[:2] if reason else signature
@@ -327,7 +327,7 @@ def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     kernel = plan.architecture.load().build(
         plan.realigned.problem, plan.config, plan.device, simulator
     )
-    if call.pieces > 1:
+    if decision.problem.pieces:
         return kernel
     if plan.unfused is None:
         return functools.partial(_fused, call, plan.realigned, kernel)

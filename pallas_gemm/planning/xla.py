@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import Call, Operands, SumCall
 from pallas_gemm.problem import Epilogue
 
 
@@ -21,15 +21,19 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call's result from its operands."""
     given = call.unpack(operands)
     wide = wide_dtype(given.a.dtype, call.out_dtype)
-    if call.pieces > 1:
-        products = [dot(call, a, b, wide) for a, b in call.pairs(operands)]
-        total = functools.reduce(operator.add, products)
-        return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
     if call.epilogue.is_identity:
         return dot(call, given.a, given.b, call.out_dtype)
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
     result = finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
+
+
+def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
+    """Computes a sum's result from its operands."""
+    wide = wide_dtype(operands[0].dtype, call.out_dtype)
+    products = [dot(call, a, b, wide) for a, b in call.pairs(operands)]
+    total = functools.reduce(operator.add, products)
+    return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
 
 
 def finish(epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:

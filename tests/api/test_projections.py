@@ -16,8 +16,9 @@ from jax.test_util import check_grads
 
 import pallas_gemm
 from pallas_gemm import explain, gated_gemm, gemm, projections
-from pallas_gemm.op.product import apart, product, product_p
-from pallas_gemm.planning.call import Call, Options
+from pallas_gemm.op.product import product_p
+from pallas_gemm.op.sum_of_products import one_by_one, sum_of_products, sum_p
+from pallas_gemm.planning.call import Options, SumCall
 from pallas_gemm.tuning import autotune as tuning
 from tests import meshes, reference
 
@@ -41,14 +42,16 @@ def _biases(draw: Callable[..., jax.Array], **options: Any) -> list[jax.Array]:
     return [draw(columns, seed=i + 5, **options) for i, columns in enumerate(COLUMNS)]
 
 
-def _pieces(f: Callable[..., Any], *args: Any) -> list[int]:
-    """Returns of how many pieces the operands of each product in a function are."""
+def _addends(f: Callable[..., Any], *args: Any) -> list[int]:
+    """Returns of how many products each product, and sum of products, in a function is the sum."""
     found = []
 
     def visit(jaxpr: core.Jaxpr) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive is product_p:
-                found.append(equation.params["call"].pieces)
+                found.append(1)
+            if equation.primitive is sum_p:
+                found.append(len(equation.invars) // 2)
             for inner in core.jaxprs_in_params(equation.params):
                 visit(inner)
 
@@ -125,7 +128,7 @@ def test_the_gradient_of_what_gated_products_share_is_one_product(
         return jnp.sum(gated_gemm(a, gate, up, implementation=implementation, **options))
 
     gradient = jax.grad(loss, argnums=(0, 1, 2))
-    assert sorted(_pieces(gradient, a, gate, up)) == [1, 1, 1, 1, 2]
+    assert sorted(_addends(gradient, a, gate, up)) == [1, 1, 1, 1, 2]
     by_xla = jax.grad(functools.partial(loss, implementation="xla"), argnums=(0, 1, 2))
     for our, xla in zip(gradient(a, gate, up), by_xla(a, gate, up), strict=True):
         np.testing.assert_array_equal(our, xla)
@@ -153,7 +156,7 @@ def _stock_loss(x: Any, weights: Any) -> jax.Array:
 def test_under_transformations_it_stays_one_product(transform: Callable[..., Any]) -> None:
     x, weights = _integers(6, K), _weights(_integers)
     gradient = jax.grad(transform(_loss), argnums=(0, 1))
-    assert _pieces(gradient, x, weights).count(len(COLUMNS)) == 1
+    assert _addends(gradient, x, weights).count(len(COLUMNS)) == 1
     expected = jax.grad(_stock_loss, argnums=(0, 1))(x, weights)
     jax.tree.map(np.testing.assert_array_equal, gradient(x, weights), expected)
 
@@ -163,7 +166,7 @@ def test_the_gradient_of_each_of_a_batch() -> None:
     gradient = jax.grad(_loss)
     stock = jax.grad(_stock_loss)
     mapped = jax.vmap(gradient, (0, None))
-    assert _pieces(mapped, x, weights).count(len(COLUMNS)) == 1
+    assert _addends(mapped, x, weights).count(len(COLUMNS)) == 1
     np.testing.assert_array_equal(mapped(x, weights), jax.vmap(stock, (0, None))(x, weights))
     # Weights of their own, or shared examples, make it a batch of products.
     several = [jnp.stack([w, 2 * w, -w, w + 1]) for w in weights]
@@ -175,10 +178,10 @@ def test_the_gradient_of_each_of_a_batch() -> None:
 def test_only_what_is_used_is_derived() -> None:
     x, weights = _integers(6, K), _weights(_integers)
     first = jax.grad(lambda x: jnp.sum(projections(x, weights)[0]))
-    assert set(_pieces(first, x)) == {1}
+    assert set(_addends(first, x)) == {1}
     np.testing.assert_array_equal(first(x), jax.grad(lambda x: jnp.sum(x @ weights[0]))(x))
     of_weights = jax.grad(lambda w: _loss(x, w))
-    assert set(_pieces(of_weights, weights)) == {1}
+    assert set(_addends(of_weights, weights)) == {1}
     frozen = jax.grad(lambda x: jnp.sum(_ours(lax.stop_gradient(x), weights)) + jnp.sum(x))
     np.testing.assert_array_equal(frozen(x), jnp.ones_like(x))
 
@@ -191,18 +194,18 @@ def test_a_policy_keeps_every_result() -> None:
 
     policy = pallas_gemm.checkpoint_policies.dots_saveable
     counts = [
-        len(_pieces(jax.grad(jax.checkpoint(loss, policy=kept), argnums=(0, 1)), x, weights))
+        len(_addends(jax.grad(jax.checkpoint(loss, policy=kept), argnums=(0, 1)), x, weights))
         for kept in (policy, None)
     ]
-    fans = [
+    together = [
         str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=kept)))(x, weights)).count(
-            "pallas_gemm_fan["
+            "pallas_gemm_projections["
         )
         for kept in (policy, None)
     ]
     # The sum and the gradients of three weights; without the policy the results are computed twice.
     assert counts == [4, 4]
-    assert fans == [1, 2]
+    assert together == [1, 2]
 
 
 def test_a_weight_without_columns() -> None:
@@ -223,7 +226,7 @@ def test_weights_of_several_types_are_derived_one_by_one() -> None:
         results = projections(x, weights, preferred_element_type=jnp.float32)
         return sum(jnp.sum(jnp.square(y)) for y in results)  # type: ignore[return-value]
 
-    assert set(_pieces(jax.grad(loss), x)) == {1}
+    assert set(_addends(jax.grad(loss), x)) == {1}
     assert jax.grad(loss)(x).dtype == jnp.bfloat16
 
 
@@ -292,7 +295,7 @@ def test_in_shard_map(check: bool) -> None:
         loss, mesh=mesh, in_specs=(jax.P(("x", "y")), jax.P()), out_specs=jax.P(), check_vma=check
     )
     gradient = jax.grad(mapped, argnums=(0, 1))
-    assert _pieces(gradient, x, weights).count(len(COLUMNS)) == 1
+    assert _addends(gradient, x, weights).count(len(COLUMNS)) == 1
     expected = jax.grad(_stock_loss, argnums=(0, 1))(x, weights)
     jax.tree.map(np.testing.assert_array_equal, gradient(x, weights), expected)
 
@@ -356,14 +359,14 @@ def test_a_simulated_sum_of_products_is_rounded_once(layout: tuple[bool, bool]) 
         operands.append(_integers(*((k, 64) if layout[0] else (64, k)), seed=i, dtype=jnp.bfloat16))
         right = (64, k) if layout[1] else (k, 64)
         operands.append(_integers(*right, seed=9 + i, dtype=jnp.bfloat16))
-    call = Call(jnp.bfloat16, *layout, options=Options("interpret"), pieces=len(sizes))
-    result = jax.jit(functools.partial(product, call))(*operands)
+    call = SumCall(jnp.bfloat16, *layout, options=Options("interpret"))
+    result = jax.jit(functools.partial(sum_of_products, call))(*operands)
     exact = np.zeros((64, 64))
     for a, b in call.pairs([reference.wide(x) for x in operands]):
         exact += (a.T if layout[0] else a) @ (b.T if layout[1] else b)
     reference.assert_exact(result, exact)
-    plain = Call(jnp.float32, *layout, pieces=len(sizes))
-    reference.assert_exact(jax.jit(functools.partial(apart, plain))(*operands), exact)
+    plain = SumCall(jnp.float32, *layout)
+    reference.assert_exact(jax.jit(functools.partial(one_by_one, plain))(*operands), exact)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import pallas_gemm
 from pallas_gemm import dot_general, explain, explain_on_mesh, gated_gemm, gemm
 from pallas_gemm.op import partition
-from pallas_gemm.op.partition import part_p
+from pallas_gemm.op.parts import part_p
 from schedules import build
 from tests import meshes, reference
 

@@ -10,7 +10,7 @@ import pytest
 from pallas_gemm.kernels.hopper import carrier
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
-from pallas_gemm.op import exchange
+from pallas_gemm.op import fused_collective
 from pallas_gemm.problem import Problem
 
 MESH = (("data", 2), ("model", 4))
@@ -83,7 +83,7 @@ def test_loads_cover_all_rows() -> None:
 def test_what_is_refused(
     problem: dict[str, Any], config: dict[str, Any], gathers: bool, why: str | None
 ) -> None:
-    found = exchange.why_not_by(
+    found = fused_collective.why_not_by(
         dataclasses.replace(PROBLEM, **problem),
         dataclasses.replace(CONFIG, **config),
         dataclasses.replace(LINE, gathers=gathers),

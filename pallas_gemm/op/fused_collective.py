@@ -24,7 +24,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.op import partition
+from pallas_gemm.op import mesh_context
+from pallas_gemm.op.parts import note
 from pallas_gemm.op.product import equally_varying, product
 from pallas_gemm.planning import dispatch, heuristics, occupancy, targeting
 from pallas_gemm.planning.call import Call, Signature
@@ -32,7 +33,7 @@ from pallas_gemm.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Gathered:
+class GatheredProduct:
     """A product with the rows of all devices.
 
     Attributes:
@@ -56,7 +57,7 @@ class Gathered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scattered:
+class ScatteredProduct:
     """A sum of products, of whose rows each device gets some.
 
     Attributes:
@@ -82,59 +83,59 @@ class Scattered:
         return signature
 
 
-How = Gathered | Scattered
+FusedCollective = GatheredProduct | ScatteredProduct
 
-exchanged_p = core.Primitive("pallas_gemm_exchanged")
-exchanged_p.multiple_results = True
+fused_collective_p = core.Primitive("pallas_gemm_collective")
+fused_collective_p.multiple_results = True
 
 
-def gathered(how: Gathered, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gathered_product(how: GatheredProduct, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the product with the rows of all devices, and those rows."""
-    result, every = exchanged_p.bind(*equally_varying(operands), how=how)
+    result, every = fused_collective_p.bind(*equally_varying(operands), how=how)
     return result, every
 
 
-def scattered(how: Scattered, *operands: jax.Array) -> jax.Array:
+def scattered_product(how: ScatteredProduct, *operands: jax.Array) -> jax.Array:
     """Returns this device's rows of the sum over all devices of `a @ b`."""
-    return exchanged_p.bind(*equally_varying(operands), how=how)[0]
+    return fused_collective_p.bind(*equally_varying(operands), how=how)[0]
 
 
-@exchanged_p.def_abstract_eval
-def _abstract(*avals: Any, how: How) -> Any:
+@fused_collective_p.def_abstract_eval
+def _abstract(*avals: Any, how: FusedCollective) -> Any:
     return jax.make_jaxpr(how.by_xla)(*avals).out_avals
 
 
-def _jvp(primals: Any, tangents: Any, *, how: How) -> Any:
+def _jvp(primals: Any, tangents: Any, *, how: FusedCollective) -> Any:
     """Derives it as XLA computes it; first derivatives in reverse mode are `collective`'s own."""
     changes = tuple(ad.instantiate_zeros(t) for t in tangents)
     return jax.jvp(how.by_xla, tuple(primals), changes)
 
 
-def _batched(operands: Any, dims: Any, *, how: How) -> Any:
+def _batched(operands: Any, dims: Any, *, how: FusedCollective) -> Any:
     results = jax.vmap(how.by_xla, dims)(*operands)
     return results, [0] * len(results)
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, how: How) -> Any:
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, how: FusedCollective) -> Any:
     """Lowers it for another platform than a GPU."""
     return mlir.lower_fun(how.by_xla, multiple_results=True)(ctx, *operands)
 
 
-def _lowered_for_gpu(ctx: mlir.LoweringRuleContext, *operands: Any, how: How) -> Any:
+def _lowered_for_gpu(ctx: mlir.LoweringRuleContext, *operands: Any, how: FusedCollective) -> Any:
     """Lowers it for a GPU."""
     fused = _in_kernel(ctx, how)
     if fused is None:
         return _lowered(ctx, *operands, how=how)
-    return partition.lower_off_mesh(ctx, fused, operands)
+    return mesh_context.lower_off_mesh(ctx, fused, operands)
 
 
-mlir.register_lowering(exchanged_p, _lowered)
-mlir.register_lowering(exchanged_p, _lowered_for_gpu, platform="cuda")
-ad.primitive_jvps[exchanged_p] = _jvp
-batching.primitive_batchers[exchanged_p] = _batched
+mlir.register_lowering(fused_collective_p, _lowered)
+mlir.register_lowering(fused_collective_p, _lowered_for_gpu, platform="cuda")
+ad.primitive_jvps[fused_collective_p] = _jvp
+batching.primitive_batchers[fused_collective_p] = _batched
 
 
-def _in_kernel(ctx: mlir.LoweringRuleContext, how: How) -> Callable[..., Any] | None:
+def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[..., Any] | None:
     """Returns the function of the operands that sends in the kernel, None if there is none."""
     from pallas_gemm.kernels.hopper.exchange import Exchange
 
@@ -154,9 +155,9 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: How) -> Callable[..., Any] | 
     # A mesh may be named with its axes taken apart.
     rows = "the rows along " + ", ".join(dict.fromkeys(x.partition(":")[0] for x in how.axes))
     if isinstance(plan, str):
-        partition.note(call, whole, f"{rows}; XLA's collective sends them: {plan}")
+        note(call, whole, f"{rows}; XLA's collective sends them: {plan}")
         return None
-    partition.note(call, whole, f"{rows}; the kernel sends them", plan)
+    note(call, whole, f"{rows}; the kernel sends them", plan)
     return _traced_once(call, whole, plan.config, exchange, how)
 
 
@@ -181,7 +182,7 @@ def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str
 
 @functools.lru_cache(maxsize=1024)
 def _traced_once(
-    call: Call, whole: Signature, config: GemmConfig, exchange: Any, how: How
+    call: Call, whole: Signature, config: GemmConfig, exchange: Any, how: FusedCollective
 ) -> Callable[..., Any]:
     """Returns a function whose kernel is traced once, however many layers call it."""
     plan = dispatch.decide(call, whole).plan
@@ -197,7 +198,9 @@ def why_not_among(module: Any) -> str | None:
         module: The context of the module that is being lowered.
     """
     mesh = getattr(module.axis_context, "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh) or not partition.is_one_devices(module.axis_context):
+    if not isinstance(mesh, jax.sharding.Mesh) or not mesh_context.is_one_devices(
+        module.axis_context
+    ):
         return "the mesh is not manual along all axes"
     if module.lowering_parameters.for_export:
         return "the program is exported"
@@ -252,7 +255,12 @@ def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
 
 
 def _run(
-    problem: Problem, config: Any, device: Any, exchange: Any, how: How, *operands: jax.Array
+    problem: Problem,
+    config: Any,
+    device: Any,
+    exchange: Any,
+    how: FusedCollective,
+    *operands: jax.Array,
 ) -> Any:
     from pallas_gemm.kernels.hopper import collecting
     from pallas_gemm.kernels.hopper import kernel as hopper
@@ -260,6 +268,6 @@ def _run(
 
     plan = HopperPlan(problem, config, device, exchange)
     results = hopper.build(plan)(*operands)
-    if isinstance(how, Gathered):
+    if isinstance(how, GatheredProduct):
         return results
     return [collecting.add_up(results, how.out_dtype, how.axes[0])]

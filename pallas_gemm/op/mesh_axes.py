@@ -53,7 +53,7 @@ def contracted(call: Call, signature: Signature, letter: str) -> int:
     return call.problem(signature).k
 
 
-def apart(call: Call, x: jax.Array, letters: str) -> jax.Array:
+def split_contracted(call: Call, x: jax.Array, letters: str) -> jax.Array:
     """Takes a contracted dimension that is made of two apart, so that each can be split."""
     if not call.contracted:
         return x
@@ -61,7 +61,7 @@ def apart(call: Call, x: jax.Array, letters: str) -> jax.Array:
     return x.reshape(*x.shape[:first], *call.contracted, *x.shape[first + 1 :])
 
 
-def merged(call: Call, x: jax.Array, letters: str) -> jax.Array:
+def merge_contracted(call: Call, x: jax.Array, letters: str) -> jax.Array:
     """Puts a contracted dimension together again, of the whole operand or of a device's part."""
     if not call.contracted:
         return x

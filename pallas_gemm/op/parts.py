@@ -1,0 +1,54 @@
+"""What one device computes of a product that a mesh shares, and who wants to know it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.extend import core
+
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.call import Call, Signature
+
+part_p = core.Primitive("pallas_gemm_part")
+"""The product that one device computes; `lowering` says what becomes of it."""
+
+# A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
+_NOTED = jax.make_user_context(default_value=None)
+
+
+class Part(NamedTuple):
+    """A product of one device.
+
+    Attributes:
+        call: Everything about it but the operands.
+        signature: The operands.
+        split: Which axes of the mesh split what.
+        plan: How the kernel computes it, if not as it does without the other devices.
+    """
+
+    call: Call
+    signature: Signature
+    split: str
+    plan: dispatch.Plan | None = None
+
+
+class Parts:
+    """Products of one device, with which axes of the mesh split what."""
+
+    def __init__(self) -> None:
+        self.found: list[Part] = []
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Parts]:
+    """Collects what one device computes in the programs that are compiled within."""
+    parts = Parts()
+    with _NOTED(parts):
+        yield parts
+
+
+def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | None = None) -> None:
+    """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
+    if (noted := _NOTED.value) is not None:
+        noted.found.append(Part(call, signature, split, plan))

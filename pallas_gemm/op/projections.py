@@ -1,0 +1,136 @@
+"""Several products of one left operand as one primitive, for the sake of their gradient.
+
+    y1, y2, ... = a @ b1, a @ b2, ...        as many products as there are
+    da = g1 @ b1.T + g2 @ b2.T + ...         one sum of products
+
+JAX would round each product of the gradient and add them up; a kernel adds in its accumulator.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.product import compiled, equally_varying, product
+from pallas_gemm.op.sum_of_products import sum_of_products
+from pallas_gemm.planning.call import Call, SumCall
+
+projections_p = core.Primitive("pallas_gemm_projections")
+projections_p.multiple_results = True
+
+
+def projections(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    """Computes several products of one left operand.
+
+    Args:
+        call: What each of them is.
+        a: Their left operand.
+        rights: The other operands of each, in the order of `Operands`.
+    """
+    operands = equally_varying((a, *itertools.chain.from_iterable(rights)))
+    # What devices of a mesh add up is not added up in an accumulator, and neither is a batch, nor
+    # what is of several types; what is named is for each product alone.
+    alone = call.options.names_something or mesh_context.is_on_mesh(*operands)
+    alike = len({right[0].dtype for right in rights}) == 1
+    if len(rights) == 1 or a.ndim != 2 or alone or not alike:
+        return one_by_one(call, *operands)
+    devices = mesh_context.device_request(call, operands)
+    return projections_p.bind(*operands, call=call, devices=devices)
+
+
+def one_by_one(call: Call, a: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """Computes each product for itself."""
+    return [product(call, a, *own) for own in operands_of_each(call, operands)]
+
+
+def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns what each product has of all operands but the left one."""
+    return list(itertools.batched(rights, 1 + call.epilogue.bias))
+
+
+@projections_p.def_impl
+def _run(*operands: jax.Array, call: Call, **_: Any) -> list[jax.Array]:
+    return compiled(one_by_one, call)(*operands)
+
+
+@projections_p.def_abstract_eval
+def _abstract(a: Any, *rights: Any, call: Call, **_: Any) -> list[Any]:
+    """Each result has the type of its own product; none of these is simulated."""
+    return [lowering.result_type(call, (a, *own)) for own in operands_of_each(call, rights)]
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, **_: Any) -> Any:
+    run = functools.partial(one_by_one, call)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any]:
+    a, *rights = primals
+    da, *changes = linear.changes(tangents)
+    given = [call.unpack((a, *own)) for own in operands_of_each(call, rights)]
+    moved = [call.unpack((da, *own)) for own in operands_of_each(call, changes)]
+    results = projections(call, a, [own.present()[1:] for own in given])
+    results = [linear.named(result) for result in results]
+    of_left: list[jax.Array] = []
+    if da is not None:
+        plain = call.plain(np.float32, call.epilogue.alpha)
+        of_left = projections(plain, da, [(own.b,) for own in given])
+    terms = [
+        linear.affine_change(call, own, change, of_left[i : i + 1])
+        for i, (own, change) in enumerate(zip(given, moved, strict=True))
+    ]
+    return results, list(map(linear.rounded_sum, terms, results))
+
+
+def _transpose(cotangents: Any, a: Any, *rights: Any, call: Call, **_: Any) -> list[Any]:
+    """Returns the cotangent of the left operand, or those of the others that are missing."""
+    missing = [ad.is_undefined_primal(x) for x in (a, *rights)]
+    linear.check_linear(call, 2 if missing[0] and any(missing[1:]) else 1)
+    pairs = list(zip(cotangents, rights, strict=True))
+    if missing[0]:
+        return [_left_gradient(call, pairs, a.aval), *(None for _ in rights)]
+    return [
+        None,
+        *(
+            linear.gradient(call, g, a, x.aval, left=False) if ad.is_undefined_primal(x) else None
+            for g, x in pairs
+        ),
+    ]
+
+
+def _left_gradient(call: Call, pairs: Sequence[tuple[Any, jax.Array]], wanted: Any) -> Any:
+    """Returns the gradient of the left operand from the other factors, each with a cotangent."""
+    terms = [linear.for_gradient(g, b) for g, b in pairs if not isinstance(g, ad.Zero)]
+    if not terms:
+        return ad.Zero(wanted)
+    plain, swap = linear.gradient_call(call, wanted, left=True)
+    operands = [x for pair in terms for x in (pair[::-1] if swap else pair)]
+    return sum_of_products(SumCall.of(plain), *operands).astype(wanted.dtype)
+
+
+def _batch(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Maps them: more rows if the left operand alone is mapped."""
+    if call.transpose_a or dims[0] is None or set(dims[1:]) != {None}:
+        results = jax.vmap(functools.partial(one_by_one, call), dims)(*operands)
+    else:
+        a, *rights = operands
+        a = jnp.moveaxis(a, dims[0], 0)
+        folded = projections(call, lax.collapse(a, 0, 2), operands_of_each(call, rights))
+        results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
+    return results, [0] * len(results)
+
+
+ad.primitive_jvps[projections_p] = _jvp
+ad.primitive_transposes[projections_p] = _transpose
+batching.primitive_batchers[projections_p] = _batch
+mlir.register_lowering(projections_p, _lowered)
