@@ -29,9 +29,10 @@ demo: $(STAMP)
 	$(BIN)/python -m bench.demo
 
 # The tests run whatever the linter says, so that one run reports everything; either can fail it.
+# Each worker takes a stretch of them, so that what a module prepares is seldom prepared twice.
 test: $(STAMP)
 	@status=0; $(MAKE) --no-print-directory lint || status=1; \
-	$(BIN)/python -m pytest -n $(WORKERS) || status=1; exit $$status
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal || status=1; exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check

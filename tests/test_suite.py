@@ -1,0 +1,78 @@
+"""How the suite itself behaves: a deadlock fails its test, and plugins of others do no harm."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+DEADLOCK = """
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def test_that_nobody_arrives():
+    def awaits(out_gmem, barrier):
+        plgpu.barrier_wait(barrier)
+        out_gmem[...] = jnp.zeros((128,), jnp.float32)
+
+    kernel = plgpu.kernel(
+        awaits,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.Barrier()],
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    kernel().block_until_ready()
+
+
+def test_after_it():
+    pass
+"""
+
+WARNING = """
+import warnings
+
+import pytest
+
+
+class OthersWarning(pytest.PytestWarning):
+    pass
+
+
+def pytest_configure(config):
+    warnings.warn(OthersWarning("Benchmarks are automatically disabled because xdist is active."))
+"""
+
+
+def run(folder: pathlib.Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a test module with this project's settings."""
+    (folder / "test_module.py").write_text(test)
+    settings = ("-c", ROOT / "pyproject.toml", f"--rootdir={folder}", "-p", "no:cacheprovider")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, *options, folder / "test_module.py"],
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_deadlock_in_the_simulator_fails_its_test_and_no_other(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, DEADLOCK, "-n1", "--dist=worksteal", "--override-ini=timeout=10")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "crashed while running 'test_module.py::test_that_nobody_arrives'" in done.stdout
+
+
+def test_the_settings_end_a_test_that_takes_minutes() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert 0 < options["timeout"] <= 600
+
+
+def test_a_plugin_that_warns_when_it_starts_ends_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "others.py").write_text(WARNING)
+    done = run(tmp_path, "def test_nothing():\n    pass\n", "-p", "others")
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
