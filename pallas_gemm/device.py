@@ -27,7 +27,8 @@ class Device:
 
     kind: str
     compute_capability: tuple[int, int]
-    machine: machines.Machine
+    # Equal devices have equal kinds, and a machine's table of clusters has no hash.
+    machine: machines.Machine = dataclasses.field(hash=False)
     shared_memory: int = 232_448
     measured_clusters: tuple[tuple[int, int], ...] = ()
 

@@ -488,7 +488,7 @@ def test_registers_never_leave_a_product_without_a_config(activation, size):
                 implementation="hopper",
             )
         assert explained.plan is not None
-        assert explained.plan.unfused is None
+        assert explained.plan.realigned.unfused is None
         assert isinstance(explained.plan.config, HopperConfig)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.canonical import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.call import Options
 from pallas_gemm.problem import Epilogue
 from schedules import OnlineSchedule, Schedule, parse
 
@@ -267,12 +268,22 @@ def _real(name: str, x: Any) -> Any:
     return x
 
 
-def implementation(value: Any) -> str | None:
-    """Checks `implementation=`.
+def options(implementation: Any, config: Any, schedule: Any) -> Options:
+    """Returns what a caller names of how a product is to be computed.
 
     Raises:
-        ValueError: There is none of that name.
+        TypeError: The config or the schedule is none.
+        ValueError: There is no implementation or schedule of that name, or one forbids another.
     """
+    if implementation == "xla" and (config, schedule) != (None, None):
+        raise ValueError(
+            "config and schedule have no meaning for implementation='xla', got"
+            f" config={config!r}, schedule={schedule!r}"
+        )
+    return Options(_implementation(implementation), _config(config), _schedule(schedule))
+
+
+def _implementation(value: Any) -> str | None:
     legal = (*(architecture.name for architecture in ARCHITECTURES), "xla", "interpret")
     if value is None or (isinstance(value, str) and value in legal):
         return value
@@ -283,12 +294,7 @@ def implementation(value: Any) -> str | None:
     )
 
 
-def config(value: Any) -> GemmConfig | None:
-    """Checks `config=`.
-
-    Raises:
-        TypeError: It is no config of a kernel.
-    """
+def _config(value: Any) -> GemmConfig | None:
     if value is None:
         return None
     if not isinstance(value, GemmConfig) or type(value) is GemmConfig:
@@ -298,13 +304,8 @@ def config(value: Any) -> GemmConfig | None:
     return value
 
 
-def schedule(value: Any) -> str | Schedule | OnlineSchedule | None:
-    """Checks `schedule=`, as far as that goes without a grid.
-
-    Raises:
-        TypeError: It is neither a schedule nor the name of one.
-        ValueError: There is no schedule of that name.
-    """
+def _schedule(value: Any) -> str | Schedule | OnlineSchedule | None:
+    """Checks `schedule=`, as far as that goes without a grid."""
     if value is None or isinstance(value, Schedule | OnlineSchedule):
         return value
     if not isinstance(value, str):

@@ -27,7 +27,7 @@ from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.op.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Operands
+from pallas_gemm.planning.call import Operands, Options
 from pallas_gemm.problem import Epilogue
 
 
@@ -209,10 +209,10 @@ class _Group:
         self, a: jax.Array, b: jax.Array, dtype: Any, bias: Any = None, activation: Any = None
     ) -> request.Request:
         """Returns what multiplying on this device comes down to; `a` may lack rows."""
-        wish = request.Wish(preferred_element_type=dtype, precision=self.precision)
         operands = Operands(a, b, bias=bias)
         epilogue = Epilogue(activation=activation)
-        return request.of_gemm(operands, wish, epilogue, transpose_b=self.transpose_b)
+        result = {"preferred_element_type": dtype, "precision": self.precision}
+        return request.of_gemm(operands, epilogue, Options(), False, self.transpose_b, **result)
 
     def gather(self, mine: jax.Array) -> jax.Array:
         """Gathers the rows of all devices."""

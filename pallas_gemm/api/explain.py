@@ -229,8 +229,8 @@ def _decision_text(decision: Decision) -> str:
         rows.append(("config", _config_text(plan)))
         rows.append(("schedule", str(plan.config.schedule)))
         rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
-        if plan.unfused is not None:
-            rows.append(("epilogue", f"by XLA, because {plan.unfused}"))
+        if plan.realigned.unfused is not None:
+            rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
         rows += [("step", str(step)) for step in plan.realigned.steps]
     rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in decision.refused]
     for name, text in rows:

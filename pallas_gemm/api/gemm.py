@@ -8,7 +8,7 @@ import jax
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api import explain as explanation
-from pallas_gemm.api.request import Request, Wish
+from pallas_gemm.api.request import Request
 from pallas_gemm.config import GemmConfig
 
 # What JAX has to know of the product is registered when these are imported.
@@ -20,7 +20,7 @@ from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.product import product
 from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import Call, Operands, Options
 from pallas_gemm.problem import Epilogue
 from schedules import OnlineSchedule, Schedule
 
@@ -80,10 +80,20 @@ def gemm(  # noqa: PLR0913 - each is a keyword
             compute this product; the message has every reason.
         TypeError: An argument is of the wrong type.
     """
-    wish = Wish(preferred_element_type, precision, implementation, config, schedule, out_sharding)
+    options = arguments.options(implementation, config, schedule)
     epilogue = Epilogue(alpha=alpha, beta=beta, activation=activation)  # type: ignore[arg-type]
     operands = Operands(a, b, bias=bias, residual=residual)
-    return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
+    asked = request.of_gemm(
+        operands,
+        epilogue,
+        options,
+        transpose_a,
+        transpose_b,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        out_sharding=out_sharding,
+    )
+    return _answer(asked)
 
 
 def matmul(
@@ -95,8 +105,15 @@ def matmul(
     out_sharding: Any = None,
 ) -> jax.Array:
     """Computes `jnp.matmul`, with the same arguments."""
-    wish = Wish(preferred_element_type, precision, out_sharding=out_sharding)
-    return _answer(request.of_gemm(Operands(a, b), wish, Epilogue()))
+    asked = request.of_gemm(
+        Operands(a, b),
+        Epilogue(),
+        Options(),
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        out_sharding=out_sharding,
+    )
+    return _answer(asked)
 
 
 def dot_general(
@@ -113,8 +130,16 @@ def dot_general(
     Dimensions that lie side by side are merged by reshapes; where they do not, an operand is
     transposed first, and `explain` says which.
     """
-    wish = Wish(preferred_element_type, precision, out_sharding=out_sharding)
-    return _answer(request.of_dot_general(lhs, rhs, dimension_numbers, wish))
+    asked = request.of_dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        Options(),
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        out_sharding=out_sharding,
+    )
+    return _answer(asked)
 
 
 def gated_gemm(  # noqa: PLR0913 - each is a keyword
@@ -155,10 +180,20 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         ValueError: As for `gemm`.
         TypeError: As for `gemm`.
     """
-    wish = Wish(preferred_element_type, precision, implementation, config, schedule, out_sharding)
+    options = arguments.options(implementation, config, schedule)
     epilogue = Epilogue(activation=activation)  # type: ignore[arg-type]
     operands = Operands(a, w_gate, arguments.array("w_up", w_up))
-    return _answer(request.of_gemm(operands, wish, epilogue, transpose_a, transpose_b))
+    asked = request.of_gemm(
+        operands,
+        epilogue,
+        options,
+        transpose_a,
+        transpose_b,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        out_sharding=out_sharding,
+    )
+    return _answer(asked)
 
 
 def projections(
@@ -192,12 +227,12 @@ def projections(
         ValueError: As for `gemm`, or there are no weights, or not as many biases.
         TypeError: As for `gemm`.
     """
-    wish = Wish(preferred_element_type, precision)
+    result = {"preferred_element_type": preferred_element_type, "precision": precision}
     asked = []
     for i, (b, bias) in enumerate(arguments.each_with_bias(weights, biases)):
         operands = Operands(a, b, bias=bias)
         try:
-            own = request.of_gemm(operands, wish, Epilogue(), transpose_b=transpose_b)
+            own = request.of_gemm(operands, Epilogue(), Options(), False, transpose_b, **result)
         except (TypeError, ValueError) as error:
             raise type(error)(f"weights[{i}]: {error}") from None
         asked.append(own)
@@ -225,7 +260,7 @@ def _answer(asked: Request) -> jax.Array:
     per_part = options.config is not None or options.schedule is not None
     if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
-        dispatch.decide(asked.call, asked.signature)
+        dispatch.check(asked.call, asked.signature)
     run: Any = functools.partial(_product, asked.call, asked.form)
     sharding = asked.result_sharding
     if sharding is not None:

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import request
+from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.gemm import gated_gemm, gemm
-from pallas_gemm.api.request import Wish
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_report, targets
 from pallas_gemm.op.sum_of_products import sum_of_products
@@ -186,7 +185,9 @@ class _Product:
         form = {name: options.pop(name) for name in ("transpose_a", "transpose_b")}
         epilogue = dataclasses.replace(self.problem.epilogue, beta=options.pop("beta"))
         del options["activation"], options["alpha"]
-        first = request.of_gemm(Operands(a, b), Wish(**options), epilogue, **form)
+        named = (options.pop(name, None) for name in ("implementation", "config", "schedule"))
+        chosen = arguments.options(*named)
+        first = request.of_gemm(Operands(a, b), epilogue, chosen, **form, **options)
         return SumCall.of(first.call)
 
     def decision(self) -> Decision:

@@ -16,7 +16,8 @@ from pallas_gemm.kernels import activations
 from pallas_gemm.op import canonical, mesh_context
 from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.reduction import reduction_dtype
-from pallas_gemm.planning import precision, xla
+from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
@@ -71,96 +72,24 @@ class Request:
         return result.sharding
 
 
-@dataclasses.dataclass(frozen=True)
-class Wish:
-    """The arguments that every public function has.
-
-    Attributes:
-        preferred_element_type: Type of the result.
-        precision: As for `lax.dot_general`.
-        implementation: The name of an implementation.
-        config: A kernel's config.
-        schedule: An order of tiles.
-        out_sharding: The result's sharding.
-    """
-
-    preferred_element_type: Any = None
-    precision: Any = None
-    implementation: Any = None
-    config: Any = None
-    schedule: Any = None
-    out_sharding: Any = None
-
-    def call(self, operands: Operands, form: Form, epilogue: Epilogue) -> Call:
-        """Checks the wishes and returns the product."""
-        dtype = arguments.result_dtype(operands.a, operands.b, self.preferred_element_type)
-        arguments.epilogue_dtype(epilogue, operands.a.dtype, dtype)
-        options = Options(
-            arguments.implementation(self.implementation),
-            arguments.config(self.config),
-            arguments.schedule(self.schedule),
-            known_target(*operands.present()),
-            reduction_dtype(),
-        )
-        if options.implementation == "xla" and (options.config, options.schedule) != (None, None):
-            raise ValueError(
-                "config and schedule have no meaning for implementation='xla', got"
-                f" config={self.config!r}, schedule={self.schedule!r}"
-            )
-        return Call(
-            dtype,
-            form.a.transposed,
-            form.b.transposed,
-            epilogue,
-            precision.resolve(self.precision),
-            options,
-        )
-
-    def outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
-        """Returns why no kernel is considered, None if one is.
-
-        Raises:
-            ValueError: A kernel was named all the same.
-        """
-        reason = self._reason_outside(operands, out_dtype)
-        if reason is not None and self.implementation not in (None, "xla"):
-            raise ValueError(
-                f"implementation={self.implementation!r} cannot compute this product: {reason};"
-                " None or 'xla' can"
-            )
-        return reason
-
-    def _reason_outside(self, operands: Operands, out_dtype: np.dtype) -> str | None:
-        if self.implementation == "xla":
-            return "implementation='xla'"
-        dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
-        if foreign := dtypes - _OPERANDS:
-            return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
-        if out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
-            names = ", ".join(sorted(map(str, dtypes)))
-            return f"no kernel makes a result of {out_dtype} from {names}"
-        return self._reason_of_mesh(operands)
-
-    def _reason_of_mesh(self, operands: Operands) -> str | None:
-        explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
-        if not explicit:
-            return None if self.out_sharding is None else "out_sharding is given"
-        if any(AxisType.Manual in mesh.axis_types for mesh in explicit):
-            return "the mesh is manual along some axes only"
-        spec = getattr(self.out_sharding, "spec", self.out_sharding)
-        if getattr(spec, "unreduced", None):
-            return "out_sharding asks for partial sums"
-        return None
-
-
 def of_gemm(
     operands: Operands,
-    wish: Wish,
     epilogue: Epilogue,
+    options: Options,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    **result: Any,
 ) -> Request:
-    """Returns what `gemm` asks for; `epilogue` lacks what the operands tell."""
+    """Returns what `gemm` asks for.
+
+    Args:
+        operands: As they were given.
+        epilogue: What happens to the sum, without what the operands tell.
+        options: How to compute it.
+        transpose_a: As for `gemm`.
+        transpose_b: As for `gemm`.
+        **result: `preferred_element_type`, `precision` and `out_sharding`, as for `gemm`.
+    """
     right = "b" if operands.up is None else "w_gate"
     a, b = arguments.array("a", operands.a), arguments.array(right, operands.b)
     transpose_a = arguments.flag("transpose_a", transpose_a)
@@ -180,25 +109,71 @@ def of_gemm(
         activation=activations.resolve(epilogue.activation),
         gated=up is not None,
     )
+    multiply = functools.partial(_matmul, transpose_a, transpose_b)
     given = Operands(a, b, up, bias, residual)
-    call = wish.call(given, form, epilogue)
-    product = functools.partial(_matmul, transpose_a, transpose_b)
-    by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
-    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
+    return _request(given, form, epilogue, options, multiply, **result)
 
 
-def of_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, wish: Wish) -> Request:
-    """Returns what `dot_general` asks for."""
+def of_dot_general(
+    lhs: Any, rhs: Any, dimension_numbers: Any, options: Options, **result: Any
+) -> Request:
+    """Returns what `dot_general` asks for; `result` as for `of_gemm`."""
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
     cost = rhs.dtype.itemsize / lhs.dtype.itemsize
     form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers, cost)
     form = form.with_batch(lhs.shape) if mesh_context.is_on_mesh(lhs, rhs) else form
-    given = Operands(lhs, rhs)
-    call = wish.call(given, form, Epilogue())
-    product = functools.partial(_dot_general, numbers)
-    by_xla = functools.partial(_by_xla, call, product, wish.out_sharding)
-    return Request(call, form, given, by_xla, wish.outside(given, call.out_dtype))
+    multiply = functools.partial(_dot_general, numbers)
+    return _request(Operands(lhs, rhs), form, Epilogue(), options, multiply, **result)
+
+
+def _request(
+    operands: Operands,
+    form: Form,
+    epilogue: Epilogue,
+    options: Options,
+    multiply: Callable[..., jax.Array],
+    *,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    out_sharding: Any = None,
+) -> Request:
+    dtype = arguments.result_dtype(operands.a, operands.b, preferred_element_type)
+    arguments.epilogue_dtype(epilogue, operands.a.dtype, dtype)
+    options = dataclasses.replace(
+        options, target=known_target(*operands.present()), reduced=reduction_dtype()
+    )
+    resolved = precisions.resolve(precision)
+    call = Call(dtype, form.a.transposed, form.b.transposed, epilogue, resolved, options)
+    outside = _outside(call, operands, out_sharding)
+    if outside is not None and options.implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation={options.implementation!r} cannot compute this product: {outside};"
+            " None or 'xla' can"
+        )
+    by_xla = functools.partial(_by_xla, call, multiply, out_sharding)
+    return Request(call, form, operands, by_xla, outside)
+
+
+def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
+    """Returns why no kernel is considered, None if one is."""
+    if call.options.implementation == "xla":
+        return "implementation='xla'"
+    dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
+    if foreign := dtypes - _OPERANDS:
+        return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
+    if call.out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
+        names = ", ".join(sorted(map(str, dtypes)))
+        return f"no kernel makes a result of {call.out_dtype} from {names}"
+    explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
+    if not explicit:
+        return None if out_sharding is None else "out_sharding is given"
+    if any(AxisType.Manual in mesh.axis_types for mesh in explicit):
+        return "the mesh is manual along some axes only"
+    spec = getattr(out_sharding, "spec", out_sharding)
+    if getattr(spec, "unreduced", None):
+        return "out_sharding asks for partial sums"
+    return None
 
 
 def _explicit_mesh(x: Any) -> Any:

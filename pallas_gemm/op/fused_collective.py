@@ -24,6 +24,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import note
 from pallas_gemm.op.product import equally_varying, product
@@ -158,7 +159,7 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[
         note(call, whole, f"{rows}; XLA's collective sends them: {plan}")
         return None
     note(call, whole, f"{rows}; the kernel sends them", plan)
-    return _traced_once(call, whole, plan.config, exchange, how)
+    return _traced_once(plan.realigned.problem, plan.config, plan.device, exchange, how)
 
 
 def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str:
@@ -170,8 +171,8 @@ def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str
     if plan is None or decision.implementation != "hopper":
         return decision.reason
     problem = plan.realigned.problem
-    if plan.unfused or problem != call.problem(whole):
-        return plan.unfused or "the operands or the result are realigned"
+    if plan.realigned.unfused or problem != call.problem(whole):
+        return plan.realigned.unfused or "the operands or the result are realigned"
     why: str | None = "no config is legal"
     for candidate in _candidates(call, plan):
         why = why_not_by(problem, candidate.config, exchange)
@@ -182,12 +183,9 @@ def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str
 
 @functools.lru_cache(maxsize=1024)
 def _traced_once(
-    call: Call, whole: Signature, config: GemmConfig, exchange: Any, how: FusedCollective
+    problem: Problem, config: GemmConfig, device: Device, exchange: Any, how: FusedCollective
 ) -> Callable[..., Any]:
     """Returns a function whose kernel is traced once, however many layers call it."""
-    plan = dispatch.decide(call, whole).plan
-    assert plan is not None
-    problem, device = plan.realigned.problem, plan.device
     return jax.jit(functools.partial(_run, problem, config, device, exchange, how))
 
 
@@ -248,10 +246,10 @@ def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
     """Yields the plan of the product alone, and others if it may be another one."""
     yield plan
     if not call.options.names_something:
-        for choice in heuristics.rank(plan.realigned.problem, plan.device, plan.architecture):
-            yield dataclasses.replace(
-                plan, config=choice.config, source="heuristics", seconds=choice.seconds
-            )
+        problem, device, architecture = plan.realigned.problem, plan.device, plan.architecture
+        for config in heuristics.rank(problem, device, architecture):
+            seconds = heuristics.seconds(problem, config, device, architecture)
+            yield dataclasses.replace(plan, config=config, source="heuristics", seconds=seconds)
 
 
 def _run(

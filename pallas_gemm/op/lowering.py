@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from pallas_gemm.config import GemmConfig
 from pallas_gemm.op import mesh_context, partition
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call, Signature
+from pallas_gemm.planning.dispatch import Decision
 
 
 @part_p.def_effectful_abstract_eval
@@ -107,19 +107,15 @@ def lower_for_one_device(
     signature = _signature(ctx.avals_in)
     decision = dispatch.decide(call, signature)
     if decision.plan is not None:
-        run = _traced_once(call, signature, decision.plan.config)
+        run = _traced_once(call, decision)
     else:
         run = without_kernel or dispatch.implement(decision, call)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced_once(call: Call, signature: Signature, config: GemmConfig) -> Callable[..., Any]:
+def _traced_once(call: Call, decision: Decision) -> Callable[..., Any]:
     """Returns a product whose kernel is traced once, however many programs it is part of."""
-    decision = dispatch.decide(call, signature)
-    # Tables of tuned configs make it another one, which is why it is a part of the key.
-    assert decision.plan is not None
-    assert decision.plan.config == config
     return jax.jit(dispatch.implement(decision, call))
 
 

@@ -178,7 +178,7 @@ class _Share:
             ValueError: It cannot; the message says which axes of the mesh split what.
         """
         try:
-            dispatch.decide(call, signature)
+            dispatch.check(call, signature)
         except ValueError as error:
             raise ValueError(
                 f"the mesh splits {self.split}, and for one device's part: {error}"

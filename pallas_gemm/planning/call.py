@@ -50,8 +50,7 @@ class Options:
     implementation: str | None = None
     config: GemmConfig | None = None
     schedule: str | Schedule | OnlineSchedule | None = None
-    # Equal targets have equal kinds, and a machine's table of clusters has no hash.
-    target: Device | None = dataclasses.field(default=None, hash=False)
+    target: Device | None = None
     reduced: np.dtype | None = None
 
     @property

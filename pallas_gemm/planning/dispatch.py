@@ -1,14 +1,15 @@
 """What computes a product, and why: a kernel where one takes it and is fast, else XLA.
 
 A decision depends on the product, the shapes and types of its operands, the GPU that it is for, and
-the tables of tuned configs in use. It is made when a program is lowered, after `vmap`, `grad` and
-partitioning have said their part; `explain` and the checks of what a caller names make it earlier.
+the tables of tuned configs in use. It is made once, when a program is lowered, after `vmap`, `grad`
+and partitioning have said their part; `explain` makes it earlier. `check` decides nothing: it
+refuses what a caller names and no kernel can do.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_gemm.config import GemmConfig
@@ -31,11 +32,10 @@ class Plan:
     Attributes:
         architecture: Whose kernel it is.
         device: The GPU that is planned for.
-        realigned: What the kernel computes, and the steps around it.
+        realigned: What the kernel computes, and what is done before and after it.
         config: The kernel's config.
         source: Where the config comes from.
         seconds: The predicted time of the kernel and the steps.
-        unfused: Why XLA applies the epilogue; None if the kernel does.
     """
 
     architecture: Architecture
@@ -44,7 +44,6 @@ class Plan:
     config: GemmConfig
     source: str
     seconds: float
-    unfused: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,43 +79,81 @@ def decide(call: Call, signature: Signature) -> Decision:
             the message has every reason.
     """
     options, problem = call.options, call.problem(signature)
-    if options.implementation == "xla":
-        return Decision("xla", problem, "implementation='xla'")
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return Decision("xla", problem, "a dimension is empty")
-    if options.target is None and not options.names_something:
-        return Decision("xla", problem, "no GPU is planned for")
+    if reason := _why_no_kernel(call, problem):
+        return Decision("xla", problem, reason)
     refused: list[tuple[str, Reasons]] = []
-    possible = False
-    for architecture in ARCHITECTURES:
-        if not _comes_into_question(call, architecture):
-            continue
-        plan = _plan(call, signature, architecture)
+    slower = False
+    for architecture, plan in _plans(call, signature):
         if not isinstance(plan, Plan):
             refused.append((architecture.name, plan))
-            continue
-        possible = True
-        if why := _why_not(call, problem, plan):
+        elif why := _why_not(call, problem, plan):
+            slower = True
             refused.append((architecture.name, (why,)))
-            continue
-        name = options.implementation or architecture.name
-        reason = "the kernel for this GPU" if options.implementation is None else f"{name} is named"
-        return Decision(name, problem, reason, plan, tuple(refused))
-    if not possible:
-        _raise_if_named(call, refused)
+        else:
+            named = options.implementation
+            reason = f"{named} is named" if named else "the kernel for this GPU"
+            return Decision(named or architecture.name, problem, reason, plan, tuple(refused))
+    why = "no kernel is as fast" if slower else "no kernel takes it"
     if options.target is None:
         why = "no GPU is planned for"
-    else:
-        why = "no kernel is as fast" if possible else "no kernel takes it"
     return Decision("xla", problem, why, None, tuple(refused))
 
 
-def _comes_into_question(call: Call, architecture: Architecture) -> bool:
+def check(call: Call, signature: Signature) -> None:
+    """Refuses what a call names where no kernel can compute it, before anything is traced.
+
+    Raises:
+        ValueError: As for `decide`.
+    """
+    if not _why_no_kernel(call, call.problem(signature)):
+        any(isinstance(plan, Plan) for _, plan in _plans(call, signature))
+
+
+def _why_no_kernel(call: Call, problem: Problem) -> str | None:
+    """Returns why no kernel is considered; None if one is."""
+    if call.options.implementation == "xla":
+        return "implementation='xla'"
+    if 0 in (problem.m, problem.n, problem.k, problem.batch):
+        return "a dimension is empty"
+    if call.options.target is None and not call.options.names_something:
+        return "no GPU is planned for"
+    return None
+
+
+def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Plan | Reasons]]:
+    """Yields how each kernel that comes into question computes a call, or why it cannot.
+
+    Raises:
+        ValueError: None can, and something is named.
+    """
+    refused: list[tuple[str, Reasons]] = []
+    possible = False
+    for architecture in ARCHITECTURES:
+        if _comes_into_question(call.options, architecture):
+            plan = _plan(call, signature, architecture)
+            yield architecture, plan
+            if isinstance(plan, Plan):
+                possible = True
+            else:
+                refused.append((architecture.name, plan))
+    named = [
+        f"{name}={value!r}"
+        for name in ("implementation", "config", "schedule")
+        if (value := getattr(call.options, name)) is not None
+    ]
+    if named and not possible:
+        reasons = (f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+        raise ValueError(f"{', '.join(named)} cannot compute this product: {'; '.join(reasons)}")
+
+
+def _comes_into_question(options: Options, architecture: Architecture) -> bool:
     """Whether to look at a kernel at all, for what is named or to say why it is not used."""
-    asked = call.options.implementation
+    asked, config = options.implementation, options.config
     if asked == "interpret":
-        return architecture is _simulated(call.options)
-    return asked is None or asked == architecture.name
+        return architecture is _simulated(options)
+    if asked is None:
+        return config is None or isinstance(config, architecture.config)
+    return asked == architecture.name
 
 
 def _simulated(options: Options) -> Architecture:
@@ -125,7 +162,7 @@ def _simulated(options: Options) -> Architecture:
         if options.target is not None and architecture.fits(options.target):
             return architecture
     for architecture in ARCHITECTURES:
-        if options.config is not None and isinstance(options.config, architecture.load().config):
+        if isinstance(options.config, architecture.config):
             return architecture
     return ARCHITECTURES[0]
 
@@ -153,92 +190,27 @@ def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
     return f"it needs compute capability {needed}, {device.kind} has {major}.{minor}"
 
 
-def _raise_if_named(call: Call, refused: list[tuple[str, Reasons]]) -> None:
-    """Raises if what is named can nowhere compute a product."""
-    named = [
-        f"{name}={value!r}"
-        for name in ("implementation", "config", "schedule")
-        if (value := getattr(call.options, name)) is not None
-    ]
-    if named:
-        reasons = (f"{name}: {', '.join(reasons)}" for name, reasons in refused)
-        raise ValueError(f"{', '.join(named)} cannot compute this product: {'; '.join(reasons)}")
-
-
 def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan | Reasons:
     """Returns how an architecture's kernel computes a call, or why it cannot."""
-    prepared = _prepared(call, signature, architecture.name)
-    if not isinstance(prepared, _Prepared):
-        return prepared
-    options, problem, device = call.options, prepared.realigned.problem, prepared.device
-    if (
-        options.config is None
-        and options.schedule is None
-        and options.implementation != "interpret"
-    ):
-        # In pieces or not, it takes the same steps.
-        found = tables.find(dataclasses.replace(problem, pieces=()), device)
-        if found is not None:
-            seconds = heuristics.seconds(problem, found.config, device, architecture)
-            return prepared.plan(found.config, f"tuned ({found.source})", seconds)
-    if isinstance(prepared.choice, tuple):
-        return prepared.choice
-    return prepared.plan(prepared.choice.config, prepared.source, prepared.choice.seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """All of a plan that does not depend on tables of tuned configs."""
-
-    architecture: Architecture
-    device: Device
-    realigned: Realigned
-    choice: heuristics.Choice | Reasons
-    source: str
-    unfused: str | None
-
-    def plan(self, config: GemmConfig, source: str, seconds: float) -> Plan:
-        """Returns the plan with a config."""
-        total = seconds + heuristics.pass_seconds(self.realigned, self.device)
-        return Plan(
-            self.architecture, self.device, self.realigned, config, source, total, self.unfused
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepared(call: Call, signature: Signature, name: str) -> _Prepared | Reasons:
-    architecture = next(a for a in ARCHITECTURES if a.name == name)
-    device = _planned_device(call, architecture)
+    device = _planned_device(call.options, architecture)
     if device is None:
         return (_wrong_capability(architecture, call.options.target),)
-    try:
-        kernel = architecture.load()
-    except ImportError as error:
-        return (f"it cannot be loaded: {error}",)
-    (_, a_dtype), (_, b_dtype), *_ = signature
-    if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
-        return (why,)
-    unfused = _why_unfused(call, signature)
-    reasons: list[str] = []
-    # Operands in pieces have no epilogue.
-    ways = (None,) if call.problem(signature).pieces else (None, "the kernel refuses the epilogue")
-    for reason in (unfused,) if unfused else ways:
-        variant = sums_only(call, signature) if reason else call
-        own = signature[:2] if reason else signature
-        realigned = realign(variant, own, lambda posed: kernel.problem_refusals(posed, device))
-        if realigned is not None:
-            choice, source = _choose(call, realigned.problem, device, architecture)
-            return _Prepared(architecture, device, realigned, choice, source, reason)
-        reasons += kernel.problem_refusals(variant.problem(own), device)
-    return tuple(dict.fromkeys(reasons))
+    realigned = _realigned(call, signature, device, architecture)
+    if not isinstance(realigned, Realigned):
+        return realigned
+    config, source = _config(call.options, realigned.problem, device, architecture)
+    if not isinstance(config, GemmConfig):
+        return config
+    seconds = heuristics.seconds(realigned.problem, config, device, architecture)
+    seconds += heuristics.pass_seconds(realigned, device)
+    return Plan(architecture, device, realigned, config, source, seconds)
 
 
-def _planned_device(call: Call, architecture: Architecture) -> Device | None:
+def _planned_device(options: Options, architecture: Architecture) -> Device | None:
     """Returns the GPU to plan for: an example where another decides whether a kernel runs at all.
 
     None if the kernel is out of the question because the GPU is of another generation.
     """
-    options = call.options
     if options.target is not None and architecture.fits(options.target):
         return options.target
     if options.target is None or (
@@ -246,6 +218,29 @@ def _planned_device(call: Call, architecture: Architecture) -> Device | None:
     ):
         return architecture.example
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _realigned(
+    call: Call, signature: Signature, device: Device, architecture: Architecture
+) -> Realigned | Reasons:
+    """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
+    (_, a_dtype), (_, b_dtype), *_ = signature
+    if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
+        return (why,)
+    unfused = _why_unfused(call, signature)
+    reasons: list[str] = []
+    # Operands in pieces have no epilogue.
+    whole = not call.problem(signature).pieces
+    ways = (None, "the kernel refuses the epilogue") if whole else (None,)
+    for reason in (unfused,) if unfused else ways:
+        variant = sums_only(call, signature) if reason else call
+        own = signature[:2] if reason else signature
+        realigned = realign(variant, own, lambda p: architecture.problem_refusals(p, device))
+        if realigned is not None:
+            return dataclasses.replace(realigned, unfused=reason)
+        reasons += architecture.problem_refusals(variant.problem(own), device)
+    return tuple(dict.fromkeys(reasons))
 
 
 def _why_unfused(call: Call, signature: Signature) -> str | None:
@@ -262,55 +257,52 @@ def sums_only(call: Call, signature: Signature) -> Call:
     return dataclasses.replace(call, out_dtype=wide, epilogue=NO_EPILOGUE)
 
 
-def _choose(
-    call: Call, problem: Problem, device: Device, architecture: Architecture
-) -> tuple[heuristics.Choice | Reasons, str]:
-    """Returns the config that is named, or the best one by the heuristics, or why there is none."""
-    options, kernel = call.options, architecture.load()
+def _config(
+    options: Options, problem: Problem, device: Device, architecture: Architecture
+) -> tuple[GemmConfig | Reasons, str]:
+    """Returns the config that is named, tuned or best by the heuristics, and which of these it is.
+
+    Or why there is none.
+    """
     if options.config is not None:
-        named = _named_config(options.config, call, problem, device, kernel.config)
-        if not isinstance(named, GemmConfig):
-            return named, "argument"
-        seconds = heuristics.seconds(problem, named, device, architecture)
-        return heuristics.Choice(named, seconds), "argument"
-    if options.implementation != "interpret" and options.schedule is None:
-        best = heuristics.best(problem, device, architecture)
-        return best or ("none of the configs that are considered is legal",), "heuristics"
-    choices = heuristics.rank(problem, device, architecture)
-    if options.implementation == "interpret":
+        return _named_config(options, problem, device, architecture), "argument"
+    schedule, simulated = options.schedule, options.implementation == "interpret"
+    if schedule is None and not simulated:
+        # In pieces or not, it takes the same steps.
+        found = tables.find(dataclasses.replace(problem, pieces=()), device)
+        if found is not None:
+            return found.config, f"tuned ({found.source})"
+    if simulated:
         # The simulator's time goes with the size of the tiles, and it knows no pairs of CTAs.
-        choices = tuple(
-            sorted(choices, key=lambda c: (c.config.cluster_size, math.prod(c.config.tile)))
-        )
-    if options.schedule is not None:
-        return _with_schedule(options.schedule, choices, problem, device), "heuristics"
-    if not choices:
-        return ("none of the configs that are considered is legal",), "heuristics"
-    return choices[0], "heuristics"
+        ranked = heuristics.rank(problem, device, architecture, schedule)
+        best = min(ranked, key=lambda c: (c.cluster_size, math.prod(c.tile)), default=None)
+    else:
+        best = heuristics.best(problem, device, architecture, schedule)
+    return best or _why_no_config(schedule, problem, device, architecture), "heuristics"
 
 
 def _named_config(
-    config: GemmConfig, call: Call, problem: Problem, device: Device, kind: type[GemmConfig]
+    options: Options, problem: Problem, device: Device, architecture: Architecture
 ) -> GemmConfig | Reasons:
+    config, kind = options.config, architecture.config
     if not isinstance(config, kind):
         return (f"it takes a {kind.__name__}, got a {type(config).__name__}",)
-    if call.options.schedule is not None:
-        config = dataclasses.replace(config, schedule=call.options.schedule)
+    if options.schedule is not None:
+        config = dataclasses.replace(config, schedule=options.schedule)
     return config.refusals(problem, device) or config
 
 
-def _with_schedule(
-    schedule: str | Schedule | OnlineSchedule,
-    choices: tuple[heuristics.Choice, ...],
+def _why_no_config(
+    schedule: str | Schedule | OnlineSchedule | None,
     problem: Problem,
     device: Device,
-) -> heuristics.Choice | Reasons:
-    """Returns the fastest choice whose grid the schedule is made for."""
+    architecture: Architecture,
+) -> Reasons:
+    """Says which grids an order could have been made for."""
+    if schedule is None:
+        return ("none of the configs that are considered is legal",)
     grids: dict[tuple[int, int], tuple[int, int]] = {}
-    for choice in choices:
-        config = choice.config.reordered(schedule)
-        if not config.refusals(problem, device):
-            return dataclasses.replace(choice, config=config)
+    for config in heuristics.rank(problem, device, architecture):
         grids.setdefault(config.stacked_grid(problem), config.tile)
     legal = ", ".join(f"{grid} for tiles of {tile}" for grid, tile in grids.items())
     if isinstance(schedule, str):
@@ -324,14 +316,12 @@ def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     if plan is None:
         return functools.partial(xla.product, call)
     simulator = decision.implementation == "interpret" and _simulator()
-    kernel = plan.architecture.load().build(
-        plan.realigned.problem, plan.config, plan.device, simulator
-    )
+    realigned = plan.realigned
+    kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
     if decision.problem.pieces:
         return kernel
-    if plan.unfused is None:
-        return functools.partial(_fused, call, plan.realigned, kernel)
-    return functools.partial(_unfused, call, plan.realigned, kernel)
+    run = _fused if realigned.unfused is None else _unfused
+    return functools.partial(run, call, realigned, kernel)
 
 
 def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:

@@ -10,14 +10,17 @@ takes longer than 2 ms is slowed down further by the power limit, all configs al
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+from schedules.spec import ONLINE
 
 SHARED_BYTES_PER_CYCLE = 128
 LOAD_CYCLES = 600
@@ -62,42 +65,62 @@ same part of them. 4096 x 4096 with K of 12288, 14336 and 28672 runs as fast in 
 tiles as of 8 in bursts, and 0.1 to 1.0% faster in sustained work."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A config and what it is predicted to take.
+def rank(
+    problem: Problem,
+    device: Device,
+    architecture: Architecture,
+    schedule: str | Schedule | OnlineSchedule | None = None,
+) -> tuple[GemmConfig, ...]:
+    """Returns every legal candidate for a problem, fastest first.
 
-    Attributes:
-        config: A legal config.
-        seconds: The predicted time.
+    Args:
+        problem: What is to be computed.
+        device: The GPU that it is for.
+        architecture: Whose kernel it is.
+        schedule: The order of the tiles; None for the one that suits each candidate.
     """
-
-    config: GemmConfig
-    seconds: float
+    return tuple(_legal(problem, device, architecture, schedule))
 
 
-def rank(problem: Problem, device: Device, architecture: Architecture) -> tuple[Choice, ...]:
-    """Returns every legal candidate for a problem, fastest first."""
-    return tuple(_legal(problem, device, architecture))
+@functools.lru_cache(maxsize=4096)
+def best(
+    problem: Problem,
+    device: Device,
+    architecture: Architecture,
+    schedule: str | Schedule | OnlineSchedule | None = None,
+) -> GemmConfig | None:
+    """Returns the first of `rank`, None if there is none."""
+    return next(_legal(problem, device, architecture, schedule), None)
 
 
-def best(problem: Problem, device: Device, architecture: Architecture) -> Choice | None:
-    """Returns the fastest legal candidate for a problem, None if there is none."""
-    return next(_legal(problem, device, architecture), None)
-
-
-def _legal(problem: Problem, device: Device, architecture: Architecture) -> Iterator[Choice]:
+def _legal(
+    problem: Problem,
+    device: Device,
+    architecture: Architecture,
+    schedule: str | Schedule | OnlineSchedule | None,
+) -> Iterator[GemmConfig]:
     """Yields legal candidates, fastest first; to score them is quicker than to check them."""
-    scored = [
-        Choice(config, seconds(problem, config, device, architecture))
-        for config in architecture.load().candidates(problem, device)
-    ]
-    for choice in sorted(scored, key=lambda choice: choice.seconds):
-        ctas = balanced_ctas(problem, choice.config, device)
-        config = dataclasses.replace(choice.config, ctas=ctas)
-        kind = "online_" if config.is_online else ""
-        config = dataclasses.replace(config, schedule=kind + order(problem, config, device))
+    candidates: Iterable[GemmConfig] = architecture.candidates(problem, device)
+    if schedule is not None:
+        candidates = (config.reordered(schedule) for config in candidates)
+    for candidate in sorted(candidates, key=lambda c: seconds(problem, c, device, architecture)):
+        config = fitted(problem, candidate, device, schedule)
         if not config.refusals(problem, device):
-            yield Choice(config, choice.seconds)
+            yield config
+
+
+def fitted(
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    schedule: str | Schedule | OnlineSchedule | None = None,
+) -> GemmConfig:
+    """Returns the config with balanced CTAs and, unless it is given, the order that suits it."""
+    config = dataclasses.replace(config, ctas=balanced_ctas(problem, config, device))
+    if schedule is not None:
+        return config
+    kind = ONLINE if config.is_online else ""
+    return dataclasses.replace(config, schedule=kind + order(problem, config, device))
 
 
 def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
@@ -202,7 +225,7 @@ def seconds(
     steps = math.ceil(problem.k / config.tile_k(problem))
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     multiply = rows * cols * STEP_BYTES / architecture.flops_per_cycle
-    shared = architecture.load().shared_rows(config) * STEP_BYTES / SHARED_BYTES_PER_CYCLE
+    shared = architecture.shared_rows(config) * STEP_BYTES / SHARED_BYTES_PER_CYCLE
     tiles = math.prod(config.stacked_grid(problem))
     waves = math.ceil(tiles / config.workers(problem, device))
     cycles = waves * steps * max(multiply, shared) + (waves - 1) * STORE_CYCLES

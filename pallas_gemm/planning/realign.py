@@ -79,10 +79,12 @@ class Realigned:
     Attributes:
         problem: What the kernel computes.
         steps: In order; those of the result follow the kernel.
+        unfused: Why XLA applies the epilogue; None if the kernel does.
     """
 
     problem: Problem
     steps: tuple[Step, ...] = ()
+    unfused: str | None = None
 
     @property
     def bytes(self) -> int:

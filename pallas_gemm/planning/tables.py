@@ -356,9 +356,9 @@ def config_to_json(config: GemmConfig) -> dict[str, Any]:
             "only a config whose schedule is a name such as 'swizzle:8' can be written, got"
             f" {config.schedule!r}"
         )
-    for name, kind in _config_classes().items():
-        if type(config) is kind:
-            return {"kernel": name, **dataclasses.asdict(config)}
+    for architecture in ARCHITECTURES:
+        if type(config) is architecture.config:
+            return {"kernel": architecture.name, **dataclasses.asdict(config)}
     raise ValueError(f"config must be that of a kernel, got {config!r}")
 
 
@@ -373,7 +373,7 @@ def config_from_json(fields: Any) -> GemmConfig:
         raise ValueError(
             f"a config must be an object such as {{'tile': [128, 256]}}, got {fields!r}"
         )
-    classes = _config_classes()
+    classes = {architecture.name: architecture.config for architecture in ARCHITECTURES}
     kernel = fields.get("kernel", next(iter(classes)))
     if kernel not in classes:
         raise ValueError(f"kernel must be one of {', '.join(classes)}, got {kernel!r}")
@@ -383,15 +383,6 @@ def config_from_json(fields: Any) -> GemmConfig:
         if name not in legal:
             raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
     return classes[kernel](**values)
-
-
-def _config_classes() -> dict[str, type[GemmConfig]]:
-    """Returns the class of the configs of each kernel that this version has."""
-    classes = {}
-    for architecture in ARCHITECTURES:
-        with contextlib.suppress(ImportError):
-            classes[architecture.name] = architecture.load().config
-    return classes
 
 
 def _pair(

@@ -21,14 +21,6 @@ from pallas_gemm.planning import occupancy
 _CHOSEN = jax.make_user_context(default_value=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """A device with a hash, which its table of clusters has not: the context's value needs one."""
-
-    device: Device = dataclasses.field(hash=False)
-    kind: str = ""
-
-
 @contextlib.contextmanager
 def target(device: str | Device) -> Iterator[Device]:
     """Plans every product that is traced within for a GPU that need not be there.
@@ -43,14 +35,14 @@ def target(device: str | Device) -> Iterator[Device]:
         ValueError: No preset has that name.
     """
     chosen = device if isinstance(device, Device) else device_named(device)
-    with _CHOSEN(_Chosen(chosen, chosen.kind)):
+    with _CHOSEN(chosen):
         yield chosen
 
 
 def known_target(*operands: Any) -> Device | None:
     """Returns the GPU that the product of these operands is for, None if nothing tells yet."""
     if (chosen := _CHOSEN.value) is not None:
-        return chosen.device
+        return chosen
     meshes = [jax.typeof(x).sharding.mesh for x in operands if hasattr(x, "aval")]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh.abstract_device is not None:

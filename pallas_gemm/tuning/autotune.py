@@ -245,19 +245,12 @@ def kernel(problem: Problem, config: GemmConfig, device: Device) -> Callable[...
     architecture = architecture_of(device)
     if architecture is None:
         raise ValueError(f"device must be one that a kernel runs on, got {device.kind}")
-    return architecture.load().build(problem, config, device, False)
+    return architecture.build(problem, config, device, False)
 
 
 def architecture_of(device: Device) -> Architecture | None:
     """Returns whose kernel runs on a GPU, None if there is none."""
-    for architecture in ARCHITECTURES:
-        if architecture.fits(device):
-            try:
-                architecture.load()
-            except ImportError:
-                return None
-            return architecture
-    return None
+    return next((kind for kind in ARCHITECTURES if kind.fits(device)), None)
 
 
 def problem_label(problem: Problem) -> str:

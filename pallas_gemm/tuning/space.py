@@ -42,12 +42,12 @@ def configs(
         architecture: Whose kernel it is.
         most: How many configs are returned at most.
     """
-    considered = [choice.config for choice in heuristics.rank(problem, device, architecture)]
+    considered = list(heuristics.rank(problem, device, architecture))
     if not considered:
         return []
     first = considered[0]
     more = considered + [
-        _fitted(config, problem, device)
+        heuristics.fitted(problem, config, device)
         for config in _structures(first, problem, device)
         if not config.refusals(problem, device)
     ]
@@ -98,16 +98,6 @@ def _deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
     return None
 
 
-def _fitted(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
-    """Returns the config with balanced CTAs and an order that suits its tile."""
-    return dataclasses.replace(
-        config,
-        ctas=heuristics.balanced_ctas(problem, config, device),
-        schedule=("online_" if config.is_online else "")
-        + heuristics.order(problem, config, device),
-    )
-
-
 def _split_by_tile(
     candidates: Iterable[GemmConfig],
 ) -> tuple[list[GemmConfig], list[GemmConfig]]:
@@ -126,7 +116,7 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
     clusters = ((2, 1), (1, 2))
     shared = (dataclasses.replace(config, cluster=cluster) for cluster in clusters)
     along_rows, along_cols = (
-        _fitted(other, problem, device) if not other.refusals(problem, device) else config
+        heuristics.fitted(problem, other, device) if not other.refusals(problem, device) else config
         for other in shared
     )
     tabled = [

@@ -340,7 +340,7 @@ def test_the_layers_of_a_model_run_on_the_kernels() -> None:
         [decision] = explain(layer.apply, params, x).products
     assert decision.implementation == "hopper"
     assert decision.plan is not None
-    assert decision.plan.unfused is None
+    assert decision.plan.realigned.unfused is None
 
 
 @pytest.mark.gpu("hopper")

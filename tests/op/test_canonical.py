@@ -14,10 +14,9 @@ from jax import lax
 
 from pallas_gemm.api import request
 from pallas_gemm.api.gemm import _answer, dot_general
-from pallas_gemm.api.request import Wish
 from pallas_gemm.op import canonical
 from pallas_gemm.op.canonical import DimensionNumbers, Form, Side
-from pallas_gemm.planning.call import Operands
+from pallas_gemm.planning.call import Operands, Options
 from tests import reference
 
 SIZES = (2, 3, 1, 4)
@@ -121,7 +120,7 @@ def test_dot_general_is_that_of_lax_in_the_simulator(case: Any) -> None:
     rng = np.random.default_rng(0)
     lhs = reference.integers(rng, lhs_shape, jnp.bfloat16)
     rhs = reference.integers(rng, rhs_shape, jnp.bfloat16)
-    ours = _answer(request.of_dot_general(lhs, rhs, numbers, Wish(implementation="interpret")))
+    ours = _answer(request.of_dot_general(lhs, rhs, numbers, Options(implementation="interpret")))
     np.testing.assert_array_equal(
         reference.wide(ours), reference.wide(lax.dot_general(lhs, rhs, numbers)), strict=True
     )
@@ -206,6 +205,6 @@ def test_a_vector_is_a_row() -> None:
 def test_the_signature_of_the_product_follows_the_form() -> None:
     a, b = jax.ShapeDtypeStruct((5, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.float16)
     asked = request.of_gemm(
-        Operands(a, b), Wish(preferred_element_type=jnp.float32), request.Epilogue()
+        Operands(a, b), request.Epilogue(), Options(), preferred_element_type=jnp.float32
     )
     assert asked.signature == (((1, 4), np.float16), ((5, 4), jnp.bfloat16))

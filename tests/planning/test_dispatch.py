@@ -11,16 +11,17 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import gemm
-from pallas_gemm.api import request
-from pallas_gemm.api.request import Wish
+from pallas_gemm.api import arguments, request
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import architectures, dispatch, tables, xla_faster
+from pallas_gemm.planning import dispatch, heuristics, tables, xla_faster
 from pallas_gemm.planning.call import Operands
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.problem import Epilogue
 from schedules import build
 from tests import reference
+
+NAMED = ("implementation", "config", "schedule")
 
 
 def _decided(
@@ -33,7 +34,7 @@ def _decided(
     layout: str = "NN",
     extra: Operands | None = None,
     epilogue: Epilogue | None = None,
-    **wish: Any,
+    **named: Any,
 ) -> Decision:
     """Decides on a product of operands that are shapes."""
     shapes = (
@@ -46,10 +47,12 @@ def _decided(
     with contextlib.nullcontext() if target is None else pallas_gemm.target(target):
         asked = request.of_gemm(
             operands,
-            Wish(preferred_element_type=dtypes[2], **wish),
             epilogue or Epilogue(),
+            arguments.options(*(named.pop(name, None) for name in NAMED)),
             layout[0] == "T",
             layout[1] == "T",
+            preferred_element_type=dtypes[2],
+            **named,
         )
         assert asked.outside is None
         return dispatch.decide(asked.call, asked.signature)
@@ -159,6 +162,49 @@ def test_a_schedule_picks_a_tile_that_has_its_grid() -> None:
     assert plan.config.stacked_grid(plan.realigned.problem) == (32, 32)
 
 
+def test_no_other_order_is_thought_about_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*args: Any) -> str:
+        raise AssertionError("an order was looked for")
+
+    monkeypatch.setattr(heuristics, "order", forbidden)
+    plan = _decided(4096, 4096, 4088, schedule="hilbert").plan
+    assert plan is not None
+    assert (plan.config.schedule, plan.config.tile) == ("hilbert", (128, 256))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{}, {"implementation": "hopper"}, {"schedule": "hilbert"}, {"config": HopperConfig()}],
+    ids=str,
+)
+def test_a_product_is_decided_on_once(named: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = []
+
+    def counted(call: Any, signature: Any) -> Decision:
+        decided.append(call)
+        return decide(call, signature)
+
+    decide = dispatch.decide
+    monkeypatch.setattr(dispatch, "decide", counted)
+    a = jax.ShapeDtypeStruct((640, 640), jnp.bfloat16)
+    with pallas_gemm.target("h200"):
+        traced = jax.jit(lambda a, b: gemm(a, b, **named)).trace(a, a)
+        assert decided == []
+        traced.lower(lowering_platforms=("cuda",))
+    assert len(decided) == 1
+
+
+def test_a_config_is_not_refused_by_a_kernel_that_it_is_not_for() -> None:
+    config = HopperConfig(store_columns=16)
+    with pytest.raises(ValueError, match="hopper: late_store needs") as raised:
+        _decided(4096, 4096, 4096, config=config)
+    assert "blackwell" not in str(raised.value)
+    with pytest.raises(ValueError, match="blackwell: it takes a BlackwellConfig, got a HopperC"):
+        _decided(4096, 4096, 4096, config=config, implementation="blackwell", target=None)
+
+
 def test_a_schedule_for_no_grid_is_refused_with_the_grids_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"made for the grid \(3, 5\); legal are .*\(32, 16\)"):
         _decided(4096, 4096, 4096, schedule=build("raster", 3, 5))
@@ -167,19 +213,6 @@ def test_a_schedule_for_no_grid_is_refused_with_the_grids_that_there_are() -> No
 def test_a_named_kernel_on_another_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"hopper.*needs compute capability 9\.0, NVIDIA B200 has"):
         _decided(4096, 4096, 4096, implementation="hopper", target="b200")
-
-
-def test_a_missing_kernel_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> architectures.Kernel:
-        raise ImportError("no such kernel")
-
-    broken = tuple(dataclasses.replace(a, load=load) for a in architectures.ARCHITECTURES)
-    monkeypatch.setattr(dispatch, "ARCHITECTURES", broken)
-    dispatch._prepared.cache_clear()
-    decision = _decided(4096, 4096, 4096)
-    dispatch._prepared.cache_clear()
-    assert decision.implementation == "xla"
-    assert "no such kernel" in str(decision.refused)
 
 
 def test_a_tuned_config_comes_before_the_heuristics() -> None:
@@ -209,7 +242,7 @@ def test_epilogues_that_a_kernel_lacks_are_applied_by_xla_to_its_sums() -> None:
         with pallas_gemm.target("h200"):
             explained = pallas_gemm.explain(a, b, implementation="hopper", **options)
         assert explained.plan is not None
-        assert explained.plan.unfused is not None
+        assert explained.plan.realigned.unfused is not None
         result = gemm(a, b, implementation="interpret", **options)
         xlas = gemm(a, b, implementation="xla", **options)
         np.testing.assert_array_equal(reference.wide(result), reference.wide(xlas))
