@@ -165,6 +165,12 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     if call.out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
         names = ", ".join(sorted(map(str, dtypes)))
         return f"no kernel makes a result of {call.out_dtype} from {names}"
+    return _outside_for_mesh(operands, out_sharding)
+
+
+def _outside_for_mesh(operands: Operands, out_sharding: Any) -> str | None:
+    if any(map(mesh_context.is_partial_sum, operands.present())):
+        return "the type of an operand says that it is reduced, or unreduced"
     explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
     if not explicit:
         return None if out_sharding is None else "out_sharding is given"

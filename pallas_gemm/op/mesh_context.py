@@ -29,6 +29,14 @@ def is_on_mesh(*operands: Any) -> bool:
     return any(mesh.size > 1 for mesh in meshes) and why_not_shared(*meshes) is None
 
 
+def is_partial_sum(x: Any) -> bool:
+    """Whether the type of an operand says that it, or its gradient, is a sum still to be made."""
+    if not isinstance(x, jax.Array):
+        return False
+    spec, in_shard_map = jax.typeof(x).sharding.spec, jax.typeof(x).manual_axis_type
+    return bool(spec.reduced or spec.unreduced or in_shard_map.unreduced)
+
+
 def _meshes(operands: Sequence[Any]) -> list[AbstractMesh]:
     """Returns the meshes that operands and the context name; some may be empty."""
     return [*(jax.typeof(x).sharding.mesh for x in operands), jax.sharding.get_abstract_mesh()]
