@@ -1,21 +1,24 @@
-"""`python -m schedules`: draws an order, ranks orders for a launch, predicts what one costs."""
+"""`python -m schedules`: draws orders, ranks them for a launch, and predicts what they cost."""
 
 import argparse
 import dataclasses
+import importlib.metadata
 import io
+import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from schedules import draw, report, spec
-from schedules.model import MACHINES, Prediction, machine_named, predict
+from schedules.model import MACHINES, Persistence, Prediction, machine_named, predict
 from schedules.table import Schedule
 
 COMPARED = (
@@ -32,8 +35,16 @@ COMPARED = (
     "clipped_hilbert",
 )
 
+EXPLORED = ("raster", "swizzle:8", "swizzle:24", "nested_swizzle:16x8", "hilbert")
+
 TILE_LIMIT = 2**22
 """More tiles than a picture shows or a prediction takes minutes for."""
+
+SLOW_TILES = 2**16
+"""More tiles than a prediction takes a second or two for."""
+
+SECONDS_PER_TILE = 3e-5
+"""What a prediction of so many tiles takes on one core that is idle."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -54,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 0
     try:
         options.run(options)
         sys.stdout.flush()
@@ -77,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=spec.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=_version())
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_show(commands.add_parser("show", help="draw an order"))
     compare = commands.add_parser("compare", help="rank orders for a problem on a machine")
     compare.add_argument(
@@ -90,7 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     prediction.set_defaults(run=_predict)
     for command in (compare, prediction):
         _add_launch(command)
+    _add_explore(
+        commands.add_parser("explore", help="write a page that walks through orders, wave by wave")
+    )
     return parser
+
+
+def _version() -> str:
+    try:
+        return f"pallas-gemm {importlib.metadata.version('pallas-gemm')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "pallas-gemm, not installed"
 
 
 def _add_show(command: argparse.ArgumentParser) -> None:
@@ -150,6 +176,46 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
         "--workers", type=_size, metavar="N", help="clusters at a time; default all that fit"
     )
     command.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _add_explore(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Writes one HTML file that holds all it needs (extra viz). Each combination of the lists "
+        "below becomes an entry of its menu of launches."
+    )
+    command.add_argument("orders", nargs="*", metavar="ORDER", help="default: a selection")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE")
+    command.add_argument(
+        "--machine", type=_list(str), default=["h200", "h100", "b200"], metavar="NAME,..."
+    )
+    command.add_argument(
+        "--problem",
+        type=_list(_sizes(3)),
+        default=[(8192, 8192, 8192)],
+        metavar="MxNxK,...",
+        help="default 8192x8192x8192",
+    )
+    command.add_argument(
+        "--tile",
+        type=_list(_sizes(2, 3)),
+        default=[(256, 128)],
+        metavar="MxN[xK],...",
+        help="of one CTA; default 256x128",
+    )
+    command.add_argument(
+        "--cluster",
+        type=_list(_sizes(2)),
+        default=[(1, 1), (1, 2)],
+        metavar="MxN,...",
+        help="in CTAs; default 1x1,1x2",
+    )
+    command.add_argument("--persistence", choices=("none", "static", "dynamic"), default="static")
+    command.set_defaults(run=_explore)
+
+
+def _list(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns a reader of several values with commas between them."""
+    return lambda text: [read(part) for part in text.split(",")]
 
 
 def _size(text: str) -> int:
@@ -227,6 +293,7 @@ def _compare(options: argparse.Namespace) -> None:
     predictions: dict[str, Prediction] = {}
     # All of them first: a misspelt order should not wait for the others.
     schedules = [_built(order, setting.grid) for order in options.orders]
+    _warn_if_slow(sum(map(len, schedules)))
     for done, schedule in enumerate(schedules):
         _progress(f"{done + 1} of {len(schedules)}: {schedule.name}")
         predictions[schedule.name] = _predicted(schedule, setting, options)
@@ -242,24 +309,67 @@ def _compare(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     setting = _setting(options)
     schedule = _built(options.order, setting.grid)
+    _warn_if_slow(len(schedule))
     prediction = _predicted(schedule, setting, options)
     if options.json:
         print(json.dumps({schedule.name: dataclasses.asdict(prediction)}, indent=2))
         return
-    print(f"{schedule.name} on {setting.headline(prediction)}")
+    print(f"{schedule.name} on {setting.headline(prediction)}\n")
     print(report.details(setting, prediction))
 
 
+def _explore(options: argparse.Namespace) -> None:
+    try:
+        # Here, because nothing else on this command line needs plotly.
+        from schedules import explore
+    except ImportError as error:
+        raise ImportError("the explorer needs plotly: pip install '.[viz]'") from error
+    settings = [
+        _launch(machine, problem, tile, cluster, options.persistence)
+        for machine, problem, tile, cluster in itertools.product(
+            options.machine, options.problem, options.tile, options.cluster
+        )
+    ]
+    orders = options.orders or EXPLORED
+    _warn_if_slow(sum(math.prod(setting.grid) for setting in settings) * len(orders))
+    explore.write(options.out, settings, orders, progress=_progress)
+    print(f"{len(settings)} launches, {len(orders)} orders: {options.out}")
+
+
 def _setting(options: argparse.Namespace) -> report.Setting:
-    tile = options.tile if len(options.tile) == 3 else (*options.tile, 64)
-    return report.Setting(
-        machine=machine_named(options.machine),
-        problem=options.problem,
-        tile=tile,
-        cluster=options.cluster,
-        persistence=options.persistence,
-        multicast=not options.no_multicast,
+    setting = _launch(
+        options.machine, options.problem, options.tile, options.cluster, options.persistence
     )
+    return dataclasses.replace(setting, multicast=not options.no_multicast)
+
+
+def _launch(
+    machine: str,
+    problem: tuple[int, int, int],
+    tile: tuple[int, ...],
+    cluster: tuple[int, int],
+    persistence: Persistence,
+) -> report.Setting:
+    setting = report.Setting(
+        machine=machine_named(machine),
+        problem=problem,
+        tile=(tile[0], tile[1], tile[2] if len(tile) == 3 else 64),
+        cluster=cluster,
+        persistence=persistence,
+        multicast=True,
+    )
+    if math.prod(setting.grid) > TILE_LIMIT:
+        rows, cols = setting.grid
+        raise ValueError(f"the grid must have at most {TILE_LIMIT} tiles, got {rows} x {cols}")
+    return setting
+
+
+def _warn_if_slow(tiles: int) -> None:
+    """Says how long what follows takes, where nobody would expect it to."""
+    if tiles > SLOW_TILES:
+        seconds = tiles * SECONDS_PER_TILE
+        time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        print(f"{tiles} tiles to predict: about {time}", file=sys.stderr)
 
 
 def _predicted(

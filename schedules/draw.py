@@ -145,7 +145,9 @@ def _render(cells: list[list[str]], gap: str, shades: NDArray[np.int64] | None) 
 
 
 def png(schedule: Schedule, target: str | os.PathLike[str], *, workers: int | None = None) -> None:
-    """Writes the order as a picture: colour for time, a line for the way, numbers where they fit.
+    """Writes the order as a picture: colour for time, a line for the way, its start and its end.
+
+    Tiles carry the number of their visit where it fits, or with `workers` each wave its own.
 
     Args:
         schedule: The order to draw.
@@ -160,22 +162,39 @@ def png(schedule: Schedule, target: str | os.PathLike[str], *, workers: int | No
         # Here, because a text picture must not need matplotlib.
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("a PNG needs matplotlib: pip install 'pallas-gemm[viz]'") from error
+        raise ImportError("a PNG needs matplotlib: pip install '.[viz]'") from error
     scale = 10 / max(schedule.grid)
-    figure = Figure(
-        (schedule.cols * scale + 0.4, schedule.rows * scale + 0.7), layout="constrained"
-    )
-    axes = figure.subplots()
-    title = f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles"
-    axes.set_title(title if workers is None else f"{title}, {workers} at a time")
+    # A row of tiles that is 200 long is drawn higher than it is, to be seen at all.
+    height = max(0.6, schedule.rows * scale)
+    figure = Figure((max(0.6, schedule.cols * scale), height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_title(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles")
     axes.set(xticks=[], yticks=[])
-    axes.imshow(_pixels(schedule, workers), cmap="viridis")
+    axes.imshow(_pixels(schedule, workers), cmap="viridis", aspect="auto")
     # On larger grids a line is finer than the pixels, and numbers than the eye.
     if max(schedule.grid) <= 128:
         _trace(axes, schedule)
-    if max(schedule.grid) <= 24:
-        _label(axes, schedule, fontsize=min(18, 0.2 * 72 * scale))
-    figure.savefig(target, dpi=120, format="png")
+    if workers is not None:
+        _label_waves(axes, schedule, workers)
+    elif max(schedule.grid) <= 24:
+        _label(axes, schedule.order, fontsize=min(18, 0.2 * 72 * scale))
+    _mark_ends(axes, schedule)
+    axes.legend(
+        title=_key(schedule, workers),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1 / height),
+        ncols=2,
+        frameon=False,
+    )
+    # Cut to what is drawn: a title may be wider than the tiles, and no blank strip is left.
+    figure.savefig(target, dpi=120, format="png", bbox_inches="tight", pad_inches=0.1)
+
+
+def _key(schedule: Schedule, workers: int | None) -> str:
+    if workers is None:
+        return "violet tiles are visited first, yellow ones last"
+    waves = -(-len(schedule) // workers)
+    return f"one colour: {workers} tiles at a time, {waves} wave{'s' * (waves > 1)}"
 
 
 def _pixels(schedule: Schedule, workers: int | None) -> NDArray[np.generic]:
@@ -203,7 +222,27 @@ def _trace(axes: "Axes", schedule: Schedule) -> None:
     axes.plot(*jumps, "w:", linewidth=width, alpha=0.5)
 
 
-def _label(axes: "Axes", schedule: Schedule, fontsize: float) -> None:
+def _mark_ends(axes: "Axes", schedule: Schedule) -> None:
+    """Draws a ring round the first tile and a disc on the last, beside their numbers."""
+    look = {"linestyle": "none", "marker": "o", "markersize": 9, "markeredgecolor": "black"}
+    for tile, label, face in ((0, "start", "white"), (-1, "end", "black")):
+        row, col = schedule.order[tile]
+        corner = (col - 0.3, row - 0.3)
+        axes.plot(*corner, label=label, markerfacecolor=face, zorder=4, **look)
+
+
+def _label(axes: "Axes", tiles: Int32Array, fontsize: float) -> None:
+    """Writes 0, 1, 2 and so on onto tiles."""
     paper = {"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0}
-    for when, (y, x) in enumerate(schedule.order.tolist()):
-        axes.text(x, y, str(when), ha="center", va="center", fontsize=fontsize, bbox=paper)
+    for number, (y, x) in enumerate(tiles.tolist()):
+        axes.text(x, y, str(number), ha="center", va="center", fontsize=fontsize, bbox=paper)
+
+
+def _label_waves(axes: "Axes", schedule: Schedule, workers: int) -> None:
+    """Writes onto each wave its number, on the tile in the middle of its way."""
+    starts = np.arange(0, len(schedule), workers)
+    ends = np.minimum(starts + workers, len(schedule))
+    tiles = schedule.order[(starts + ends) // 2]
+    # More numbers than these would hide what they number.
+    if len(tiles) <= 64:
+        _label(axes, tiles, fontsize=11)

@@ -11,6 +11,7 @@ import math
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedules import _check
 from schedules.machines import B200 as B200
@@ -26,7 +27,7 @@ from schedules.model_forms import mn_tiling_intensity as mn_tiling_intensity
 from schedules.model_pace import pace_of
 from schedules.model_problem import Problem
 from schedules.model_run import simulate
-from schedules.table import Schedule
+from schedules.table import Int32Array, Schedule
 
 Persistence = Literal["none", "static", "dynamic"]
 
@@ -75,6 +76,22 @@ class Prediction:
     waves: int
     tail: float
     balance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TileByTile:
+    """What a launch does to the memory system, and which tiles it does it for.
+
+    Attributes:
+        prediction: The sums over all tiles.
+        wave: int32 `[rows, cols]`: the wave that computes each tile, counted from 0.
+        l2_share: `[rows, cols]`: the share of a tile's operands that device memory was not asked
+            for, because the L2 had them or was waiting for them already.
+    """
+
+    prediction: Prediction
+    wave: Int32Array
+    l2_share: NDArray[np.float64]
 
 
 def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a keyword
@@ -126,12 +143,44 @@ def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a
         batch=batch,
     )
     crew = _Crew.checked(machine, cluster, workers, multicast)
-    draws = max(1, min(_DRAWS, _TILES_IN_ALL // problem.tiles))
-    # Seeded by the number of the draw: the same question always has the same answer.
-    caches = [
-        _simulated(problem, machine, crew, persistence == "static", seed) for seed in range(draws)
-    ]
-    return _summary(problem, caches, crew)
+    return _summary(problem, _runs(problem, machine, crew, persistence), crew)
+
+
+def predict_tiles(
+    schedule: Schedule,
+    *,
+    machine: Machine,
+    tile: tuple[int, int, int],
+    k: int,
+    cluster: tuple[int, int] = (1, 1),
+    persistence: Persistence = "static",
+) -> TileByTile:
+    """Predicts what `predict` does, tile by tile; the arguments are those of `predict`.
+
+    Raises:
+        ValueError: An argument is not legal; the message names it.
+    """
+    _check.one_of("persistence", persistence, ("none", "static", "dynamic"))
+    problem = Problem.checked(
+        schedule,
+        tile=tile,
+        k=k,
+        cluster=cluster,
+        multicast=True,
+        itemsize=2,
+        out_itemsize=2,
+        batch=1,
+    )
+    crew = _Crew.checked(machine, cluster, None, multicast=True)
+    runs = _runs(problem, machine, crew, persistence)
+    asked = sum(problem.stripe_bytes) * problem.stretches
+    from_memory = np.mean([run.from_memory for run in runs], axis=0) / asked
+    positions = schedule.positions()
+    return TileByTile(
+        prediction=_summary(problem, runs, crew),
+        wave=positions // np.int32(crew.clusters),
+        l2_share=1 - from_memory[positions],
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +226,25 @@ class _Crew:
         return places[: self.clusters].repeat(self.walking // self.clusters).tolist()
 
 
-def _simulated(
-    problem: Problem, machine: Machine, crew: _Crew, dealt: bool, seed: int
-) -> SplitCache:
-    """Returns the cache after one run."""
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run: the cache with its counters, and what memory answered for each tile visited."""
+
+    cache: SplitCache
+    from_memory: list[int]
+
+
+def _runs(problem: Problem, machine: Machine, crew: _Crew, persistence: Persistence) -> list[_Run]:
+    """Returns the runs that a prediction is the mean of."""
+    draws = max(1, min(_DRAWS, _TILES_IN_ALL // problem.tiles))
+    # Seeded by the number of the draw: the same question always has the same answer.
+    return [
+        _simulated(problem, machine, crew, persistence == "static", seed) for seed in range(draws)
+    ]
+
+
+def _simulated(problem: Problem, machine: Machine, crew: _Crew, dealt: bool, seed: int) -> _Run:
+    """Returns one run."""
     rng = np.random.default_rng(seed)
     gpcs = crew.gpcs(machine, rng)
     cache = SplitCache(
@@ -197,14 +261,13 @@ def _simulated(
         speed_spread=machine.speed_spread,
         rng=rng,
     )
-    simulate(problem.launch(gpcs, dealt=dealt), pace, cache)
-    return cache
+    return _Run(cache, simulate(problem.launch(gpcs, dealt=dealt), pace, cache))
 
 
-def _summary(problem: Problem, caches: list[SplitCache], crew: _Crew) -> Prediction:
+def _summary(problem: Problem, runs: list[_Run], crew: _Crew) -> Prediction:
     """Returns the mean of the runs in bytes and sectors, and how the tiles fill the waves."""
     read, merged, fabric, dram, written = (
-        sum(getattr(cache, counter) for cache in caches) / (len(caches) * problem.stretches)
+        sum(getattr(run.cache, counter) for run in runs) / (len(runs) * problem.stretches)
         for counter in ("read", "merged", "fabric", "dram", "written")
     )
     looked_up = read + fabric + written

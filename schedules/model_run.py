@@ -46,17 +46,21 @@ class Launch:
     dealt: bool
 
 
-def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> None:
+def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> list[int]:
     """Runs the launch through the cache, whose counters hold the result.
 
     Each worker is an event in a queue ordered by time: it reads one stretch of both operands, and
     comes back when that stretch is computed.
+
+    Returns:
+        For each tile in visiting order, the size of what device memory answered.
     """
     workers, tiles = len(launch.groups), len(pace.tile)
     queue = [(0.0, worker) for worker in range(workers)]
     tile = [worker - workers for worker in range(workers)]
     stretch = [launch.stretches] * workers
     next_free = itertools.count()
+    from_memory = [0] * tiles
     while queue:
         now, worker = queue[0]
         if stretch[worker] == launch.stretches:
@@ -74,6 +78,8 @@ def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> None:
             until = now + pace.under_way if operand.joinable else now
             if cache.load(block, operand.size, launch.groups[worker], now, until) == DRAM:
                 stall += operand.share * pace.stall
+                from_memory[current] += operand.size
         stretch[worker] += 1
         busy = pace.worker[worker] * pace.tile[current] + stall
         heapq.heapreplace(queue, (now + busy / launch.stretches, worker))
+    return from_memory

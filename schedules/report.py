@@ -3,9 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 
-from schedules.model import SECTOR_BYTES, Machine, Prediction, mn_tiling_intensity
+from schedules.model import (
+    SECTOR_BYTES,
+    Machine,
+    Persistence,
+    Prediction,
+    mn_tiling_intensity,
+)
 
-BAR_WIDTH = 24
+BAR_WIDTH = 20
 
 RANKINGS = ("dram-read", "l2-sectors", "hit-rate")
 """What a table can be sorted by. The default is what costs most energy, bytes of device memory."""
@@ -28,7 +34,7 @@ class Setting:
     problem: tuple[int, int, int]
     tile: tuple[int, int, int]
     cluster: tuple[int, int]
-    persistence: str
+    persistence: Persistence
     multicast: bool
 
     @property
@@ -39,7 +45,7 @@ class Setting:
         return rows, cols
 
     def headline(self, prediction: Prediction) -> str:
-        """Returns two lines that say what runs, and how it fills the machine."""
+        """Returns three lines that say what runs, and how it fills the machine."""
         cluster = "no clusters"
         if self.cluster != (1, 1):
             cast = "with" if self.multicast else "without"
@@ -50,8 +56,8 @@ class Setting:
         one = prediction.waves == 1
         waves = f"1 wave, {full}" if one else f"{prediction.waves} waves, the last {full}"
         return (
-            f"{self.machine.name}: {_times(self.problem)} in tiles of {_times(self.tile)}, "
-            f"{cluster}, {persistence}\n"
+            f"{self.machine.name}: {_times(self.problem)}\n"
+            f"tiles of {_times(self.tile)}, {cluster}, {persistence}\n"
             f"{rows} x {cols} = {rows * cols} units of work, {prediction.concurrency} at a time: "
             f"{waves}"
         )
@@ -83,16 +89,16 @@ def ranking(predictions: Mapping[str, Prediction], by: str = "dram-read") -> str
     """
     width = max(map(len, ("order", *predictions)))
     most = max(prediction.dram_read_bytes for prediction in predictions.values())
-    lines = [f"   # {'order':<{width}}  L2 hits  L2 sectors  DRAM read"]
+    lines = [f"\n  # {'order':<{width}}  L2 hits  L2 sectors  DRAM read"]
     for place, (order, prediction) in enumerate(ranked(predictions, by), 1):
         read = prediction.dram_read_bytes
         lines.append(
-            f"{place:>4} {order:<{width}}  {prediction.l2_hit_rate:>7.1%}  "
+            f"{place:>3} {order:<{width}}  {prediction.l2_hit_rate:>7.1%}  "
             f"{_scaled(prediction.l2_sectors):>10}  {_scaled(read, 'B'):>9}  "
             f"{'█' * max(1, round(BAR_WIDTH * read / most))}"
         )
     least = next(iter(predictions.values())).compulsory_read_bytes
-    lines.append(f"The operands alone are {_scaled(least, 'B')}: no order can read less.")
+    lines.append(f"\nThe operands alone are {_scaled(least, 'B')}: no order can read less.")
     return "\n".join(lines)
 
 
@@ -115,7 +121,8 @@ def details(setting: Setting, prediction: Prediction) -> str:
         "joined under way": _scaled(prediction.merged_bytes, "B"),
         "between L2 partitions": _scaled(prediction.fabric_bytes, "B"),
         "DRAM read": f"{_scaled(read, 'B')}, {read / prediction.compulsory_read_bytes:.1f} times "
-        f"the operands, {read_seconds * 1e3:.3f} ms at full bandwidth",
+        "the operands",
+        "at full bandwidth": f"{read_seconds * 1e3:.3f} ms for what is read from DRAM",
         "DRAM written": _scaled(prediction.dram_write_bytes, "B"),
         "waves": str(prediction.waves),
         "tail": f"{prediction.tail:.1%} of the workers idle in the last wave",

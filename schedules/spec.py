@@ -10,12 +10,13 @@ The grammar, with fields in any order after the first:
     clipped_hilbert
     by_die:DIES:ORDER
 
-With `online_` before a raster or swizzle, a kernel computes the order instead of reading it from a
-table.
+With `online_` before a raster or swizzle, a kernel computes the order instead
+of reading it from a table.
 
-GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. What is
-left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The name of a
-schedule made by a builder is the text that gives it back.
+GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x
+between them. What is left out has the builder's default: "swizzle:12" is
+serpentine, in bands of 12 rows. The name of a schedule made by a builder is the
+text that gives it back.
 """
 
 import dataclasses

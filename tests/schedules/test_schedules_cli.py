@@ -1,5 +1,6 @@
 """`python -m schedules`: what it prints, and one line with exit status 2 for anything wrong."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -88,16 +89,17 @@ def test_compare_ranks_by_what_it_is_told(capsys: pytest.CaptureFixture[str]) ->
         values = [figures[order][key] for order in figures]
         assert values == sorted(values, reverse=by == "hit-rate")
         table = printed(capsys, *arguments).splitlines()
-        assert table[0].startswith(
-            "H100: 1024 x 2048 x 512 in tiles of 128 x 128 x 64, no clusters"
-        )
-        assert "8 x 16 = 128 units of work, 132 at a time: 1 wave, 97% full" in table[1]
-        assert [line.split()[1] for line in table[3:6]] == list(figures)
+        assert table[:2] == [
+            "H100: 1024 x 2048 x 512",
+            "tiles of 128 x 128 x 64, no clusters, static",
+        ]
+        assert "8 x 16 = 128 units of work, 132 at a time: 1 wave, 97% full" in table[2]
+        assert [line.split()[1] for line in table[5:8]] == list(figures)
 
 
 def test_compare_takes_a_selection_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     table = printed(capsys, "compare", *SMALL).splitlines()
-    assert len(table) == 3 + len(COMPARED) + 1
+    assert len(table) == 5 + len(COMPARED) + 2
 
 
 def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +119,7 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
     assert figures["l2_sectors"] == expected.l2_sectors
     assert figures["dram_read_bytes"] == expected.dram_read_bytes
     text = printed(capsys, *arguments)
-    assert text.startswith(
-        "hilbert on H100: 1024 x 2048 x 512 in tiles of 128 x 128 x 64, clusters"
-    )
+    assert text.startswith("hilbert on H100: 1024 x 2048 x 512\ntiles of 128 x 128 x 64, clusters")
     assert "without multicast, dynamic" in text
     assert f"{expected.l2_hit_rate:.1%}" in text
     assert f"{expected.dram_read_bytes / 1e6:.2f} MB" in text
@@ -129,7 +129,6 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["draw"], "invalid choice: 'draw'"),
         (["show"], "the following arguments are required: ORDER"),
         (["show", "hilbrt"], "there is no order 'hilbrt'; did you mean 'hilbert'"),
@@ -165,6 +164,45 @@ def test_anything_wrong_is_one_line(
 ) -> None:
     error = refused(capsys, *arguments)
     assert re.search(message, error), error
+
+
+def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    assert text.startswith("usage: python -m schedules")
+    assert "explore" in text
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert re.fullmatch(r"pallas-gemm [0-9.]+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        *([command, "--help"] for command in ("show", "compare", "predict", "explore")),
+        ["compare", "nested_swizzle:16x8", "raster", *SMALL, "--cluster", "2x2"],
+        ["predict", "hilbert", "--cluster", "1x2", "--no-multicast", "--persistence", "dynamic"],
+    ],
+)
+def test_80_columns_are_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_slow_prediction_says_so_before_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed(capsys, "compare", "raster", *SMALL)
+    assert main(["compare", "raster", *SMALL]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("schedules.__main__.SLOW_TILES", 100)
+    assert main(["compare", "raster", "hilbert", *SMALL]) == 0
+    assert capsys.readouterr().err == "256 tiles to predict: about 0 s\n"
 
 
 def test_runs_as_a_module_and_survives_a_reader_that_stops() -> None:

@@ -5,6 +5,7 @@ import re
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,22 +113,68 @@ def test_png_is_a_picture_of_the_grids_shape(
     assert (width > height) == (grid[1] > grid[0])
 
 
+def _drawn(
+    schedule: Schedule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int | None = None
+) -> Any:
+    """Returns the axes of the picture, as matplotlib was given them."""
+    figure = importlib.import_module("matplotlib.figure").Figure
+    drawn = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda f, *a, **k: (drawn.append(f), save(f, *a, **k)))
+    draw.png(schedule, tmp_path / "order.png", workers=workers)
+    return drawn[0].axes[0]
+
+
 @NEEDS_MATPLOTLIB
-def test_png_colours_the_tiles_by_time(tmp_path: Path) -> None:
+def test_png_marks_start_and_end_and_numbers_the_visits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = hilbert(6, 7)
+    axes = _drawn(schedule, monkeypatch, tmp_path)
+    ends = {line.get_label(): line for line in axes.get_lines() if line.get_marker() == "o"}
+    assert list(ends) == ["start", "end"]
+    for label, tile in (("start", schedule.order[0]), ("end", schedule.order[-1])):
+        (x,), (y,) = ends[label].get_data()
+        assert (round(y), round(x)) == tuple(tile)
+    numbers = {text.get_text(): text.get_position() for text in axes.texts}
+    assert numbers == {str(i): (col, row) for i, (row, col) in enumerate(schedule.order.tolist())}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["start", "end"]
+    # Colour is time: violet, the lowest of the map, to yellow.
+    assert axes.images[0].get_array().tolist() == schedule.positions().tolist()
+
+
+@NEEDS_MATPLOTLIB
+@pytest.mark.parametrize("tiles", [(4, 10), (7, 6), (1, 3)])
+def test_png_numbers_each_wave_on_one_of_its_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int]
+) -> None:
+    schedule = swizzle(*tiles, group=3)
+    axes = _drawn(schedule, monkeypatch, tmp_path, workers=9)
+    positions = schedule.positions()
+    numbered = {text.get_text(): text.get_position() for text in axes.texts}
+    waves = -(-len(schedule) // 9)
+    assert list(numbered) == [str(wave) for wave in range(waves)]
+    assert all(positions[y, x] // 9 == int(wave) for wave, (x, y) in numbered.items())
+    key = axes.get_legend().get_title().get_text()
+    assert key == f"one colour: 9 tiles at a time, {waves} wave{'s' * (waves > 1)}"
+
+
+@NEEDS_MATPLOTLIB
+@pytest.mark.parametrize("grid", [(8, 8), (2, 200), (30, 2)])
+def test_png_has_no_blank_strip(tmp_path: Path, grid: tuple[int, int]) -> None:
     image = importlib.import_module("matplotlib.image")
     target = tmp_path / "order.png"
-    draw.png(raster(2, 200), target)
-    pixels = image.imread(target)[..., :3]
-    # The map runs from violet (hardly any green) to yellow: the upper row is visited first.
-    rows = np.flatnonzero(pixels.std(axis=2).mean(axis=1) > 0.1)
-    upper, lower = pixels[rows[0] + 1], pixels[rows[-1] - 1]
-    assert upper[:, 1].mean() + 0.2 < lower[:, 1].mean()
+    draw.png(raster(*grid), target)
+    drawn = image.imread(target)[..., :3].min(axis=2) < 0.99
+    for blank in (~drawn.any(axis=0), ~drawn.any(axis=1)):
+        runs = np.split(blank, np.flatnonzero(np.diff(blank)) + 1)
+        assert max(len(run) for run in runs if run[0]) < 50
 
 
 def test_png_without_matplotlib_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'pallas-gemm\[viz\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[viz\]'"):
         draw.png(raster(2, 2), tmp_path / "order.png")
     assert not list(tmp_path.iterdir())
