@@ -51,13 +51,15 @@ class Formula:
         up: Any = None,
         bias: Any = None,
         residual: Any = None,
+        multiply: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.matmul,
     ) -> np.ndarray:
         """Returns the value in float64, not rounded."""
         left = wide(a).swapaxes(-1, -2) if self.transpose_a else wide(a)
 
         def times(right: Any) -> np.ndarray:
             stored = wide(right)
-            return self.alpha * (left @ (stored.swapaxes(-1, -2) if self.transpose_b else stored))
+            turned = stored.swapaxes(-1, -2) if self.transpose_b else stored
+            return self.alpha * multiply(left, turned)
 
         result = times(b)
         if bias is not None:
@@ -68,6 +70,28 @@ class Formula:
         if residual is not None:
             result = result + self.beta * wide(residual)
         return result
+
+    def gradients(
+        self,
+        operands: Mapping[str, Any],
+        g: np.ndarray,
+        multiply: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.matmul,
+    ) -> dict[str, np.ndarray]:
+        """Returns what a cotangent of a product of matrices pulls back to; relu at most."""
+        a, b = wide(operands["a"]), wide(operands["b"])
+        a = a.T if self.transpose_a else a
+        b = b.T if self.transpose_b else b
+        gradients = {"residual": self.beta * g} if "residual" in operands else {}
+        if self.activation == "relu":
+            before = self.alpha * multiply(a, b)
+            before = before + wide(operands["bias"]) if "bias" in operands else before
+            g = g * (before > 0)
+        if "bias" in operands:
+            gradients["bias"] = g.sum(axis=0)
+        da, db = self.alpha * multiply(g, b.T), self.alpha * multiply(a.T, g)
+        gradients["a"] = da.T if self.transpose_a else da
+        gradients["b"] = db.T if self.transpose_b else db
+        return gradients
 
 
 def wide(x: Any) -> np.ndarray:

@@ -170,29 +170,11 @@ def test_gradients_of_integers_are_exact(implementation: str | None, examples: i
 
         _, pull = jax.vjp(product, operands)
         (gradients,) = pull(cotangent)
-        for name, exact in _gradients(case, operands, reference.wide(cotangent)).items():
+        for name, exact in case.formula.gradients(operands, reference.wide(cotangent)).items():
             reference.assert_exact(gradients[name], exact)
             assert gradients[name].dtype == operands[name].dtype
 
     check()
-
-
-def _gradients(case: Case, operands: dict[str, Any], g: np.ndarray) -> dict[str, np.ndarray]:
-    formula = case.formula
-    a, b = reference.wide(operands["a"]), reference.wide(operands["b"])
-    a = a.T if formula.transpose_a else a
-    b = b.T if formula.transpose_b else b
-    gradients = {"residual": formula.beta * g} if case.residual else {}
-    if formula.activation == "relu":
-        before = formula.alpha * a @ b
-        before = before + reference.wide(operands["bias"]) if case.bias else before
-        g = g * (before > 0)
-    if case.bias:
-        gradients["bias"] = g.sum(axis=0)
-    da, db = formula.alpha * (g @ b.T), formula.alpha * (a.T @ g)
-    gradients["a"] = da.T if formula.transpose_a else da
-    gradients["b"] = db.T if formula.transpose_b else db
-    return gradients
 
 
 @pytest.mark.parametrize(("implementation", "examples"), IMPLEMENTATIONS)

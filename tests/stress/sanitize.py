@@ -1,0 +1,169 @@
+"""Runs each kind of kernel under NVIDIA's sanitizer: `python -m tests.stress.sanitize`.
+
+Four tools look at each kernel, each in a process of its own. What a tool says is a finding; a tool
+that breaks off, or needs longer than its limit, is told apart from a kernel that is sound.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tests.stress import processes
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+LIMIT = 100
+"""Seconds for one tool and one kernel, with the start of JAX."""
+FOUND = 86
+"""Exit status for findings, which no program of ours has."""
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
+_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+
+
+def _products() -> dict[str, Any]:
+    """Returns the kinds of kernels: a problem, small, with ragged edges, and a config each."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_gemm.kernels.hopper.config import HopperConfig
+    from pallas_gemm.problem import Epilogue, Problem
+
+    ragged = Problem(328, 392, 264, transpose_b=True)
+    late = HopperConfig(tile=(128, 128), ctas=8)
+    early = dataclasses.replace(late, late_store=False)
+    pingpong = dataclasses.replace(early, tile=(64, 128), pingpong=True)
+    change = dataclasses.replace
+    e4m3 = jnp.float8_e4m3fn
+    everything = Epilogue(0.5, 2.0, bias=True, residual=True, activation=jax.nn.relu)
+    return {
+        "late": (ragged, late),
+        "early": (ragged, early),
+        "ping-pong": (ragged, pingpong),
+        "cluster": (ragged, change(late, cluster=(2, 1))),
+        "claimed": (ragged, change(late, persistence="dynamic", cluster=(1, 2))),
+        "not persistent": (ragged, change(late, persistence="none")),
+        "on-line": (ragged, change(early, schedule="online_swizzle:2")),
+        "mirrored": (ragged, change(late, mirrored=True)),
+        "transposed": (Problem(320, 448, 264, transpose_a=True), late),
+        "batch": (change(ragged, batch=3), late),
+        "epilogue": (change(ragged, epilogue=everything), early),
+        "gated": (change(ragged, epilogue=Epilogue(gated=True, activation=jax.nn.relu)), early),
+        "odd rows": (change(ragged, m=129, n=131), change(late, store_slots=1)),
+        "pieces": (change(ragged, k=320, pieces=(192, 128)), late),
+        "float8": (change(ragged, k=272, a_dtype=e4m3, b_dtype=e4m3), early),
+        "float32": (
+            change(ragged, a_dtype=jnp.float32, b_dtype=jnp.float32, out_dtype=jnp.float32),
+            change(early, store_columns=32),
+        ),
+        "integers": (
+            change(ragged, k=272, a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.int32),
+            change(early, store_columns=32),
+        ),
+    }
+
+
+def compute(name: str) -> None:
+    """Computes one product, as it is compiled for a GPU, and compares it: what a tool looks at."""
+    import jax
+    import numpy as np
+
+    from pallas_gemm.device import H200
+    from pallas_gemm.kernels.hopper import kernel as hopper
+    from pallas_gemm.kernels.hopper.plan import HopperPlan
+    from tests import products
+
+    problem, config = _products()[name]
+    operands = products.small_integers(problem, np.random.default_rng(0))
+    kernel = jax.jit(hopper.build(HopperPlan(problem, config, H200)))
+    out = np.asarray(kernel(*products.as_taken(problem, operands))).astype(np.float64)
+    expected = products.rounded(problem, products.exact(problem, operands))
+    np.testing.assert_array_equal(out, expected)
+    print("computed")
+
+
+def sanitizer() -> str | None:
+    """Returns where the tool is; None if it is not installed."""
+    return shutil.which("compute-sanitizer") or next(
+        (path for place in _PLACES if (path := shutil.which("compute-sanitizer", path=place))),
+        None,
+    )
+
+
+def look(program: str, tool: str, name: str) -> tuple[str, str]:
+    """Has a tool look at a kind of kernel; returns a verdict, and what it rests on."""
+    # Only ours: what XLA launches beside it is not what is looked at. To know what has been
+    # written, the third tool has to see all kernels.
+    only = [] if tool == "initcheck" else ["--kernel-regex", "kns=pallas_gemm"]
+    flags = [f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=3", *only]
+    command = processes.module("sanitize", f"--compute={name}")
+    try:
+        done = subprocess.run(
+            [program, *flags, *command],
+            cwd=processes.ROOT,
+            # A buffer of its own for each array, so that what lies beside it belongs to nobody.
+            env=processes.environment(XLA_PYTHON_CLIENT_ALLOCATOR="platform"),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "no verdict", f"not done after {LIMIT} s"
+    return verdict(done.returncode, done.stdout + done.stderr)
+
+
+def verdict(code: int, said: str) -> tuple[str, str]:
+    """Tells a sound kernel from a finding, and both from a tool or a program that broke off."""
+    summary = _SUMMARY.findall(said)
+    last = " | ".join(line for line in said.splitlines()[-6:])[-300:]
+    if not summary:
+        return "no verdict", f"the tool ended {code} without a summary: {last}"
+    if any(map(int, summary)) or code == FOUND:
+        lines = [line for line in said.splitlines() if line.startswith("=")]
+        return "FOUND", " | ".join(lines)[:600]
+    if code or "computed" not in said.split():
+        return "FAILED", f"the program ended {code}: {last}"
+    return "sound", ""
+
+
+def main() -> None:
+    """Prints a verdict for each tool and kind of kernel."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compute", help=argparse.SUPPRESS)
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="all by default")
+    parser.add_argument("--kind", action="append", help="of kernel; all by default")
+    parser.add_argument("--workers", type=int, default=12)
+    own = parser.parse_args()
+    if own.compute:
+        compute(own.compute)
+        return
+    program = sanitizer()
+    if program is None:
+        sys.exit("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
+    start = time.time()
+    jobs = [(tool, name) for tool in own.tool or TOOLS for name in own.kind or _products()]
+    found: dict[str, int] = {}
+    with concurrent.futures.ThreadPoolExecutor(own.workers) as pool:
+        each = functools.partial(look, program)
+        for (tool, name), (result, why) in zip(
+            jobs, pool.map(lambda job: each(*job), jobs), strict=True
+        ):
+            found[result] = found.get(result, 0) + 1
+            print(f"{tool:10} {name:15} {result:11} {why}", flush=True)
+    verdicts = ", ".join(f"{count} {result}" for result, count in sorted(found.items()))
+    print(
+        f"{len(jobs)} runs of {pathlib.Path(program).name}: {verdicts}, {time.time() - start:.0f} s"
+    )
+    sys.exit(bool(found.keys() - {"sound", "no verdict"}))
+
+
+if __name__ == "__main__":
+    main()
