@@ -60,7 +60,7 @@ class GemmConfig:
         """Contracted elements per step."""
         return STEP_BYTES // problem.a_dtype.itemsize
 
-    def seen(self, problem: Problem) -> Problem:
+    def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
         return problem
 
@@ -70,7 +70,7 @@ class GemmConfig:
 
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""
-        problem = self.seen(problem)
+        problem = self.as_computed(problem)
         rows, cols = self.out_tile(problem)
         return -(-problem.m // (rows * self.cluster[0])), -(-problem.n // (cols * self.cluster[1]))
 

@@ -21,6 +21,7 @@ class OperandPlan:
         paneled: Not K-major, and loaded in panels of `PANEL`; only the left operand can be.
         multicast_axis: The cluster axis along which CTAs share it, or None.
         parts: How many arrays it consists of: two if the result is gated.
+        simulated: Whether the kernel runs in the simulator.
     """
 
     dtype: Any
@@ -30,6 +31,7 @@ class OperandPlan:
     paneled: bool
     multicast_axis: str | None
     parts: int = 1
+    simulated: bool = False
 
     @property
     def copies(self) -> int:
@@ -50,13 +52,13 @@ class OperandPlan:
             return (self.tile // PANEL, self.tile_k, PANEL)
         return (self.tile_k, self.tile)
 
-    def ring(self, stages: int, *, simulated: bool) -> Any:
+    def ring(self, stages: int) -> Any:
         """The buffer of a ring of slots."""
         shape = (self.parts, stages, *self.slot_shape)
         if self.boxed:
-            return smem.boxed(shape, self.dtype, simulated=simulated)
+            return smem.boxed(shape, self.dtype, simulated=self.simulated)
         return smem.tiled(shape, self.dtype)
 
-    def views(self, ref: Any, *, simulated: bool) -> smem.Boxed:
+    def views(self, ref: Any) -> smem.Boxed:
         """Both views of such a buffer."""
-        return smem.views(ref, simulated=simulated or not self.boxed)
+        return smem.views(ref, simulated=self.simulated or not self.boxed)

@@ -21,8 +21,8 @@ def empty_arrivals_in_cluster(per_cta: int, cluster: tuple[int, int]) -> int:
     return per_cta * (rows + cols - 1)
 
 
-def turn_arrivals() -> int:
-    """A ping-pong consumer hands the turn to exactly one other."""
+def baton_arrivals() -> int:
+    """A ping-pong consumer hands the baton to exactly one other."""
     return 1
 
 

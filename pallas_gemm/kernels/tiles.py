@@ -138,7 +138,7 @@ def order_operand(schedule: Schedule | OnlineSchedule, workers: int) -> jax.Arra
     return jnp.asarray(dealt_table(schedule, workers))
 
 
-def dealt_source(
+def source(
     schedule: Schedule | OnlineSchedule,
     order_gmem: Any,
     worker: Scalar,

@@ -225,7 +225,7 @@ def _why_apart(devices: Iterable[jax.Device]) -> str | None:
 
 def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
     """Returns why a config's kernel cannot exchange rows, None if it can."""
-    from pallas_gemm.kernels.hopper import carrier, collecting
+    from pallas_gemm.kernels.hopper import send_rows, sum_rows
 
     rows, left = divmod(problem.m, exchange.size)
     if left or rows % (config.tile[0] * config.cluster[0]):
@@ -233,11 +233,14 @@ def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
     if config.mirrored:
         return "the product is computed transposed"
     if exchange.gathers:
-        if problem.transpose_a or rows * problem.k * problem.a_dtype.itemsize % carrier.BLOCK_BYTES:
+        if (
+            problem.transpose_a
+            or rows * problem.k * problem.a_dtype.itemsize % send_rows.BLOCK_BYTES
+        ):
             return f"{rows} x {problem.k} elements are not sent"
         if config.persistence != "static":
             return "CTAs that are not yet running send nothing"
-    elif rows * problem.n % collecting.BLOCK:
+    elif rows * problem.n % sum_rows.BLOCK:
         return f"{rows} x {problem.n} sums are not added up"
     return None
 
@@ -260,12 +263,12 @@ def _run(
     how: FusedCollective,
     *operands: jax.Array,
 ) -> Any:
-    from pallas_gemm.kernels.hopper import collecting
     from pallas_gemm.kernels.hopper import kernel as hopper
+    from pallas_gemm.kernels.hopper import sum_rows
     from pallas_gemm.kernels.hopper.plan import HopperPlan
 
     plan = HopperPlan(problem, config, device, exchange)
     results = hopper.build(plan)(*operands)
     if isinstance(how, GatheredProduct):
         return results
-    return [collecting.add_up(results, how.out_dtype, how.axes[0])]
+    return [sum_rows.add_up(results, how.out_dtype, how.axes[0])]

@@ -53,7 +53,7 @@ class Architecture:
 def _build_hopper(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
     from pallas_gemm.kernels.hopper import kernel
 
-    return kernel.build(HopperPlan(problem, config, device), interpret=interpret)
+    return kernel.build(HopperPlan(problem, config, device, interpret=interpret))
 
 
 def _build_blackwell(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
@@ -64,7 +64,7 @@ def _build_blackwell(problem: Problem, config: Any, device: Device, interpret: A
             "config: the simulator knows no pairs of CTAs; cluster must be (1, 1) to be"
             f" simulated, got {config.cluster}"
         )
-    return kernel.build(BlackwellPlan(problem, config, device), interpret=interpret)
+    return kernel.build(BlackwellPlan(problem, config, device, interpret))
 
 
 # WGMMA exists on 9.0 alone; the tensor memory of Blackwell's data-centre GPUs on every 10.x, but

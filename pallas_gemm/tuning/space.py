@@ -80,7 +80,7 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
         if math.prod(config.stacked_grid(problem)) <= device.sms:
             # A tile for each CTA: a table would only be waited for.
             config = dataclasses.replace(config, schedule="online_swizzle:8")
-        late = config.allows_late_store(config.seen(problem))
+        late = config.allows_late_store(config.as_computed(problem))
         stored_late = dataclasses.replace(config, late_store=late)
         # Narrower store slots make room for another stage of the largest tiles.
         narrow = dataclasses.replace(config, store_columns=config.store_columns // 2)

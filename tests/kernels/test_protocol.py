@@ -113,8 +113,8 @@ class Cluster:
         names = list(itertools.product(kernel.ctas, range(2), range(kernel.stages)))
         self.full = {name: Barrier(kernel.full_count) for name in names}
         self.empty = {name: Barrier(kernel.empty_count) for name in names}
-        self.turn = {
-            (cta, me): Barrier(protocol.turn_arrivals()) for cta in kernel.ctas for me in (0, 1)
+        self.baton = {
+            (cta, me): Barrier(protocol.baton_arrivals()) for cta in kernel.ctas for me in (0, 1)
         }
         self.content: dict[Any, int] = {}
         self.reads: collections.Counter[tuple[Cta, int]] = collections.Counter()
@@ -159,23 +159,23 @@ class Cluster:
     def consume(self, cta: Cta, me: int) -> Iterator[Any]:
         mine = [step for step in self.uses if me in self.kernel.readers(step)]
         if self.kernel.pingpong and me == 1:
-            self.turn[cta, 0].arrive()
+            self.baton[cta, 0].arrive()
         for turn, first in enumerate(mine[:: self.kernel.k_steps]):
             self.tile[cta, me] = first // self.kernel.k_steps
             last = first + self.kernel.k_steps - 1
             if self.kernel.pingpong:
-                yield self.turn[cta, me], turn
+                yield self.baton[cta, me], turn
             for step in range(first, last + 1):
                 yield self.wait(self.full, cta, step)
                 yield None
                 if step > first:
                     self.release(cta, step - 1)
             if self.kernel.pingpong:
-                self.turn[cta, 1 - me].arrive()
+                self.baton[cta, 1 - me].arrive()
             yield None
             self.release(cta, last)
         if self.kernel.pingpong and me == self.kernel.tiles % 2:
-            yield self.turn[cta, me], len(mine) // self.kernel.k_steps
+            yield self.baton[cta, me], len(mine) // self.kernel.k_steps
 
     def wait(self, barriers: dict[Any, Barrier], cta: Cta, step: int) -> tuple[Barrier, int]:
         name, before = self.uses[step]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.kernels.hopper import carrier
+from pallas_gemm.kernels.hopper import send_rows
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.op import fused_collective
@@ -61,8 +61,8 @@ def test_devices_are_numbered_as_in_the_mesh(
 
 
 def test_loads_cover_all_rows() -> None:
-    together = carrier.BLOCK_BYTES * carrier.LOAD
-    assert [carrier.loads(size) for size in (1, together, together + 1)] == [1, 1, 2]
+    together = send_rows.BLOCK_BYTES * send_rows.LOAD
+    assert [send_rows.loads(size) for size in (1, together, together + 1)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import tiles, work
+from pallas_gemm.kernels import protocol, tiles, work
+from schedules import Schedule
 
 IN_FLIGHT = 2
 """Requests that have been made and not yet read by all."""
@@ -49,6 +51,27 @@ class Requests(NamedTuple):
     answers: Any
     answered: Any
     read: Any
+
+
+def scratch(roles: int, axis: str) -> Requests:
+    """What a CTA with so many roles, in a cluster along `axis`, needs of shared memory."""
+    return Requests(
+        answers=plgpu.TryClusterCancelResult(IN_FLIGHT),
+        answered=plgpu.Barrier(num_arrivals=protocol.answer_arrivals(), num_barriers=IN_FLIGHT),
+        # Ordering the tensor core is not what it is for: such a barrier also makes the four warps
+        # of a role wait for each other before one thread of them arrives.
+        read=plgpu.ClusterBarrier(
+            collective_axes=(axis,),
+            num_arrivals=protocol.read_arrivals(roles),
+            num_barriers=IN_FLIGHT,
+            orders_tensor_core=True,
+        ),
+    )
+
+
+def order_operand(schedule: Schedule) -> jax.Array:
+    """Returns the operand by which a kernel is told an order: every tile, by its cluster."""
+    return jnp.asarray(work.Coding().pack(schedule))
 
 
 class Taken(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
@@ -13,11 +14,20 @@ from schedules import OnlineSchedule, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class BlackwellPlan:
-    """A problem, a legal config and a device, and what follows from them."""
+    """A problem, a legal config and a device, and what follows from them.
+
+    Attributes:
+        problem: What the kernel computes.
+        config: How.
+        device: On what.
+        interpret: False for the GPU, or the parameters of its simulator, which knows no two views
+            of one buffer and no pairs of CTAs, and refuses every request for a tile.
+    """
 
     problem: Problem
     config: BlackwellConfig
     device: Device
+    interpret: Any = False
 
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
@@ -38,7 +48,17 @@ class BlackwellPlan:
         )
 
     @property
-    def ctas(self) -> int:
+    def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return bool(self.interpret)
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether clusters take over the tiles of those that have not started."""
+        return self.config.persistence == "dynamic"
+
+    @property
+    def ctas_per_mma(self) -> int:
         """CTAs that multiply together."""
         return self.config.ctas_per_mma
 
@@ -98,4 +118,5 @@ class BlackwellPlan:
             paneled=False,
             multicast_axis=None,
             parts=parts,
+            simulated=self.simulated,
         )

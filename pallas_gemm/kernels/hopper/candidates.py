@@ -32,7 +32,7 @@ MIRRORED_TILES = (
 )
 MOST_STAGES = 20
 """Enough to cover the latency of memory with the smallest tile."""
-FEW_STEPS = 2
+STORE_BOUND_STEPS = 2
 """Steps of k that are over before two store slots are empty again: 32 products of 2048 x 2048 x 128
 take 92 us on an H200 with two slots and four stages, and 84 us with four slots and three stages,
 as XLA's do. With four steps, two slots are the better choice."""
@@ -64,12 +64,14 @@ def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
         return dataclasses.replace(config, schedule="online_swizzle:8")
     if _is_short(problem):
         return config
-    return dataclasses.replace(config, late_store=config.allows_late_store(config.seen(problem)))
+    return dataclasses.replace(
+        config, late_store=config.allows_late_store(config.as_computed(problem))
+    )
 
 
 def _is_short(problem: Problem) -> bool:
     """Whether a tile is stored more slowly than it is computed."""
-    return problem.k * problem.a_dtype.itemsize <= FEW_STEPS * STEP_BYTES
+    return problem.k * problem.a_dtype.itemsize <= STORE_BOUND_STEPS * STEP_BYTES
 
 
 def _deepest(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:

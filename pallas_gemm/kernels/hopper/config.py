@@ -25,7 +25,7 @@ MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
 SPARE_REGISTERS = 64
 """What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
-FEW_STEPS = 8
+UNROLLED_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
 """Columns of a tile that are finished at once, at most, where it is stored late."""
@@ -70,7 +70,7 @@ class HopperConfig(GemmConfig):
     late_store: bool = True
     mirrored: bool = False
 
-    def seen(self, problem: Problem) -> Problem:
+    def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
         return problem.mirrored() if self.mirrored and not problem.transpose_out else problem
 
@@ -146,7 +146,7 @@ class HopperConfig(GemmConfig):
         more: of 241 accepted near the border 6 did, 5 of which the numbers have since ruled out.
         """
         # The loop over so few steps is unrolled, and keeps the addresses of all of them.
-        few = -(-problem.k // self.tile_k(problem)) <= FEW_STEPS
+        few = -(-problem.k // self.tile_k(problem)) <= UNROLLED_STEPS
         if problem.epilogue.is_identity:
             tall = self.consumer_tile[0] > 192
             kept = few and self.is_online and problem.transpose_out and self.cluster_size > 1
@@ -214,17 +214,17 @@ class HopperConfig(GemmConfig):
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
-        problem = self.seen(problem)
+        problem = self.as_computed(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
         slots = self.consumers * self.store_slots * problem.out_dtype.itemsize
         stores = slots * math.prod(self.store_slot_shape(problem))
-        # What threads store lies apart from the residual, which TMA loads.
-        apart = problem.epilogue.residual and not stored_by_tma(problem)
+        # What threads store is kept separate from the residual, which TMA loads.
+        separate = problem.epilogue.residual and not stored_by_tma(problem)
         buffers = (
             tile_m * depth * problem.a_dtype.itemsize,
             tile_n * depth * problem.b_dtype.itemsize,
             stores,
-            apart * slots * self.consumer_tile[0] * self.store_columns,
+            separate * slots * self.consumer_tile[0] * self.store_columns,
             8 * (2 * self.ring_barriers + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
@@ -244,7 +244,7 @@ class HopperConfig(GemmConfig):
             )
         if malformed := tuple(self._malformed(problem)):
             return malformed
-        problem = self.seen(problem)
+        problem = self.as_computed(problem)
         return (
             *_layout_refusals(problem),
             *self.form_refusals(problem),

@@ -46,14 +46,15 @@ class Exchange:
             number = number * size + index
         return number
 
-    def owner(self, rank: Any, turn: Any) -> Any:
-        """Returns the number of the device whose rows this one computes at a turn.
+    def owner(self, rank: Any, share: Any) -> Any:
+        """Returns the number of the device whose rows are a share of this one's work.
 
-        A device begins with its own rows where rows are gathered, since the others are on their
-        way. It ends with them where they are scattered, since then nothing is left to send.
+        Shares are counted in the order in which they are computed. A device begins with its own
+        rows where rows are gathered, since the others are on their way. It ends with them where
+        they are scattered, since then nothing is left to send.
         """
         first = rank if self.gathers else rank + 1
-        return lax.rem(first + turn, jnp.int32(self.size))
+        return lax.rem(first + share, jnp.int32(self.size))
 
 
 ALONE = Exchange((), (), gathers=False)

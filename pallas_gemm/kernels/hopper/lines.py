@@ -49,7 +49,7 @@ def write(slot: Any, values: Any, *, transposed: bool, simulated: bool) -> None:
 
 
 def store(
-    source: Any, target: Any, first: tuple[Scalar, Scalar], rest: int, *, simulated: bool
+    source: Any, target: Any, first: tuple[Scalar, Scalar], clipped: int, *, simulated: bool
 ) -> None:
     """Stores a chunk, without what lies beyond the edges of the result.
 
@@ -57,15 +57,15 @@ def store(
         source: The chunk in shared memory, `[lines, length]`.
         target: The result in global memory, one matrix.
         first: Where in the result the chunk begins: line, and element of the line.
-        rest: How many elements of its lines are left of a chunk that the end of the lines cuts; 0
-            if it cuts none.
+        clipped: How many elements of its lines are left of a chunk that the end of the lines cuts;
+            0 if it cuts none.
         simulated: Whether the kernel runs in the simulator.
     """
     lines, length = source.shape
     all_lines, all_length = target.shape
     lines_left = lax.max(lax.min(all_lines - first[0], jnp.int32(lines)), jnp.int32(0))
     left = all_length - first[1]
-    for width, here in ((length, left >= length), (rest, left == rest)):
+    for width, here in ((length, left >= length), (clipped, left == clipped)):
         if width:
             run = functools.partial(
                 _store_width, source, target, first, lines_left, width, simulated

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.hopper.config import FEW_STEPS, WGMMA_ROWS, HopperConfig, stored_by_tma
+from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
@@ -26,18 +26,34 @@ class Chunk(NamedTuple):
 class HopperPlan:
     """A problem, a legal config and a device, and what follows from them.
 
-    `problem` is the one that the kernel computes: `config.seen` of the one given. It may do so
-    together with other devices, which `exchange` says.
+    Attributes:
+        problem: What the kernel computes: `config.as_computed` of the problem given.
+        config: How.
+        device: On what.
+        exchange: With which other devices.
+        interpret: False for the GPU, or the parameters of its simulator, which knows neither
+            atomics nor two views of one buffer: tiles that would be claimed are dealt.
     """
 
     problem: Problem
     config: HopperConfig
     device: Device
     exchange: Exchange = ALONE
+    interpret: Any = False
 
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
-        object.__setattr__(self, "problem", self.config.seen(self.problem))
+        object.__setattr__(self, "problem", self.config.as_computed(self.problem))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return bool(self.interpret)
+
+    @property
+    def claims_tiles(self) -> bool:
+        """Whether clusters claim their tiles."""
+        return self.config.persistence == "dynamic" and not self.simulated
 
     @functools.cached_property
     def a(self) -> OperandPlan:
@@ -50,6 +66,7 @@ class HopperPlan:
             k_major=not transposed,
             paneled=transposed,
             multicast_axis="cluster_col" if self.config.cluster[1] > 1 else None,
+            simulated=self.simulated,
         )
 
     @functools.cached_property
@@ -63,6 +80,7 @@ class HopperPlan:
             paneled=False,
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
             parts=self.problem.sums,
+            simulated=self.simulated,
         )
 
     @property
@@ -105,7 +123,7 @@ class HopperPlan:
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The parts in which a consumer stores its part of the result, in this order."""
-        rows, _ = self.out_tile
+        rows, _ = self.consumer_out_tile
         height = WGMMA_ROWS if self.problem.transpose_out else rows
         return tuple(
             Chunk(row, height, start, width)
@@ -114,7 +132,7 @@ class HopperPlan:
         )
 
     @property
-    def out_tile(self) -> tuple[int, int]:
+    def consumer_out_tile(self) -> tuple[int, int]:
         """The part of the result that one consumer computes at a time."""
         rows, cols = self.config.consumer_tile
         return rows, cols // self.problem.sums
@@ -124,7 +142,8 @@ class HopperPlan:
         """The shape of what is stored here: of scattered sums, those of each device."""
         if not self.scatters:
             return self.problem.out_shape
-        return self.exchange.size, self.exchanged_rows, self.problem.n
+        size = self.exchange.size
+        return size, self.problem.m // size, self.problem.n
 
     @property
     def gathers(self) -> bool:
@@ -137,28 +156,10 @@ class HopperPlan:
         return self.exchange.size > 1 and not self.exchange.gathers
 
     @property
-    def exchanged_rows(self) -> int:
-        """Rows of each device."""
-        return self.problem.m // self.exchange.size
-
-    @property
     def store_widths(self) -> tuple[int, ...]:
         """The different widths of the chunks, widest first."""
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
-
-    @property
-    def store_steps(self) -> range:
-        """The k steps in which chunks of the previous tile are stored, if that is done late.
-
-        The first ones, so that registers are free early. But what other devices are sent is spread
-        over the tile: all CTAs send at the same time, and NVLink takes longer than the first steps.
-        Where few steps lie between two chunks the compiler would unroll them, and spill.
-        """
-        chunks = len(self.chunks) if self.config.late_store else 0
-        apart = self.k_steps // max(chunks, 1)
-        apart = apart if self.scatters and apart > FEW_STEPS else 1
-        return range(0, min(chunks, self.k_steps) * apart, apart)
 
     def strips(self, columns: int) -> list[slice]:
         """The parts of so many columns that an epilogue is applied to one after the other."""
@@ -191,15 +192,15 @@ class HopperPlan:
         slot = chunk % self.config.store_slots
         return slot * (self.config.store_columns // self.chunks[chunk].cols)
 
-    def rest(self, number: int) -> int:
+    def clipped_length(self, number: int) -> int:
         """How much is left of a line of a chunk that the end of the lines cuts; 0 if it cuts none.
 
         All tiles begin at multiples of their own size, so that it is always as much.
         """
         chunk = self.chunks[number]
-        start, length, tile = chunk.col, chunk.cols, self.out_tile[1]
+        start, length, tile = chunk.col, chunk.cols, self.consumer_out_tile[1]
         if self.problem.transpose_out:
-            start, length, tile = chunk.row, chunk.rows, self.out_tile[0]
+            start, length, tile = chunk.row, chunk.rows, self.consumer_out_tile[0]
         left = max(self.problem.out_shape[-1] - start, 0) % tile
         return left if left < length else 0
 

@@ -1,13 +1,16 @@
 """The ring of operand slots, as its producer and its consumers walk around it.
 
-Steps of the k loop are numbered through all tiles of a worker, and step s uses slot s mod stages.
-Whoever walks keeps the slot and counts it on, back to 0 after the last: of a division for each step
-the compiler makes one of 64 bits where it can tell that the number of the step is never negative,
-as in an order that is computed. Only a consumer that stores late has no register left to keep the
-slot in, and divides; its order is always read from a table, and its divisions have 32 bits.
+Steps of the k loop are numbered through all tiles of a worker. Step s uses slot s mod stages.
 
-Whoever waits on a barrier has to wait for each of its phases. Ping-pong consumers use a slot only
-in their own turns, so that each of them has barriers of its own for every slot.
+    who                           finds its slot by
+    producer, most consumers      counting: the slot after the last one is 0. To divide costs more:
+                                  the compiler makes a division of 64 bits of each that it knows to
+                                  be of no negative number, as in an order that is computed
+    consumer that stores late     dividing: it has no register left to keep the slot in. Its order
+                                  is read from a table, so that its divisions have 32 bits
+
+Whoever waits on a barrier has to wait for each of its phases. A ping-pong consumer uses a slot in
+its own tiles only, so that each of the two has barriers of its own for every slot.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +22,6 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 Scalar = Any
 """A traced int32."""
-
-Reached = Scalar | None
-"""The slot that a consumer has reached, or None where it does not keep it."""
 
 
 class Head(NamedTuple):
@@ -39,24 +39,24 @@ class Head(NamedTuple):
 
 def first_slot(plan: HopperPlan, turn: Scalar) -> Scalar:
     """The slot of the first step of a worker's tile number `turn`."""
-    return _slot(plan, turn, jnp.int32(0))
+    return _divided(plan, turn, jnp.int32(0))
 
 
-def step(plan: HopperPlan, turn: Scalar, k: Scalar, before: Reached) -> tuple[Scalar, Scalar]:
-    """The slots of step k - 1 and of step k of a tile."""
-    if before is None:
-        return _slot(plan, turn, k - 1), _slot(plan, turn, k)
-    return before, following(plan, before)
+def step(plan: HopperPlan, turn: Scalar, k: Scalar, kept: Scalar | None) -> tuple[Scalar, Scalar]:
+    """The slots of step k - 1 and of step k of a tile, for a consumer that kept the first."""
+    if kept is None:
+        return _divided(plan, turn, k - 1), _divided(plan, turn, k)
+    return kept, following(plan, kept)
 
 
-def reached(plan: HopperPlan, slot: Scalar) -> Reached:
-    """What a consumer keeps of the slot that it has reached."""
+def keep(plan: HopperPlan, slot: Scalar) -> Scalar | None:
+    """What a consumer keeps from step to step: its slot, or None if it divides."""
     return None if plan.config.late_store else slot
 
 
-def last_slot(plan: HopperPlan, turn: Scalar, before: Reached) -> Scalar:
-    """The slot of the last step of a tile."""
-    return _slot(plan, turn, jnp.int32(plan.k_steps - 1)) if before is None else before
+def last_slot(plan: HopperPlan, turn: Scalar, kept: Scalar | None) -> Scalar:
+    """The slot of the last step of a tile, for a consumer that kept it."""
+    return _divided(plan, turn, jnp.int32(plan.k_steps - 1)) if kept is None else kept
 
 
 def following(plan: HopperPlan, slot: Scalar) -> Scalar:
@@ -65,7 +65,7 @@ def following(plan: HopperPlan, slot: Scalar) -> Scalar:
     return lax.select(upcoming == plan.config.stages, jnp.int32(0), upcoming)
 
 
-def _slot(plan: HopperPlan, turn: Scalar, k: Scalar) -> Scalar:
+def _divided(plan: HopperPlan, turn: Scalar, k: Scalar) -> Scalar:
     return lax.rem(turn * plan.k_steps + k, jnp.int32(plan.config.stages))
 
 

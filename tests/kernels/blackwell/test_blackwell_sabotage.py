@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.device import B200
 from pallas_gemm.kernels import place, protocol, work
 from pallas_gemm.kernels.blackwell import kernel as blackwell
-from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.kernels.blackwell.cta import accumulator_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Problem
 from tests import blackwell_simulator, products
@@ -42,15 +43,15 @@ def put(module: Any, name: str, wrong: Callable[..., Any]) -> Plant:
     return lambda monkeypatch: monkeypatch.setattr(module, name, wrong)
 
 
-def arrive_before_reading(plan: Any, cta: Any, turn: Any) -> None:
+def arrive_before_reading(cta: Any, turn: Any) -> None:
     """Frees an accumulator without waiting for the reads of it."""
-    plgpu.barrier_arrive(cta.barriers.freed.at[blackwell._accumulator(plan, turn)])
+    plgpu.barrier_arrive(cta.barriers.freed.at[accumulator_of(cta.plan, turn)])
 
 
-def publish_the_other_accumulator(plan: Any, cta: Any, turn: Any) -> None:
+def publish_the_other_accumulator(cta: Any, turn: Any) -> None:
     """Announces sums under the phase of the other accumulator."""
     plgpu.tcgen05_commit_arrive(
-        cta.barriers.ready.at[blackwell._accumulator(plan, turn + 1)], collective_axis="pair"
+        cta.barriers.ready.at[accumulator_of(cta.plan, turn + 1)], collective_axis="pair"
     )
 
 
@@ -96,12 +97,12 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         {"race", "refused"},
     ),
     "an accumulator is freed while it is read": (
-        put(blackwell, "free_accumulator", arrive_before_reading),
+        put(store, "free_accumulator", arrive_before_reading),
         CONFIG,
         {"race", "refused"},
     ),
     "a store slot is overwritten before it was stored": (
-        leave_out(blackwell, "await_store_slot"),
+        leave_out(store, "await_store_slot"),
         CONFIG,
         {"race", "refused"},
     ),
@@ -149,8 +150,7 @@ def faults(
     blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds, **waiting)
     operands = products.small_integers(PROBLEM, np.random.default_rng(0))
     expected = products.rounded(PROBLEM, products.exact(PROBLEM, operands))
-    plan = BlackwellPlan(PROBLEM, config, B200)
-    kernel = blackwell.build(plan, interpret=blackwell_simulator.PARAMS)
+    kernel = blackwell.build(BlackwellPlan(PROBLEM, config, B200, blackwell_simulator.PARAMS))
     return blackwell_simulator.faults(kernel, operands.arrays, expected)
 
 

@@ -16,6 +16,7 @@ import schedules
 from bench.blackwell_ladder import STEPS
 from pallas_gemm.device import B200
 from pallas_gemm.kernels.blackwell import kernel as blackwell
+from pallas_gemm.kernels.blackwell import store
 from pallas_gemm.kernels.blackwell.config import ACTIVATED_COLUMNS, PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Epilogue, Problem
@@ -75,8 +76,7 @@ def check(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Any:
 
 
 def simulate(problem: Problem, config: BlackwellConfig, operands: products.Operands) -> np.ndarray:
-    plan = BlackwellPlan(problem, config, B200)
-    kernel = blackwell.build(plan, interpret=blackwell_simulator.PARAMS)
+    kernel = blackwell.build(BlackwellPlan(problem, config, B200, blackwell_simulator.PARAMS))
     out, raced = blackwell_simulator.simulate(kernel, operands.arrays)
     assert not raced
     return out.astype(np.float64)
@@ -224,7 +224,7 @@ def test_an_accumulator_is_freed_when_it_is_read_and_before_it_is_stored(activat
 
     for name in ("async_load_tmem", "wait_load_tmem", "commit_smem", "copy_smem_to_gmem"):
         noted(plgpu, name)
-    noted(blackwell, "free_accumulator")
+    noted(store, "free_accumulator")
     problem = Problem(256, 256, 64, transpose_b=True, epilogue=Epilogue(activation=activation))
     plan = BlackwellPlan(problem, SINGLE, B200)
     jax.eval_shape(

@@ -360,7 +360,7 @@ def test_barriers_are_made_with_the_counts_of_the_protocol(name, modes):
     empty = protocol.empty_arrivals_in_cluster(plan.empty_arrivals, config.cluster)
     # All 128 threads of a warpgroup arrive on a barrier of one CTA.
     expected = [128 * plan.full_arrivals, empty] * config.ring_barriers
-    expected += [128 * protocol.turn_arrivals()] * (config.consumers if config.pingpong else 0)
+    expected += [128 * protocol.baton_arrivals()] * (config.consumers if config.pingpong else 0)
     assert sorted(made) == sorted(expected)
 
 

@@ -49,18 +49,18 @@ def test_producer_and_consumers_agree_about_slots(mode, k_steps):
     readers: dict[int, int] = {}
     for turn in map(jnp.int32, range(5)):
         reader = turn & 1
-        reached, expected = None, -1
+        kept, expected = None, -1
         for k in map(jnp.int32, range(k_steps)):
             if k == 0:
                 slot = ring.first_slot(plan, turn)
             else:
-                before, slot = ring.step(plan, turn, k, reached)
+                before, slot = ring.step(plan, turn, k, kept)
                 assert before == expected
             expected = (int(turn) * k_steps + int(k)) % 3
             assert slot == head.slot == expected
             assert ring.last_barrier(plan, *head) == readers.get(expected, expected)
             readers[expected] = int(ring.barrier(plan, slot, reader))
-            reached = ring.reached(plan, slot)
+            kept = ring.keep(plan, slot)
             head = ring.advance(plan, head, reader)
-        assert ring.last_slot(plan, turn, reached) == expected
+        assert ring.last_slot(plan, turn, kept) == expected
     assert set(readers.values()) <= set(range(config.ring_barriers))

@@ -30,8 +30,8 @@ PINGPONG = dataclasses.replace(EARLY, tile=(64, 64), pingpong=True)
 
 def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> np.ndarray:
     """Simulates the kernel; fails if it raced."""
-    plan = HopperPlan(problem, config, H200)
-    kernel = hopper.build(plan, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    simulator = plgpu.InterpretGPUParams(detect_races=True)
+    kernel = hopper.build(HopperPlan(problem, config, H200, interpret=simulator))
     try:
         out = np.asarray(jax.jit(kernel)(*products.as_taken(problem, operands))).astype(np.float64)
         assert not gpu_callbacks.get_races().races_found

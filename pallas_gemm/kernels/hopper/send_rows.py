@@ -11,7 +11,8 @@ The receiver's producers wait until all loads of a device have arrived (`arrived
 each), and then read them by TMA.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place
 from pallas_gemm.kernels.hopper.exchange import Exchange, on_device
 
 BLOCK_BYTES = 2048
@@ -61,48 +61,61 @@ _COPY = "\n".join(
 _INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
 
-def loads(bytes_of_rows: int) -> int:
-    """How many loads one device sends to another."""
-    return -(-bytes_of_rows // (BLOCK_BYTES * LOAD))
+class Transfer(NamedTuple):
+    """Rows in global memory, and what they are sent with.
 
-
-def carry(exchange: Exchange, gmem: place.Gmem, counter: Any) -> None:
-    """Sends rows to all other devices, and then stores them here: what one warp of all does.
-
-    Args:
-        exchange: Who they are.
-        gmem: The rows, where they go to, and how a device learns that they have arrived.
-        counter: How many loads have been claimed for each device.
+    Attributes:
+        own: This device's rows.
+        every: Those of all devices.
+        arrived: A semaphore for each device: how many of its loads are here.
+        claimed: For each device, how many loads to it have been claimed.
     """
-    (source,), rank = gmem.a, gmem.rank
-    rows, k = source.shape
-    block_size = BLOCK_BYTES // np.dtype(source.dtype).itemsize
-    blocks = rows * k // block_size
-    count = loads(blocks * BLOCK_BYTES)
-    mine, logical = source.reshape(blocks, block_size), pl.DeviceIdType.LOGICAL
 
-    for distance in (*range(1, exchange.size), 0):
-        # The device that has these rows at the turn `distance`.
-        to = exchange.device(lax.rem(rank - distance + exchange.size, jnp.int32(exchange.size)))
-        there = gmem.every.reshape(exchange.size * blocks, block_size)
-        if distance:
+    own: Any
+    every: Any
+    arrived: Any
+    claimed: Any
+
+
+def loads(size: int) -> int:
+    """How many loads one device sends to another, of so many bytes of rows."""
+    return -(-size // (BLOCK_BYTES * LOAD))
+
+
+def loads_of(rows: Any) -> int:
+    """How many loads the rows of a device are."""
+    return loads(math.prod(rows.shape) * np.dtype(rows.dtype).itemsize)
+
+
+def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
+    """Sends rows to all other devices, and then stores them here: what one warp of all does."""
+    own, every, arrived, claimed = transfer
+    block_size = BLOCK_BYTES // np.dtype(own.dtype).itemsize
+    blocks, count = math.prod(own.shape) // block_size, loads_of(own)
+    mine, logical = own.reshape(blocks, block_size), pl.DeviceIdType.LOGICAL
+
+    for share in (*range(1, exchange.size), 0):
+        # The device that computes these rows as its share number `share`.
+        to = exchange.device(lax.rem(rank - share + exchange.size, jnp.int32(exchange.size)))
+        there = every.reshape(exchange.size * blocks, block_size)
+        if share:
             there = on_device(there, to)
 
-        def send(load: Any, there: Any = there, to: Any = to, distance: int = distance) -> Any:
+        def send_load(load: Any, there: Any = there, to: Any = to, share: int = share) -> Any:
             @pl.loop(load * LOAD, lax.min((load + 1) * LOAD, jnp.int32(blocks)))
             def _send_block(block: Any) -> None:
                 _copy(mine.at[block], there.at[rank * blocks + block])
 
-            if distance:
+            if share:
                 _finish_stores()
-                pl.semaphore_signal(gmem.arrived.at[rank], device_id=to, device_id_type=logical)
-            return _claim(counter.at[distance])
+                pl.semaphore_signal(arrived.at[rank], device_id=to, device_id_type=logical)
+            return _claim(claimed.at[share])
 
-        def step(_: Any, load: Any, send: Any = send) -> Any:
+        def step(_: Any, load: Any, send_load: Any = send_load) -> Any:
             # One warp has no loop that ends by a condition.
-            return lax.cond(load < count, send, lambda load: load, load)
+            return lax.cond(load < count, send_load, lambda load: load, load)
 
-        lax.fori_loop(0, count, step, _claim(counter.at[distance]))
+        lax.fori_loop(0, count, step, _claim(claimed.at[share]))
 
 
 def _claim(counter: Any) -> Any:

@@ -1,0 +1,121 @@
+"""What the roles of one CTA share: shared and tensor memory, barriers, and the indices of them."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import launch, protocol, smem
+from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+
+PAIR_AXIS = "pair"
+"""The axis of the cluster, of one CTA or two."""
+
+
+class Smem(NamedTuple):
+    """The ring of operand slots, and the store slots of the epilogue if it has any."""
+
+    a: Any
+    b: Any
+    out: Any
+
+
+class Barriers(NamedTuple):
+    """See the table in the docstring of `kernel.py`; None for what a kernel has not."""
+
+    full: Any
+    empty: Any
+    ready: Any
+    freed: Any
+    residual: Any
+
+
+class Cta(NamedTuple):
+    """All that the roles of a CTA know.
+
+    Attributes:
+        plan: What runs.
+        gmem: The operands in global memory.
+        out: The result in global memory.
+        slots: Both views of every buffer in shared memory.
+        sums_tmem: The accumulators, side by side in tensor memory.
+        barriers: The barriers.
+    """
+
+    plan: BlackwellPlan
+    gmem: launch.Inputs
+    out: Any
+    slots: Smem
+    sums_tmem: Any
+    barriers: Barriers
+
+
+Scratch = tuple[Smem, Any, Barriers, launch_control.Requests | None]
+
+
+def scratch(plan: BlackwellPlan) -> Scratch:
+    """The buffers and barriers of a CTA, and its requests for tiles."""
+    config, problem = plan.config, plan.problem
+    stores = (config.store_slots, config.tile[0], config.store_columns)
+    buffers = Smem(
+        plan.a.ring(config.stages),
+        plan.b.ring(config.stages),
+        None
+        if config.direct_store
+        else smem.boxed(stores, problem.out_dtype, simulated=plan.simulated),
+    )
+    sums = plgpu.TMEM(
+        (config.tile[0], config.accumulators * config.tile[1]),
+        problem.accumulator_dtype,
+        collective=plan.ctas_per_mma == 2,
+    )
+    requests = launch_control.scratch(plan.roles, PAIR_AXIS) if plan.takes_over else None
+    return buffers, sums, _barriers(plan), requests
+
+
+def _barriers(plan: BlackwellPlan) -> Barriers:
+    config = plan.config
+    by_tensor_core = functools.partial(
+        plgpu.Barrier, num_arrivals=protocol.commit_arrivals(), orders_tensor_core=True
+    )
+    return Barriers(
+        full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.stages),
+        empty=by_tensor_core(num_barriers=config.stages),
+        ready=by_tensor_core(num_barriers=config.accumulators),
+        freed=plgpu.ClusterBarrier(
+            collective_axes=(PAIR_AXIS,),
+            num_arrivals=protocol.freed_arrivals(),
+            num_barriers=config.accumulators,
+            orders_tensor_core=True,
+        ),
+        residual=plgpu.Barrier(num_barriers=config.store_slots)
+        if plan.problem.epilogue.residual
+        else None,
+    )
+
+
+def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
+    """Both views of every buffer that was made as `scratch` says."""
+    out = buffers.out
+    out = None if out is None else smem.views(out, simulated=plan.simulated)
+    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out)
+
+
+def slot_of(plan: BlackwellPlan, step: Any) -> Any:
+    """The slot of the ring that a step of the whole walk uses."""
+    return lax.rem(step, jnp.int32(plan.config.stages))
+
+
+def accumulator_of(plan: BlackwellPlan, turn: Any) -> Any:
+    """The accumulator of a tile."""
+    return lax.rem(turn, jnp.int32(plan.config.accumulators))
+
+
+def sums_of(cta: Cta, turn: Any, start: Any, width: int) -> Any:
+    """Some columns of the accumulator of a tile."""
+    first = accumulator_of(cta.plan, turn) * cta.plan.config.tile[1] + start
+    return cta.sums_tmem.at[:, pl.ds(first, width)]

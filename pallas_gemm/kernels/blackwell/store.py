@@ -1,0 +1,120 @@
+"""How the epilogue finishes the sums of a tile and stores them, chunk by chunk.
+
+    tensor memory ──▶ registers ──▶ store slot in shared memory ──▶ TMA ──▶ the result
+
+A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
+that its sum will take.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import epilogue, place
+from pallas_gemm.kernels.blackwell.cta import Cta, accumulator_of, sums_of
+from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+
+
+def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
+    """Reads the sums of a chunk of columns and finishes them, a few columns at a time."""
+    plan = cta.plan
+    width, step = plan.config.store_columns, plan.config.read_columns(plan.problem)
+    parts = []
+    for within in range(0, width, step):
+        first = chunk * width + within
+        sums = load_sums(cta, turn, first, step)
+        if within + step == width:
+            pl.when(chunk == plan.chunks - 1)(functools.partial(free_accumulator, cta, turn))
+        bias = None
+        if plan.problem.epilogue.bias:
+            here = cta.gmem.bias.at[pl.ds(at.col + first, step)]
+            bias = plgpu.load(here, layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
+        parts.append(epilogue.finish(plan.problem, *sums, bias=bias))
+    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+
+def load_sums(cta: Cta, turn: Any, first: Any, width: int) -> tuple[Any, ...]:
+    """Reads some columns of each part of the sums of a tile."""
+    plan = cta.plan
+    columns = plan.config.out_tile(plan.problem)[1]
+    return tuple(
+        plgpu.async_load_tmem(sums_of(cta, turn, part * columns + first, width))
+        for part in range(plan.b.parts)
+    )
+
+
+def free_accumulator(cta: Cta, turn: Any) -> None:
+    """Lets the multiplier overwrite an accumulator, once its last columns are in registers."""
+    plgpu.wait_load_tmem()
+    plgpu.barrier_arrive(cta.barriers.freed.at[accumulator_of(cta.plan, turn)])
+
+
+def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None:
+    """Stores a finished chunk of columns, through shared memory unless told otherwise."""
+    plan = cta.plan
+    if plan.config.direct_store:
+        _store_directly(_chunk(plan, cta.out, at, chunk), values, simulated=plan.simulated)
+        return
+    slot = _store_slot(plan, turn, chunk)
+    if plan.problem.epilogue.residual:
+        plgpu.barrier_wait(cta.barriers.residual.at[slot])
+        values = epilogue.add_residual(plan.problem, values, cta.slots.out.tile[slot])
+    else:
+        await_store_slot(plan)
+    cta.slots.out.tile.at[slot][...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(cta.slots.out.box.at[slot], _chunk(plan, cta.out, at, chunk))
+    following = chunk + plan.config.store_slots
+    pl.when(following < plan.chunks)(functools.partial(fetch_residual, cta, at, turn, (following,)))
+
+
+def _store_directly(out: Any, values: Any, *, simulated: bool) -> None:
+    """Stores from registers; from where the sums lie, that is half a sector of each row at a time.
+
+    An assignment to global memory is refused for that by some releases, and means no more.
+    """
+    if simulated:
+        out[...] = values
+        return
+
+    def emit(_: Any, out: Any, values: Any) -> None:
+        values.store_untiled(out, optimized=False)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.TCGEN05))(emit)(out, values)
+
+
+def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) -> None:
+    """Starts to load chunks of the residual into the store slots that will hold their sums."""
+    plan = cta.plan
+    if not plan.problem.epilogue.residual:
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for chunk in chunks:
+        slot = _store_slot(plan, turn, chunk)
+        plgpu.copy_gmem_to_smem(
+            _chunk(plan, cta.gmem.residual, at, chunk),
+            cta.slots.out.box.at[slot],
+            cta.barriers.residual.at[slot],
+        )
+
+
+def await_store_slot(plan: BlackwellPlan) -> None:
+    """Waits until the store before last, or however many slots ago, has been read."""
+    plgpu.wait_smem_to_gmem(plan.config.store_slots - 1, wait_read_only=True)
+
+
+def _store_slot(plan: BlackwellPlan, turn: Any, chunk: Any) -> Any:
+    """The store slot of a chunk: the chunks of all tiles take the slots in turn."""
+    return lax.rem(turn * plan.chunks + chunk, jnp.int32(plan.config.store_slots))
+
+
+def _chunk(plan: BlackwellPlan, gmem: Any, at: place.Where, chunk: Any) -> Any:
+    """The part of the result, or of the residual, that a chunk of this CTA's tile covers."""
+    width = plan.config.store_columns
+    rows = pl.ds(at.row, plan.config.tile[0])
+    return place.matrix(gmem, at.batch).at[rows, pl.ds(at.col + chunk * width, width)]

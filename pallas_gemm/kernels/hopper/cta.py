@@ -1,0 +1,120 @@
+"""What the roles of one CTA share: shared memory, barriers, and where the CTA's tiles lie."""
+
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import launch, place, smem, work
+from pallas_gemm.kernels.hopper import remote
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+
+CLUSTER = ("cluster_row", "cluster_col")
+"""The axes of a cluster."""
+
+
+class Smem(NamedTuple):
+    """The ring of operand slots, and the store slots of the epilogue.
+
+    Attributes:
+        a: Slots of the left operand.
+        b: Slots of the right operand.
+        out: Store slots for TMA, for each width of a chunk; none if threads store the result and
+            no residual is loaded.
+        lines: Store slots for threads, or None.
+    """
+
+    a: Any
+    b: Any
+    out: Any
+    lines: Any
+
+
+class Barriers(NamedTuple):
+    """See the table in the docstring of `kernel.py`; None for what a kernel has not."""
+
+    full: Any
+    empty: Any
+    baton: Any
+    residual: Any
+
+
+class Cta(NamedTuple):
+    """All that the roles of a CTA know.
+
+    Attributes:
+        plan: What runs.
+        gmem: The operands in global memory.
+        out: The result in global memory.
+        rows: Where rows of the left operand come from, and rows of the result go to.
+        slots: Both views of every buffer in shared memory.
+        barriers: The barriers.
+    """
+
+    plan: HopperPlan
+    gmem: launch.Inputs
+    out: Any
+    rows: remote.Rows
+    slots: Smem
+    barriers: Barriers
+
+
+def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
+    """The buffers and barriers of a CTA."""
+    config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
+    by_tma = [plan.store_shape(width) for width in plan.store_widths]
+    by_tma = by_tma if plan.stored_by_tma or residual else []
+    buffers = Smem(
+        plan.a.ring(config.stages),
+        plan.b.ring(config.stages),
+        smem.shared(by_tma, dtype, simulated=plan.simulated) if by_tma else None,
+        None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
+    )
+    barriers = Barriers(
+        full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
+        empty=plgpu.ClusterBarrier(
+            collective_axes=CLUSTER,
+            num_arrivals=plan.empty_arrivals,
+            num_barriers=config.ring_barriers,
+        ),
+        baton=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
+        residual=plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
+        if residual
+        else None,
+    )
+    return buffers, barriers
+
+
+def views(plan: HopperPlan, buffers: Smem) -> Smem:
+    """Both views of every buffer that was made as `scratch` says."""
+    out = buffers.out
+    out = () if out is None else smem.shared_views(out, simulated=plan.simulated)
+    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, buffers.lines)
+
+
+def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:
+    """Where the operands of this CTA's tile of a piece begin."""
+    return _tile(cta.plan, piece, *cta.rows.to_load(piece.row))
+
+
+def tile_to_store(cta: Cta, piece: work.Piece, consumer: Any) -> place.Where:
+    """Where a consumer's part of this CTA's tile of a piece begins in the result."""
+    tile = _tile(cta.plan, piece, *cta.rows.to_store(piece.row))
+    return _part(cta.plan, tile, consumer)
+
+
+def _tile(plan: HopperPlan, piece: work.Piece, row: Any, share: Any) -> place.Where:
+    """The tile of this CTA, in the row of cluster tiles that the exchange of rows left."""
+    here = lax.axis_index(CLUSTER[0]), lax.axis_index(CLUSTER[1])
+    piece = piece._replace(row=row)
+    return place.locate(plan.config, plan.problem, piece, here)._replace(share=share)
+
+
+def _part(plan: HopperPlan, tile: place.Where, consumer: Any) -> place.Where:
+    """The part of a tile that a consumer holds: all of it, or its share of rows or columns."""
+    rows, cols = plan.consumer_out_tile
+    if plan.config.pingpong:
+        return tile
+    if plan.config.split_rows:
+        return tile._replace(row=tile.row + consumer * rows)
+    return tile._replace(col=tile.col + consumer * cols)

@@ -1,0 +1,158 @@
+"""How a consumer finishes the sums of a tile and stores them, chunk by chunk.
+
+    registers ──▶ store slot in shared memory ──▶ TMA, or the threads themselves ──▶ the result
+
+A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
+that its sum will take.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import epilogue, place, smem
+from pallas_gemm.kernels.hopper import lines
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+
+
+class Tile(NamedTuple):
+    """A consumer's part of a tile in registers: sums, or what they are finished and rounded."""
+
+    values: Any
+    at: place.Where
+
+
+def store_sums(cta: Cta, me: Any, tile: Tile, number: int) -> None:
+    """Finishes and stores one chunk of the sums of a tile.
+
+    The registers that an epilogue needs are free only for a chunk at a time.
+    """
+    _store(cta, me, tile.at, number, _finish_chunk(cta, me, tile, number))
+    following = number + cta.plan.config.store_slots
+    if following < len(cta.plan.chunks):
+        fetch_residual(cta, me, tile.at, (following,))
+
+
+def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
+    """Stores one chunk of a tile that is finished."""
+    chunk = cta.plan.chunks[number]
+    rows, cols = slice(chunk.row, chunk.row + chunk.rows), slice(chunk.col, chunk.col + chunk.cols)
+    _store(cta, me, tile.at, number, tile.values[rows, cols])
+
+
+def finish(cta: Cta, total: Any, at: place.Where) -> Any:
+    """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
+    plan = cta.plan
+    if plan.problem.epilogue.is_identity:
+        return total.astype(plan.problem.out_dtype)
+    height, width = plan.consumer_out_tile
+    strips = [_finish_part(cta, total, at, slice(0, height), cols) for cols in plan.strips(width)]
+    return lax.concatenate(strips, 1)
+
+
+def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
+    """Finishes one chunk of a tile's sums, with its residual."""
+    plan, chunk = cta.plan, cta.plan.chunks[number]
+    rows = slice(chunk.row, chunk.row + chunk.rows)
+    finished, residual = [], None
+    for strip in plan.strips(chunk.cols):
+        cols = slice(chunk.col + strip.start, chunk.col + strip.stop)
+        values = _finish_part(cta, tile.values, tile.at, rows, cols)
+        if plan.problem.epilogue.residual:
+            if residual is None:
+                plgpu.barrier_wait(cta.barriers.residual.at[_residual_barrier(plan, me, number)])
+                residual = _slot(cta, me, number).tile[...]
+            values = epilogue.add_residual(plan.problem, values, residual[:, strip])
+        finished.append(values)
+    return finished[0] if len(finished) == 1 else lax.concatenate(finished, 1)
+
+
+def _finish_part(cta: Cta, total: Any, at: place.Where, rows: slice, cols: slice) -> Any:
+    """Applies the epilogue to some of the sums of a tile."""
+    problem = cta.plan.problem
+    up, bias, axis = None, None, 0 if problem.transpose_out else 1
+    if problem.epilogue.gated:
+        beyond = cta.plan.consumer_out_tile[1]
+        up = total[rows, cols.start + beyond : cols.stop + beyond]
+    if problem.epilogue.bias:
+        here, part = ((at.row, rows), (at.col, cols))[axis]
+        bias = cta.gmem.bias.at[pl.ds(here + part.start, part.stop - part.start)]
+        # The layout that a sum over the other axis would have.
+        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    return epilogue.finish(problem, total[rows, cols], up, bias, axis)
+
+
+def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+    by = _store_by_tma if cta.plan.stored_by_tma else _store_by_threads
+    by(cta, me, at, number, values)
+
+
+def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+    plan, slot = cta.plan, _slot(cta, me, number)
+    if not plan.problem.epilogue.residual:
+        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
+    target = slot.tile.transpose((1, 0)) if plan.problem.transpose_out else slot.tile
+    target[...] = values
+    plgpu.commit_smem()
+
+    def copy(out: Any) -> None:
+        plgpu.copy_smem_to_gmem(slot.box, _chunk(plan, out, at, number))
+
+    cta.rows.store(cta.out, at, copy)
+
+
+def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+    """Here, `commit_smem` is a barrier of the consumer's threads.
+
+    A thread that is through the barrier of one chunk has read all that it stores of the chunk
+    before, whose slot may then be used again.
+    """
+    plan, chunk, simulated = cta.plan, cta.plan.chunks[number], cta.plan.simulated
+    first, shape = (at.row + chunk.row, at.col + chunk.col), (chunk.rows, chunk.cols)
+    if plan.problem.transpose_out:
+        first, shape = first[::-1], shape[::-1]
+    slot = cta.slots.lines.at[me, number % plan.config.store_slots, : shape[0], : shape[1]]
+    if plan.stores_in_flight(number) == 0:
+        plgpu.commit_smem()
+    lines.write(slot, values, transposed=plan.problem.transpose_out, simulated=simulated)
+    plgpu.commit_smem()
+    result = place.matrix(cta.out, at.batch)
+    lines.store(slot, result, first, plan.clipped_length(number), simulated=simulated)
+
+
+def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
+    """Starts to load chunks of the residual into the store slots that will hold their sums."""
+    plan = cta.plan
+    if not plan.problem.epilogue.residual:
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for chunk in chunks:
+        if chunk < len(plan.chunks):
+            plgpu.copy_gmem_to_smem(
+                _chunk(plan, cta.gmem.residual, at, chunk),
+                _slot(cta, me, chunk).box,
+                cta.barriers.residual.at[_residual_barrier(plan, me, chunk)],
+            )
+
+
+def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
+    return me * plan.config.store_slots + chunk % plan.config.store_slots
+
+
+def _slot(cta: Cta, me: Any, number: int) -> smem.Boxed:
+    """Both views of a chunk's slot."""
+    plan = cta.plan
+    views = cta.slots.out[plan.store_widths.index(plan.chunks[number].cols)]
+    return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
+
+
+def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
+    """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
+    chunk = plan.chunks[number]
+    rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
+    here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
+    return place.matrix(gmem, at.batch).at[here]

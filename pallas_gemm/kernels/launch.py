@@ -1,0 +1,107 @@
+"""How a kernel is launched: what it is given, and the call that both architectures make."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.problem import Problem
+
+WORKER = "worker"
+"""The axis of the grid: clusters."""
+WARPGROUP = "warpgroup"
+"""The axis of the warpgroups of a CTA."""
+
+
+class Factors(NamedTuple):
+    """What is multiplied: a left operand, and one right operand or, for a gated result, two."""
+
+    a: Any
+    b: tuple[Any, ...]
+
+
+class Inputs(NamedTuple):
+    """What a kernel is given: arrays, which are references inside of it; None for what it is not.
+
+    Attributes:
+        factors: What is multiplied: one pair, or one for each piece of the operands.
+        bias: What is added to each row, as far as the last tile reaches.
+        residual: What is added to the result.
+        order: How the schedule is read; None if it is computed.
+        sent: How many loads of rows have been claimed for each device.
+    """
+
+    factors: tuple[Factors, ...]
+    bias: Any
+    residual: Any
+    order: Any
+    sent: Any = None
+
+
+class Grid(NamedTuple):
+    """What is launched.
+
+    Attributes:
+        workers: Clusters.
+        cluster: The axes of a cluster, and CTAs along each.
+        warpgroups: Warpgroups of a CTA.
+    """
+
+    workers: int
+    cluster: Mapping[str, int]
+    warpgroups: int
+
+
+def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], order: Any) -> Inputs:
+    """Names the operands, of which `given` has those that the problem has.
+
+    These are, in this order: a, b, a second b if the result is gated, then bias, then residual; or
+    a and b of each piece.
+    """
+    left = iter(given)
+    factors = tuple(
+        Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
+        for _ in problem.pieces or (problem.k,)
+    )
+    bias = _padded_bias(config, problem, next(left)) if problem.epilogue.bias else None
+    residual = next(left) if problem.epilogue.residual else None
+    return Inputs(factors, bias, residual, order)
+
+
+def _padded_bias(config: GemmConfig, problem: Problem, bias: jax.Array) -> jax.Array:
+    """Returns it as far as the last tile reaches, because it is loaded without a mask."""
+    axis = 0 if problem.transpose_out else 1
+    tiles = config.grid(problem)[axis] * config.cluster[axis]
+    reach = tiles * config.out_tile(problem)[axis]
+    bias = bias.astype(jnp.float32)
+    return jnp.pad(bias, (0, reach - bias.size))
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    grid: Grid,
+    results: Any,
+    scratch: Sequence[Any],
+    interpret: Any,
+    approx_math: bool = False,
+) -> Callable[[Inputs], Any]:
+    """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup."""
+    return plgpu.kernel(
+        body,
+        out_type=results,
+        grid=(grid.workers,),
+        grid_names=(WORKER,),
+        cluster=tuple(grid.cluster.values()),
+        cluster_names=tuple(grid.cluster),
+        num_threads=grid.warpgroups,
+        thread_name=WARPGROUP,
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
+        kernel_name=name,
+        interpret=interpret,
+    )
