@@ -9,10 +9,8 @@ of that read is hidden behind a whole tile of work:
 A turn is the number of a piece in its worker's own sequence.
 """
 
-import abc
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,43 +26,30 @@ Scalar = Any
 Compute = Callable[[Scalar, work.Piece, Any], Any]
 """`carry = compute(turn, piece, carry)`: what a role does for one piece."""
 
-
-class TileSource(abc.ABC):
-    """Where the pieces of one worker come from."""
-
-    @abc.abstractmethod
-    def walk(
-        self, compute: Compute, carry: Any, *, first: Scalar | int = 0, every: int = 1
-    ) -> tuple[Scalar, Any]:
-        """Computes the pieces of the turns `first`, `first + every`, ...
-
-        Returns:
-            How many turns the worker has, and the last carry.
-        """
+Walk = Callable[..., tuple[Scalar, Any]]
+"""`turns, carry = walk(compute, carry)`: computes the pieces of a worker, and says how many."""
 
 
-class CountedSource(TileSource):
-    """A source that knows how many turns there are before the first one."""
+class Share(NamedTuple):
+    """The pieces of a worker, where it is known before the first one how many there are.
 
-    @abc.abstractmethod
-    def count(self) -> Scalar:
-        """How many pieces the worker computes."""
+    Attributes:
+        count: Returns how many.
+        load: Starts to read the entry of a turn; up to two past the last are allowed.
+        piece: Returns the piece of a loaded entry.
+    """
 
-    @abc.abstractmethod
-    def load(self, turn: Scalar) -> Scalar:
-        """Starts to read the entry of a turn; up to two past the last are allowed."""
-
-    @abc.abstractmethod
-    def piece(self, entry: Scalar) -> work.Piece:
-        """The piece that a loaded entry stands for."""
+    count: Callable[[], Scalar]
+    load: Callable[[Scalar], Scalar]
+    piece: Callable[[Scalar], work.Piece]
 
     def walk(
         self, compute: Compute, carry: Any, *, first: Scalar | int = 0, every: int = 1
     ) -> tuple[Scalar, Any]:
-        """See `TileSource.walk`."""
+        """See `Walk`; computes the pieces of the turns `first`, `first + every`, ..."""
         first = jnp.int32(first)
-        count = self.count()
-        mine = lax.div(count - first + jnp.int32(every - 1), jnp.int32(every))
+        turns = self.count()
+        mine = lax.div(turns - first + jnp.int32(every - 1), jnp.int32(every))
 
         def step(i: Scalar, state: tuple[Scalar, Any]) -> tuple[Scalar, Any]:
             entry, carry = state
@@ -72,55 +57,30 @@ class CountedSource(TileSource):
             upcoming = self.load(turn + every)
             return upcoming, compute(turn, self.piece(entry), carry)
 
-        return count, lax.fori_loop(0, mine, step, (self.load(first), carry))[1]
+        return turns, lax.fori_loop(0, mine, step, (self.load(first), carry))[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class TableSource(CountedSource):
-    """A dealt table in global memory: row `worker` is a count, then entries."""
-
-    table_gmem: Any
-    worker: Scalar
-    coding: work.Coding
-
-    def count(self) -> Scalar:
-        """See `CountedSource`."""
-        return self.table_gmem[self.worker, 0]
-
-    def load(self, turn: Scalar) -> Scalar:
-        """See `CountedSource`."""
-        return self.table_gmem[self.worker, turn + 1]
-
-    def piece(self, entry: Scalar) -> work.Piece:
-        """See `CountedSource`."""
-        return self.coding.unpack(entry)
+def read(table_gmem: Any, worker: Scalar, coding: work.Coding) -> Share:
+    """The share of a worker in a dealt table in global memory, which `dealt_table` makes."""
+    return Share(
+        lambda: table_gmem[worker, 0], lambda turn: table_gmem[worker, turn + 1], coding.unpack
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class OnlineSource(CountedSource):
-    """An order that is computed: no table, dealt round-robin."""
+def computed(order: OnlineSchedule, worker: Scalar, workers: int, coding: work.Coding) -> Share:
+    """The share of a worker in an order that is computed: no table, dealt in turn."""
 
-    order: OnlineSchedule
-    worker: Scalar
-    workers: int
-    coding: work.Coding
+    def count() -> Scalar:
+        most = jnp.int32(len(order) + workers - 1)
+        return lax.div(most - worker, jnp.int32(workers))
 
-    def count(self) -> Scalar:
-        """See `CountedSource`."""
-        most = jnp.int32(len(self.order) + self.workers - 1)
-        return lax.div(most - self.worker, jnp.int32(self.workers))
-
-    def load(self, turn: Scalar) -> Scalar:
-        """See `CountedSource`."""
-        return self.worker + turn * self.workers
-
-    def piece(self, entry: Scalar) -> work.Piece:
-        """See `CountedSource`."""
-        return self.coding.piece(*self.order(entry))
+    return Share(
+        count, lambda turn: worker + turn * workers, lambda entry: coding.piece(*order(entry))
+    )
 
 
 def dealt_table(schedule: Schedule, workers: int) -> np.ndarray:
-    """Returns the operand that `TableSource` reads, int32 `[workers, 1 + longest share + 2]`.
+    """Returns the operand that `read` reads, int32 `[workers, 1 + longest share + 2]`.
 
     Column 0 is the worker's number of tiles. Two columns of padding at the end let a walk, which
     steps by two for ping-pong consumers, read one step past the last entry.
@@ -138,14 +98,14 @@ def order_operand(schedule: Schedule | OnlineSchedule, workers: int) -> jax.Arra
     return jnp.asarray(dealt_table(schedule, workers))
 
 
-def source(
+def share(
     schedule: Schedule | OnlineSchedule,
     order_gmem: Any,
     worker: Scalar,
     workers: int,
     coding: work.Coding,
-) -> CountedSource:
-    """Returns the source of a worker's share, given the operand that `order_operand` made."""
+) -> Share:
+    """Returns the share of a worker, given the operand that `order_operand` made."""
     if isinstance(schedule, OnlineSchedule):
-        return OnlineSource(schedule, worker, workers, coding)
-    return TableSource(order_gmem, worker, coding)
+        return computed(schedule, worker, workers, coding)
+    return read(order_gmem, worker, coding)

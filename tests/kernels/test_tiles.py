@@ -20,7 +20,7 @@ workers = st.integers(1, 20)
 CLAIMS = work.Coding(bits=work.CLAIM_BITS)
 
 
-def visited(source: tiles.TileSource, first: int = 0, every: int = 1) -> list[tuple[int, int]]:
+def visited(share: tiles.Share, first: int = 0, every: int = 1) -> list[tuple[int, int]]:
     """Walks, after checking how many turns there were, returns (row, col) of each."""
     turns: list[int] = []
     visits: list[tuple[int, int]] = []
@@ -32,14 +32,14 @@ def visited(source: tiles.TileSource, first: int = 0, every: int = 1) -> list[tu
 
     # Without jit, the loop is one of Python.
     with jax.disable_jit():
-        count, _ = source.walk(compute, None, first=jnp.int32(first), every=every)
+        count, _ = share.walk(compute, None, first=jnp.int32(first), every=every)
     assert turns == list(range(first, int(count), every))
     return visits
 
 
-def table_source(schedule: Schedule, workers: int, worker: int) -> tiles.TableSource:
+def table_share(schedule: Schedule, workers: int, worker: int) -> tiles.Share:
     table = jnp.asarray(tiles.dealt_table(schedule, workers))
-    return tiles.TableSource(table, jnp.int32(worker), work.Coding())
+    return tiles.read(table, jnp.int32(worker), work.Coding())
 
 
 @given(grids, workers)
@@ -60,7 +60,7 @@ def test_a_dealt_table_is_a_count_then_the_tiles_then_room_for_two_reads(grid, w
 def test_workers_walk_the_schedule_between_them(grid, workers):
     schedule = schedules.build("swizzle:2", *grid)
     for worker in range(workers):
-        visits = visited(table_source(schedule, workers, worker))
+        visits = visited(table_share(schedule, workers, worker))
         assert visits == list(map(tuple, schedule.order[worker::workers].tolist()))
 
 
@@ -70,8 +70,8 @@ def test_turns_can_be_shared(tiles_of_worker, every):
     # One more worker than tiles, where there are none: the last worker has an empty row.
     schedule = schedules.build("raster", 1, max(tiles_of_worker, 1))
     workers, worker = (2, 1) if tiles_of_worker == 0 else (1, 0)
-    source = table_source(schedule, workers, worker)
-    shares = [visited(source, first, every) for first in range(every)]
+    share = table_share(schedule, workers, worker)
+    shares = [visited(share, first, every) for first in range(every)]
     assert shares == [
         [(0, turn) for turn in range(first, tiles_of_worker, every)] for first in range(every)
     ]
@@ -79,8 +79,8 @@ def test_turns_can_be_shared(tiles_of_worker, every):
 
 def test_rows_beyond_32767_survive_the_packing():
     rows = np.array([[row, 0] for row in range(40_000)])
-    source = table_source(Schedule((40_000, 1), rows), 20_000, 19_999)
-    assert visited(source) == [(19_999, 0), (39_999, 0)]
+    share = table_share(Schedule((40_000, 1), rows), 20_000, 19_999)
+    assert visited(share) == [(19_999, 0), (39_999, 0)]
 
 
 @pytest.mark.parametrize("bits", [work.TABLE_BITS, work.CLAIM_BITS])
@@ -104,8 +104,8 @@ def test_entries_are_those_that_the_schedule_itself_packs():
 def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every):
     online, table = resolve(f"online_{name}", 5, 7), build(name, 5, 7)
     for worker in {0, 1 % workers, workers - 1}:
-        computed = tiles.OnlineSource(online, jnp.int32(worker), workers, work.Coding())
-        read = table_source(table, workers, worker)
+        computed = tiles.computed(online, jnp.int32(worker), workers, work.Coding())
+        read = table_share(table, workers, worker)
         for first in range(every):
             assert visited(computed, first, every) == visited(read, first, every)
 
@@ -113,25 +113,19 @@ def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every
 def test_the_next_entry_is_read_before_the_work_on_this_one():
     order: list[str] = []
 
-    class Source(tiles.OnlineSource):
-        def load(self, turn):
-            order.append("load")
-            return super().load(turn)
+    share = tiles.computed(online_raster(2, 2), jnp.int32(0), 1, work.Coding())
+
+    def load(turn):
+        order.append("load")
+        return share.load(turn)
 
     def compute(turn, piece, carry):
         order.append("compute")
         return carry
 
-    source = Source(online_raster(2, 2), jnp.int32(0), 1, work.Coding())
-    jax.make_jaxpr(lambda: source.walk(compute, jnp.int32(0)))()
+    jax.make_jaxpr(lambda: share._replace(load=load).walk(compute, jnp.int32(0)))()
     # Traced once before the loop and once in it.
     assert order[:3] == ["load", "load", "compute"]
-
-
-def test_claimed_tiles_cannot_be_shared_by_turns():
-    source = claims.ClaimedSource(claims.Claims(None, None, None), jnp.int32(0), 4, CLAIMS)
-    with pytest.raises(ValueError, match="one by one, got first=1 and every=2"):
-        source.walk(lambda *_: None, None, first=1, every=2)
 
 
 @pytest.mark.parametrize("tag", [0, 1, 31, 32, 63])

@@ -10,10 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, protocol, smem
 from pallas_gemm.kernels.blackwell import launch_control
-from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
-
-PAIR_AXIS = "pair"
-"""The axis of the cluster, of one CTA or two."""
+from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 
 
 class Smem(NamedTuple):
@@ -73,7 +70,7 @@ def scratch(plan: BlackwellPlan) -> Scratch:
         problem.accumulator_dtype,
         collective=plan.ctas_per_mma == 2,
     )
-    requests = launch_control.scratch(plan.roles, PAIR_AXIS) if plan.takes_over else None
+    requests = launch_control.scratch(plan.roles) if plan.takes_over else None
     return buffers, sums, _barriers(plan), requests
 
 

@@ -61,7 +61,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, place, tiles, work
 from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.cta import (
-    PAIR_AXIS,
     Barriers,
     Cta,
     Smem,
@@ -71,10 +70,10 @@ from pallas_gemm.kernels.blackwell.cta import (
     sums_of,
     views,
 )
-from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 
 
-def loader(cta: Cta, source: tiles.TileSource) -> None:
+def loader(cta: Cta, walk: tiles.Walk) -> None:
     """Fills the ring, tile after tile."""
     plan = cta.plan
 
@@ -91,11 +90,11 @@ def loader(cta: Cta, source: tiles.TileSource) -> None:
                 )
                 load_step(cta, at, k, step)
 
-    turns, _ = source.walk(one_tile, None)
+    turns, _ = walk(one_tile, None)
     _in_one_warp(functools.partial(_drain_ring, cta, turns * plan.k_steps))
 
 
-def multiplier(cta: Cta, source: tiles.TileSource) -> None:
+def multiplier(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the loader loaded, tile after tile."""
     plan = cta.plan
 
@@ -118,11 +117,11 @@ def multiplier(cta: Cta, source: tiles.TileSource) -> None:
 
                 publish_sums(cta, turn)
 
-    turns, _ = source.walk(one_tile, None)
+    turns, _ = walk(one_tile, None)
     _in_one_warp(functools.partial(_drain_accumulators, cta, turns))
 
 
-def issuer(cta: Cta, source: tiles.TileSource) -> None:
+def issuer(cta: Cta, walk: tiles.Walk) -> None:
     """Loads and multiplies in turn, all but one of the ring's slots ahead, without specialisation.
 
     Every MMA is waited for, so that the slot that is loaded next is free.
@@ -153,11 +152,11 @@ def issuer(cta: Cta, source: tiles.TileSource) -> None:
 
             pl.when(_is_leader())(functools.partial(publish_sums, cta, turn))
 
-    turns, _ = source.walk(one_tile, None)
+    turns, _ = walk(one_tile, None)
     _in_one_warp(functools.partial(_drain_accumulators, cta, turns))
 
 
-def epilogue(cta: Cta, source: tiles.TileSource) -> None:
+def epilogue(cta: Cta, walk: tiles.Walk) -> None:
     """Finishes and stores what has been multiplied, tile after tile.
 
     The chunks of a tile are a loop of the program, because an activation makes it long.
@@ -174,7 +173,7 @@ def epilogue(cta: Cta, source: tiles.TileSource) -> None:
         def _one_chunk(chunk: Any) -> None:
             store.store(cta, at, turn, chunk, store.finish(cta, at, turn, chunk))
 
-    source.walk(one_tile, None)
+    walk(one_tile, None)
     if not plan.config.direct_store:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -273,16 +272,15 @@ def _pair_axis(plan: BlackwellPlan) -> str | None:
     return PAIR_AXIS if plan.ctas_per_mma == 2 else None
 
 
-def _source(
+def _walk(
     plan: BlackwellPlan, order: Any, requests: launch_control.Requests | None, *, asks: bool
-) -> tiles.TileSource:
+) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker, coding = lax.axis_index(launch.WORKER), work.coding(plan.config, plan.problem)
     if requests is None:
-        return tiles.source(plan.schedule, order, worker, plan.launched, coding)
-    axes = launch.WORKER, PAIR_AXIS
-    return launch_control.LaunchedSource(
-        order, requests, worker, coding, asks, axes, plan.simulated
+        return tiles.share(plan.schedule, order, worker, plan.launched, coding).walk
+    return functools.partial(
+        launch_control.walk, order, requests, worker, coding, asks, plan.simulated
     )
 
 
@@ -299,14 +297,14 @@ def _body(
     cta = Cta(plan, gmem, out, views(plan, buffers), sums_tmem, barriers)
     registers = plan.config.registers
 
-    def start(role: Callable[[Cta, tiles.TileSource], None]) -> None:
+    def start(role: Callable[[Cta, tiles.Walk], None]) -> None:
         stores = role is epilogue
         if registers:
             plgpu.set_max_registers(
                 registers.epilogue if stores else registers.issuing,
                 action="increase" if stores else "decrease",
             )
-        role(cta, _source(plan, gmem.order, requests, asks=stores))
+        role(cta, _walk(plan, gmem.order, requests, asks=stores))
 
     issuing = (loader, multiplier) if plan.config.specialised else (issuer,)
     roles = [functools.partial(start, role) for role in (*issuing, epilogue)]

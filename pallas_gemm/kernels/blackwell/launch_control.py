@@ -17,7 +17,6 @@ seen. The request that was already in flight has to be read all the same: it may
 then nobody else computes that cluster's tile.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import protocol, tiles, work
+from pallas_gemm.kernels import launch, protocol, tiles, work
+from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS
 from schedules import Schedule
 
 IN_FLIGHT = 2
@@ -53,15 +53,15 @@ class Requests(NamedTuple):
     read: Any
 
 
-def scratch(roles: int, axis: str) -> Requests:
-    """What a CTA with so many roles, in a cluster along `axis`, needs of shared memory."""
+def scratch(roles: int) -> Requests:
+    """What a CTA with so many roles needs of shared memory."""
     return Requests(
         answers=plgpu.TryClusterCancelResult(IN_FLIGHT),
         answered=plgpu.Barrier(num_arrivals=protocol.answer_arrivals(), num_barriers=IN_FLIGHT),
         # Ordering the tensor core is not what it is for: such a barrier also makes the four warps
         # of a role wait for each other before one thread of them arrives.
         read=plgpu.ClusterBarrier(
-            collective_axes=(axis,),
+            collective_axes=(PAIR_AXIS,),
             num_arrivals=protocol.read_arrivals(roles),
             num_barriers=IN_FLIGHT,
             orders_tensor_core=True,
@@ -90,88 +90,56 @@ class Taken(NamedTuple):
     made: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchedSource(tiles.TileSource):
-    """Tiles taken over from clusters that have not started.
+def walk(
+    table: Any,
+    requests: Requests,
+    worker: Any,
+    coding: work.Coding,
+    asks: bool,
+    simulated: bool,
+    compute: tiles.Compute,
+    carry: Any,
+) -> tuple[Any, Any]:
+    """See `tiles.Walk`; the pieces are those of clusters that have not started.
 
-    The answer about the next tile is read after the work on the current one: the producer is a
+    The answer about the next piece is read after the work on the current one: the producer is a
     whole ring of slots ahead of everybody else, and that covers the look-up in the table.
 
-    Attributes:
-        table_gmem: Every tile in visiting order.
+    Args:
+        table: Every tile in visiting order.
         requests: The answers and their barriers.
         worker: This cluster.
         coding: How the entries are written.
         asks: Whether this role makes the requests; one of them does.
-        axes: The names of the grid's axis and of the cluster's.
         simulated: Whether the kernel runs in the simulator, which knows no fences.
+        compute: What to do with a piece.
+        carry: What the first one is given.
     """
 
-    table_gmem: Any
-    requests: Requests
-    worker: tiles.Scalar
-    coding: work.Coding
-    asks: bool
-    axes: tuple[str, str]
-    simulated: bool = False
+    def step(state: tuple[Any, Taken, Any]) -> Any:
+        turn, taken, carry = state
+        carry = compute(turn, coding.unpack(table[taken.cluster]), carry)
+        taken = take_next(requests, taken, asks=asks, simulated=simulated)
+        return turn + 1, taken, carry
 
-    def walk(
-        self,
-        compute: tiles.Compute,
-        carry: Any,
-        *,
-        first: tiles.Scalar | int = 0,
-        every: int = 1,
-    ) -> tuple[tiles.Scalar, Any]:
-        """See `TileSource.walk`; every turn in order is the only way that tiles are taken over."""
-        if (first, every) != (0, 1):
-            raise ValueError(f"tiles are taken over one by one, got {first=} and {every=}")
-        requests, asks = self.requests, self.asks
-
-        def step(state: tuple[Any, Taken, Any]) -> Any:
-            turn, taken, carry = state
-            piece = self.coding.unpack(self.table_gmem[taken.cluster])
-            carry = compute(turn, piece, carry)
-            taken = take_next(requests, taken, self.axes, asks=asks, simulated=self.simulated)
-            return turn + 1, taken, carry
-
-        first_taken = start(requests, self.worker, self.axes[1], asks=asks)
-        state = (jnp.int32(0), first_taken, carry)
-        turns, _, carry = lax.while_loop(lambda state: state[1].granted, step, state)
-        return turns, carry
+    state = (jnp.int32(0), start(requests, worker, asks=asks), carry)
+    turns, _, carry = lax.while_loop(lambda state: state[1].granted, step, state)
+    return turns, carry
 
 
-def start(requests: Requests, cluster: Any, axis: str, *, asks: bool) -> Taken:
-    """Makes the first requests; what comes first is the cluster that runs.
-
-    Args:
-        requests: Where the answers go.
-        cluster: The number of this cluster.
-        axis: The cluster's axis; every CTA along it has to ask.
-        asks: Whether this role is the one of its CTA that makes the requests.
-    """
+def start(requests: Requests, cluster: Any, *, asks: bool) -> Taken:
+    """Makes the first requests, in the role that does; what comes first is this cluster."""
     if asks:
         for request in range(IN_FLIGHT):
-            ask(requests, jnp.int32(request), axis)
+            ask(requests, jnp.int32(request))
     return Taken(cluster, jnp.bool_(True), jnp.int32(0), jnp.int32(IN_FLIGHT))
 
 
-def take_next(
-    requests: Requests, taken: Taken, axes: tuple[str, str], *, asks: bool, simulated: bool
-) -> Taken:
-    """Reads answers until a request was granted or none is in flight, and asks again.
-
-    Args:
-        requests: Where the answers are.
-        taken: What was taken last.
-        axes: The names of the grid's axis and of the cluster's.
-        asks: Whether this role makes the requests.
-        simulated: Whether the kernel runs in the simulator, which knows no fences.
-    """
-    grid_axis, cluster_axis = axes
+def take_next(requests: Requests, taken: Taken, *, asks: bool, simulated: bool) -> Taken:
+    """Reads answers until a request was granted or none is in flight, and asks again."""
 
     def read_one(taken: Taken) -> Taken:
-        cluster, granted = answer(requests, taken.read, grid_axis)
+        cluster, granted = answer(requests, taken.read)
         no_refusal_yet = granted & (taken.made - taken.read == IN_FLIGHT)
 
         @pl.when(no_refusal_yet)
@@ -179,7 +147,7 @@ def take_next(
             release(requests, taken.read, simulated=simulated)
             if asks:
                 await_readers(requests, taken.read, simulated=simulated)
-                ask(requests, taken.made, cluster_axis)
+                ask(requests, taken.made)
 
         made = taken.made + no_refusal_yet.astype(jnp.int32)
         return Taken(cluster, granted, taken.read + 1, made)
@@ -192,20 +160,20 @@ def is_open(taken: Taken) -> Any:
     return ~taken.granted & (taken.read < taken.made)
 
 
-def ask(requests: Requests, request: Any, axis: str) -> None:
-    """Makes a request, whose slot is free; every CTA along `axis` has to."""
+def ask(requests: Requests, request: Any) -> None:
+    """Makes a request, whose slot is free; every CTA of the cluster has to."""
     slot = _slot(request)
     plgpu.try_cluster_cancel(
-        requests.answers.at[slot], requests.answered.at[slot], collective_axes=(axis,)
+        requests.answers.at[slot], requests.answered.at[slot], collective_axes=(PAIR_AXIS,)
     )
 
 
-def answer(requests: Requests, request: Any, grid_axis: str) -> tuple[Any, Any]:
+def answer(requests: Requests, request: Any) -> tuple[Any, Any]:
     """Waits for a request's answer and returns (number of the cluster, whether it is granted)."""
     slot = _slot(request)
     plgpu.barrier_wait(requests.answered.at[slot])
     (number,), granted = plgpu.query_cluster_cancel(
-        requests.answers.at[slot], grid_names=(grid_axis,)
+        requests.answers.at[slot], grid_names=(launch.WORKER,)
     )
     return jnp.where(granted, number, jnp.int32(0)), granted
 

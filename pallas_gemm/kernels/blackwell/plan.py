@@ -11,6 +11,9 @@ from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
+PAIR_AXIS = "pair"
+"""The axis of the cluster, of one CTA or two."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BlackwellPlan:

@@ -15,7 +15,6 @@ Counter and mailbox are made of zeros for every call (a few kilobytes), so that 
 and can be replayed in a CUDA graph.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -88,53 +87,43 @@ def order_operand(schedule: Schedule, workers: int) -> Claims:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class ClaimedSource(tiles.TileSource):
-    """Tiles handed out to whichever worker is free.
+def walk(
+    claims: Claims,
+    worker: Any,
+    workers: int,
+    coding: work.Coding,
+    claimant: Any | None,
+    compute: tiles.Compute,
+    carry: Any,
+) -> tuple[Any, Any]:
+    """See `tiles.Walk`; the pieces go to whichever worker is free.
 
-    Attributes:
+    Args:
         claims: The table, and what tiles are claimed with.
         worker: This worker.
         workers: How many there are.
         coding: How the entries are written.
         claimant: Whether this thread block claims for the worker (one of them does), or None in
             roles that never claim.
+        compute: What to do with a piece.
+        carry: What the first one is given.
     """
+    table, counter, mailbox = claims
 
-    claims: Claims
-    worker: tiles.Scalar
-    workers: int
-    coding: work.Coding
-    claimant: tiles.Scalar | None = None
+    def running(state: tuple[Any, Any, Any]) -> Any:
+        return (state[1] & jnp.int32(END)) != jnp.int32(END)
 
-    def walk(
-        self,
-        compute: tiles.Compute,
-        carry: Any,
-        *,
-        first: tiles.Scalar | int = 0,
-        every: int = 1,
-    ) -> tuple[tiles.Scalar, Any]:
-        """See `TileSource.walk`; every turn in order is the only way that tiles are claimed."""
-        if (first, every) != (0, 1):
-            raise ValueError(f"claimed tiles are walked one by one, got {first=} and {every=}")
-        table, counter, mailbox = self.claims
+    def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        turn, entry, carry = state
+        upcoming = mailbox.at[worker, slot(turn + 1)]
+        if claimant is not None:
+            claim(counter, table, upcoming, turn + 1, workers, claimant)
+        peeked = peek(upcoming)
+        carry = compute(turn, coding.unpack(entry), carry)
+        return turn + 1, resolve(upcoming, turn + 1, peeked), carry
 
-        def running(state: tuple[Any, Any, Any]) -> Any:
-            return (state[1] & jnp.int32(END)) != jnp.int32(END)
-
-        def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            turn, entry, carry = state
-            upcoming = mailbox.at[self.worker, slot(turn + 1)]
-            if self.claimant is not None:
-                claim(counter, table, upcoming, turn + 1, self.workers, self.claimant)
-            peeked = peek(upcoming)
-            carry = compute(turn, self.coding.unpack(entry), carry)
-            return turn + 1, resolve(upcoming, turn + 1, peeked), carry
-
-        start = (jnp.int32(0), table[self.worker], carry)
-        turns, _, carry = lax.while_loop(running, step, start)
-        return turns, carry
+    turns, _, carry = lax.while_loop(running, step, (jnp.int32(0), table[worker], carry))
+    return turns, carry
 
 
 def slot(turn: Any) -> Any:

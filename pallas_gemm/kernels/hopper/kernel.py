@@ -90,7 +90,7 @@ class Target(NamedTuple):
     full: Any
 
 
-def producer(cta: Cta, source: tiles.TileSource) -> None:
+def producer(cta: Cta, walk: tiles.Walk) -> None:
     """Fills the ring, tile after tile."""
     plan, barriers = cta.plan, cta.barriers
     stages = plan.config.stages
@@ -115,7 +115,7 @@ def producer(cta: Cta, source: tiles.TileSource) -> None:
             before += steps
         return head
 
-    turns, head = source.walk(one_tile, ring.start(plan))
+    turns, head = walk(one_tile, ring.start(plan))
 
     @pl.loop(0, lax.min(turns * plan.k_steps, jnp.int32(stages)))
     def _drain(slot: Any) -> None:
@@ -151,7 +151,7 @@ def _load(
                 copy(matrix.at[deep, columns], box.at[panel], full)
 
 
-def consumer(cta: Cta, source: tiles.TileSource) -> None:
+def consumer(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the producer loaded and stores the tiles."""
     plan, me = cta.plan, lax.axis_index(launch.WARPGROUP)
     storing = late_store.storing(cta, me)
@@ -167,13 +167,13 @@ def consumer(cta: Cta, source: tiles.TileSource) -> None:
         return storing.take(total, at)
 
     if plan.config.pingpong:
-        _walk_alternately(cta, source, one_tile)
+        _walk_alternately(cta, walk, one_tile)
     else:
-        storing.end(*source.walk(one_tile, storing.start()))
+        storing.end(*walk(one_tile, storing.start()))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _walk_alternately(cta: Cta, source: tiles.TileSource, one_tile: tiles.Compute) -> None:
+def _walk_alternately(cta: Cta, walk: tiles.Walk, one_tile: tiles.Compute) -> None:
     """Walks every other tile; the first baton is free, and the last one given is taken back."""
     me, consumers = lax.axis_index(launch.WARPGROUP), cta.plan.config.consumers
     baton = cta.barriers.baton
@@ -182,7 +182,7 @@ def _walk_alternately(cta: Cta, source: tiles.TileSource, one_tile: tiles.Comput
     def _give_the_first_baton() -> None:
         plgpu.barrier_arrive(baton.at[0])
 
-    turns, _ = source.walk(one_tile, None, first=me, every=consumers)
+    turns, _ = walk(one_tile, None, first=me, every=consumers)
 
     @pl.when(me == lax.rem(turns, jnp.int32(consumers)))
     def _take_back_the_last_baton() -> None:
@@ -254,18 +254,18 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
             plgpu.wgmma(acc.at[pl.ds(panel * height, height), pl.ds(part * width, width)], a, b)
 
 
-def _source(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.TileSource:
+def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
     if not plan.claims_tiles:
         coding = work.coding(plan.config, plan.problem)
-        return tiles.source(plan.schedule, order, worker, plan.workers, coding)
+        return tiles.share(plan.schedule, order, worker, plan.workers, coding).walk
     claimant = None
     if producing:
         rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
         claimant = (rank == 0).astype(jnp.int32)
     coding = work.coding(plan.config, plan.problem, work.CLAIM_BITS)
-    return claims.ClaimedSource(order, worker, plan.workers, coding, claimant)
+    return functools.partial(claims.walk, order, worker, plan.workers, coding, claimant)
 
 
 def _body(
@@ -278,7 +278,7 @@ def _body(
     def produce() -> None:
         if registers:
             plgpu.set_max_registers(registers.producer, action="decrease")
-        run = functools.partial(producer, cta, _source(plan, gmem.order, producing=True))
+        run = functools.partial(producer, cta, _walk(plan, gmem.order, producing=True))
         if plan.claims_tiles:
             run()
             return
@@ -291,7 +291,7 @@ def _body(
     def consume() -> None:
         if registers:
             plgpu.set_max_registers(registers.consumer, action="increase")
-        consumer(cta, _source(plan, gmem.order, producing=False))
+        consumer(cta, _walk(plan, gmem.order, producing=False))
 
     lax.cond(lax.axis_index(launch.WARPGROUP) == plan.config.consumers, produce, consume)
 
