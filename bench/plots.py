@@ -1,7 +1,8 @@
 """Pictures of a report: bars of the ratios to XLA, and every speed under the roofline."""
 
+import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench import study
@@ -71,12 +72,15 @@ def _peers(report: Report) -> list[str]:
     return list(dict.fromkeys(row.peer for row in report.rows))
 
 
-def _axes(rows: int, height: float) -> tuple[Any, list[Any]]:
+def _axes(
+    rows: int, height: float, columns: int = 1, widths: Sequence[float] | None = None
+) -> tuple[Any, list[Any]]:
     # Not through pyplot, which would look for a display and keep every figure.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, rows * height), layout="constrained")
-    return figure, [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
+    return figure, list(axes.ravel())
 
 
 def _png(figure: Any) -> bytes:
@@ -85,20 +89,135 @@ def _png(figure: Any) -> bytes:
     return file.getvalue()
 
 
-def orders(rows: Sequence[study.Row]) -> bytes:
-    """Returns a PNG that shows the speed of each order of a study over the traffic it causes."""
-    tables = study.tables(rows)
-    figure, axes = _axes(len(MODES), height=4.2)
-    for axis, mode in zip(axes, MODES, strict=True):
-        for (persistence, cluster), table in tables.items():
-            timed = [row for row in table if row.result and getattr(row.result, mode)]
-            axis.scatter(
-                [study.traffic_cost(row.prediction) / 1e9 for row in timed],
-                [getattr(row.result, mode).ratio.median for row in timed],
-                s=16,
-                label=f"{persistence}, {cluster[0]}x{cluster[1]}",
-            )
-        axis.set_ylabel(f"x XLA, {mode}")
-    axes[-1].set_xlabel("predicted cost of the traffic, GB of L2 bytes")
-    axes[0].legend(frameon=False, ncols=3, fontsize=8)
+def orders(records: Iterable[Mapping[str, str]], heading: str) -> bytes:
+    """Returns a PNG that shows the speed of each order of a study over the traffic it causes.
+
+    Args:
+        records: The rows of the study's CSV; orders that are computed on-line are left out.
+        heading: What was multiplied, and on what.
+    """
+    tables: dict[tuple[str, str], list[Mapping[str, str]]] = {}
+    for record in records:
+        if record["how"] == "offline" and record["burst_ratio"]:
+            tables.setdefault((record["persistence"], record["cluster"]), []).append(record)
+    columns = len({cluster for _, cluster in tables})
+    figure, axes = _axes(-(-len(tables) // columns), height=3.4, columns=columns)
+    for axis, ((persistence, cluster), table) in zip(axes, tables.items(), strict=False):
+        words = {"none": "not persistent"}.get(persistence, f"persistent, {persistence}")
+        axis.set_title(f"{words}, cluster {cluster}", fontsize=10)
+        _order_dots(axis, table)
+    for axis in axes[-columns:]:
+        axis.set_xlabel("predicted traffic, GB through the L2 (from DRAM counted three times)")
+    tile = next(iter(tables.values()))[0]["tile"]
+    figure.suptitle(
+        f"{heading}, tiles of {tile}: speed over predicted traffic\n"
+        "full dots: burst; rings: sustained; 1 is XLA's product in the same run"
+    )
     return _png(figure)
+
+
+def _order_dots(axis: Any, table: Sequence[Mapping[str, str]]) -> None:
+    """Draws a dot and a ring for each order, and its name on the right at the height of the dot."""
+    spots = sorted(
+        (float(record["burst_ratio"]), _traffic(record) / 1e9, record["order"]) for record in table
+    )
+    ratios, costs, names = zip(*spots, strict=True)
+    axis.scatter(costs, ratios, s=22, color="C0", zorder=3)
+    sustained = [
+        (_traffic(r) / 1e9, float(r["sustained_ratio"])) for r in table if r["sustained_ratio"]
+    ]
+    axis.scatter(*zip(*sustained, strict=True), s=22, facecolor="none", edgecolor="C1", zorder=2)
+    axis.set_ylabel("x XLA")
+    axis.margins(y=0.1)
+    low, high = axis.get_ylim()
+    line = (high - low) / 12
+    at = low - line
+    for ratio, cost, name in zip(ratios, costs, names, strict=True):
+        at = max(at + line, min(ratio, high - line * (len(names) - names.index(name))))
+        axis.annotate(
+            name,
+            (cost, ratio),
+            xytext=(1.03, at),
+            textcoords=("axes fraction", "data"),
+            fontsize=8,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "0.75", "linewidth": 0.6},
+        )
+
+
+def _traffic(record: Mapping[str, str]) -> float:
+    return study.traffic_cost(
+        float(record["model_l2_sectors"]), float(record["model_dram_read_bytes"])
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One panel of a summary.
+
+    Attributes:
+        title: What its products have in common.
+        records: The rows of a benchmark's CSV.
+        cases: What each case is called, in the order in which they are shown.
+        peers: What each peer is called; XLA is the line at 1.
+    """
+
+    title: str
+    records: Sequence[Mapping[str, str]]
+    cases: Mapping[str, str]
+    peers: Mapping[str, str]
+
+
+def summary(panels: Sequence[Panel], heading: str) -> bytes:
+    """Returns a PNG with the ratios to XLA of a few products, burst above sustained, quartiles too.
+
+    Args:
+        panels: What is shown side by side, each on a scale of its own.
+        heading: What was multiplied, and on what.
+    """
+    figure, axes = _axes(
+        len(MODES),
+        height=2.9,
+        columns=len(panels),
+        widths=[len(p.cases) * max(2, len(p.peers)) for p in panels],
+    )
+    for row, mode in enumerate(MODES):
+        for column, panel in enumerate(panels):
+            axis = axes[row * len(panels) + column]
+            _panel(axis, panel, mode)
+            if row == 0:
+                axis.set_title(panel.title, fontsize=10)
+            if column == 0:
+                axis.set_ylabel(f"{mode}, times as fast as XLA")
+    axes[0].legend(loc="upper right", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(heading)
+    return _png(figure)
+
+
+def _panel(axis: Any, panel: Panel, mode: Mode) -> None:
+    found = {(record["case"], record["peer"]): record for record in panel.records}
+    width = 0.8 / len(panel.peers)
+    for place, (peer, label) in enumerate(panel.peers.items()):
+        rows = [found[case, peer] for case in panel.cases]
+        middle, low, high = (
+            [float(row[f"{mode}_ratio{end}"]) for row in rows] for end in ("", "_low", "_high")
+        )
+        at = [i + (place - (len(panel.peers) - 1) / 2) * width for i in range(len(rows))]
+        spread = [
+            [m - x for m, x in zip(middle, low, strict=True)],
+            [x - m for m, x in zip(middle, high, strict=True)],
+        ]
+        axis.bar(at, middle, width * 0.92, yerr=spread, label=label, error_kw={"linewidth": 0.8})
+        if place == 0:
+            for x, y, top in zip(at, middle, high, strict=True):
+                axis.annotate(f"{y:.2f}", (x, top), ha="center", va="bottom", fontsize=8)
+    axis.axhline(1.0, linewidth=0.8, color="black")
+    lowest = min(
+        float(found[case, peer][f"{mode}_ratio_low"])
+        for case in panel.cases
+        for peer in panel.peers
+    )
+    axis.margins(y=0.12)
+    # Bars of ratios near 1 begin near it, or nothing would show.
+    axis.set_ylim(bottom=min(0.9, lowest - 0.03) if axis.get_ylim()[1] < 1.5 else 0)
+    axis.set_xticks(range(len(panel.cases)), list(panel.cases.values()), fontsize=8)

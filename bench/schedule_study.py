@@ -11,7 +11,9 @@ everything has been timed, so that whatever happens under Nsight Compute, the ti
 """
 
 import concurrent.futures
+import csv
 import dataclasses
+import io
 import os
 import pathlib
 import sys
@@ -185,7 +187,9 @@ def _run(values: flags.FlagValues) -> int:
     if options.plot:
         from bench import plots
 
-        report.write(options.plot / "orders.png", plots.orders(rows))
+        records = csv.DictReader(io.StringIO(study.to_csv(rows)))
+        heading = f"{options.case.name} on {device.kind}"
+        report.write(options.plot / "orders.png", plots.orders(records, heading))
     if options.counters:
         rows = counted_rows(rows, options, console, clock)
     console.print(clock.summary())

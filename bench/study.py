@@ -14,7 +14,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning.measure import Result, Timing
-from schedules.model import Prediction, machine_named, predict
+from schedules.model import SECTOR_BYTES, Prediction, machine_named, predict
 from schedules.spec import ONLINE, ONLINE_BUILDERS, build
 
 PERSISTENCE: tuple[Persistence, ...] = ("none", "static", "dynamic")
@@ -140,9 +140,9 @@ def predictions(
     return [known[question] for question in questions]
 
 
-def traffic_cost(prediction: Prediction) -> float:
+def traffic_cost(l2_sectors: float, dram_read_bytes: float) -> float:
     """Returns what the model ranks orders by: bytes through the L2 and, dearer, from memory."""
-    return 32 * prediction.l2_sectors + DRAM_WEIGHT * prediction.dram_read_bytes
+    return SECTOR_BYTES * l2_sectors + DRAM_WEIGHT * dram_read_bytes
 
 
 def tables(rows: Sequence[Row]) -> dict[tuple[str, tuple[int, int]], list[Row]]:
@@ -178,7 +178,10 @@ def choice_lines(rows: Sequence[Row]) -> list[str]:
         offline = [row for row in table if not row.launch.online and row.result]
         if len(offline) < 2:
             continue
-        by_model = min(offline, key=lambda row: traffic_cost(row.prediction))
+        by_model = min(
+            offline,
+            key=lambda row: traffic_cost(row.prediction.l2_sectors, row.prediction.dram_read_bytes),
+        )
         for mode in ("burst", "sustained"):
             timed = [row for row in offline if getattr(row.result, mode)]
             if by_model not in timed:

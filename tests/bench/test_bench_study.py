@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 from rich.console import Console
 
-from bench import command, counters, machine, schedule_study, shapes, study, tune
+from bench import command, counters, figures, machine, schedule_study, shapes, study, tune
 from bench.peers import Candidate, JaxPeer, Xla, compiled
 from bench.products import plain
 from pallas_gemm.device import H200
@@ -401,11 +401,27 @@ def test_a_study_of_what_is_not_there_is_refused(argument: str, message: str) ->
         options(argument)
 
 
-def test_a_picture_of_the_orders_is_a_picture() -> None:
+def test_the_picture_of_a_study_says_what_was_run_and_names_each_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from bench import plots
 
-    picture = plots.orders([row(launch, 0.9) for launch in launches()])
-    assert picture.startswith(b"\x89PNG")
+    drawn = []
+    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
+    records = list(csv.DictReader(study.to_csv([row(x, 0.9) for x in launches()]).splitlines()))
+    plots.orders(records, "8192 cubed on an H200")
+    (figure,) = drawn
+    assert figure.get_suptitle().startswith("8192 cubed on an H200, tiles of 128x128")
+    tables = {(record["persistence"], record["cluster"]) for record in records}
+    assert len(figure.axes) == len(tables)
+    offline = sorted(record["order"] for record in records if record["how"] == "offline")
+    assert sorted(text.get_text() for axis in figure.axes for text in axis.texts) == offline
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_drawn_from_the_rows_that_are_kept(name: str) -> None:
+    assert (figures.RESULTS / name).exists()
+    assert figures.FIGURES[name]().startswith(b"\x89PNG")
 
 
 def tune_options(*arguments: str) -> tune.Options:
