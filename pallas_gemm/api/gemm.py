@@ -17,7 +17,8 @@ from pallas_gemm.op import batching as batching
 from pallas_gemm.op import lowering as lowering
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.canonical import Form
-from pallas_gemm.op.product import product
+from pallas_gemm.op.explicit import explicit_product
+from pallas_gemm.op.product import formed_product
 from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import Call, Operands, Options
@@ -261,24 +262,13 @@ def _answer(asked: Request) -> jax.Array:
     if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.check(asked.call, asked.signature)
-    run: Any = functools.partial(_product, asked.call, asked.form)
     sharding = asked.result_sharding
     if sharding is not None:
-        # As under an automatic mesh within, with the result as its type says.
-        run = jax.sharding.auto_axes(run, out_sharding=sharding)
-    return run(*operands)
+        return explicit_product(asked.call, asked.form, sharding, *operands)
+    return _product(asked.call, asked.form, *operands)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
-    given = call.unpack(operands)
-    left, right = form.factors(given.a, given.b)
-    ready = given._replace(a=left, b=right)
-    if given.up is not None:
-        ready = ready._replace(up=form.b.apply(given.up))
-    if given.residual is not None:
-        ready = ready._replace(residual=given.residual.reshape(form.product_shape))
-    return product(call, *ready.present()).reshape(form.shape)
+_product = jax.jit(formed_product, static_argnums=(0, 1), inline=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -14,6 +14,8 @@ Both right operands of a gated product have one left operand, so its gradient is
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -32,40 +34,64 @@ from pallas_gemm.problem import Epilogue
 
 def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any]:
     given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
-    epilogue = call.epilogue
-    if epilogue.activation is None and not epilogue.gated:
-        result = linear.named(product(call, *primals))
-        change = linear.affine_change(call, given, moved, _left_change(call, given, moved))
-        if moved.residual is not None:
-            change.append(moved.residual.astype(jnp.float32) * jnp.float32(epilogue.beta))
-        return result, linear.rounded_sum(change, result)
-    if epilogue.activation is jax.nn.relu and not (epilogue.gated or epilogue.residual):
-        result = linear.named(product(call, *primals))
-        terms = linear.affine_change(call, given, moved, _left_change(call, given, moved))
-        change = linear.rounded_sum(terms, result)
-        return result, jnp.where(result > 0, change, jnp.zeros_like(change))
-    return _through_activation(call, given, moved)
-
-
-def _through_activation(call: Call, given: Operands, moved: Operands) -> tuple[Any, Any]:
-    """Derives a product through its pre-activations."""
-    epilogue = call.epilogue
-    kept = linear.kept_dtype(call.out_dtype)
-    before = dataclasses.replace(
-        call, out_dtype=kept, epilogue=Epilogue(alpha=epilogue.alpha, bias=epilogue.bias)
-    )
-    after = Epilogue(beta=epilogue.beta, activation=epilogue.activation, gated=epilogue.gated)
-    sums, changes = [], []
-    of_left = _left_change(before, given, moved)
-    for b, db, change in ((given.b, moved.b, of_left[:1]), (given.up, moved.up, of_left[1:])):
-        if b is not None:
-            own = Operands(given.a, b, bias=given.bias)
+    if needs_pre_activation(call.epilogue):
+        of_left = _left_change(pre_activation(call), given, moved)
+        pairs = []
+        for i, (before, own, change) in enumerate(pre_activations(call, given, moved)):
             total = linear.named(product(before, *own.present()))
-            terms = linear.affine_change(before, own, moved._replace(b=db), change)
-            sums.append(total)
-            # Otherwise XLA keeps its cotangent in float32 for the gradient of the bias, and writes
-            # and reads twice as much.
-            changes.append(lax.optimization_barrier(linear.rounded_sum(terms, total)))
+            terms = linear.affine_change(before, own, change, of_left[i : i + 1])
+            pairs.append((total, linear.rounded_sum(terms, total)))
+        return after_activation(call, pairs, given, moved)
+    result = linear.named(product(call, *primals))
+    change = change_without_activation(call, given, moved)
+    if call.epilogue.activation is not None:
+        change = jnp.where(result > 0, change, jnp.zeros_like(change))
+    return result, change
+
+
+def needs_pre_activation(epilogue: Epilogue) -> bool:
+    """Whether the derivative asks for more than the result."""
+    if epilogue.activation is jax.nn.relu:
+        return epilogue.gated or epilogue.residual
+    return epilogue.activation is not None or epilogue.gated
+
+
+def change_without_activation(call: Call, given: Operands, moved: Operands) -> jax.Array:
+    """Returns how a product changes with its operands, of which one does, before an activation."""
+    terms = linear.affine_change(call, given, moved, _left_change(call, given, moved))
+    if moved.residual is not None:
+        terms.append(moved.residual.astype(jnp.float32) * jnp.float32(call.epilogue.beta))
+    return functools.reduce(operator.add, terms).astype(call.out_dtype)
+
+
+def pre_activation(call: Call) -> Call:
+    """Returns the call for what an activation is applied to."""
+    epilogue = Epilogue(alpha=call.epilogue.alpha, bias=call.epilogue.bias)
+    return dataclasses.replace(call, out_dtype=linear.kept_dtype(call.out_dtype), epilogue=epilogue)
+
+
+def pre_activations(
+    call: Call, given: Operands, moved: Operands
+) -> list[tuple[Call, Operands, Operands]]:
+    """Returns the one or two products that come before an activation: operands and changes."""
+    before = pre_activation(call)
+    return [
+        (before, Operands(given.a, b, bias=given.bias), Operands(moved.a, db, bias=moved.bias))
+        for b, db in ((given.b, moved.b), (given.up, moved.up))
+        if b is not None
+    ]
+
+
+def after_activation(
+    call: Call, pairs: list[tuple[jax.Array, jax.Array]], given: Operands, moved: Operands
+) -> tuple[Any, Any]:
+    """Returns a result and its change from those of what the activation is applied to."""
+    epilogue = call.epilogue
+    after = Epilogue(beta=epilogue.beta, activation=epilogue.activation, gated=epilogue.gated)
+    sums = [total for total, _ in pairs]
+    # Otherwise XLA keeps its cotangent in float32 for the gradient of the bias, and writes and
+    # reads twice as much.
+    changes = [lax.optimization_barrier(change) for _, change in pairs]
 
     # So that reverse mode keeps the pre-activations alone: else each layer of a scan, and XLA for
     # a `tanh`, keep arrays of float32 besides.

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_gemm.planning.call import Operands
+
 Shape = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
 
@@ -74,6 +76,17 @@ class Form:
         if self.swapped:
             left, right = right, left
         return self.a.apply(left), self.b.apply(right)
+
+    def ready(self, given: Operands) -> Operands:
+        """Makes the product's operands of those of the contraction; those that are None stay so."""
+        left, right = (given.b, given.a) if self.swapped else (given.a, given.b)
+        residual = given.residual
+        return given._replace(
+            a=None if left is None else self.a.apply(left),
+            b=None if right is None else self.b.apply(right),
+            up=None if given.up is None else self.b.apply(given.up),
+            residual=None if residual is None else residual.reshape(self.product_shape),
+        )
 
     def with_batch(self, left_shape: Shape) -> "Form":
         """Returns the form whose first dimension of the rows is a batch, where that is possible.

@@ -130,7 +130,9 @@ def refined(mesh: Mesh, args: Sequence[Any]) -> Mesh:
     """
     if mesh.empty:
         first = args[0]
-        devices = np.array(list(first.sharding.devices_indices_map((1,) * len(first.shape))))
+        # Every number of parts divides the number of devices.
+        whole = (len(first.sharding.device_set),) * len(first.shape)
+        devices = np.array(list(first.sharding.devices_indices_map(whole)))
         named: Mapping[str, int] = {"devices": devices.size}
     else:
         devices, named = mesh.devices, mesh.shape

@@ -8,12 +8,13 @@ the batch, where `jax.custom_vjp` would compute one product per example and add 
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax.extend import core
+from jax.interpreters.xla import apply_primitive
 
+from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.mesh_context import device_request
 from pallas_gemm.planning.call import Call
 
@@ -25,6 +26,12 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
     return product_p.bind(
         *equally_varying(operands), call=call, devices=device_request(call, operands)
     )
+
+
+def formed_product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
+    """Computes a product of operands as they were given, of any shape."""
+    ready = form.ready(call.unpack(operands))
+    return product(call, *ready.present()).reshape(form.shape)
 
 
 def equally_varying(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -40,13 +47,13 @@ def equally_varying(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def compiled(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """Returns what runs a product of operands that are not traced."""
-    return jax.jit(functools.partial(run, call))
+def run_as_jax_does(primitive: core.Primitive) -> None:
+    """Lets a primitive of operands that are not traced run as JAX's own do.
+
+    It is compiled even under `jax.disable_jit`, and a NaN under `debug_nans` ends in JAX's error;
+    a `jax.jit` around it would call itself in both.
+    """
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
 
 
-@product_p.def_impl
-def _run(*operands: jax.Array, call: Call, **_: Any) -> jax.Array:
-    """Runs a product of operands that are not traced."""
-    return compiled(product, call)(*operands)
+run_as_jax_does(product_p)

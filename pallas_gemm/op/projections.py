@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.product import compiled, equally_varying, product
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning.call import Call, SumCall
 
@@ -54,11 +54,6 @@ def one_by_one(call: Call, a: jax.Array, *operands: jax.Array) -> list[jax.Array
 def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns what each product has of all operands but the left one."""
     return list(itertools.batched(rights, 1 + call.epilogue.bias))
-
-
-@projections_p.def_impl
-def _run(*operands: jax.Array, call: Call, **_: Any) -> list[jax.Array]:
-    return compiled(one_by_one, call)(*operands)
 
 
 @projections_p.def_abstract_eval
@@ -130,6 +125,7 @@ def _batch(
     return results, [0] * len(results)
 
 
+run_as_jax_does(projections_p)
 ad.primitive_jvps[projections_p] = _jvp
 ad.primitive_transposes[projections_p] = _transpose
 batching.primitive_batchers[projections_p] = _batch

@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.product import compiled, equally_varying, product
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Operands, SumCall
 
@@ -36,11 +36,6 @@ def one_by_one(call: SumCall, *operands: jax.Array) -> jax.Array:
     """Computes the products and adds them up as JAX adds up gradients: the last one first."""
     products = [product(call.each, a, b) for a, b in reversed(call.pairs(operands))]
     return functools.reduce(operator.add, products)
-
-
-@sum_p.def_impl
-def _run(*operands: jax.Array, call: SumCall, **_: Any) -> jax.Array:
-    return compiled(sum_of_products, call)(*operands)
 
 
 @sum_p.def_effectful_abstract_eval
@@ -93,6 +88,7 @@ def _batch(
     return result.reshape(*lefts[0].shape[:2], result.shape[-1]), 0
 
 
+run_as_jax_does(sum_p)
 ad.primitive_jvps[sum_p] = _jvp
 ad.primitive_transposes[sum_p] = _transpose
 batching.primitive_batchers[sum_p] = _batch
