@@ -159,7 +159,8 @@ def _lowered(
 
 
 def _shardings(jaxpr: core.ClosedJaxpr) -> list[Any]:
-    return [aval.sharding for aval in jaxpr.out_avals]
+    avals: list[Any] = jaxpr.out_avals
+    return [aval.sharding for aval in avals]
 
 
 def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -> Any:
