@@ -56,9 +56,11 @@ class OperandPlan:
         """The buffer of a ring of slots."""
         shape = (self.parts, stages, *self.slot_shape)
         if self.boxed:
-            return smem.boxed(shape, self.dtype, simulated=self.simulated)
+            return smem.boxed([shape], self.dtype, simulated=self.simulated)
         return smem.tiled(shape, self.dtype)
 
     def views(self, ref: Any) -> smem.Boxed:
         """Both views of such a buffer."""
-        return smem.views(ref, simulated=self.simulated or not self.boxed)
+        if not self.boxed:
+            return smem.Boxed(ref, ref)
+        return smem.views(ref, simulated=self.simulated)[0]

@@ -13,6 +13,8 @@ that no two rows of an atom share a bank. TMA can write that layout in two ways:
 and the registers. The bytes of the two views coincide because the box is one atom wide.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,37 +37,24 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_tile_transforms(ATOM_BYTES, dtype))
 
 
-def boxed(shape: tuple[int, ...], dtype: Any, *, simulated: bool) -> Any:
+def boxed(shapes: Sequence[tuple[int, ...]], dtype: Any, *, simulated: bool) -> Any:
     """Returns a buffer whose last dimension is one atom; `views` gives its two views.
 
-    The simulator knows nothing of swizzling and rightly refuses to read through one view what was
-    written through the other, so there the two views are one.
+    Of several shapes, the buffers lie in the same memory, and are never used at the same time. The
+    simulator knows nothing of swizzling and rightly refuses to read through one view what was
+    written through the other, so there each buffer has one view, and its own memory.
     """
-    both = _both_views(shape, dtype)
-    return both.tile if simulated else plgpu.RefUnion(*both)
-
-
-def views(ref: Any, *, simulated: bool) -> Boxed:
-    """Returns both views of a ref that was allocated with `boxed`."""
-    return Boxed(ref, ref) if simulated else Boxed(*ref)
-
-
-def shared(shapes: list[tuple[int, ...]], dtype: Any, *, simulated: bool) -> Any:
-    """Returns buffers of several shapes in the same memory, never used at the same time.
-
-    The simulator gives each its own memory, because it cannot tell which part of a buffer is used.
-    """
+    both = [_both_views(shape, dtype) for shape in shapes]
     if simulated:
-        return tuple(_both_views(shape, dtype).tile for shape in shapes)
-    return plgpu.RefUnion(*(view for shape in shapes for view in _both_views(shape, dtype)))
+        return tuple(buffer.tile for buffer in both)
+    return plgpu.RefUnion(*itertools.chain(*both))
 
 
-def shared_views(refs: Any, *, simulated: bool) -> tuple[Boxed, ...]:
-    """Returns both views of each buffer that was allocated with `shared`."""
+def views(refs: Any, *, simulated: bool) -> tuple[Boxed, ...]:
+    """Returns both views of each buffer that was allocated with `boxed`."""
     if simulated:
         return tuple(Boxed(ref, ref) for ref in refs)
-    flat = tuple(refs)
-    return tuple(Boxed(*flat[i : i + 2]) for i in range(0, len(flat), 2))
+    return tuple(itertools.starmap(Boxed, itertools.batched(refs, 2)))
 
 
 def _both_views(shape: tuple[int, ...], dtype: Any) -> Boxed:

@@ -63,7 +63,7 @@ def scratch(plan: BlackwellPlan) -> Scratch:
         plan.b.ring(config.stages),
         None
         if config.direct_store
-        else smem.boxed(stores, problem.out_dtype, simulated=plan.simulated),
+        else smem.boxed([stores], problem.out_dtype, simulated=plan.simulated),
     )
     sums = plgpu.TMEM(
         (config.tile[0], config.accumulators * config.tile[1]),
@@ -98,7 +98,7 @@ def _barriers(plan: BlackwellPlan) -> Barriers:
 def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
     out = buffers.out
-    out = None if out is None else smem.views(out, simulated=plan.simulated)
+    out = None if out is None else smem.views(out, simulated=plan.simulated)[0]
     return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out)
 
 

@@ -105,15 +105,7 @@ def walk(
     The answer about the next piece is read after the work on the current one: the producer is a
     whole ring of slots ahead of everybody else, and that covers the look-up in the table.
 
-    Args:
-        table: Every tile in visiting order.
-        requests: The answers and their barriers.
-        worker: This cluster.
-        coding: How the entries are written.
-        asks: Whether this role makes the requests; one of them does.
-        simulated: Whether the kernel runs in the simulator, which knows no fences.
-        compute: What to do with a piece.
-        carry: What the first one is given.
+    One role of each CTA `asks`. `worker` is this cluster; the simulator knows no fences.
     """
 
     def step(state: tuple[Any, Taken, Any]) -> Any:

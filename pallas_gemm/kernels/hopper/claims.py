@@ -98,15 +98,7 @@ def walk(
 ) -> tuple[Any, Any]:
     """See `tiles.Walk`; the pieces go to whichever worker is free.
 
-    Args:
-        claims: The table, and what tiles are claimed with.
-        worker: This worker.
-        workers: How many there are.
-        coding: How the entries are written.
-        claimant: Whether this thread block claims for the worker (one of them does), or None in
-            roles that never claim.
-        compute: What to do with a piece.
-        carry: What the first one is given.
+    One of the worker's thread blocks is the `claimant`; it is None in roles that never claim.
     """
     table, counter, mailbox = claims
 

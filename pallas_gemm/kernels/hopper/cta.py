@@ -67,7 +67,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     buffers = Smem(
         plan.a.ring(config.stages),
         plan.b.ring(config.stages),
-        smem.shared(by_tma, dtype, simulated=plan.simulated) if by_tma else None,
+        smem.boxed(by_tma, dtype, simulated=plan.simulated) if by_tma else None,
         None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
     )
     barriers = Barriers(
@@ -88,7 +88,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
 def views(plan: HopperPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
     out = buffers.out
-    out = () if out is None else smem.shared_views(out, simulated=plan.simulated)
+    out = () if out is None else smem.views(out, simulated=plan.simulated)
     return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, buffers.lines)
 
 

@@ -154,22 +154,21 @@ def _load(
 def consumer(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the producer loaded and stores the tiles."""
     plan, me = cta.plan, lax.axis_index(launch.WARPGROUP)
-    storing = late_store.storing(cta, me)
 
     def one_tile(turn: Any, piece: work.Piece, previous: store.Tile | None) -> store.Tile | None:
         at = tile_to_store(cta, piece, me)
         store.fetch_residual(cta, me, at, range(plan.config.store_slots))
-        stores = storing.stores(turn, previous)
+        stores = late_store.stores(cta, me, turn, previous)
         total = pl.run_scoped(
             lambda acc: multiply(cta, me, turn, acc, stores),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
         )
-        return storing.take(total, at)
+        return late_store.take(cta, me, total, at)
 
     if plan.config.pingpong:
         _walk_alternately(cta, walk, one_tile)
     else:
-        storing.end(*walk(one_tile, storing.start()))
+        late_store.end(cta, me, *walk(one_tile, late_store.start(cta, me)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -31,78 +31,48 @@ Stores = list[tuple[int, Callable[[], None]]]
 """What to store in the k loop of a tile: (after which step, how)."""
 
 
-class AtOnce:
-    """Tiles that are stored when they are computed.
-
-    Attributes:
-        cta: The consumer's CTA.
-        me: The consumer.
-    """
-
-    def __init__(self, cta: Cta, me: Any) -> None:
-        self.cta, self.me = cta, me
-        self.chunks = range(len(cta.plan.chunks))
-
-    def start(self) -> store.Tile | None:
-        """What is left to be stored before the first tile."""
+def start(cta: Cta, me: Any) -> store.Tile | None:
+    """What is left to be stored before the first tile: what gives the carry of a walk its type."""
+    plan = cta.plan
+    if not plan.config.late_store:
         return None
+    nothing = jnp.zeros(plan.consumer_out_tile, plan.problem.out_dtype)
+    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+    nowhere = work.coding(plan.config, plan.problem).piece(jnp.int32(0), jnp.int32(0))
+    return store.Tile(nothing, tile_to_store(cta, nowhere, me))
 
-    def stores(self, turn: Any, previous: Any) -> Stores:
-        """What to store in the k loop of a tile."""
-        del turn, previous
+
+def stores(cta: Cta, me: Any, turn: Any, previous: Any) -> Stores:
+    """What to store in the k loop of a tile."""
+    if not cta.plan.config.late_store:
         return []
 
-    def take(self, total: Any, at: place.Where) -> store.Tile | None:
-        """Takes the sums of a tile, and returns what is left to be stored."""
-        for chunk in self.chunks:
-            store.store_sums(self.cta, self.me, store.Tile(total, at), chunk)
-        return None
+    def store_chunk(chunk: int) -> None:
+        pl.when(turn > 0)(functools.partial(store.store_finished, cta, me, previous, chunk))
 
-    def end(self, turns: Any, last: Any) -> None:
-        """Stores what is left when the walk is over."""
+    return [
+        (k, functools.partial(store_chunk, chunk)) for chunk, k in enumerate(store_steps(cta.plan))
+    ]
 
 
-class Late(AtOnce):
-    """Tiles that are stored during the k loop of the next one."""
-
-    def start(self) -> store.Tile:
-        """See `AtOnce`; what is never stored gives the carry of the walk its type."""
-        plan = self.cta.plan
-        nothing = jnp.zeros(plan.consumer_out_tile, plan.problem.out_dtype)
-        nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-        coding = work.coding(plan.config, plan.problem)
-        nowhere = coding.piece(jnp.int32(0), jnp.int32(0))
-        return store.Tile(nothing, tile_to_store(self.cta, nowhere, self.me))
-
-    def stores(self, turn: Any, previous: Any) -> Stores:
-        """See `AtOnce`."""
-
-        def store_chunk(chunk: int) -> None:
-            run = functools.partial(store.store_finished, self.cta, self.me, previous, chunk)
-            pl.when(turn > 0)(run)
-
-        steps = store_steps(self.cta.plan)
-        return [
-            (k, functools.partial(store_chunk, chunk))
-            for chunk, k in zip(self.chunks, steps, strict=True)
-        ]
-
-    def take(self, total: Any, at: place.Where) -> store.Tile:
-        """See `AtOnce`."""
-        return store.Tile(store.finish(self.cta, total, at), at)
-
-    def end(self, turns: Any, last: Any) -> None:
-        """See `AtOnce`."""
-
-        @pl.when(turns > 0)
-        def _store_the_last() -> None:
-            for chunk in self.chunks:
-                store.store_finished(self.cta, self.me, last, chunk)
+def take(cta: Cta, me: Any, total: Any, at: place.Where) -> store.Tile | None:
+    """Takes the sums of a tile, and returns what is left to be stored."""
+    if cta.plan.config.late_store:
+        return store.Tile(store.finish(cta, total, at), at)
+    for chunk in range(len(cta.plan.chunks)):
+        store.store_sums(cta, me, store.Tile(total, at), chunk)
+    return None
 
 
-def storing(cta: Cta, me: Any) -> AtOnce:
-    """Returns when a consumer stores its tiles."""
-    return Late(cta, me) if cta.plan.config.late_store else AtOnce(cta, me)
+def end(cta: Cta, me: Any, turns: Any, last: store.Tile | None) -> None:
+    """Stores what is left when the walk is over."""
+    if last is None:
+        return
+
+    @pl.when(turns > 0)
+    def _store_the_last() -> None:
+        for chunk in range(len(cta.plan.chunks)):
+            store.store_finished(cta, me, last, chunk)
 
 
 def store_steps(plan: HopperPlan) -> list[int]:
