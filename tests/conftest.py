@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -62,6 +63,29 @@ def no_packaged_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = sys.modules.get("pallas_gemm.planning.tables")
     if tables is not None:
         monkeypatch.setattr(tables, "_packaged_table", lambda _: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
+    """Compiles no lowered module again that an earlier run compiled; gives what compiles each."""
+    from pallas_gemm import offline
+    from tests import compilations
+
+    compile_elsewhere = offline._compile_elsewhere
+    cache = getattr(request.config, "cache", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if cache is not None:
+            keeping = compilations.kept(compile_elsewhere, cache.mkdir("compilations"))
+            patch.setattr(offline, "_compile_elsewhere", keeping)
+        yield compile_elsewhere
+
+
+@pytest.fixture
+def compiled_anew(kept_compilations: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of compiling itself: nothing is taken from an earlier run."""
+    from pallas_gemm import offline
+
+    monkeypatch.setattr(offline, "_compile_elsewhere", kept_compilations)
 
 
 @pytest.fixture

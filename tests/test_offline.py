@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import offline
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
 DEPTH = 64
 BARRIER_BYTES = 8
 # How operands lie in shared memory for the tensor cores to read them.

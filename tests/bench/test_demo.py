@@ -1,6 +1,9 @@
 """The demo: every step runs, and shows what it says."""
 
+import contextlib
 import io
+import itertools
+import re
 
 import pytest
 from rich.console import Console
@@ -20,9 +23,24 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_every_order_is_drawn_within_a_terminal(console: Console) -> None:
-    demo.show_orders(console)
-    picture = shown(console)
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each step of the program prints, by its title; the program runs once."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        demo.main()
+    text = out.getvalue()
+    titles = [step.title for step in demo.STEPS]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert "Done in" in text[places[-1] :]
+    parts = itertools.pairwise([*places, len(text)])
+    return {title: text[begin:end] for title, (begin, end) in zip(titles, parts, strict=True)}
+
+
+def test_every_order_is_drawn_within_a_terminal(printed: dict[str, str]) -> None:
+    picture = printed[demo.STEPS[0].title]
     for orders in demo.PICTURED:
         assert all(order in picture for order in orders)
     assert max(len(line) for line in picture.splitlines()) <= 80
@@ -38,14 +56,14 @@ def test_a_coloured_picture_is_the_plain_one_with_colours() -> None:
     assert [line.rstrip() for line in capture.get().splitlines()] == plain.splitlines()
 
 
-def test_every_order_is_predicted_for_every_machine(console: Console) -> None:
-    demo.show_predictions(console)
-    rows = {line.split()[0]: line.split() for line in shown(console).splitlines() if line.split()}
+def test_every_order_is_predicted_for_every_machine(printed: dict[str, str]) -> None:
+    table = printed[demo.STEPS[1].title]
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line.split()}
     for order in demo.COMPARED:
         # The name, and for each machine a share of hits, a size and its unit.
         assert len(rows[order]) == 1 + 3 * len(demo.LAUNCHES)
     for launch in demo.LAUNCHES:
-        assert launch.machine.name in shown(console)
+        assert launch.machine.name in table
 
 
 def test_where_there_is_a_gpu_products_are_timed(
@@ -74,9 +92,9 @@ def test_without_a_compiler_the_demo_says_what_is_missing(
     assert shown(console).startswith("This needs nvidia-cuda-nvcc: the extra aot")
 
 
-def test_the_program_shows_every_step(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.main()
-    out = capsys.readouterr().out
-    places = [out.index(step.title) for step in demo.STEPS]
-    assert places == sorted(places)
-    assert "Done in" in out
+def test_the_program_simulates_a_product_and_compiles_the_kernel(printed: dict[str, str]) -> None:
+    simulated, compiled = (printed[step.title] for step in demo.STEPS[2:])
+    assert "the kernel, simulated" in simulated
+    for name in demo.COMPILED:
+        # Registers, no spilled byte, shared memory, nothing serialized.
+        assert re.search(rf"{re.escape(name)} +\d+ +0 +[\d,]+ +no *$", compiled, re.MULTILINE)
