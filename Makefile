@@ -1,6 +1,7 @@
 # make demo   shows what the project does, on a GPU or without one
 # make test   lints, type-checks and runs the tests
 # make lint   only the first two
+# make docs   builds the documentation into docs/_build/html; a warning is an error
 # make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
 # make clean  removes what these made
 #
@@ -22,7 +23,7 @@ STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
 COMMA := ,
 EXTRAS := test$(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -44,13 +45,23 @@ $(STAMP): pyproject.toml Makefile
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
-	$(BIN)/python -m pip install --disable-pip-version-check \
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	  --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
+	touch $@
+
+docs: $(VENV)/.pallas-gemm-docs
+	mkdir -p docs/_build/extra
+	$(BIN)/python -m schedules explore --out docs/_build/extra/order.html
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "The site is docs/_build/html/index.html."
+
+$(VENV)/.pallas-gemm-docs: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
 	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python bench/gemm_bench.py $(BENCH)
 
 clean:
-	rm -rf .venv .venv-jax-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-jax-* build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

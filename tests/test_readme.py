@@ -2,11 +2,15 @@
 
 import pathlib
 import re
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import yaml
 
-from bench import demo
+from bench import demo, figures
+from pallas_gemm import explain, target
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -66,6 +70,51 @@ def test_the_example_of_orders_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(printed) == 3 + 8
 
 
+def test_the_first_example_runs() -> None:
+    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert block
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    assert names["y"].shape == (256, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "case", "digits"),
+    [
+        ("165 TFLOP/s", "h200_products", ("8191x8191x8191", "xla"), 0),
+        ("at 742.", "h200_products", ("8191x8191x8191", "ours"), 0),
+    ],
+)
+def test_a_speed_of_the_readme_is_that_of_a_row(
+    text: str, file: str, case: tuple[str, str], digits: int
+) -> None:
+    (row,) = [row for row in figures.rows(file) if (row["case"], row["peer"]) == case]
+    assert text in README
+    assert f"{float(row['burst_tflops']):.{digits}f}" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "cases"),
+    [
+        ("1.00 to 1.03 times as fast as XLA on plain", "h200_short", figures.PLAIN),
+        ("1.07 to 1.13 with a fused epilogue", "h200_products", figures.FUSED),
+        ("2.8 to 4.5 at odd sizes", "h200_products", figures.ODD),
+    ],
+)
+def test_a_range_of_the_readme_is_that_of_the_figures_rows(
+    text: str, file: str, cases: dict[str, str]
+) -> None:
+    assert text in " ".join(README.split())
+    low, high = re.findall(r"\d\.\d+", text)
+    digits = len(low) - 2
+    ratios = [
+        float(row["burst_ratio"])
+        for row in figures.rows(file)
+        if row["case"] in cases and row["peer"] == "ours"
+    ]
+    assert (f"{min(ratios):.{digits}f}", f"{max(ratios):.{digits}f}") == (low, high)
+
+
 def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) -> None:
     block = re.search(r"```python\n(.*?)```", _section("Multiply"), re.DOTALL)
     assert block
@@ -75,10 +124,24 @@ def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) ->
     assert printed.startswith("hopper: m=256 n=256 k=256 NN bfloat16 x bfloat16 -> bfloat16 bias")
 
 
-def test_the_example_of_layers_runs() -> None:
+def test_the_layers_run_the_kernel_and_float32_does_what_the_table_says() -> None:
     block = re.search(r"```python\n(.*?)```", _section("In a model"), re.DOTALL)
     assert block
-    exec(block[1], {})
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    assert [_computes(layer) for layer in names["layers"]] == ["hopper"] * 3
+    stock, fused, _ = names["layers"]
+    assert _computes(stock.clone(dtype=None)) == "xla"
+    assert _computes(fused.clone(dtype=None)) == "hopper"
+
+
+def _computes(layer: Any) -> str:
+    """Returns what computes the product of a layer on an H200."""
+    x = jax.ShapeDtypeStruct((4096, 4096), np.float32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+    with target("h200"):
+        (product,) = explain(layer.apply, params, x).products
+    return product.implementation
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", README))))

@@ -1,0 +1,80 @@
+"""The pages of `docs`: their code runs, and raises the errors that they say it raises."""
+
+import pathlib
+import re
+import textwrap
+from typing import Any, NamedTuple
+
+import pytest
+
+from pallas_gemm.api import precompile as precompilation
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/test_partition.py"}
+"""Pages whose code another test runs, which looks at what it computes too."""
+
+BLOCK = re.compile(
+    r"(?P<unrun>^<!-- not run: .* -->\n)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n"
+    r"(?:\n```text\n(?P<error>(?:\w*Error: |\w+: |must ).*?)```)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    """A block of code, and the error that the page says it raises."""
+
+    code: str
+    error: str | None
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    """Returns the blocks of a page that are to be run, in their order."""
+    return [
+        Block(textwrap.dedent(found["code"]), found["error"])
+        for found in BLOCK.finditer(page.read_text())
+        if not found["unrun"]
+    ]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE and blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(
+    page: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A report on a kernel takes seconds, and is tested elsewhere.
+    monkeypatch.setattr(precompilation, "_report", lambda *_: None)
+    names: dict[str, Any] = {"__name__": "page"}
+    for code, error in blocks(page):
+        if error is None:
+            exec(code, names)
+            continue
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+            exec(code, names)
+        assert one_line(error) in one_line(f"{type(raised.value).__name__}: {raised.value}")
+
+
+def test_the_pages_have_code_and_errors() -> None:
+    found = {page.stem: blocks(page) for page in PAGES}
+    assert {"start", "orders", "fuse", "tutorial", "migrate", "troubleshooting"} <= set(found)
+    assert sum(block.error is not None for block in found["troubleshooting"]) >= 9
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_a_page_that_is_run_elsewhere_is(page: str) -> None:
+    assert f'"{page}"' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_is_in_the_contents(page: pathlib.Path) -> None:
+    contents = re.findall(r"```{toctree}\n.*?\n\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
+    listed = "\n".join(contents).split()
+    assert page.stem in {*listed, "index"}
