@@ -106,15 +106,16 @@ def options_from(values: flags.FlagValues) -> Options:
         names = study.orders(command.several("orders", values.orders), groups)
         pairs = command.several("clusters", values.clusters)
         clusters = tuple(_pair("clusters", text) for text in pairs)
+        # The same epilogue for every order: only tables can be stored late.
         tile = _pair("tile", values.tile)
+        base = HopperConfig(tile=tile, ctas=values.ctas, late_store=False)
     except ValueError as error:
         raise command.RequestError(str(error)) from None
     if (case.batch, case.epilogue, case.direction) != (1, "none", "forward"):
         raise command.RequestError(f"shape must be that of one bare product, got {values.shape!r}")
     return Options(
         case=case,
-        # The same epilogue for every order: only tables can be stored late.
-        base=HopperConfig(tile=tile, ctas=values.ctas, late_store=False),
+        base=base,
         orders=tuple(names),
         persistence=tuple(map(_persistence, command.several("persistence", values.persistence))),
         clusters=clusters,

@@ -30,6 +30,9 @@ from pallas_gemm.api.gemm import matmul as matmul
 from pallas_gemm.api.gemm import projections as projections
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
+from pallas_gemm.config import GemmConfig as GemmConfig
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig
 from pallas_gemm.op.reduction import reduce_in as reduce_in
 from pallas_gemm.planning.tables import Table as Table
 from pallas_gemm.planning.targeting import target as target

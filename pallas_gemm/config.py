@@ -14,6 +14,8 @@ from schedules.spec import parse, resolve
 Persistence = Literal["none", "static", "dynamic"]
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+FITTING: Any = None
+"""The default of a field that depends on the other fields: found when a config is made."""
 STEP_BYTES = 128
 """Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
 
@@ -22,10 +24,14 @@ STEP_BYTES = 128
 class GemmConfig:
     """What the kernels of all architectures can be told.
 
+    What no product could be computed with is refused here, when a config is made; `check` refuses
+    what does not suit a product and a GPU. `dataclasses.replace` keeps what was found for a default
+    that depends on other fields.
+
     Attributes:
         tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
             sums for each of its own.
-        stages: Slots of the ring that TMA fills.
+        stages: Slots of the ring that TMA fills; by default as many as usual, or as fit.
         cluster: (rows, cols) of CTAs that share operands by multicast.
         persistence: "none" launches a cluster per tile; "static" deals the tiles to as many
             clusters as fit on the device; "dynamic" hands them out as clusters become free.
@@ -33,7 +39,8 @@ class GemmConfig:
             "online_" before it, the order is computed instead of read from a table), a `Schedule`
             or an `OnlineSchedule` made for this grid. A batch is stacked along the rows.
         ctas: At most how many CTAs a persistent kernel launches; None for all that fit.
-        store_columns: Columns of the result that one store slot of the epilogue holds.
+        store_columns: Columns of the result that one store slot of the epilogue holds: 16, 32 or
+            64; by default the most that leave enough shared memory for the stages.
         store_slots: Store slots per warpgroup that stores.
     """
 
@@ -49,7 +56,21 @@ class GemmConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            object.__setattr__(self, field.name, _checked(field.name, value, field.type))
+            if value is not None or field.default is not None:
+                self._set(field.name, _checked(field, value))
+        self._refuse(self._malformed())
+        self._fit()
+        self._refuse(self._impossible())
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _refuse(self, reasons: Iterator[str]) -> None:
+        if text := "; ".join(reasons):
+            raise ValueError(f"{type(self).__name__}: {text}")
+
+    def _fit(self) -> None:
+        """Finds the values of fields that depend on others and are not given."""
 
     @property
     def cluster_size(self) -> int:
@@ -107,9 +128,7 @@ class GemmConfig:
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
-        if malformed := tuple(self._malformed(problem)):
-            return malformed
-        reasons = (*self._shape_refusals(), *self._schedule_refusals(problem))
+        reasons = self._schedule_refusals(problem)
         if self.persistence != "none" and device.coresident_clusters(self.cluster_size) < 1:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
@@ -120,29 +139,23 @@ class GemmConfig:
         if reasons:
             raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
 
-    def _malformed(self, problem: Problem) -> Iterator[str]:
-        """What would divide by zero in every other question."""
+    def _malformed(self) -> Iterator[str]:
+        """What is illegal whatever the problem, and would make nonsense of every other question."""
         if self.cluster not in CLUSTERS:
             yield f"cluster must be one of {CLUSTERS}, got {self.cluster}"
-        if min(self.out_tile(problem)) < 1:
-            yield f"tile must be at least 1 row and {problem.sums} columns, got {self.tile}"
-
-    def _shape_refusals(self) -> tuple[str, ...]:
-        """What is illegal whatever the problem."""
-        reasons = []
+        if not 1 <= min(self.tile) <= max(self.tile) <= 256:
+            yield f"tile must be from (1, 1) to (256, 256), got {self.tile}"
         if self.persistence not in ("none", "static", "dynamic"):
-            reasons.append(
-                f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"
-            )
+            yield f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"
+
+    def _impossible(self) -> Iterator[str]:
+        """What else is illegal whatever the problem."""
         if self.ctas is not None and self.ctas < self.cluster_size:
-            reasons.append(
-                f"ctas must be at least one cluster ({self.cluster_size}), got {self.ctas}"
-            )
+            yield f"ctas must be at least one cluster ({self.cluster_size}), got {self.ctas}"
         if self.store_columns not in (16, 32, 64):
-            reasons.append(f"store_columns must be 16, 32 or 64, got {self.store_columns}")
+            yield f"store_columns must be 16, 32 or 64, got {self.store_columns}"
         if self.store_slots < 1:
-            reasons.append(f"store_slots must be at least 1, got {self.store_slots}")
-        return tuple(reasons)
+            yield f"store_slots must be at least 1, got {self.store_slots}"
 
     def _schedule_refusals(self, problem: Problem) -> tuple[str, ...]:
         """What is illegal about the order of the tiles."""
@@ -160,19 +173,20 @@ class GemmConfig:
         return ()
 
 
-def _checked(name: str, value: Any, kind: Any) -> Any:
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     """Returns the value of a field as its type says; raises `TypeError` if it is of another.
 
     The only place that checks them, whoever makes a config: a call, a table, a command line.
     """
+    name, kind = field.name, field.type
     if kind is bool:
         if isinstance(value, bool | np.bool_):
             return bool(value)
         raise TypeError(f"{name} must be True or False, got {value!r}")
     if kind in (int, int | None):
-        if _is_whole(value) or (value is None and kind is not int):
-            return value if value is None else int(value)
-        legal = "an integer" if kind is int else "an integer or None"
+        if _is_whole(value):
+            return int(value)
+        legal = "an integer" if field.default is not None else "an integer or None"
         raise TypeError(f"{name} must be {legal}, got {value!r}")
     if kind == tuple[int, int]:
         if isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value)):

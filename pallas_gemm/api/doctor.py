@@ -14,7 +14,7 @@ import numpy as np
 from pallas_gemm import offline
 from pallas_gemm._version import __version__
 from pallas_gemm.api.explain import explain
-from pallas_gemm.api.gemm import gemm
+from pallas_gemm.api.gemm import gemm, matmul
 from pallas_gemm.planning import targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 
@@ -55,7 +55,7 @@ def _choice() -> Iterator[str]:
     m, n, k = SAMPLE
     a, b = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
     yield "what computes a product here"
-    yield from (f"  {line}" for line in str(explain(a, b)).splitlines())
+    yield from (f"  {line}" for line in str(explain(matmul, a, b)).splitlines())
 
 
 def _checks() -> Iterator[tuple[str, str, bool]]:

@@ -83,8 +83,7 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     >>> print(explain(jax.grad(loss), params, batch))  # doctest: +SKIP
 
     Args:
-        f: A function that calls `gemm` and its relatives, however deep inside; or the left operand
-            of a `gemm`, whose other arguments then follow.
+        f: A function that calls `gemm` and its relatives, however deep inside.
         *args: Its arguments: arrays, trees of them, or `jax.ShapeDtypeStruct`s.
         **kwargs: Its keyword arguments; what is not an array is passed as it is.
 
@@ -92,12 +91,14 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
         The explanation. Under `target(...)` it is for that GPU.
 
     Raises:
+        TypeError: `f` is no function.
         ValueError: What a call names cannot compute its product.
     """
     if not callable(f):
-        from pallas_gemm.api.gemm import gemm
-
-        return explain(gemm, f, *args, **kwargs)
+        raise TypeError(
+            "f must be a function, and its arguments follow it, as in explain(gemm, a, b); got"
+            f" {type(f).__name__}: {f!r:.80}"
+        )
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
@@ -226,8 +227,7 @@ def _decision_text(decision: Decision) -> str:
         rows.append(("mesh", decision.mesh))
     if (plan := decision.plan) is not None:
         rows.append(("for", plan.device.kind))
-        rows.append(("config", _config_text(plan)))
-        rows.append(("schedule", str(plan.config.schedule)))
+        rows.append(("config", repr(plan.config)))
         rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
         if plan.realigned.unfused is not None:
             rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
@@ -235,15 +235,13 @@ def _decision_text(decision: Decision) -> str:
     rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in decision.refused]
     for name, text in rows:
         lines += textwrap.wrap(
-            text, 100, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16
+            text,
+            100,
+            initial_indent=f"  {name:<14}",
+            subsequent_indent=" " * 16,
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
-
-
-def _config_text(plan: Plan) -> str:
-    fields = dataclasses.asdict(plan.config)
-    fields.pop("schedule")
-    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _problem_text(problem: Problem) -> str:

@@ -269,9 +269,10 @@ def config_label(config: GemmConfig) -> str:
     """Returns what of a config differs from the defaults, in a few characters."""
     rows, cols = config.tile
     parts = [f"{rows}x{cols}", f"s{config.stages}"]
+    usual = type(config)()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ("tile", "stages") or value == field.default:
+        if field.name in ("tile", "stages") or value == getattr(usual, field.name):
             continue
         if isinstance(value, tuple):
             value = "x".join(map(str, value))

@@ -69,14 +69,18 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
         return
     modes = ((False, False), (True, False), (False, True))
     for rows, cols, (mirrored, pingpong) in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
-        config = HopperConfig(
-            tile=(rows, cols),
-            consumers=2 if pingpong else CONSUMERS[rows],
-            pingpong=pingpong,
-            mirrored=mirrored,
-            late_store=False,
-            store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
-        )
+        try:
+            config = HopperConfig(
+                tile=(rows, cols),
+                consumers=2 if pingpong else CONSUMERS[rows],
+                pingpong=pingpong,
+                mirrored=mirrored,
+                late_store=False,
+                store_columns=min(64, STEP_BYTES // problem.out_dtype.itemsize),
+            )
+        except ValueError:
+            # Too large for the registers of its consumers.
+            continue
         if math.prod(config.stacked_grid(problem)) <= device.sms:
             # A tile for each CTA: a table would only be waited for.
             config = dataclasses.replace(config, schedule="online_swizzle:8")

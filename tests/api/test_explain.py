@@ -1,5 +1,6 @@
 """`explain`: what would run, of any function, without running it."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 import pallas_gemm
 from pallas_gemm import dot_general, explain, gated_gemm, gemm
 from pallas_gemm.kernels.hopper import kernel as hopper
+
+CONFIGS = ("HopperConfig", "BlackwellConfig")
 
 
 def _shape(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -24,8 +27,8 @@ def test_a_product_is_explained() -> None:
     for part in (
         "hopper: m=8191 n=8191 k=8191 NN bfloat16 x bfloat16 -> bfloat16 gelu_tanh",
         "for           NVIDIA H200",
-        "tile=(128, 256)",
-        "schedule      swizzle:",
+        "config        HopperConfig(tile=(128, 256)",
+        "schedule='swizzle:",
         "us (heuristics)",
         "step          pad a to 8191 x 8192: moves 268.4 MB",
     ):
@@ -34,13 +37,28 @@ def test_a_product_is_explained() -> None:
     assert "result" not in text
 
 
-def test_the_function_may_be_left_out() -> None:
-    a, b = _shape(256, 256), _shape(256, 256)
-    assert str(explain(a, b, alpha=2)) == str(explain(gemm, a, b, alpha=2))
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_what_is_printed_is_a_config(target: str) -> None:
+    a, b = _shape(4096, 1024), _shape(1024, 4096)
+    with pallas_gemm.target(target):
+        explained = explain(gemm, a, b, implementation={"h200": "hopper"}.get(target))
+        assert explained.plan is not None
+        printed = re.search(r"config +(\w+Config\(.*?\n?.*?\))\n  predicted", str(explained), re.S)
+        assert printed
+        pasted = eval(printed[1], {name: getattr(pallas_gemm, name) for name in CONFIGS})
+        assert pasted == explained.plan.config
+        again = explain(gemm, a, b, config=pasted).plan
+    assert again is not None
+    assert (again.config, again.source) == (pasted, "argument")
+
+
+def test_what_is_no_function_is_not_explained() -> None:
+    with pytest.raises(TypeError, match=r"as in explain\(gemm, a, b\); got ShapeDtypeStruct"):
+        explain(_shape(256, 256), _shape(256, 256), alpha=2)
 
 
 def test_on_a_cpu_xla_computes_and_the_reason_is_given() -> None:
-    explained = explain(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    explained = explain(gemm, jnp.ones((4, 4)), jnp.ones((4, 4)))
     assert (explained.implementation, explained.reason) == ("xla", "no GPU is planned for")
     assert "why           no GPU is planned for" in str(explained)
 
@@ -49,6 +67,7 @@ def test_what_was_refused_is_said() -> None:
     with pallas_gemm.target("h200"):
         text = str(
             explain(
+                gemm,
                 _shape(4096, 4096, dtype=jnp.float32),
                 _shape(4096, 4096),
                 precision="highest",

@@ -196,7 +196,7 @@ def test_dispatch_takes_the_argument_then_the_tables_then_the_heuristics(
 
 def test_a_config_that_is_not_legal_here_is_passed_over(tmp_path: pathlib.Path) -> None:
     package(tmp_path, table(THIRD))
-    with table(HopperConfig(tile=(128, 256), stages=40)):
+    with table(HopperConfig(tile=(128, 256), stages=30)):
         assert tables.find(PROBLEM, H200) == tables.Found(THIRD, "packaged")
 
 

@@ -292,19 +292,23 @@ def _any_config(rng: np.random.Generator, case: Case, scale: Scale) -> HopperCon
     rows = int(rng.choice(list(scale.tiles)))
     pingpong = bool(rng.random() < 0.2)
     online = bool(rng.random() < 0.3)
-    config = HopperConfig(
-        tile=(rows, int(rng.choice(scale.columns))),
-        cluster=_one(rng, CLUSTERS),
-        persistence=_one(rng, ("none", "static", "dynamic")),
-        schedule="online_swizzle:8" if online else str(rng.choice(ORDERS[:8])),
-        ctas=_one(rng, (None, 4, 8) if scale is SIMULATED else (None, None, 8, 100)),
-        store_columns=int(rng.choice([16, 32, 64])),
-        store_slots=int(rng.integers(1, 4)),
-        consumers=2 if pingpong else scale.tiles[rows],
-        pingpong=pingpong,
-        late_store=not online and bool(rng.integers(2)),
-        mirrored=bool(rng.random() < 0.3),
-    )
+    try:
+        config = HopperConfig(
+            tile=(rows, int(rng.choice(scale.columns))),
+            cluster=_one(rng, CLUSTERS),
+            persistence=_one(rng, ("none", "static", "dynamic")),
+            schedule="online_swizzle:8" if online else str(rng.choice(ORDERS[:8])),
+            ctas=_one(rng, (None, 4, 8) if scale is SIMULATED else (None, None, 8, 100)),
+            store_columns=int(rng.choice([16, 32, 64])),
+            store_slots=int(rng.integers(1, 4)),
+            consumers=2 if pingpong else scale.tiles[rows],
+            pingpong=pingpong,
+            late_store=not online and bool(rng.integers(2)),
+            mirrored=bool(rng.random() < 0.3),
+        )
+    except ValueError:
+        # Such as a tile too large for the registers of its consumers.
+        return None
     for stages in rng.permutation(np.arange(2, 8)):
         deep = dataclasses.replace(config, stages=int(stages))
         try:

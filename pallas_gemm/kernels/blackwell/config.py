@@ -1,20 +1,24 @@
 """`BlackwellConfig`: what the Blackwell kernel can be told, and what of it is legal."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.config import STEP_BYTES, GemmConfig
+from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
 MMA_ROWS = 128
 """Rows of the result per CTA: one for each lane of tensor memory."""
-MAX_MMA_COLUMNS = 256
+USUAL_STAGES = 6
+"""What the tile that is usual has room for."""
+USUAL_PROBLEM = Problem(4096, 4096, 4096)
+"""What the defaults of a config fit, if its tile does: 16-bit operands and result."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
 NARROWEST_BOX = 32
@@ -56,7 +60,8 @@ class BlackwellConfig(GemmConfig):
     """
 
     tile: tuple[int, int] = (128, 256)
-    stages: int = 6
+    stages: int = FITTING
+    store_columns: int = FITTING
     cluster: tuple[int, int] = PAIR
     schedule: str | Schedule | OnlineSchedule = "hilbert"
     accumulators: int = 2
@@ -68,6 +73,15 @@ class BlackwellConfig(GemmConfig):
         config = dataclasses.replace(self, schedule=schedule)
         online = config.is_online and config.persistence == "dynamic"
         return dataclasses.replace(config, persistence="static") if online else config
+
+    def _fit(self) -> None:
+        """Finds the widest stores of a 16-bit result, and the most stages that go with them."""
+        if self.store_columns is None:
+            self._set("store_columns", math.gcd(self.tile[1], 64))
+        for stages in range(USUAL_STAGES, 0, -1) if self.stages is None else ():
+            self._set("stages", stages)
+            if self.shared_memory_bytes(USUAL_PROBLEM) <= Device.shared_memory:
+                break
 
     @property
     def ctas_per_mma(self) -> int:
@@ -125,8 +139,6 @@ class BlackwellConfig(GemmConfig):
                 "the Blackwell kernel needs compute capability 10.x,"
                 f" {device.kind} has {major}.{minor}",
             )
-        if malformed := tuple(self._malformed(problem)):
-            return malformed
         return (
             *problem_refusals(problem, device),
             *self._tile_refusals(problem),
@@ -135,25 +147,42 @@ class BlackwellConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
-    def _malformed(self, problem: Problem) -> Iterator[str]:
+    def _malformed(self) -> Iterator[str]:
         if self.cluster not in ((1, 1), PAIR):
             yield f"cluster must be (1, 1) or, for a pair of CTAs, {PAIR}, got {self.cluster}"
             return
-        yield from super()._malformed(problem)
+        yield from super()._malformed()
 
-    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
+    def _impossible(self) -> Iterator[str]:
+        yield from super()._impossible()
         if self.tile[0] != MMA_ROWS:
             yield f"tile rows must be {MMA_ROWS}, got tile={self.tile}"
+        elif self.tile[1] % (16 * self.ctas_per_mma):
+            whole = 16 * self.ctas_per_mma
+            yield f"tile columns must be a multiple of {whole}, got tile={self.tile}"
+        if self.accumulators not in (1, 2):
+            yield f"accumulators must be 1 or 2, got {self.accumulators}"
+        if not self.specialised and self.persistence != "none":
+            yield (
+                "specialised=False computes one tile per cluster: persistence must be 'none', got"
+                f" {self.persistence!r}"
+            )
+        if not 1 <= self.stages <= MAX_BARRIERS:
+            yield f"stages must be from 1 to {MAX_BARRIERS}, got {self.stages}"
+        if self.store_slots > MAX_BARRIERS:
+            yield f"store_slots must be at most {MAX_BARRIERS}, got {self.store_slots}"
+
+    def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         atom = STEP_BYTES // problem.b_dtype.itemsize
         whole = problem.sums * self.ctas_per_mma * (16 if problem.transpose_b else atom)
-        if not 0 < self.tile[1] <= MAX_MMA_COLUMNS or self.tile[1] % whole:
+        if self.tile[1] % whole:
             yield (
-                f"tile columns must be a multiple of {whole} up to {MAX_MMA_COLUMNS} for layout"
+                f"tile columns must be a multiple of {whole} for layout"
                 f" {problem.layout}, cluster {self.cluster} and {problem.sums} right operands,"
                 f" got tile={self.tile}"
             )
         columns = self.out_tile(problem)[1]
-        if self.store_columns < 1 or columns % self.store_columns:
+        if columns % self.store_columns:
             yield (
                 f"store_columns must divide the {columns} columns of a tile of the result,"
                 f" got {self.store_columns}"
@@ -167,24 +196,12 @@ class BlackwellConfig(GemmConfig):
             )
 
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
-        if self.accumulators not in (1, 2):
-            yield f"accumulators must be 1 or 2, got {self.accumulators}"
-        if not self.specialised and self.persistence != "none":
-            yield (
-                "specialised=False computes one tile per cluster: persistence must be 'none', got"
-                f" {self.persistence!r}"
-            )
         if self.persistence == "dynamic" and self.is_online:
             yield "persistence='dynamic' needs a schedule that is a table, got an online one"
         if self.direct_store and problem.epilogue.residual:
             yield "direct_store has no residual, got Epilogue(residual=True)"
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        if not 1 <= self.stages <= MAX_BARRIERS:
-            yield f"stages must be from 1 to {MAX_BARRIERS}, got {self.stages}"
-            return
-        if self.store_slots > MAX_BARRIERS:
-            yield f"store_slots must be at most {MAX_BARRIERS}, got {self.store_slots}"
         needed = self.shared_memory_bytes(problem)
         if needed > device.shared_memory:
             yield (

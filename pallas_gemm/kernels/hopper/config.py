@@ -1,6 +1,7 @@
 """`HopperConfig`: what the Hopper kernel can be told, and what of it is legal."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.config import STEP_BYTES, GemmConfig
+from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.kernels.work import CLAIM_BITS
@@ -18,7 +19,10 @@ from schedules import OnlineSchedule, Schedule
 WGMMA_ROWS = 64
 WGMMA_COLUMNS = 8
 """What a tile's columns are a multiple of, and what is finished at once at least."""
-MAX_WGMMA_COLUMNS = 256
+USUAL_STAGES = 4
+"""What the tile that is usual has room for, and more is hardly faster."""
+USUAL_PROBLEM = Problem(4096, 4096, 4096)
+"""What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
 WARPGROUP = 128
 """Threads, which share what a consumer holds."""
 MAX_REGISTERS = 255
@@ -59,15 +63,18 @@ class HopperConfig(GemmConfig):
             `tile`; else they share each tile, by rows where it is tall enough, or by columns.
         pingpong: Two consumers take the tiles in turn: one stores while the other multiplies.
         late_store: A tile is stored during the first k steps of the next one. Rounded, it stays in
-            registers beside the next accumulator, so that only small accumulators allow it.
+            registers beside the next accumulator, so that only small accumulators allow it; by
+            default where tile, order and mode do.
         mirrored: Compute the transposed product and transpose it on the way out. A right operand
             stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
             few columns, of which a tile may have as few as 16.
     """
 
+    stages: int = FITTING
+    store_columns: int = FITTING
     consumers: int = 2
     pingpong: bool = False
-    late_store: bool = True
+    late_store: bool = FITTING
     mirrored: bool = False
 
     def as_computed(self, problem: Problem) -> Problem:
@@ -78,6 +85,20 @@ class HopperConfig(GemmConfig):
         """See `GemmConfig`; computing the order takes the registers of a late store."""
         config = dataclasses.replace(self, schedule=schedule)
         return dataclasses.replace(config, late_store=False) if config.is_online else config
+
+    def _fit(self) -> None:
+        """Finds the most stages, and the widest stores that go with them, for a 16-bit result."""
+        fits = itertools.product(
+            range(USUAL_STAGES, 1, -1) if self.stages is None else (self.stages,),
+            (64, 32, 16) if self.store_columns is None else (self.store_columns,),
+        )
+        for stages, columns in fits:
+            self._set("stages", stages)
+            self._set("store_columns", columns)
+            if self.shared_memory_bytes(USUAL_PROBLEM) <= Device.shared_memory:
+                break
+        if self.late_store is None:
+            self._set("late_store", self.allows_late_store(self.as_computed(USUAL_PROBLEM)))
 
     @property
     def split_rows(self) -> bool:
@@ -160,8 +181,6 @@ class HopperConfig(GemmConfig):
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
-        if self.accumulator_registers > self._most_accumulators:
-            return False
         function = problem.epilogue.activation
         # The parts of a division are too many, with panels of a transposed left operand above all.
         short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
@@ -177,7 +196,8 @@ class HopperConfig(GemmConfig):
 
     def _nearest_tile(self, problem: Problem) -> str:
         """Says which narrower tile the registers of a consumer suffice for."""
-        for columns in range(self.tile[1] - 16, 0, -16):
+        step = 16 * self.tile[1] // self.consumer_tile[1]
+        for columns in range(self.tile[1] - step, 0, -step):
             other = dataclasses.replace(self, tile=(self.tile[0], columns))
             if not other.form_refusals(problem) and other.registers_suffice(problem):
                 return f"the nearest tile that fits is {other.tile}"
@@ -242,8 +262,6 @@ class HopperConfig(GemmConfig):
                 "the Hopper kernel needs compute capability 9.0,"
                 f" {device.kind} has {major}.{minor}",
             )
-        if malformed := tuple(self._malformed(problem)):
-            return malformed
         problem = self.as_computed(problem)
         return (
             *_layout_refusals(problem),
@@ -252,35 +270,40 @@ class HopperConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
-    def _malformed(self, problem: Problem) -> Iterator[str]:
-        yield from super()._malformed(problem)
+    def _malformed(self) -> Iterator[str]:
+        yield from super()._malformed()
         if self.consumers not in (1, 2, 3):
             yield f"consumers must be 1, 2 or 3, got {self.consumers}"
+
+    def _impossible(self) -> Iterator[str]:
+        yield from super()._impossible()
+        if self.pingpong and self.consumers != 2:
+            yield f"pingpong needs 2 consumers, got {self.consumers}"
+        rows, cols = self.consumer_tile
+        if rows < WGMMA_ROWS or rows % WGMMA_ROWS:
+            yield f"tile rows per consumer must be a multiple of 64, got tile={self.tile}"
+        elif cols < 16 or cols % 16 or self.tile[1] % cols:
+            yield f"tile columns per consumer must be a multiple of 16, got tile={self.tile}"
+        elif self.accumulator_registers > self._most_accumulators:
+            fitting = self._most_accumulators * WARPGROUP // rows // 16 * 16 * self.tile[1] // cols
+            yield (
+                f"a consumer holds at most {self._most_accumulators} accumulator registers per"
+                f" thread, tile={self.tile} needs {self.accumulator_registers}; the nearest tile"
+                f" that fits is {(self.tile[0], fitting)}"
+            )
+        if self.stages < 2 or self.ring_barriers > MAX_BARRIERS:
+            most = MAX_BARRIERS // (2 if self.pingpong else 1)
+            yield f"stages must be from 2 to {most}, got {self.stages}"
 
     def form_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns what is illegal about tile and mode, whatever an SM has."""
         return (*self._tile_refusals(problem), *self._mode_refusals(problem))
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
-        rows, cols = self.consumer_tile
-        if self.pingpong and self.consumers != 2:
-            yield f"pingpong needs 2 consumers, got {self.consumers}"
-        if rows < WGMMA_ROWS or rows % WGMMA_ROWS or self.tile[0] > 256:
+        if not problem.transpose_b and self.consumer_tile[1] % 64:
             yield (
-                "tile rows per consumer must be a multiple of 64 and tile rows at most 256, got"
-                f" tile={self.tile}"
-            )
-        whole = 16 if problem.transpose_b else 64
-        if (
-            cols < 16
-            or cols % whole
-            or self.tile[1] % cols
-            or cols > MAX_WGMMA_COLUMNS
-            or self.tile[1] > MAX_WGMMA_COLUMNS
-        ):
-            yield (
-                f"tile columns must be at most 256, and per consumer a multiple of {whole} for"
-                f" layout {problem.layout}, got tile={self.tile}"
+                f"tile columns per consumer must be a multiple of 64 for layout {problem.layout},"
+                f" got tile={self.tile}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
         if narrowest * problem.out_dtype.itemsize < 32:
@@ -349,16 +372,7 @@ class HopperConfig(GemmConfig):
         )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        if self.stages < 2 or self.ring_barriers > MAX_BARRIERS:
-            most = MAX_BARRIERS // (2 if self.pingpong else 1)
-            yield f"stages must be from 2 to {most}, got {self.stages}"
-        if self.accumulator_registers > self._most_accumulators:
-            yield (
-                f"a consumer holds at most {self._most_accumulators} accumulator registers per"
-                f" thread, tile={self.tile} needs {self.accumulator_registers};"
-                f" {self._nearest_tile(problem)}"
-            )
-        elif not self.registers_suffice(problem):
+        if not self.registers_suffice(problem):
             yield (
                 f"a consumer has at most {self.most_registers} registers per thread, and what the"
                 f" {self.accumulator_registers} accumulators of tile={self.tile} leave are too few"

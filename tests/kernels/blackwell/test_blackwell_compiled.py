@@ -28,7 +28,7 @@ from pallas_gemm.kernels.activations import gelu_tanh
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell import launch_control
 from pallas_gemm.kernels.blackwell.candidates import SHAPES, candidates
-from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
@@ -169,11 +169,11 @@ def legal_case(rng: np.random.Generator) -> Case:
     epilogues = list(EPILOGUES.values())
     while True:
         problem = drawn_problem(int(rng.integers(60)), epilogues[rng.integers(len(epilogues))])
-        specialised = bool(rng.random() < 0.75)
+        specialised, pairs = bool(rng.random() < 0.75), int(rng.integers(1, 3))
         config = BlackwellConfig(
-            tile=(128, 16 * int(rng.integers(1, 17))),
+            tile=(128, 16 * pairs * int(rng.integers(1, 1 + 16 // pairs))),
             stages=int(rng.integers(1, 9)),
-            cluster=PAIR if rng.random() < 0.5 else (1, 1),
+            cluster=(pairs, 1),
             persistence=rng.choice(["none", "static", "dynamic"]) if specialised else "none",
             schedule=rng.choice(["hilbert", "online_swizzle:8"]),
             store_columns=int(rng.choice([16, 32, 64])),

@@ -48,23 +48,15 @@ CASES = {
     # Whatever the problem.
     "Hopper": case(("needs compute capability 10.x", "NVIDIA H200 has 9.0"), device=H200),
     "consumer": case(("needs compute capability 10.x", "NVIDIA RTX 5090 has 12.0"), device=RTX),
-    "cluster": case(("cluster must be (1, 1) or, for a pair", "got (1, 2)"), cluster=(1, 2)),
-    "tile": case(("tile must be at least 1 row and 1", "got (0, 64)"), tile=(0, 64)),
-    "gated tile": case(("tile must be at least 1 row and 2", "(128, 1)"), GATED, tile=(128, 1)),
-    "persistence": case(
-        ("persistence must be 'none', 'static' or 'dynamic'", "'lazy'"), persistence="lazy"
-    ),
-    "ctas": case(("ctas must be at least one cluster (2)", "got 1"), ctas=1),
-    "store_columns": case(
-        ("store_columns must be 16, 32 or 64", "got 8"), tile=(128, 32), store_columns=8, among=2
-    ),
-    "store_slots": case(("store_slots must be at least 1", "got 0"), store_slots=0),
     "no such cluster": case(
         ("cluster: NVIDIA B200 runs no cluster of (2, 1)",),
         device=dataclasses.replace(B200, measured_clusters=((1, 148), (2, 0))),
     ),
     # The order of the tiles.
-    "schedule's name": case(("schedule: ", "'zigzag'"), schedule="zigzag"),
+    "schedule's columns": case(
+        ("schedule: ", "cols must be at most 65535, got 65537"),
+        dataclasses.replace(NT, n=256 * 65536 + 8),
+    ),
     "schedule's grid": case(
         ("schedule must be made for the grid (16, 16)", "got (32, 32)"),
         schedule=schedules.build("raster", 32, 32),
@@ -75,19 +67,13 @@ CASES = {
         schedule="online_raster",
     ),
     # The tile and its accumulators.
-    "rows": case(("tile rows must be 128", "got tile=(64, 256)"), tile=(64, 256)),
-    "columns": case(
-        ("a multiple of 32 up to 256", "got tile=(128, 320)"), tile=(128, 320), stages=2
-    ),
-    "half a tile": case(("a multiple of 32 up to", "tile=(128, 208)"), tile=(128, 208), among=2),
-    "half an atom": case(("a multiple of 128 up", "layout NN", "192)"), NN, tile=(128, 192)),
+    "half an atom": case(("a multiple of 128 for", "layout NN", "192)"), NN, tile=(128, 192)),
     "half of a gate": case(
-        ("a multiple of 64 up to 256", "2 right operands", "tile=(128, 96)"),
+        ("a multiple of 64 for", "2 right operands", "tile=(128, 96)"),
         GATED,
         tile=(128, 96),
         store_columns=16,
     ),
-    "accumulators": case(("accumulators must be 1 or 2", "got 3"), accumulators=3),
     # How the result is stored.
     "whole chunks": case(
         ("store_columns must divide the 96 columns", "got 64"), tile=(128, 96), store_columns=64
@@ -101,20 +87,7 @@ CASES = {
         store_columns=16,
     ),
     "direct residual": case(("direct_store has no residual",), RESIDUAL, direct_store=True),
-    # The modes.
-    "one tile": case(
-        ("specialised=False computes one tile", "must be 'none'", "'static'"), specialised=False
-    ),
     # What there is of it.
-    "no stages": case(("stages must be from 1 to 32", "got 0"), stages=0),
-    "barriers": case(("stages must be from 1 to 32", "got 33"), tile=(128, 32), stages=33, among=2),
-    "barriers of the residual": case(
-        ("store_slots must be at most 32", "got 33"),
-        tile=(128, 32),
-        stages=1,
-        store_columns=16,
-        store_slots=33,
-    ),
     "memory": case(("shared memory: needs ", "fewer stages than 7"), stages=7),
     # The problem.
     "transposed result": case(
@@ -179,6 +152,55 @@ CASES = {
 }
 
 
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "cluster": ({"cluster": (1, 2)}, "cluster must be (1, 1) or, for a pair", "got (1, 2)"),
+    "tile": ({"tile": (512, 512)}, "tile must be from (1, 1) to (256, 256)", "(512, 512)"),
+    "persistence": (
+        {"persistence": "lazy"},
+        "persistence must be 'none', 'static' or 'dynamic'",
+        "'lazy'",
+    ),
+    "ctas": ({"ctas": 1}, "ctas must be at least one cluster (2)", "got 1"),
+    "store_columns": ({"store_columns": 8}, "store_columns must be 16, 32 or 64", "got 8"),
+    "store_slots": ({"store_slots": 0}, "store_slots must be at least 1", "got 0"),
+    "schedule": ({"schedule": "zigzag"}, "there is no order", "'zigzag'"),
+    "rows": ({"tile": (64, 256)}, "tile rows must be 128", "got tile=(64, 256)"),
+    "columns": ({"tile": (128, 208)}, "tile columns must be a multiple of 32", "tile=(128, 208)"),
+    "accumulators": ({"accumulators": 3}, "accumulators must be 1 or 2", "got 3"),
+    "one tile": (
+        {"specialised": False},
+        "specialised=False computes one tile per cluster: persistence must be 'none'",
+        "'static'",
+    ),
+    "no stages": ({"stages": 0}, "stages must be from 1 to 32", "got 0"),
+    "barriers": ({"stages": 33}, "stages must be from 1 to 32", "got 33"),
+    "barriers of the residual": (
+        {"store_slots": 33},
+        "store_slots must be at most 32",
+        "got 33",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "legal", "value"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_impossible_config_is_refused_where_it_is_made(
+    changes: dict[str, Any], legal: str, value: str
+) -> None:
+    reason = test_config.why_impossible(CONFIG, changes)
+    assert legal in reason
+    assert value in reason
+    assert len(reason) < 200
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1)])
+def test_the_defaults_of_a_config_fit_its_tile(cluster: tuple[int, int]) -> None:
+    for columns in range(16 * cluster[0], 257, 16 * cluster[0]):
+        config = BlackwellConfig(tile=(128, columns), cluster=cluster)
+        assert config.refusals(NT, B200) == ()
+    assert (CONFIG.stages, CONFIG.store_columns) == (6, 64)
+    assert BlackwellConfig(cluster=(1, 1)).stages == 4
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_refusal_says_which_argument_and_what_is_legal(case: test_config.Case) -> None:
     found = [reason for reason in case.reasons if all(part in reason for part in case.says)]
@@ -194,9 +216,10 @@ def test_a_refusal_says_which_argument_and_what_is_legal(case: test_config.Case)
 def test_every_refusal_that_is_written_has_a_case(text: str) -> None:
     # Any other cluster is refused before it comes to the one of all architectures.
     general = "cluster must be one of "
-    assert text == general or any(
-        text in reason for case in CASES.values() for reason in case.reasons
-    )
+    said = [reason for case in CASES.values() for reason in case.reasons]
+    changed = [changes for changes, _, _ in IMPOSSIBLE.values()]
+    said += [test_config.why_impossible(CONFIG, changes) for changes in changed]
+    assert text == general or any(text in reason for reason in said)
 
 
 @given(
@@ -214,8 +237,13 @@ def test_every_refusal_that_is_written_has_a_case(text: str) -> None:
 def test_nonsense_is_refused_and_never_an_error_of_another_kind(
     tile: Any, cluster: Any, numbers: Any, sizes: Any, epilogue: Epilogue
 ) -> None:
-    nonsense = dataclasses.replace(CONFIG, tile=tile, cluster=cluster, **numbers)
-    for reason in nonsense.refusals(Problem(*sizes, epilogue=epilogue), B200):
+    reasons: tuple[str, ...]
+    try:
+        nonsense = dataclasses.replace(CONFIG, tile=tile, cluster=cluster, **numbers)
+        reasons = nonsense.refusals(Problem(*sizes, epilogue=epilogue), B200)
+    except ValueError as error:
+        reasons = (str(error),)
+    for reason in reasons:
         assert re.search(r"must|needs|at most|fewer|no residual", reason)
 
 

@@ -90,7 +90,7 @@ LARGE: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_large_products_go_to_the_kernel_in_every_layout(layout: str, device: Device) -> None:
     a, b = turned(layout, 4096, 2048, 8192)
-    decision = decided(of(*a), of(*b), target=device, **stored(layout))
+    decision = decided(gemm, of(*a), of(*b), target=device, **stored(layout))
     assert (decision.implementation, decision.reason) == ("blackwell", "the kernel for this GPU")
     assert decision.plan is not None
     assert decision.plan.realigned.steps == ()
@@ -131,26 +131,26 @@ def test_the_rest_is_for_xla_and_says_why(
 ) -> None:
     a, b = of(4096, 4096, dtype=dtype), of(4096, 4096, dtype=dtype)
     options = {"preferred_element_type": out, "transpose_b": True}
-    (decision,) = decided(a, b, target=device, **options).products
+    (decision,) = decided(gemm, a, b, target=device, **options).products
     assert (decision.implementation, decision.reason) == ("xla", "no kernel takes it")
     with pytest.raises(ValueError, match=rf"implementation='blackwell' cannot .*{reason}") as error:
-        decided(a, b, target=device, implementation="blackwell", **options)
+        decided(gemm, a, b, target=device, implementation="blackwell", **options)
     assert all(why in str(error.value) for why in dict(decision.refused)["blackwell"])
 
 
 def test_an_order_that_is_computed_is_dealt() -> None:
-    plan = decided(SQUARE, SQUARE, schedule="online_swizzle:8").plan
+    plan = decided(gemm, SQUARE, SQUARE, schedule="online_swizzle:8").plan
     assert plan is not None
     assert (plan.config.schedule, plan.config.persistence) == ("online_swizzle:8", "static")
 
 
 def test_the_kernel_that_is_simulated_is_that_of_the_config() -> None:
     for config in (SMALL, HopperConfig()):
-        plan = explain(of(64, 64), of(64, 64), implementation="interpret", config=config).plan
+        plan = explain(gemm, of(64, 64), of(64, 64), implementation="interpret", config=config).plan
         assert plan is not None
         assert isinstance(plan.config, type(config))
     with pytest.raises(ValueError, match=r"simulator knows no pairs.* got \(2, 1\)"):
-        decided(SQUARE, SQUARE, implementation="interpret", config=BlackwellConfig())
+        decided(gemm, SQUARE, SQUARE, implementation="interpret", config=BlackwellConfig())
 
 
 @pytest.mark.usefixtures("quick_simulator")
