@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 
 from absl import app, flags
 
-from bench import command, gpu, peers, report, shapes
+from bench import command, gpu, peers, random_suite, report, shapes
 from bench.session import Options
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import tables
@@ -41,6 +41,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
     flags.DEFINE_list("suite", ["short"], "Suites, comma-separated; --list shows them.", **text)
+    flags.DEFINE_integer("seed", 0, "Of --suite=random, which draws 64 products.", 0, **text)
     flags.DEFINE_multi_string(
         "shape", [], "A single case instead of suites, as 4096x14336x4096:NT:f16.", **text
     )
@@ -192,7 +193,7 @@ def _cases(values: flags.FlagValues) -> tuple[shapes.Case, ...]:
         cases = [shapes.parse(text) for text in values.shape]
     else:
         suites = command.several("suite", values.suite)
-        cases = [case for name in suites for case in shapes.suite(name)]
+        cases = [case for name in suites for case in random_suite.suite(name, values.seed)]
     for field, choices in (
         ("dtype", values.dtypes),
         ("layout", values.layouts),

@@ -29,7 +29,7 @@ if __package__ in (None, ""):
 from absl import app, flags
 from rich.console import Console
 
-from bench import command, gpu, peers, products, report, shapes, workers
+from bench import command, gpu, peers, products, random_suite, report, shapes, workers
 from pallas_gemm import explain
 from pallas_gemm.device import Device
 from pallas_gemm.planning import tables, targeting
@@ -87,6 +87,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
     flags.DEFINE_list("suites", list(SUITES), "Suites, in the order of tuning.", **text)
+    flags.DEFINE_integer("seed", 0, "Of --suites=random.", 0, **text)
     flags.DEFINE_string("output", None, "The table; default: the package's own.", **text)
     flags.DEFINE_bool("resume", False, "Tune only what the table does not hold yet.", **text)
     flags.DEFINE_string("csv", None, "Write what was found to this file.", **text)
@@ -102,7 +103,7 @@ def options_from(values: flags.FlagValues) -> Options:
     """
     try:
         names = command.several("suites", values.suites)
-        cases = [case for name in names for case in shapes.suite(name)]
+        cases = [case for name in names for case in random_suite.suite(name, values.seed)]
     except ValueError as error:
         raise command.RequestError(str(error)) from None
     return Options(
