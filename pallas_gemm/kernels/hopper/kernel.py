@@ -72,6 +72,7 @@ from pallas_gemm.kernels.hopper.cta import (
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.operand import PANEL, OperandPlan
+from pallas_gemm.kernels.smem import ATOM_ROWS
 
 
 class Target(NamedTuple):
@@ -142,13 +143,36 @@ def _load(
     for part, whole in enumerate(gmem):
         matrix, box = place.matrix(whole, batch), slots.box.at[part, slot]
         if operand.k_major:
-            copy(matrix.at[along, deep], box, full)
+
+            def load_rows(rows: int, matrix: Any = matrix, box: Any = box) -> None:
+                copy(matrix.at[pl.ds(start, rows), deep], box.at[pl.ds(0, rows)], full)
+
+            _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
         elif not operand.paneled:
             copy(matrix.at[deep, along], box, full)
         else:
             for panel in range(operand.tile // PANEL):
                 columns = pl.ds(start + panel * PANEL, PANEL)
                 copy(matrix.at[deep, columns], box.at[panel], full)
+
+
+def _for_rows_that_are_there(
+    operand: OperandPlan, rows: int, start: Any, load: Callable[[int], None]
+) -> None:
+    """Loads a tile by `load(how many rows)`: of the last tile, only those that there are.
+
+    TMA would fill up the tile with zeros, and that takes long: 146 x 6784 x 14784 in mirrored tiles
+    of 64 x 256 takes 149 us on an H200 with them, and 79 us without. What the slot holds in their
+    place gets into rows and columns of the sums that are never stored.
+    """
+    last = -(-(rows % operand.tile) // ATOM_ROWS) * ATOM_ROWS
+    if not last or operand.multicast_axis is not None:
+        load(operand.tile)
+    elif rows < operand.tile:
+        load(last)
+    else:
+        pl.when(start + operand.tile <= rows)(lambda: load(operand.tile))
+        pl.when(start + operand.tile > rows)(lambda: load(last))
 
 
 def consumer(cta: Cta, walk: tiles.Walk) -> None:
