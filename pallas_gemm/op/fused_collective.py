@@ -28,7 +28,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import note
 from pallas_gemm.op.product import equally_varying, product
-from pallas_gemm.planning import dispatch, heuristics, occupancy, targeting
+from pallas_gemm.planning import dispatch, heuristics, occupancy, prediction, targeting
 from pallas_gemm.planning.call import Call, Signature
 from pallas_gemm.problem import Problem
 
@@ -251,7 +251,7 @@ def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
     if not call.options.names_something:
         problem, device, architecture = plan.realigned.problem, plan.device, plan.architecture
         for config in heuristics.rank(problem, device, architecture):
-            seconds = heuristics.seconds(problem, config, device, architecture)
+            seconds = prediction.seconds(problem, config, device, architecture)
             yield dataclasses.replace(plan, config=config, source="heuristics", seconds=seconds)
 
 

@@ -28,8 +28,6 @@ class Architecture:
         config: The class of the kernel's configs.
         problem_refusals: Why the kernel cannot take a problem on a GPU, whatever the config.
         candidates: The configs that the heuristics consider for a problem.
-        shared_rows: Rows of `STEP_BYTES` that shared memory takes in and gives out per k step of a
-            config, each operand as often as it is written or read.
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
@@ -42,7 +40,6 @@ class Architecture:
     config: type[GemmConfig]
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
     candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
-    shared_rows: Callable[[Any], int]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
 
     def fits(self, device: Device) -> bool:
@@ -78,7 +75,6 @@ ARCHITECTURES = (
         hopper_config.HopperConfig,
         lambda problem, _: hopper_config.problem_refusals(problem),
         hopper_candidates.candidates,
-        hopper_candidates.shared_rows,
         _build_hopper,
     ),
     Architecture(
@@ -89,7 +85,6 @@ ARCHITECTURES = (
         blackwell_config.BlackwellConfig,
         blackwell_config.problem_refusals,
         blackwell_candidates.candidates,
-        blackwell_candidates.shared_rows,
         _build_blackwell,
     ),
 )

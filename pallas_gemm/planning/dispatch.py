@@ -15,7 +15,7 @@ from typing import Any
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
-from pallas_gemm.planning import heuristics, precision, tables, xla, xla_faster
+from pallas_gemm.planning import heuristics, precision, prediction, tables, xla, xla_faster
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
 from pallas_gemm.planning.call import NO_EPILOGUE, Call, Options, Signature
 from pallas_gemm.planning.realign import Realigned, realign
@@ -176,7 +176,8 @@ def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
         return _wrong_capability(plan.architecture, options.target)
     if options.names_something or plan.source != "heuristics":
         return None
-    why = xla_faster.why_xla(problem)
+    at_best = prediction.at_best(problem, plan.device, plan.architecture)
+    why = xla_faster.why_xla(problem, plan.seconds, at_best)
     # That is where it was measured; on other GPUs it is what is expected.
     return f"XLA is faster on an H200: {why}" if why else None
 
@@ -201,8 +202,8 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     config, source = _config(call.options, realigned.problem, device, architecture)
     if not isinstance(config, GemmConfig):
         return config
-    seconds = heuristics.seconds(realigned.problem, config, device, architecture)
-    seconds += heuristics.pass_seconds(realigned, device)
+    seconds = prediction.seconds(realigned.problem, config, device, architecture)
+    seconds += prediction.pass_seconds(realigned, device)
     return Plan(architecture, device, realigned, config, source, seconds)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import tables, targeting, xla, xla_faster
+from pallas_gemm.planning import prediction, tables, targeting, xla, xla_faster
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
 from pallas_gemm.planning.call import Call, Operands
 from pallas_gemm.problem import Problem
@@ -253,6 +253,15 @@ def architecture_of(device: Device) -> Architecture | None:
     return next((kind for kind in ARCHITECTURES if kind.fits(device)), None)
 
 
+def left_to_xla(
+    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
+) -> str | None:
+    """Returns why a problem is left to XLA where nothing is tuned or named, None if it is not."""
+    seconds = prediction.seconds(problem, config, device, architecture)
+    at_best = prediction.at_best(problem, device, architecture)
+    return xla_faster.why_xla(problem, seconds, at_best)
+
+
 def problem_label(problem: Problem) -> str:
     """Returns a product in a few characters."""
     sizes = "x".join(map(str, (problem.m, problem.n, problem.k)))
@@ -343,7 +352,7 @@ def _begun(
         problem,
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
-        xla_faster.why_xla(problem) is not None,
+        left_to_xla(problem, configs[0], device, architecture) is not None,
         pool.submit(accuracy.compiled_reference, _exact(problem), *operands),
         later(functools.partial(_drawn, problem), key),
         later(accuracy.tile_errors, result, reference),

@@ -15,7 +15,7 @@ from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.hopper.candidates import MOST_STAGES
 from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
-from pallas_gemm.planning import heuristics
+from pallas_gemm.planning import heuristics, prediction
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.problem import Problem
 
@@ -51,7 +51,7 @@ def configs(
         for config in _structures(first, problem, device)
         if not config.refusals(problem, device)
     ]
-    seconds = {config: heuristics.seconds(problem, config, device, architecture) for config in more}
+    seconds = {config: prediction.seconds(problem, config, device, architecture) for config in more}
     hopeful = [config for config in seconds if seconds[config] <= HOPELESS * min(seconds.values())]
     hopeful.sort(key=lambda config: seconds[config])
     tiles, modes = _split_by_tile([first, *hopeful])

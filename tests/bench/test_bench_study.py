@@ -19,7 +19,8 @@ from bench.peers import Candidate, JaxPeer, Xla, compiled
 from bench.products import plain
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import tables, xla_faster
+from pallas_gemm.planning import tables
+from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning.measure import Result, Settings, Spread, Timing, Turn, Variant
@@ -457,7 +458,7 @@ def finding(problem: Problem, over_xla: float | None = None) -> tuning.Tuned:
 
 def test_what_is_left_to_xla_enters_the_table_only_if_it_wins(tmp_path: pathlib.Path) -> None:
     narrow = shapes.parse("128x128x65536:TN")
-    assert xla_faster.why_xla(narrow.problem) is not None
+    assert tuning.left_to_xla(narrow.problem, HopperConfig(), H200, ARCHITECTURES[0])
     (problem,) = tune.products_of(narrow, H200)
     other = dataclasses.replace(problem, m=256)
     results = [

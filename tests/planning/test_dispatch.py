@@ -14,7 +14,7 @@ from pallas_gemm import gemm
 from pallas_gemm.api import arguments, request
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import dispatch, heuristics, tables, xla_faster
+from pallas_gemm.planning import bands, dispatch, tables, xla_faster
 from pallas_gemm.planning.call import Operands
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.problem import Epilogue
@@ -168,7 +168,7 @@ def test_no_other_order_is_thought_about_where_one_is_named(
     def forbidden(*args: Any) -> str:
         raise AssertionError("an order was looked for")
 
-    monkeypatch.setattr(heuristics, "order", forbidden)
+    monkeypatch.setattr(bands, "order", forbidden)
     plan = _decided(4096, 4096, 4088, schedule="hilbert").plan
     assert plan is not None
     assert (plan.config.schedule, plan.config.tile) == ("hilbert", (128, 256))

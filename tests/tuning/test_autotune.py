@@ -16,7 +16,7 @@ from bench import peers, shapes
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import heuristics, tables, targeting, xla, xla_faster
+from pallas_gemm.planning import heuristics, prediction, tables, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call
 from pallas_gemm.problem import Epilogue, Problem
@@ -132,7 +132,7 @@ def test_what_is_tried_differs_in_every_way_that_predictions_are_blind_to() -> N
 
 def test_nothing_hopeless_is_tried() -> None:
     problem = Problem(8192, 8192, 8192)
-    predicted = [heuristics.seconds(problem, c, H200, HOPPER) for c in tried(problem)]
+    predicted = [prediction.seconds(problem, c, H200, HOPPER) for c in tried(problem)]
     assert max(predicted) <= tuning_space.HOPELESS * min(predicted)
 
 
@@ -257,7 +257,7 @@ def test_tuning_can_be_left_at_any_time() -> None:
 
 @pytest.mark.parametrize(("xla_seconds", "useful"), [(0.9e-5, False), (1.1e-5, True)])
 def test_what_the_heuristics_leave_to_xla_has_to_beat_it(xla_seconds: float, useful: bool) -> None:
-    assert xla_faster.why_xla(NARROW) is not None
+    assert tuning.left_to_xla(NARROW, HopperConfig(), H200, HOPPER) is not None
     found, _ = tuned(NARROW, lambda name: xla_seconds if name == tuning.XLA else 1e-5)
     assert found.over_xla == pytest.approx(xla_seconds / 1e-5)
     assert found.is_useful == useful
@@ -265,7 +265,7 @@ def test_what_the_heuristics_leave_to_xla_has_to_beat_it(xla_seconds: float, use
 
 
 def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
-    assert xla_faster.why_xla(PROBLEM) is None
+    assert tuning.left_to_xla(PROBLEM, HopperConfig(), H200, HOPPER) is None
     found, _ = tuned(PROBLEM)
     assert found.over_xla is None
     assert found.is_useful

@@ -44,12 +44,3 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
             if deeper.shared_memory_bytes(problem) <= device.shared_memory:
                 yield deeper
                 break
-
-
-def shared_rows(config: BlackwellConfig) -> int:
-    """Returns rows of `STEP_BYTES` that shared memory takes in and gives out per k step.
-
-    Each CTA holds and reads its own rows of the left operand, and in a pair half of the right one.
-    """
-    rows, cols = config.tile
-    return 2 * (rows + cols // config.ctas_per_mma)
