@@ -1,7 +1,9 @@
 """Checks of arguments: each error names the argument, its value and what is legal."""
 
 import difflib
+import functools
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,14 +26,20 @@ def array(name: str, x: Any) -> Any:
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    if not (hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))):
+    is_array = hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))
+    if not (is_array or isinstance(x, numbers.Number)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.number):
+    if not _has_values(x.dtype):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     return x
+
+
+def _has_values(dtype: Any) -> bool:
+    """Whether products are of this type: numbers, or bools, which are added up by "or"."""
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -49,7 +57,8 @@ def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool, right: s
     """Checks that `a @ b` is defined; `right` is what the caller calls b.
 
     Raises:
-        ValueError: It is not.
+        ValueError: An operand is a scalar, or the leading dimensions do not broadcast.
+        TypeError: The contracted sizes differ.
     """
     for name, x in (("a", a), (right, b)):
         if x.ndim == 0:
@@ -59,7 +68,7 @@ def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool, right: s
     b_axis = -1 if flipped["b"] or b.ndim == 1 else -2
     if a.shape[a_axis] != b.shape[b_axis]:
         hint = _transposition_hint(a.shape, b.shape, a_axis, b_axis)
-        raise ValueError(
+        raise TypeError(
             f"a and {right} must agree in the contracted size, got {a.shape[a_axis]} in"
             f" a{_shape(a.shape)} (dimension {a_axis}) and {b.shape[b_axis]} in"
             f" {right}{_shape(b.shape)} (dimension {b_axis}) with transpose_a={transpose_a},"
@@ -85,10 +94,14 @@ def _transposition_hint(a: Shape, b: Shape, a_axis: int, b_axis: int) -> str:
 def dimension_numbers(lhs: Any, rhs: Any, given: Any) -> DimensionNumbers:
     """Returns the dimension numbers of a `dot_general` as tuples.
 
+    Without any, the last dimension of a vector or matrix is multiplied with the first of another.
+
     Raises:
-        TypeError: They are not two pairs of sequences of integers.
-        ValueError: They are not legal for these operands.
+        TypeError: They are not two pairs of sequences of integers, or not legal for these operands.
+        ValueError: There are none, and the operands are not such.
     """
+    if given is None:
+        given = _of_matrices(lhs, rhs)
     try:
         numbers_ = normal_dimension_numbers(given)
     except (TypeError, ValueError):
@@ -98,19 +111,19 @@ def dimension_numbers(lhs: Any, rhs: Any, given: Any) -> DimensionNumbers:
         ) from None
     for kind, pair in zip(("contracting", "batch"), numbers_, strict=True):
         if len(pair[0]) != len(pair[1]):
-            raise ValueError(
+            raise TypeError(
                 f"dimension_numbers must name as many {kind} dimensions of lhs as of rhs, got"
                 f" {pair[0]} and {pair[1]}"
             )
         for i, j in zip(*pair, strict=True):
             for name, x, d in (("lhs", lhs, i), ("rhs", rhs, j)):
                 if not 0 <= d < x.ndim:
-                    raise ValueError(
+                    raise TypeError(
                         f"dimension_numbers: {kind} dimension {d} is not one of the {x.ndim}"
                         f" dimensions of {name}{_shape(x.shape)}"
                     )
             if lhs.shape[i] != rhs.shape[j]:
-                raise ValueError(
+                raise TypeError(
                     f"dimension_numbers: {kind} dimensions must have equal sizes, got"
                     f" {lhs.shape[i]} in lhs{_shape(lhs.shape)} (dimension {i}) and {rhs.shape[j]}"
                     f" in rhs{_shape(rhs.shape)} (dimension {j})"
@@ -118,30 +131,71 @@ def dimension_numbers(lhs: Any, rhs: Any, given: Any) -> DimensionNumbers:
     for name, side in (("lhs", 0), ("rhs", 1)):
         named = (*numbers_[0][side], *numbers_[1][side])
         if len(set(named)) != len(named):
-            raise ValueError(
+            raise TypeError(
                 f"dimension_numbers names a dimension of {name} twice: contracting"
                 f" {numbers_[0][side]}, batch {numbers_[1][side]}"
             )
     return numbers_
 
 
-def result_dtype(a: Any, b: Any, preferred_element_type: Any) -> np.dtype:
-    """Returns the type of the result: the preferred one, or what JAX promotes the operands to.
+def _of_matrices(lhs: Any, rhs: Any) -> Any:
+    if {lhs.ndim, rhs.ndim} <= {1, 2} and lhs.shape[-1] == rhs.shape[0]:
+        return (((lhs.ndim - 1,), (0,)), ((), ()))
+    raise ValueError(
+        "dimension_numbers=None needs vectors or matrices, the last dimension of lhs as long as the"
+        f" first of rhs, got lhs{_shape(lhs.shape)} and rhs{_shape(rhs.shape)}"
+    )
+
+
+def result_type(
+    a: Any,
+    b: Any,
+    preferred_element_type: Any = None,
+    product: Callable[..., jax.Array] = jnp.matmul,
+    precision: Any = None,
+) -> jax.ShapeDtypeStruct:
+    """Returns the type that the result has, and whether it is weak, as JAX's own product says.
+
+    Args:
+        a: The left operand.
+        b: The right operand.
+        preferred_element_type: As for `product`.
+        product: Whose rules count: `jnp.matmul` promotes the operands, `lax.dot` takes the larger.
+        precision: As for `product`; some values allow types that are narrower than the operands'.
 
     Raises:
-        TypeError: `preferred_element_type` is no type of numbers.
+        TypeError: `preferred_element_type` is no type of numbers, or not one for these operands.
+        ValueError: JAX promotes the operands to no common type.
     """
-    if preferred_element_type is None:
-        return np.dtype(jnp.promote_types(a.dtype, b.dtype))
+    wanted = None
+    if preferred_element_type is not None:
+        wanted = _number_type("preferred_element_type", preferred_element_type)
+    operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
+    settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
+    return _result_type(product, *operands, wanted, precision, settings)
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_type(
+    product: Callable[..., jax.Array],
+    a: tuple[np.dtype, bool],
+    b: tuple[np.dtype, bool],
+    preferred: np.dtype | None,
+    precision: Any,
+    _settings: Any,
+) -> jax.ShapeDtypeStruct:
+    vectors = [jax.ShapeDtypeStruct((1,), dtype, weak_type=weak) for dtype, weak in (a, b)]
+    multiply = functools.partial(product, precision=precision, preferred_element_type=preferred)
+    return jax.eval_shape(multiply, *vectors)
+
+
+def _number_type(name: str, value: Any) -> np.dtype:
     try:
-        wanted = jax.dtypes.canonicalize_dtype(preferred_element_type)
+        wanted = jax.dtypes.canonicalize_dtype(value)
     except TypeError:
         wanted = None
-    if wanted is None or not jnp.issubdtype(wanted, jnp.number):
-        raise TypeError(
-            f"preferred_element_type={preferred_element_type!r} is no type of numbers, such as"
-            " jnp.float32"
-        )
+    if wanted is None or not _has_values(wanted):
+        raise TypeError(f"{name}={value!r} is no type of numbers, such as jnp.float32")
     return np.dtype(wanted)
 
 
@@ -162,7 +216,7 @@ def scale(name: str, value: Any) -> float:
         raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
 
 
-def epilogue_dtype(epilogue: Epilogue, operand_dtype: Any, out_dtype: Any) -> None:
+def epilogue_dtype(epilogue: Epilogue, operand_dtypes: Sequence[Any], out_dtype: Any) -> None:
     """Checks that an epilogue makes sense for these types.
 
     Raises:
@@ -170,12 +224,12 @@ def epilogue_dtype(epilogue: Epilogue, operand_dtype: Any, out_dtype: Any) -> No
     """
     if epilogue.is_identity:
         return
-    if jnp.issubdtype(operand_dtype, jnp.complexfloating) or not jnp.issubdtype(
-        out_dtype, jnp.floating
-    ):
+    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in operand_dtypes)
+    if is_complex or not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(
             "alpha, bias, activation, residual and gates need real operands and a floating-point"
-            f" result, got operands of {operand_dtype} and a result of {out_dtype};"
+            f" result, got operands of {' and '.join(map(str, dict.fromkeys(operand_dtypes)))} and"
+            f" a result of {out_dtype};"
             " preferred_element_type=jnp.float32 would be legal for integers"
         )
 
@@ -230,7 +284,7 @@ def bias(x: Any, columns: int | None) -> Any:
 
     Raises:
         ValueError: Its shape is another.
-        TypeError: It is complex.
+        TypeError: It is complex or of bools.
     """
     if x is None:
         return None
@@ -250,7 +304,7 @@ def residual(x: Any, shape: Shape) -> Any:
 
     Raises:
         ValueError: Its shape is another.
-        TypeError: It is complex.
+        TypeError: It is complex or of bools.
     """
     if x is None:
         return None
@@ -263,7 +317,7 @@ def residual(x: Any, shape: Shape) -> Any:
 
 
 def _real(name: str, x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be an array of real numbers, got dtype {x.dtype}")
     return x
 

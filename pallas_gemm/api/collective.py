@@ -66,7 +66,7 @@ def all_gather_gemm(
     a, b = arguments.array("a", a), arguments.array("b", b)
     columns = _check_factors(a, b, transpose_b)
     bias = arguments.bias(bias, columns)
-    dtype = arguments.result_dtype(a, b, preferred_element_type)
+    dtype = arguments.result_type(a, b, preferred_element_type).dtype
     _axis_size(axis_name)
     group = _Group(
         axis_name,
@@ -119,7 +119,7 @@ def gemm_reduce_scatter(
             f"a has {a.shape[-2]} rows, which the {size} devices along axis_name={axis_name!r} do"
             " not divide"
         )
-    dtype = arguments.result_dtype(a, b, preferred_element_type)
+    dtype = arguments.result_type(a, b, preferred_element_type).dtype
     group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, dtype), precision)
     a, b, _ = group.varying(a, b, None)
     return _scattered(group, a, b)

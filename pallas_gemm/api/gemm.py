@@ -16,6 +16,7 @@ from pallas_gemm.op import autodiff as autodiff
 from pallas_gemm.op import batching as batching
 from pallas_gemm.op import lowering as lowering
 from pallas_gemm.op import mesh_context
+from pallas_gemm.op import taylor as taylor
 from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.explicit import explicit_product
 from pallas_gemm.op.product import formed_product
@@ -79,7 +80,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     Raises:
         ValueError: A shape, or a combination of arguments, is not legal, or what was named cannot
             compute this product; the message has every reason.
-        TypeError: An argument is of the wrong type.
+        TypeError: An argument is of the wrong type, or the contracted sizes differ.
     """
     options = arguments.options(implementation, config, schedule)
     epilogue = Epilogue(alpha=alpha, beta=beta, activation=activation)  # type: ignore[arg-type]

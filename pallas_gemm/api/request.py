@@ -22,9 +22,8 @@ from pallas_gemm.planning.call import Call, Operands, Options, Signature, signat
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
 
-_FLOATS = frozenset(
-    map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2))
-)
+_NARROW_FLOATS = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
+_FLOATS = _NARROW_FLOATS | frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 _INTEGERS = frozenset(map(np.dtype, (jnp.int8, jnp.int32)))
 _OPERANDS = _FLOATS | {np.dtype(jnp.int8)}
 
@@ -110,8 +109,15 @@ def of_gemm(
         gated=up is not None,
     )
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
+    if result.get("preferred_element_type") is not None:
+        a = _strong(a)
     given = Operands(a, b, up, bias, residual)
     return _request(given, form, epilogue, options, multiply, **result)
+
+
+def _strong(x: Any) -> Any:
+    """Returns an operand that no weakly typed result can come from."""
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def of_dot_general(
@@ -132,18 +138,20 @@ def _request(
     form: Form,
     epilogue: Epilogue,
     options: Options,
-    multiply: Callable[..., jax.Array],
+    multiply: functools.partial[jax.Array],
     *,
     preferred_element_type: Any = None,
     precision: Any = None,
     out_sharding: Any = None,
 ) -> Request:
-    dtype = arguments.result_dtype(operands.a, operands.b, preferred_element_type)
-    arguments.epilogue_dtype(epilogue, operands.a.dtype, dtype)
+    resolved = precisions.resolve(precision)
+    rules = jnp.matmul if multiply.func is _matmul else lax.dot
+    wanted = preferred_element_type
+    dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
+    arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(
         options, target=known_target(*operands.present()), reduced=reduction_dtype()
     )
-    resolved = precisions.resolve(precision)
     call = Call(dtype, form.a.transposed, form.b.transposed, epilogue, resolved, options)
     outside = _outside(call, operands, out_sharding)
     if outside is not None and options.implementation not in (None, "xla"):
@@ -151,7 +159,8 @@ def _request(
             f"implementation={options.implementation!r} cannot compute this product: {outside};"
             " None or 'xla' can"
         )
-    by_xla = functools.partial(_by_xla, call, multiply, out_sharding)
+    multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
+    by_xla = functools.partial(_by_xla, call, multiply, wanted)
     return Request(call, form, operands, by_xla, outside)
 
 
@@ -162,6 +171,8 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
     if foreign := dtypes - _OPERANDS:
         return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
+    if len(dtypes) > 1 and not dtypes <= _NARROW_FLOATS:
+        return f"no kernel multiplies {' by '.join(sorted(map(str, dtypes)))}"
     if call.out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
         names = ", ".join(sorted(map(str, dtypes)))
         return f"no kernel makes a result of {call.out_dtype} from {names}"
@@ -191,18 +202,17 @@ def _explicit_mesh(x: Any) -> Any:
 
 
 def _by_xla(
-    call: Call, product: Callable[..., jax.Array], out_sharding: Any, *operands: jax.Array
+    call: Call, multiply: Callable[..., jax.Array], wanted: Any, *operands: jax.Array
 ) -> jax.Array:
     """Computes a request by XLA's product, which JAX derives and partitions itself."""
     given = call.unpack(operands)
-    multiply = functools.partial(
-        product, given.a, precision=call.precision, out_sharding=out_sharding
-    )
     if call.epilogue.is_identity:
-        return multiply(given.b, preferred_element_type=call.out_dtype)
-    wide = xla.wide_dtype(given.a.dtype, call.out_dtype)
+        # Without a preferred type it is JAX's to say that the result is weakly typed.
+        return multiply(given.a, given.b, preferred_element_type=wanted)
+    inexact = (x.dtype for x in (given.a, given.b) if not jnp.issubdtype(x.dtype, jnp.integer))
+    wide = xla.wide_dtype(next(inexact, given.a.dtype), call.out_dtype)
     rights = [b for b in (given.b, given.up) if b is not None]
-    sums = [multiply(b, preferred_element_type=wide) for b in rights]
+    sums = [multiply(given.a, b, preferred_element_type=wide) for b in rights]
     return xla.finish(call.epilogue, sums, given).astype(call.out_dtype)
 
 

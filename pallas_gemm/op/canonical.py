@@ -243,7 +243,7 @@ def _in_order(shape: Shape, order: Shape) -> bool:
 
 
 def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:
-    """Returns dimension numbers as tuples of Python ints."""
+    """Returns dimension numbers as tuples of Python ints; one number may stand alone."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     return (
         (_ints(lhs_contract), _ints(rhs_contract)),
@@ -252,4 +252,7 @@ def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:
 
 
 def _ints(dims: Any) -> Shape:
-    return tuple(map(operator.index, dims))
+    try:
+        return (operator.index(dims),)
+    except TypeError:
+        return tuple(map(operator.index, dims))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from pallas_gemm import einsum, explain
+from pallas_gemm import dot_general, einsum, explain
 from tests import reference
 
 # Subscripts, shapes, and how many products and transposed operands they come down to.
@@ -65,17 +65,11 @@ def test_indices_may_be_numbers(rng: np.random.Generator) -> None:
     reference.assert_exact(result, (reference.wide(a) @ reference.wide(b)).T)
 
 
+@jax.numpy_dtype_promotion("standard")
 def test_a_sum_before_a_product_does_not_overflow() -> None:
     many = jnp.ones((1000, 2), jnp.int8)
     result = einsum("ij,jk->k", many, jnp.ones((2, 3), jnp.int8), preferred_element_type=jnp.int32)
     np.testing.assert_array_equal(result, [2000, 2000, 2000])
-
-
-def test_booleans_are_left_to_jax() -> None:
-    yes = jnp.ones((2, 2), bool)
-    result = einsum("ij,jk->ik", yes, yes)
-    assert result.dtype == bool
-    assert result.all()
 
 
 def test_gradients_and_maps_are_those_of_a_product(rng: np.random.Generator) -> None:
@@ -99,9 +93,74 @@ def test_the_sharding_of_the_result_is_that_which_is_asked_for() -> None:
         np.testing.assert_array_equal(result, np.full((4, 2, 6, 10), 8.0))
 
 
+def test_several_operands_may_have_a_sharding_asked_for() -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        a = jax.device_put(jnp.ones((4, 6)), jax.P("x", "y"))
+        b = jax.device_put(jnp.ones((6, 8)), jax.P("y", None))
+        c = jax.device_put(jnp.ones((8, 2)), jax.P(None, "x"))
+        result = einsum("ij,jk,kl->il", a, b, c, out_sharding=jax.P("x", "y"))
+        assert jax.typeof(result).sharding.spec == jax.P("x", "y")
+        np.testing.assert_array_equal(result, np.full((4, 2), 48.0))
+
+
+def test_partial_sums_of_a_transposed_result_may_be_asked_for() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        a = jax.device_put(jnp.ones((2, 4, 6)), jax.P(None, None, "x"))
+        b = jax.device_put(jnp.ones((6, 8)), jax.P("x", None))
+
+        def contract(op: Any) -> Any:
+            sums = jax.jit(lambda a, b: op("bij,jk->ibk", a, b, out_sharding=partial))(a, b)
+            return sums, jax.sharding.reshard(sums, jax.P())
+
+        partial = jax.P(None, None, None, unreduced={"x"})
+        ours, stock = contract(einsum), contract(jnp.einsum)
+        assert jax.typeof(ours[0]) == jax.typeof(stock[0])
+        np.testing.assert_array_equal(ours[1], stock[1])
+
+
+@pytest.mark.parametrize(
+    "optimize",
+    [False, True, "greedy", [(0, 1), (0, 1)], [[1, 2], [0, 1]], ((1, 2), (0, 1))],
+    ids=repr,
+)
+def test_pairs_are_chosen_as_by_jax_and_multiplied_by_what_a_layer_passes(optimize: Any) -> None:
+    operands = [jnp.ones(shape) for shape in ((2, 3), (3, 40), (40, 5))]
+
+    def products(op: Any) -> list[tuple[int, ...]]:
+        seen = []
+
+        def multiply(*args: Any, **kwargs: Any) -> jax.Array:
+            seen.append(dot_general(*args, **kwargs))
+            return seen[-1]
+
+        how = {"optimize": optimize, "out": None, "_dot_general": multiply}
+        result = op("ij,jk,kl", *operands, **how)
+        np.testing.assert_array_equal(result, np.full((2, 5), 120.0))
+        return [product.shape for product in seen]
+
+    assert len(products(einsum)) == 2
+    assert products(einsum) == products(jnp.einsum)
+
+
+def test_sizes_may_be_symbols() -> None:
+    rows, columns = jax.export.symbolic_shape("rows, columns")
+    exported = jax.export.export(jax.jit(lambda a, b: einsum("ri,...ic->...cr", a, b)))(
+        jax.ShapeDtypeStruct((rows, 3), jnp.float32),
+        jax.ShapeDtypeStruct((2, 3, columns), jnp.float32),
+    )
+    np.testing.assert_array_equal(
+        exported.call(np.ones((4, 3), np.float32), np.ones((2, 3, 5), np.float32)),
+        np.full((2, 5, 4), 3.0),
+    )
+
+
 def test_what_does_not_fit_is_refused() -> None:
     a = jnp.ones((2, 3))
     with pytest.raises(ValueError, match="label 'j' for operand 1"):
         einsum("ij,jk", a, a)
-    with pytest.raises(ValueError, match="three or more operands in one step"):
+    with pytest.raises(NotImplementedError, match="3 or more operands"):
         einsum("ij,kj,kl", a, a, a, optimize=[(0, 1, 2)])
+    with pytest.raises(NotImplementedError, match="'out' argument"):
+        einsum("ij,kj", a, a, out=np.ones((2, 2)))

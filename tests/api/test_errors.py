@@ -21,30 +21,31 @@ NUMBERS = (((1,), (0,)), ((), ()))
 CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no array", lambda: gemm([[1.0]], B), TypeError, "a must be an array, got list"),
     ("none", lambda: gemm(A, None), TypeError, "b must be an array, got NoneType"),
-    ("bools", lambda: gemm(A > 0, B), TypeError, "a must be an array of numbers, got dtype bool"),
+    ("keys", lambda: gemm(jax.random.key(0), B), TypeError, "a must be .* numbers, got dtype key"),
+    ("a Python number", lambda: gemm(2.0, B), ValueError, "a must have at least one dim"),
     ("a scalar", lambda: gemm(jnp.float32(1), B), ValueError, "a must have at least one dim"),
     (
         "contracted sizes",
         lambda: gemm(A, A),
-        ValueError,
+        TypeError,
         r"contracted size, got 6 in a\[4, 6\] .* and 4 in b\[4, 6\].*transpose_b=True would fit",
     ),
     (
         "a transposition too many",
         lambda: gemm(A, B, transpose_a=True),
-        ValueError,
+        TypeError,
         "transpose_a=False would fit",
     ),
     (
         "no transposition helps",
         lambda: gemm(A, jnp.ones((5, 7))),
-        ValueError,
+        TypeError,
         r"with transpose_a=False, transpose_b=False$",
     ),
     (
         "vectors",
         lambda: gemm(jnp.ones(3), jnp.ones(4)),
-        ValueError,
+        TypeError,
         r"got 3 in a\[3\] .* and 4 in b\[4\]",
     ),
     (
@@ -144,7 +145,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     (
         "the name of the first weight",
         lambda: gated_gemm(A, A, A),
-        ValueError,
+        TypeError,
         r"a and w_gate must agree .* in w_gate\[4, 6\].*transpose_b=True would fit",
     ),
     (
@@ -176,9 +177,15 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     (
         "preferred type of no numbers",
-        lambda: matmul(A, B, preferred_element_type=bool),
+        lambda: matmul(A, B, preferred_element_type=object),
         TypeError,
-        "preferred_element_type=<class 'bool'> is no type of numbers",
+        "preferred_element_type=<class 'object'> is no type of numbers",
+    ),
+    (
+        "preferred type that is narrower",
+        lambda: matmul(A.astype(int), B.astype(int), preferred_element_type=jnp.int8),
+        TypeError,
+        "`preferred_element_type` must not be narrower",
     ),
     (
         "an epilogue of integers",
@@ -245,27 +252,39 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"dimension_numbers must be \(\(lhs_contracting",
     ),
     (
+        "no dimension numbers",
+        lambda: dot_general(A, A, None),
+        ValueError,
+        r"needs vectors or matrices, .* got lhs\[4, 6\] and rhs\[4, 6\]",
+    ),
+    (
+        "a masked array",
+        lambda: matmul(np.ma.masked_array(np.ones((4, 6), np.float32)), B),
+        ValueError,
+        "masked arrays are not supported",
+    ),
+    (
         "a dimension that is not there",
         lambda: dot_general(A, B, (((2,), (0,)), ((), ()))),
-        ValueError,
+        TypeError,
         r"contracting dimension 2 is not one of the 2 dimensions of lhs\[4, 6\]",
     ),
     (
         "dimensions that do not match",
         lambda: dot_general(A, B, (((0,), (0,)), ((), ()))),
-        ValueError,
+        TypeError,
         r"equal sizes, got 4 in lhs\[4, 6\] \(dimension 0\) and 6 in rhs\[6, 8\]",
     ),
     (
         "dimensions without a partner",
         lambda: dot_general(A, B, (((0, 1), (0,)), ((), ()))),
-        ValueError,
+        TypeError,
         r"as many contracting dimensions of lhs as of rhs, got \(0, 1\) and \(0,\)",
     ),
     (
         "a dimension twice",
         lambda: dot_general(A, A, (((0,), (0,)), ((0,), (0,)))),
-        ValueError,
+        TypeError,
         r"names a dimension of lhs twice: contracting \(0,\), batch \(0,\)",
     ),
 ]

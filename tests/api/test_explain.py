@@ -69,9 +69,8 @@ def test_what_was_refused_is_said() -> None:
             explain(
                 gemm,
                 _shape(4096, 4096, dtype=jnp.float32),
-                _shape(4096, 4096),
+                _shape(4096, 4096, dtype=jnp.float32),
                 precision="highest",
-                preferred_element_type=jnp.float32,
             )
         )
     assert "not hopper" in text

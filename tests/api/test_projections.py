@@ -384,7 +384,7 @@ def test_a_simulated_sum_of_products_is_rounded_once(layout: tuple[bool, bool]) 
         (
             [jnp.ones((3, 4)), jnp.ones((4, 3))],
             None,
-            ValueError,
+            TypeError,
             r"weights\[1\]: a and b must agree",
         ),
         ([jnp.ones((3, 4))], [jnp.ones(3)], ValueError, r"weights\[0\]: bias must"),

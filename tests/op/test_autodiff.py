@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet
 from jax.extend import core
 from jax.test_util import check_grads
 
@@ -360,6 +361,40 @@ def test_policies_of_checkpoint_know_the_results() -> None:
     assert _saved(ours.dots_with_no_batch_dims_saveable, layers, a, b, c) == 2 + 2
     by_name = jax.checkpoint_policies.save_only_these_names("pallas_gemm_out")
     assert _saved(by_name, layers, a, b, c) == 2 + 2
+
+
+def test_results_may_wait_in_other_memory() -> None:
+    a = jnp.ones((8, 16))
+    policy = pallas_gemm.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def loss(a: jax.Array) -> jax.Array:
+        hidden = jnp.sin(jnp.sin(a) @ a.T)
+        return jnp.sum(jnp.sin(gemm(hidden, a)))
+
+    _, pull = jax.vjp(jax.checkpoint(loss, policy=policy), a)
+    waiting = [x.shape for x in jax.tree.leaves(pull) if x.sharding.memory_kind == "pinned_host"]
+    # The result of each product: XLA's and ours.
+    assert sorted(waiting) == [(8, 8), (8, 16)]
+    assert _saved(policy, loss, a) == 1 + 2
+
+
+def test_taylor_series_are_those_of_xlas_product(rng: np.random.Generator) -> None:
+    shapes = ((4, 6), (6, 8), (8,), (4, 8))
+    primals = tuple(reference.integers(rng, shape, jnp.float32) for shape in shapes)
+    # Even, because the second derivative is twice the coefficient.
+    terms = tuple([2 * x, -2 * x] for x in primals)
+
+    def ours(a: jax.Array, b: jax.Array, bias: jax.Array, residual: jax.Array) -> Any:
+        one = gemm(a, b, bias=bias, residual=residual, activation=jnp.square, alpha=2, beta=3)
+        return [one, *pallas_gemm.projections(a, [b, b], biases=[bias, bias])]
+
+    def stock(a: jax.Array, b: jax.Array, bias: jax.Array, residual: jax.Array) -> Any:
+        one = jnp.square(2 * (a @ b) + bias[None]) + 3 * residual
+        return [one, a @ b + bias[None], a @ b + bias[None]]
+
+    right = jet.jet(stock, primals, terms)
+    for f in (ours, jax.jit(ours)):
+        jax.tree.map(np.testing.assert_array_equal, jet.jet(f, primals, terms), right)
 
 
 def test_checkpoint_changes_no_gradient() -> None:
