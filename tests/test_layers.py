@@ -1,0 +1,119 @@
+"""Imports point one way: no module knows of a layer above its own, and no two know each other.
+
+Lazy imports count: a function that imports what is above it is an arrow back all the same.
+"""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGES = ("schedules", "pallas_gemm", "bench", "examples")
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("schedules", "pallas_gemm._version", "pallas_gemm.offline"),
+    ("pallas_gemm.problem", "pallas_gemm.device"),
+    ("pallas_gemm.config",),
+    ("pallas_gemm.kernels",),
+    ("pallas_gemm.kernels.hopper", "pallas_gemm.kernels.blackwell"),
+    ("pallas_gemm.planning",),
+    ("pallas_gemm.op", "pallas_gemm.tuning"),
+    ("pallas_gemm.api", "pallas_gemm.checkpoint_policies"),
+    ("pallas_gemm",),
+    ("pallas_gemm.flax", "bench"),
+    ("examples",),
+)
+"""What is in one row knows what is in the rows above, and itself; the longest name counts.
+
+Of the package itself, row `pallas_gemm` holds what re-exports its names, and the command line.
+"""
+
+FEW = 9
+"""Python files that a reader finds at the top of the package."""
+
+
+def _name(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    _name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def _imports(path: pathlib.Path) -> Iterator[str]:
+    """Yields the modules of this project that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from package import module` imports the module.
+            names = [
+                whole if (whole := f"{node.module}.{alias.name}") in MODULES else node.module
+                for alias in node.names
+            ]
+        yield from (name for name in names if name in MODULES)
+
+
+GRAPH = {name: sorted({*_imports(path)} - {name}) for name, path in MODULES.items()}
+
+
+def _home(module: str) -> str:
+    """Returns the entry of `LAYERS` that a module belongs to."""
+    owners = [own for row in LAYERS for own in row if f"{module}.".startswith(f"{own}.")]
+    assert owners, f"{module} belongs to no layer"
+    return max(owners, key=len)
+
+
+def _row(home: str) -> int:
+    return next(i for i, row in enumerate(LAYERS) if home in row)
+
+
+def _cycle(graph: dict[str, list[str]]) -> list[str]:
+    """Returns a chain of modules that leads back to its first; empty without one."""
+    finished: set[str] = set()
+
+    def walk(module: str, chain: list[str]) -> list[str]:
+        if module in chain:
+            return [*chain[chain.index(module) :], module]
+        if module in finished:
+            return []
+        for other in graph[module]:
+            if found := walk(other, [*chain, module]):
+                return found
+        finished.add(module)
+        return []
+
+    return next((found for module in graph if (found := walk(module, []))), [])
+
+
+@pytest.mark.parametrize("module", GRAPH)
+def test_no_arrow_points_up(module: str) -> None:
+    own = _home(module)
+    wrong = [
+        other
+        for other in GRAPH[module]
+        if (home := _home(other)) != own and _row(home) >= _row(own)
+    ]
+    assert not wrong, f"{module}, of {own}, imports {', '.join(wrong)}"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not (chain := _cycle(GRAPH)), " -> ".join(chain)
+
+
+def test_arrows_and_cycles_are_noticed() -> None:
+    assert _cycle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c", "b"]
+    assert not _cycle({"a": ["b", "c"], "b": ["c"], "c": []})
+    assert _row(_home("pallas_gemm.kernels.hopper.plan")) > _row(_home("pallas_gemm.kernels.smem"))
+    assert _home("pallas_gemm.__main__") == "pallas_gemm"
+    # An import inside of a function, of a module by way of its package.
+    assert "pallas_gemm.api.doctor" in GRAPH["pallas_gemm.__main__"]
+
+
+def test_the_top_of_the_package_is_read_at_a_glance() -> None:
+    assert len(list((ROOT / "pallas_gemm").glob("*.py"))) <= FEW
