@@ -75,8 +75,10 @@ def settings(platform: str) -> dict[str, str]:
     """Returns the variables of a worker's environment."""
     flags = os.environ.get("XLA_FLAGS", "")
     if platform == "cpu":
-        # The simulator waits inside the thread pool that a product would want a second thread of.
-        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false"}
+        # The simulator's threads wait inside XLA's thread pool: it has to have one for each of them,
+        # which it has for many devices, and a product may want no second one.
+        threads = "--xla_force_host_platform_device_count=32 --xla_cpu_multi_thread_eigen=false"
+        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {threads}"}
     # XLA's own products are only what is compared with; to tune them takes longer than to run.
     return {"XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0"}
 
