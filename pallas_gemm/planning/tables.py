@@ -16,6 +16,7 @@ its cache.
 import contextlib
 import contextvars
 import dataclasses
+import fcntl
 import functools
 import importlib.resources
 import json
@@ -243,8 +244,9 @@ class Table:
         path = user_path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            before = _user_table(self.device)
-            (before | self if before else self).save(path)
+            with _alone_in(path.parent):
+                before = _user_table(self.device)
+                (before | self if before else self).save(path)
         except OSError as error:
             raise OSError(
                 f"cannot write tuned configs to {path}: {error.strerror or error};"
@@ -266,6 +268,19 @@ class Table:
             raise TableError(f"{path}: it is not text: {error}") from None
         except TableError as error:
             raise TableError(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process merges its entries into a file of this folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # Some network file systems know no locks: there the last one to write counts.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,10 +427,11 @@ def _user_table(device: str) -> Table | None:
         _warn_once(str(error))
         return None
     try:
-        stamp = path.stat().st_mtime_ns
+        now = path.stat()
     except OSError:
         return None
-    return _read(path, stamp, device)
+    # Clocks of files tick a few times in a hundredth of a second, and each save makes a new file.
+    return _read(path, (now.st_mtime_ns, now.st_ino, now.st_size), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -424,7 +440,11 @@ def _warn_once(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: pathlib.Path, stamp: int, device: str) -> Table | None:  # noqa: ARG001 - the key
+def _read(
+    path: pathlib.Path,
+    stamp: tuple[int, int, int],  # noqa: ARG001 - the key
+    device: str,
+) -> Table | None:
     """Reads a user's table; again only when the file has changed, and so warns only once."""
     try:
         table = Table.load(path)

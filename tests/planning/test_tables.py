@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -247,6 +249,54 @@ def test_saving_for_the_user_keeps_what_was_there() -> None:
     path = table(SECOND, OTHER).save_for_user()
     assert Table.load(path) == table(FIRST) | table(SECOND, OTHER)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+SAVES = """
+import sys, time
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning.tables import Entry, Key, Table
+from pallas_gemm.problem import Problem
+
+save = Table.save
+
+def slowly(table, path):
+    # Between what was read and what is written, the other process has its turn.
+    time.sleep(0.01)
+    save(table, path)
+
+Table.save = slowly
+print("ready", flush=True)
+sys.stdin.readline()
+for m in map(int, sys.argv[1:]):
+    entry = {Key.of(Problem(m, 768, 1024)): Entry(HopperConfig(), 1e-5)}
+    Table.of(H200.kind, entry).save_for_user()
+"""
+
+
+def test_processes_that_save_at_once_keep_what_the_others_saved(folder: pathlib.Path) -> None:
+    rows = range(64, 64 + 8 * 40, 8)
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", SAVES, *map(str, rows[i::2])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for i in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert {key.m for key in Table.load(tables.user_path(H200.kind)).by_key} == set(rows)
 
 
 def test_a_changed_file_is_read_again() -> None:

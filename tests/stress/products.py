@@ -75,8 +75,8 @@ def settings(platform: str) -> dict[str, str]:
     """Returns the variables of a worker's environment."""
     flags = os.environ.get("XLA_FLAGS", "")
     if platform == "cpu":
-        # The simulator's threads wait inside XLA's thread pool: it has to have one for each of them,
-        # which it has for many devices, and a product may want no second one.
+        # The simulator's threads wait inside XLA's thread pool: it has to have one for each of
+        # them, which it has for many devices, and a product may want no second one.
         threads = "--xla_force_host_platform_device_count=32 --xla_cpu_multi_thread_eigen=false"
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {threads}"}
     # XLA's own products are only what is compared with; to tune them takes longer than to run.

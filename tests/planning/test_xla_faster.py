@@ -1,0 +1,112 @@
+"""What is left to XLA: each measured rule on both sides of each of its thresholds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_gemm import explain, gemm, target
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning import tables, xla_faster
+from pallas_gemm.problem import Epilogue, Problem
+
+FUSED = Epilogue(activation=jax.nn.relu)
+WIDE = {"a_dtype": jnp.float32, "b_dtype": jnp.float32, "out_dtype": jnp.float32}
+
+# A problem that the kernel gets, one that XLA gets, and the rule that says so.
+EDGES = {
+    "columns": (Problem(4096, 128, 1024), Problem(4096, 64, 1024), "fewer than 128 columns"),
+    "last column": (Problem(4096, 128, 64), Problem(4096, 127, 64), "fewer than 128 columns"),
+    "rows": (
+        Problem(128, 4096, 1024, transpose_a=True),
+        Problem(64, 4096, 1024, transpose_a=True),
+        "fewer than 128 rows",
+    ),
+    "rows as stored": (
+        Problem(64, 4096, 1024),
+        Problem(64, 4096, 1024, transpose_a=True),
+        "fewer than 128 rows",
+    ),
+    "depth": (Problem(512, 640, 2048), Problem(512, 640, 2112), "is long for 80 tiles"),
+    "tiles": (Problem(512, 768, 4096), Problem(512, 704, 4096), "is long for 88 tiles"),
+    "batch of tiles": (
+        Problem(512, 384, 4096, batch=2),
+        Problem(512, 384, 4096),
+        "is long for 48 tiles",
+    ),
+    "ragged tiles": (
+        Problem(64 * 5 + 1, 1024, 4096),
+        Problem(64 * 5, 1024, 4096),
+        "is long for 80 tiles",
+    ),
+    "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
+    "short from above": (Problem(4096, 4096, 1024), Problem(4096, 4096, 960), "K=960 is short"),
+    "short of many": (Problem(4096, 4032, 512), Problem(4096, 4096, 512), "K=512 is short"),
+    "short of a batch": (
+        Problem(2048, 2048, 512, batch=3),
+        Problem(2048, 2048, 512, batch=4),
+        "K=512 is short",
+    ),
+    "short and fused": (
+        Problem(4096, 4096, 512, epilogue=FUSED),
+        Problem(4096, 4096, 512),
+        "K=512 is short",
+    ),
+    "left lines": (Problem(4096, 4096, 4096), Problem(4096, 4096, 4104), "rows of 4104 elements"),
+    "right lines": (Problem(4096, 4096, 4096), Problem(4096, 4104, 4096), "rows of 4104 elements"),
+    "wide": (
+        Problem(4096, 4096, 4096, transpose_b=True, epilogue=FUSED, **WIDE),
+        Problem(4096, 4096, 4096, transpose_b=True, **WIDE),
+        "float32 results",
+    ),
+    "aligned rows": (
+        Problem(1001, 1001, 1001),
+        Problem(1000, 1000, 1000),
+        "rows of 1000 elements",
+    ),
+    "unaligned and large": (
+        Problem(1023, 1023, 512),
+        Problem(1023, 1023, 511),
+        "rows of 511 elements",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
+    for_the_kernel, for_xla, why = EDGES[name]
+    assert xla_faster.why_xla(for_the_kernel) is None
+    assert why in (xla_faster.why_xla(for_xla) or "")
+
+
+def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 4096)))
+    with target("h200"):
+        assert explain(gemm, a, b).implementation == "xla"
+        tuned = HopperConfig(tile=(128, 128), schedule="raster")
+        entries = {tables.Key.of(Problem(4096, 4096, 512)): tables.Entry(tuned, 1e-4)}
+        with tables.Table.of(H200.kind, entries):
+            found = explain(gemm, a, b)
+    assert found.implementation == "hopper"
+    assert found.plan is not None
+    assert found.plan.config == tuned
+
+
+@pytest.mark.parametrize("name", ["hilbert", "swizzle:3", "online_swizzle:4"])
+def test_an_order_that_is_named_is_taken_where_a_tuned_config_has_another(name: str) -> None:
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    tuned = HopperConfig(tile=(128, 128), schedule="raster")
+    entries = {tables.Key.of(Problem(4096, 4096, 4096)): tables.Entry(tuned, 1e-4)}
+    with target("h200"), tables.Table.of(H200.kind, entries):
+        without = explain(gemm, a, a).plan
+        plan = explain(lambda a, b: gemm(a, b, schedule=name), a, a).plan
+        config = dataclasses.replace(tuned, tile=(128, 192), late_store=False)
+        both = explain(lambda a, b: gemm(a, b, schedule=name, config=config), a, a).plan
+    assert without is not None
+    assert plan is not None
+    assert both is not None
+    assert without.config.schedule == "raster"
+    assert plan.config.schedule == name
+    assert both.config == dataclasses.replace(config, schedule=name)
