@@ -29,18 +29,6 @@ EDGES = {
         Problem(64, 4096, 1024, transpose_a=True),
         "fewer than 128 rows",
     ),
-    "depth": (Problem(512, 640, 2048), Problem(512, 640, 2112), "is long for 80 tiles"),
-    "tiles": (Problem(512, 768, 4096), Problem(512, 704, 4096), "is long for 88 tiles"),
-    "batch of tiles": (
-        Problem(512, 384, 4096, batch=2),
-        Problem(512, 384, 4096),
-        "is long for 48 tiles",
-    ),
-    "ragged tiles": (
-        Problem(64 * 5 + 1, 1024, 4096),
-        Problem(64 * 5, 1024, 4096),
-        "is long for 80 tiles",
-    ),
     "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
     "short from above": (Problem(4096, 4096, 1024), Problem(4096, 4096, 960), "K=960 is short"),
     "short of many": (Problem(4096, 4032, 512), Problem(4096, 4096, 512), "K=512 is short"),
@@ -77,8 +65,16 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
     for_the_kernel, for_xla, why = EDGES[name]
-    assert xla_faster.why_xla(for_the_kernel) is None
-    assert why in (xla_faster.why_xla(for_xla) or "")
+    assert xla_faster.why_xla(for_the_kernel, 1e-4, 1e-4) is None
+    assert why in (xla_faster.why_xla(for_xla, 1e-4, 1e-4) or "")
+
+
+def test_idle_sms_count_from_so_much_on() -> None:
+    problem = Problem(512, 512, 8192)
+    at_best = 1e-4
+    limit = xla_faster.IDLE * at_best
+    assert xla_faster.why_xla(problem, 0.999 * limit, at_best) is None
+    assert xla_faster.why_xla(problem, 1.001 * limit, at_best) is not None
 
 
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
