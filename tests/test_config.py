@@ -21,6 +21,7 @@ from pallas_gemm import config as config_module
 from pallas_gemm import offline
 from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
@@ -376,7 +377,9 @@ def longest_text(node: ast.AST) -> str:
     return ""
 
 
-@pytest.mark.parametrize("text", sorted(written_reasons(config_module, hopper_config)))
+@pytest.mark.parametrize(
+    "text", sorted(written_reasons(config_module, hopper_config, element_types))
+)
 def test_every_refusal_that_is_written_has_a_case(text):
     said = [reason for case in CASES.values() for reason in case.reasons]
     said += [why_impossible(EARLY, changes) for changes, _, _ in IMPOSSIBLE.values()]

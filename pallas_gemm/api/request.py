@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, mesh_context
 from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.reduction import reduction_dtype
@@ -21,11 +21,6 @@ from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
-
-_NARROW_FLOATS = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
-_FLOATS = _NARROW_FLOATS | frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-_INTEGERS = frozenset(map(np.dtype, (jnp.int8, jnp.int32)))
-_OPERANDS = _FLOATS | {np.dtype(jnp.int8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +164,8 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     if call.options.implementation == "xla":
         return "implementation='xla'"
     dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
-    if foreign := dtypes - _OPERANDS:
-        return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
-    if len(dtypes) > 1 and not dtypes <= _NARROW_FLOATS:
-        return f"no kernel multiplies {' by '.join(sorted(map(str, dtypes)))}"
-    if call.out_dtype not in _FLOATS | (_INTEGERS if dtypes <= _INTEGERS else set()):
-        names = ", ".join(sorted(map(str, dtypes)))
-        return f"no kernel makes a result of {call.out_dtype} from {names}"
+    if reason := element_types.why_no_kernel(dtypes, call.out_dtype):
+        return reason
     return _outside_for_mesh(operands, out_sharding)
 
 

@@ -37,11 +37,11 @@ def test_a_product_is_explained() -> None:
     assert "result" not in text
 
 
-@pytest.mark.parametrize("target", ["h200", "b200"])
-def test_what_is_printed_is_a_config(target: str) -> None:
+@pytest.mark.parametrize(("target", "kernel"), [("h200", "hopper"), ("b200", "blackwell")])
+def test_what_is_printed_is_a_config(target: str, kernel: str) -> None:
     a, b = _shape(4096, 1024), _shape(1024, 4096)
     with pallas_gemm.target(target):
-        explained = explain(gemm, a, b, implementation={"h200": "hopper"}.get(target))
+        explained = explain(gemm, a, b, implementation=kernel)
         assert explained.plan is not None
         printed = re.search(r"config +(\w+Config\(.*?\n?.*?\))\n  predicted", str(explained), re.S)
         assert printed

@@ -5,11 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import element_types
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -28,10 +26,6 @@ ACTIVATED_COLUMNS = 16
 into the registers."""
 PAIR = (2, 1)
 """The cluster of two CTAs that multiply together."""
-
-DTYPES_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-DTYPES_FP8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
-INT8 = np.dtype(np.int8)
 
 
 class Registers(NamedTuple):
@@ -212,9 +206,9 @@ class BlackwellConfig(GemmConfig):
 
 def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
-    yield from _dtype_refusals(problem)
+    yield from element_types.refusals(problem, single=False)
     major, minor = device.compute_capability
-    if problem.a_dtype == INT8 and (major, minor) != (10, 0):
+    if problem.a_dtype == element_types.INT8 and (major, minor) != (10, 0):
         yield (
             "only compute capability 10.0 multiplies int8 in tensor memory,"
             f" {device.kind} has {major}.{minor}"
@@ -249,24 +243,3 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
                 f"{stored} needs {name} to be a multiple of {atom} and k a multiple of 8, got"
                 f" {name}={size}, k={problem.k}; stored with k last it needs neither"
             )
-
-
-def _dtype_refusals(problem: Problem) -> Iterator[str]:
-    a, b = problem.a_dtype, problem.b_dtype
-    if not (a == b or {a, b} <= DTYPES_FP8):
-        yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
-    if a not in {*DTYPES_16, *DTYPES_FP8, INT8}:
-        yield f"operands must be bfloat16, float16, float8 or int8, got {a}"
-    elif a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
-        yield (
-            f"{a} operands must be stored with k last (layout NT): only 16-bit elements are"
-            f" transposed on the way into the MMA, got layout {problem.layout}"
-        )
-    legal_out = (
-        {np.dtype(np.int32)} if a == INT8 else {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32)}
-    )
-    if problem.out_dtype not in legal_out:
-        names = ", ".join(sorted(map(str, legal_out)))
-        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
-    if a == INT8 and not problem.epilogue.is_identity:
-        yield "int8 operands have no epilogue: the sum is the result"

@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.kernels.work import CLAIM_BITS
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
@@ -42,9 +40,6 @@ MAX_BARRIERS = 32
 MOST_PIECES = 8
 """Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
 be no more than 4,096 bytes on older drivers."""
-
-DTYPES_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-DTYPES_FP8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
 
 class Registers(NamedTuple):
@@ -405,7 +400,7 @@ def problem_refusals(problem: Problem) -> tuple[str, ...]:
 
 
 def _layout_refusals(problem: Problem) -> Iterator[str]:
-    yield from _dtype_refusals(problem)
+    yield from element_types.refusals(problem, single=True)
     if problem.transpose_out:
         yield from _transposed_refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
@@ -444,27 +439,3 @@ def _transposed_refusals(problem: Problem) -> Iterator[str]:
         yield f"a mirrored product has a result of 16 bits, got {problem.out_dtype}"
     if problem.epilogue.residual or problem.epilogue.gated:
         yield "a mirrored product has neither a residual nor a gate"
-
-
-def _dtype_refusals(problem: Problem) -> Iterator[str]:
-    a, b = problem.a_dtype, problem.b_dtype
-    if not (a == b or {a, b} <= DTYPES_FP8):
-        yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
-    legal = {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32), np.dtype(np.int8)}
-    if a not in legal:
-        yield f"operands must be bfloat16, float16, float32, float8 or int8, got {a}"
-    if a not in DTYPES_16 and (problem.transpose_a or not problem.transpose_b):
-        yield (
-            f"{a} operands must be stored with k last (layout NT): only 16-bit elements can be"
-            f" transposed on the way into WGMMA, got layout {problem.layout}"
-        )
-    legal_out = (
-        {np.dtype(np.int32)}
-        if a == np.dtype(np.int8)
-        else {*DTYPES_16, *DTYPES_FP8, np.dtype(np.float32)}
-    )
-    if problem.out_dtype not in legal_out:
-        names = ", ".join(sorted(map(str, legal_out)))
-        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
-    if a == np.dtype(np.int8) and not problem.epilogue.is_identity:
-        yield f"int8 operands have no epilogue: the sum is the result, got {problem.epilogue}"

@@ -1,0 +1,57 @@
+"""The element types that the kernels multiply, and those of the results that they make of them."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.problem import Problem
+
+FLOATS_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+FLOATS_8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
+SINGLE = np.dtype(np.float32)
+INT8 = np.dtype(np.int8)
+INT32 = np.dtype(np.int32)
+FLOATS = FLOATS_16 | FLOATS_8 | {SINGLE}
+
+
+def refusals(problem: Problem, *, single: bool) -> Iterator[str]:
+    """Yields every reason why a kernel cannot take the types of a problem.
+
+    Args:
+        problem: What is to be computed.
+        single: The kernel multiplies float32.
+    """
+    a, b = problem.a_dtype, problem.b_dtype
+    if not (a == b or {a, b} <= FLOATS_8):
+        yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"
+    if a not in FLOATS | {INT8} or (a == SINGLE and not single):
+        names = "bfloat16, float16, float32, float8" if single else "bfloat16, float16, float8"
+        yield f"operands must be {names} or int8, got {a}"
+    elif a not in FLOATS_16 and (problem.transpose_a or not problem.transpose_b):
+        yield (
+            f"{a} operands must be stored with k last (layout NT): only 16-bit elements are"
+            f" transposed on the way into the tensor cores, got layout {problem.layout}"
+        )
+    results = {INT32} if a == INT8 else FLOATS
+    if problem.out_dtype not in results:
+        names = ", ".join(sorted(map(str, results)))
+        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
+    if a == INT8 and not problem.epilogue.is_identity:
+        yield f"int8 operands have no epilogue: the sum is the result, got {problem.epilogue}"
+
+
+def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | None:
+    """Returns why these types are no kernel's, whatever else a product is; None if one may take it.
+
+    A result of int8 is what JAX promotes int8 to: XLA rounds to it within the product.
+    """
+    if foreign := operands - (FLOATS | {INT8}):
+        return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
+    if len(operands) > 1 and not operands <= FLOATS_8:
+        return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}"
+    if result not in FLOATS | ({INT8, INT32} if operands == {INT8} else set()):
+        names = ", ".join(sorted(map(str, operands)))
+        return f"no kernel makes a result of {result} from {names}"
+    return None
