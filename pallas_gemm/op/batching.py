@@ -1,8 +1,8 @@
-"""What `vmap` makes of a product: more rows where it can, else a batch of products.
+"""What `vmap` makes of a product: more rows or columns where it can, else a batch of products.
 
 A mapped left operand with one right operand for all is one product with more rows, and nothing is
-copied. Where both are mapped, the product has a batch dimension of its own; an operand that is not
-mapped is then shared by the batch.
+copied. Mapped vectors on the right are columns of one product. Where both are mapped, the product
+has a batch dimension of its own; an operand that is not mapped is then shared by the batch.
 """
 
 import dataclasses
@@ -63,6 +63,8 @@ def _batch(
             return _more_rows(mapped), 0
         if _rows_of_each_are_cheaper(mapped):
             return _more_rows_of_each(mapped), 1
+    if _are_columns(mapped):
+        return _more_columns(mapped), 1
     return _batched(mapped), 0
 
 
@@ -114,6 +116,22 @@ def _more_rows_of_each(mapped: _Mapped) -> jax.Array:
         folded = folded._replace(residual=fold(_residual(mapped)))
     result = product(mapped.call, *folded.present())
     return result.reshape(result.shape[0], mapped.size, given.a.shape[-2], result.shape[-1])
+
+
+def _are_columns(mapped: _Mapped) -> bool:
+    """Whether only the right operand is mapped, and to vectors: those are columns of a matrix."""
+    call, flags = mapped.call, mapped.flags
+    if flags.a or len(mapped.operands.present()) > 2 or mapped.inner_batch is not None:
+        return False
+    return mapped.operands.b.shape[1 if call.transpose_b else 2] == 1
+
+
+def _more_columns(mapped: _Mapped) -> jax.Array:
+    """Makes mapped vectors the columns of one product; the mapped dimension comes out second."""
+    b = mapped.operands.b
+    columns = b.reshape(mapped.size, b.size // mapped.size)
+    call = dataclasses.replace(mapped.call, transpose_b=True)
+    return product(call, mapped.operands.a, columns)[..., None]
 
 
 def _batched(mapped: _Mapped) -> jax.Array:

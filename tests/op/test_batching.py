@@ -181,3 +181,30 @@ def test_gradients_of_single_examples() -> None:
     expected = jax.vmap(jax.grad(lambda w, x: loss(w, x, "xla")), (None, 0))(weights, examples)
     assert result.shape == (SIZE, 5, 7)
     np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("first", ["left", "right"])
+def test_all_pairs_of_vectors_are_one_product(first: str) -> None:
+    a, b = _integers(5, 3), _integers(7, 3)
+    axes = [(0, None), (None, 0)]
+    inner, outer = axes if first == "left" else axes[::-1]
+    pairs = jax.vmap(jax.vmap(gemm, inner), outer)
+    expected = a @ b.T if outer == (0, None) else b @ a.T
+    np.testing.assert_array_equal(pairs(a, b), expected)
+    assert _shapes(pairs, a, b) == [[(5, 3), (7, 3)]]
+    gradients = jax.grad(lambda a, b: jnp.sum(pairs(a, b) ** 2), (0, 1))
+    exact = jax.grad(lambda a, b: jnp.sum((a @ b.T) ** 2), (0, 1))(a, b)
+    jax.tree.map(np.testing.assert_array_equal, gradients(a, b), exact)
+    assert len(_shapes(gradients, a, b)) == 3
+
+
+def test_mapped_vectors_are_columns_of_one_product() -> None:
+    a, b = _integers(5, 3), _integers(7, 3)
+    of_each = jax.vmap(functools.partial(gemm, activation="relu"), (None, 0))
+    stored = jax.vmap(lambda a, b: gemm(a, b[:, None]), (None, 0))
+    np.testing.assert_array_equal(of_each(a, b), np.maximum(b @ a.T, 0))
+    np.testing.assert_array_equal(stored(a, b)[..., 0], b @ a.T)
+    assert _shapes(stored, a, b) == [[(5, 3), (7, 3)]]
+    # One of size 1 that is contracted is no column.
+    outer = jax.vmap(gemm, (None, 0))(a[:, :1], b[:, None, :])
+    np.testing.assert_array_equal(outer, a[None, :, :1] * b[:, None, :])
