@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from absl import flags
+from absl import app, flags
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,6 +24,9 @@ from pallas_gemm.tuning.timing import TimingError
 WIDTH = 120
 """Columns of every table."""
 
+HELP = frozenset(("-h", "-help", "--help"))
+"""How a program is asked what it can do."""
+
 BAD_REQUEST = 2
 """Exit status of a program that was asked for what it cannot do."""
 
@@ -36,6 +39,10 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
     """Returns a parser of flags for `absl.app.run` that reports an error in one line."""
 
     def parse(argv: Sequence[str]) -> list[str]:
+        if HELP.intersection(argv):
+            # absl's own flag for it exits with 1.
+            app.usage(shorthelp=True, writeto_stdout=True)
+            sys.exit(0)
         try:
             rest = flags.FLAGS(list(argv))
         except flags.Error as error:

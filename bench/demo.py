@@ -7,10 +7,16 @@ A step is a function that takes a console and prints; `STEPS` lists them with th
 """
 
 import os
+import pathlib
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+if __package__ in (None, ""):
+    # Started as a script: the packages lie beside this file's folder, not in it.
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 # Before JAX is imported: where there is no GPU it need not look for one, and the simulator waits
 # inside the thread pool of the CPU backend, which must not want a second thread for a product.
@@ -22,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.box
-from absl import flags
+from absl import app, flags
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -142,7 +148,15 @@ def show_predictions(console: Console) -> None:
     for order in track(COMPARED, "predicting", console=console, transient=True):
         table.add_row(order, *(_predicted(order, launch) for launch in LAUNCHES))
     console.print(table)
-    console.print("More orders, machines and shapes: python -m schedules compare --help")
+    console.print("The same, order by order, and for other machines and shapes:")
+    for launch in LAUNCHES:
+        sizes = [f"{m}x{n}" for m, n in (launch.tile[:2], launch.cluster)]
+        console.print(
+            f"  python -m schedules compare --machine {launch.machine.name.lower()}"
+            f" --tile {sizes[0]} --cluster {sizes[1]}",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _predicted(order: str, launch: Launch) -> str:
@@ -216,10 +230,15 @@ def show_simulation(console: Console) -> None:
     table = Table(box=rich.box.SIMPLE)
     table.add_column(f"{SIMULATED.m} x {SIMULATED.n} x {SIMULATED.k}, bf16, largest error")
     table.add_column("against float64", justify="right")
-    for name, result in (("the kernel, simulated", ours), ("XLA on the CPU", theirs)):
-        error = np.abs(np.asarray(result).astype(np.float64) - exact).max()
+    errors = [np.abs(np.asarray(x).astype(np.float64) - exact).max() for x in (ours, theirs)]
+    for name, error in zip(("the kernel, simulated", "XLA on the CPU"), errors, strict=True):
         table.add_row(name, f"{error:.4f}")
     console.print(table)
+    verdict = "right" if errors[0] <= 2 * errors[1] else "wrong"
+    console.print(
+        f"The result is {verdict}: its error may be twice that of XLA, whose own is what rounding"
+        " to bfloat16 costs."
+    )
     console.print(
         "Every barrier, copy and tensor-core instruction ran one by one; the tests do this with"
         " race detection on for every mode, layout and ragged edge."
@@ -234,7 +253,8 @@ def show_compilation(console: Console) -> None:
     problem = Problem(SIZE, SIZE, SIZE)
     table = Table(box=rich.box.SIMPLE, title=f"{SIZE} x {SIZE} x {SIZE}, bf16, for an H200")
     for column in ("configuration", "registers", "spilled bytes", "shared memory", "serialized"):
-        table.add_column(column, justify="left" if column == "configuration" else "right")
+        first = column == "configuration"
+        table.add_column(column, justify="left" if first else "right", no_wrap=first)
     operands = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (problem.a_shape, problem.b_shape)
     ]
@@ -259,7 +279,7 @@ STEPS = (
 )
 
 
-def main() -> None:
+def main(_: Sequence[str] = ()) -> None:
     """Runs every step."""
     console = Console()
     start = time.perf_counter()
@@ -271,4 +291,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main, flags_parser=command.parser("demo"))

@@ -21,7 +21,8 @@ A time is that of the host's clock from the first call of a turn until the last 
 the calls, so that what does not overlap shows. All take turns, round after round; `x stock` is the
 median over rounds of stock's time over theirs in the same round. The efficiency is what one GPU
 takes for the whole layer, over what N take times N. Results are checked against float32 before
-anything is timed: their error must be at most twice stock's. Without a GPU nothing is timed.
+anything is timed: their error must be at most twice stock's. `--check` does no more than that, and
+needs no GPU.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ from absl import app, flags
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench import command, report
+from bench import command, gpu, report
 from pallas_gemm import gemm, reduce_in
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 
@@ -71,6 +72,7 @@ class Options:
         calls: Calls of one turn.
         compiler: Options of XLA.
         json: File to write, or None.
+        check: Whether results are checked and nothing is timed, on whatever devices there are.
     """
 
     tokens: int
@@ -82,6 +84,7 @@ class Options:
     calls: int
     compiler: dict[str, Any]
     json: pathlib.Path | None
+    check: bool = False
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -95,6 +98,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 15, "Rounds of turns.", 1, **text)
     flags.DEFINE_integer("calls", 10, "Calls of one turn.", 1, **text)
     flags.DEFINE_multi_string("option", [], "An option of XLA, as name=value.", **text)
+    flags.DEFINE_bool("check", False, "Check results and time nothing, on any devices.", **text)
     flags.DEFINE_string("json", None, "Write everything to this file.", **text)
 
 
@@ -135,6 +139,7 @@ def options_from(values: flags.FlagValues) -> Options:
         values.calls,
         compiler,
         path,
+        values.check,
     )
 
 
@@ -376,12 +381,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(values: flags.FlagValues) -> int:
+    if not values.check and (reason := gpu.missing_gpu()):
+        raise command.RequestError(f"{reason}; --check checks results on any devices")
     options = options_from(values)
-    timed = jax.default_backend() == "gpu"
     console = command.console()
-    if not timed:
-        console.print("There is no GPU: results are checked, and times mean nothing.")
-    rows = run(options, console.print, timed)
+    rows = run(options, console.print, timed=not options.check)
     if options.json:
         content = {
             "device": jax.devices()[0].device_kind,

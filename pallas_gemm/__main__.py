@@ -2,6 +2,16 @@
 
 import argparse
 import sys
+from typing import NoReturn
+
+from pallas_gemm._version import __version__
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line that says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -10,10 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: The command line without the program; that of the process if None.
     """
-    parser = argparse.ArgumentParser(prog="python -m pallas_gemm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = _OneLineParser(prog="python -m pallas_gemm", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"pallas-gemm {__version__}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     commands.add_parser("doctor", help="devices, what computes a product and why, a self-check")
-    parser.parse_args(arguments)
+    if parser.parse_args(arguments).command is None:
+        parser.print_help()
+        return 0
     from pallas_gemm.api import doctor
 
     text, fine = doctor.report()

@@ -143,7 +143,7 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
         raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
     if absent := missing_packages():
         raise RuntimeError(
-            f"compiling without a GPU needs {', '.join(absent)}: pip install 'pallas-gemm[aot]'"
+            f"compiling without a GPU needs {', '.join(absent)}: pip install '.[aot]'"
         )
     notes = _compile_elsewhere(exported(fn, *args), target)
     starts = [found.start() for found in _KERNEL_START.finditer(notes)]

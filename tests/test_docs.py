@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import pallas_gemm
+import schedules
 from pallas_gemm.api import precompile as precompilation
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -78,3 +80,23 @@ def test_a_page_is_in_the_contents(page: pathlib.Path) -> None:
     contents = re.findall(r"```{toctree}\n.*?\n\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
     listed = "\n".join(contents).split()
     assert page.stem in {*listed, "index"}
+
+
+def test_dir_shows_what_is_public() -> None:
+    shown = dir(pallas_gemm)
+    assert {"gemm", "explain", "Table", "checkpoint_policies", "__version__"} <= set(shown)
+    assert not {"api", "op", "planning", "problem", "config"} & set(shown)
+
+
+@pytest.mark.parametrize("package", [pallas_gemm, schedules], ids=lambda package: package.__name__)
+def test_the_reference_has_every_public_name(package: Any) -> None:
+    page = (DOCS / "api.md").read_text()
+    words = set(re.findall(r"\w+", page))
+    public = {
+        name
+        for name in dir(package)
+        if not name.startswith("_") and callable(getattr(package, name))
+    }
+    # That of `schedules`.
+    public.discard("Schedule" if package is pallas_gemm else "")
+    assert public <= words

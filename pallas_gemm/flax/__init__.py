@@ -16,9 +16,7 @@ except ImportError as error:
     # Only this name: what a broken Flax lacks is what the user must read.
     if error.name != "flax":
         raise
-    raise ImportError(
-        "pallas_gemm.flax needs Flax: pip install 'pallas-gemm[flax]'", name="flax"
-    ) from None
+    raise ImportError("pallas_gemm.flax needs Flax: pip install '.[flax]'", name="flax") from None
 
 from pallas_gemm.flax import linen as linen
 from pallas_gemm.flax import nnx as nnx

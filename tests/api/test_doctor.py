@@ -57,11 +57,19 @@ def test_a_failing_product_is_reported(
     assert "failed: RuntimeError: out of order" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["surgeon"]])
-def test_another_command_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        __main__.main(arguments)
+        __main__.main(["surgeon"])
     assert raised.value.code == 2
-    assert "doctor" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "invalid choice: 'surgeon'" in error
+
+
+def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as raised:
+        __main__.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"pallas-gemm {__version__}\n"

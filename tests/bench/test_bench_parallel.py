@@ -22,14 +22,16 @@ def _values(*text: str) -> flags.FlagValues:
 
 @pytest.mark.parametrize(("layout", "devices"), [("sequence", [4]), ("replicated", [1, 2])])
 def test_everybody_is_checked_and_nobody_timed_without_a_gpu(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], layout: str, devices: list[int]
+    tmp_path: pathlib.Path, layout: str, devices: list[int]
 ) -> None:
     path = tmp_path / "out.json"
     count = ",".join(map(str, devices))
     values = _values(f"--layout={layout}", f"--devices={count}", f"--json={path}")
+    with pytest.raises(command.RequestError, match=r"this needs an NVIDIA GPU.*; --check checks"):
+        parallel_bench._run(values)
+    assert not path.exists()
+    values.check = True
     assert parallel_bench._run(values) == 0
-    shown = capsys.readouterr().out
-    assert "There is no GPU" in shown
     rows = json.loads(path.read_text())["rows"]
     names = ["stock", "ours", "ours-f32"]
     names += ["fused", "fused-f32"] if layout == "sequence" else []
@@ -53,7 +55,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parallel_bench, "_ours", doubled)
     with pytest.raises(command.RequestError, match="wrong results"):
-        parallel_bench._run(_values("--devices=2", "--layout=replicated"))
+        parallel_bench._run(_values("--check", "--devices=2", "--layout=replicated"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bench import demo, gemm_bench, machine, report
+from schedules.__main__ import main
 
 
 @pytest.fixture
@@ -66,6 +68,21 @@ def test_every_order_is_predicted_for_every_machine(printed: dict[str, str]) -> 
         assert launch.machine.name in table
 
 
+def test_the_commands_that_it_names_print_its_figures(
+    printed: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed[demo.STEPS[1].title]
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
+    commands = re.findall("python -m schedules (.*)", text)
+    assert len(commands) == len(demo.LAUNCHES)
+    for place, command in enumerate(commands):
+        main([*command.split(), "swizzle:8", "--json"])
+        (prediction,) = json.loads(capsys.readouterr().out).values()
+        hits, read, unit = rows["swizzle:8"][3 * place : 3 * place + 3]
+        assert hits == f"{prediction['l2_hit_rate']:.0%}"
+        assert (read, unit) == (f"{prediction['dram_read_bytes'] / 1e9:.2f}", "GB")
+
+
 def test_where_there_is_a_gpu_products_are_timed(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +112,7 @@ def test_without_a_compiler_the_demo_says_what_is_missing(
 def test_the_program_simulates_a_product_and_compiles_the_kernel(printed: dict[str, str]) -> None:
     simulated, compiled = (printed[step.title] for step in demo.STEPS[2:])
     assert "the kernel, simulated" in simulated
+    assert "The result is right" in simulated
     for name in demo.COMPILED:
         # Registers, no spilled byte, shared memory, nothing serialized.
         assert re.search(rf"{re.escape(name)} +\d+ +0 +[\d,]+ +no *$", compiled, re.MULTILINE)

@@ -377,5 +377,5 @@ def test_without_flax_the_extra_is_named() -> None:
         "import sys; sys.modules['flax'] = None\nimport pallas_gemm\nimport pallas_gemm.flax"
     )
     message = done.stderr.strip().splitlines()[-1]
-    assert message == "ImportError: pallas_gemm.flax needs Flax: pip install 'pallas-gemm[flax]'"
+    assert message == "ImportError: pallas_gemm.flax needs Flax: pip install '.[flax]'"
     assert "During handling" not in done.stderr

@@ -1,0 +1,66 @@
+"""The programs of `bench`, started as anybody would: help, a missing extra, nothing to run on."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PROGRAMS = sorted(
+    path.name for path in (ROOT / "bench").glob("*.py") if "if __name__" in path.read_text()
+)
+ON_A_GPU = sorted({*PROGRAMS} - {"demo.py", "figures.py"})
+
+
+def started(program: str, *arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a program; `without` is a package that cannot be imported."""
+    path = str(ROOT / "bench" / program)
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = [{path!r}, *{list(arguments)!r}]\n"
+        f"sys.modules[{without!r}] = None\n"
+        f"runpy.run_path({path!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code] if without else [sys.executable, path, *arguments]
+    return subprocess.run(
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_programs_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "benchmarking.md").read_text()
+    assert all(f"bench/{program}" in page for program in PROGRAMS)
+    assert len(ON_A_GPU) == 6
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_reads_its_command_line_as_the_others_do(program: str) -> None:
+    assert "flags_parser=command.parser(" in (ROOT / "bench" / program).read_text()
+
+
+def test_help_works_and_is_no_failure() -> None:
+    shown = started("demo.py", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "What `make demo` shows" in shown.stdout
+
+
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    refused = started("parallel_bench.py")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert "this needs an NVIDIA GPU" in refused.stderr
+
+
+def test_without_its_extra_it_says_so_in_one_line_and_has_help_all_the_same() -> None:
+    refused = started("gemm_bench.py", without="rich")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "gemm_bench: this needs rich: pip install '.[bench]'\n"
+    shown = started("gemm_bench.py", "--help", without="rich")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "Times our matrix multiply" in shown.stdout
