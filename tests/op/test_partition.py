@@ -14,7 +14,16 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_gemm
-from pallas_gemm import dot_general, explain, explain_on_mesh, gated_gemm, gemm
+from pallas_gemm import (
+    dot_general,
+    explain,
+    explain_on_mesh,
+    gated_gemm,
+    gemm,
+    reduce_in,
+    target,
+)
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op import partition
 from pallas_gemm.op.parts import part_p
 from schedules import build
@@ -551,6 +560,34 @@ def test_programs_whose_products_differ_are_cached_apart(mesh: Mesh) -> None:
     assert all(len(found) == 1 for found in names)
     assert len(frozenset.union(*map(frozenset, names))) == len(names)
     assert name(activation="silu") == names[3]
+
+
+def test_programs_of_other_configs_orders_and_sums_are_cached_apart(mesh: Mesh) -> None:
+    a, b = (
+        jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for spec in (PartitionSpec("x", None), PartitionSpec(None, "y"))
+    )
+
+    def name(**options: Any) -> set[str]:
+        with target("h200"):
+            traced = jax.jit(lambda a, b: gemm(a, b, **options)).trace(a, b)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return {word for word in text.split('"') if len(word) == 64}
+
+    config = HopperConfig(tile=(128, 128))
+    names = [
+        name(),
+        name(schedule="hilbert"),
+        name(schedule="swizzle:3"),
+        name(config=config),
+        name(config=config, schedule="hilbert"),
+        name(implementation="hopper"),
+        name(precision="highest"),
+    ]
+    with reduce_in(jnp.float32):
+        names.append(name())
+    assert all(len(found) == 1 for found in names)
+    assert len(frozenset.union(*map(frozenset, names))) == len(names)
 
 
 def test_nothing_is_added_for_a_single_device() -> None:

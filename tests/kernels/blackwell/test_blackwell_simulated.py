@@ -165,8 +165,10 @@ def test_chunks_take_the_store_slots_in_turn(columns, store_columns, slots, resi
 
 
 @pytest.mark.parametrize("config", [SINGLE, DYNAMIC], ids=["single", "dynamic pair"])
-def test_batches_are_part_of_the_schedule(config, check):
-    check(Problem(152, 128, 72, batch=3), config)
+# With more rows of tiles than columns: on a square grid, one in place of the other passes.
+@pytest.mark.parametrize("m", [152, 280])
+def test_batches_are_part_of_the_schedule(m, config, check):
+    check(Problem(m, 128, 72, batch=3), config)
 
 
 @pytest.mark.parametrize(
