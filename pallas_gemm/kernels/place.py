@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from jax import lax
+
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import work
 from pallas_gemm.problem import Problem
@@ -25,13 +27,14 @@ class Where(NamedTuple):
 
 
 def locate(
-    config: GemmConfig, problem: Problem, piece: work.Piece, cta: tuple[Any, Any] = (0, 0)
+    config: GemmConfig, problem: Problem, piece: work.Piece, axes: tuple[str, ...] = ()
 ) -> Where:
-    """Where the tile of a CTA, given its place in the cluster, begins."""
-    rows, cols = config.out_tile(problem)
-    row = (piece.row * config.cluster[0] + cta[0]) * rows
-    col = (piece.col * config.cluster[1] + cta[1]) * cols
-    return Where(piece.batch, row, col)
+    """Where the cluster tile of a piece begins; given the axes of the cluster, this CTA's tile."""
+    starts = []
+    for axis, (index, tile) in enumerate(zip(piece[:2], config.out_tile(problem), strict=True)):
+        ctas = index * config.cluster[axis]
+        starts.append((ctas + lax.axis_index(axes[axis]) if axes else ctas) * tile)
+    return Where(piece.batch, *starts)
 
 
 def matrix(gmem: Any, batch: Any) -> Any:

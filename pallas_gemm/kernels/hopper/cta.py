@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem, work
@@ -105,9 +104,8 @@ def tile_to_store(cta: Cta, piece: work.Piece, consumer: Any) -> place.Where:
 
 def _tile(plan: HopperPlan, piece: work.Piece, row: Any, share: Any) -> place.Where:
     """The tile of this CTA, in the row of cluster tiles that the exchange of rows left."""
-    here = lax.axis_index(CLUSTER[0]), lax.axis_index(CLUSTER[1])
     piece = piece._replace(row=row)
-    return place.locate(plan.config, plan.problem, piece, here)._replace(share=share)
+    return place.locate(plan.config, plan.problem, piece, CLUSTER)._replace(share=share)
 
 
 def _part(plan: HopperPlan, tile: place.Where, consumer: Any) -> place.Where:
