@@ -118,7 +118,8 @@ def _split_by_tile(
 def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
     """Yields what differs from a config in one thing that the prediction does not see."""
     clusters = ((2, 1), (1, 2))
-    shared = (dataclasses.replace(config, cluster=cluster) for cluster in clusters)
+    # How many CTAs there are is found anew: those of one cluster may be too few for another.
+    shared = (dataclasses.replace(config, cluster=cluster, ctas=None) for cluster in clusters)
     along_rows, along_cols = (
         heuristics.fitted(problem, other, device) if not other.refusals(problem, device) else config
         for other in shared

@@ -120,6 +120,12 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_heuristics_choice(
         assert all(tables.config_from_json(tables.config_to_json(c)) == c for c in configs)
 
 
+def test_clusters_are_tried_where_there_is_one_tile() -> None:
+    configs = tried(Problem(1, 64, 64))
+    assert configs
+    assert all(config.ctas is None or config.ctas >= config.cluster_size for config in configs)
+
+
 def test_what_is_tried_differs_in_every_way_that_predictions_are_blind_to() -> None:
     configs = [c for c in tried(Problem(8192, 8192, 8192)) if isinstance(c, HopperConfig)]
     first = configs[0]
