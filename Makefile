@@ -2,6 +2,7 @@
 # make test   lints, type-checks and runs the tests
 # make lint   only the first two
 # make docs   builds the documentation into docs/_build/html; a warning is an error
+# make dist   builds what is published, checks it, and installs it in an environment of its own
 # make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
 # make clean  removes what these made
 #
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
 COMMA := ,
 EXTRAS := test$(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -58,6 +59,9 @@ docs: $(VENV)/.pallas-gemm-docs
 $(VENV)/.pallas-gemm-docs: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
 	touch $@
+
+dist:
+	PYTHON=$(PYTHON) JAX=$(JAX) bash .ci/package
 
 bench: $(STAMP)
 	$(BIN)/python bench/gemm_bench.py $(BENCH)

@@ -68,3 +68,6 @@ def setup(app: Any) -> None:
     app.connect("source-read", read_source)
     # Before napoleon, which would escape the stars of `*args`.
     app.connect("autodoc-process-docstring", literal_code, priority=400)
+
+
+html_show_copyright = False

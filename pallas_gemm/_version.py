@@ -1,3 +1,3 @@
 """The version of the distribution: the only place where it is written."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

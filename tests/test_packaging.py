@@ -10,6 +10,7 @@ import sysconfig
 import zipfile
 
 import pytest
+import yaml
 
 import pallas_gemm
 
@@ -169,3 +170,24 @@ def test_a_missing_package_inside_schedules_is_not_blamed_on_a_foreign_one(
     message = done.stderr.strip().splitlines()[-1]
     assert "numpy" in message
     assert "schedules" not in message
+
+
+def test_everything_that_names_the_version_names_the_same() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == pallas_gemm.__version__
+    assert f"## [{pallas_gemm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_report_of_a_defect_asks_for_the_doctor() -> None:
+    for name in ("wrong", "slow"):
+        form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+        asked = {part["id"]: part for part in form["body"]}
+        assert "python -m pallas_gemm doctor" in asked["doctor"]["attributes"]["label"]
+        assert asked["doctor"]["validations"]["required"]
+
+
+def test_what_is_published_is_what_was_built_and_checked() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())["jobs"]
+    assert {"run": "make dist"} in jobs["build"]["steps"]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}

@@ -159,4 +159,7 @@ def test_the_workflow_tests_the_release_of_jax_that_is_developed_on() -> None:
     default = re.search(r"^DEFAULT_JAX := (\S+)$", MAKEFILE, re.MULTILINE)
     assert default
     assert default[1] in workflow["jobs"]["test"]["strategy"]["matrix"]["jax"]
+    assert workflow["jobs"]["package"]["strategy"] == {
+        "matrix": workflow["jobs"]["test"]["strategy"]["matrix"]
+    }
     assert f'"jax>={default[1]}"' in (ROOT / "pyproject.toml").read_text()
