@@ -15,7 +15,15 @@ import jax
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 
-from pallas_gemm import checkpoint_policies, dot_general, gated_gemm, gemm, offline, projections
+from pallas_gemm import (
+    checkpoint_policies,
+    dot_general,
+    gated_gemm,
+    gemm,
+    offline,
+    projections,
+    target,
+)
 
 SIZE = 1024
 
@@ -78,6 +86,37 @@ def _contents(text: str) -> Counter[str]:
     return found
 
 
+def _views(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Programs in which a kernel could read from, or write to, a part of a larger array."""
+    odd = SIZE + 8
+
+    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (gemm(x, w), None), x, weights)[0]
+
+    def each(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda rows: gemm(rows, w), x)
+
+    def biased(a: jax.Array, b: jax.Array, biases: jax.Array) -> jax.Array:
+        return gemm(a, b, bias=biases[3 : 3 + SIZE])
+
+    square = shape(SIZE, SIZE)
+    return {
+        "rows": (lambda x, w: gemm(x[8 : 8 + SIZE], w), (shape(SIZE + 8, SIZE), square)),
+        "odd rows": (lambda x, w: gemm(x[3 : 3 + SIZE], w), (shape(odd, odd), shape(odd, SIZE))),
+        "weights": (layers, (square, shape(4, SIZE, SIZE))),
+        "results": (each, (shape(4, SIZE, SIZE), square)),
+        "odd results": (each, (shape(4, SIZE, odd), shape(odd, odd))),
+        "bias": (biased, (square, square, shape(2 * SIZE, dtype=jnp.float32))),
+    }
+
+
+def _handed_over(text: str) -> list[str]:
+    """Returns what is done around kernels in place, without a copy."""
+    bodies = re.findall(r"^%dynamic-slice-fusion[^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    done = " (dynamic-update-slice|dynamic-slice|slice)\\("
+    return sorted(found for body in bodies for found in re.findall(done, body))
+
+
 def main() -> None:
     """Prints the contents of every program."""
     sharding = offline._device_sharding("h200")
@@ -85,11 +124,13 @@ def main() -> None:
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    contents = {
-        name: _contents(jax.jit(f).lower(*operands).compile().as_text())
-        for name, (f, operands) in _programs(shape).items()
-    }
-    json.dump(contents, sys.stdout)
+    def text(f: Callable[..., Any], operands: tuple[Any, ...]) -> str:
+        return jax.jit(f).lower(*operands).compile().as_text()
+
+    contents = {name: _contents(text(*program)) for name, program in _programs(shape).items()}
+    with target("h200"):
+        views = {name: _handed_over(text(*program)) for name, program in _views(shape).items()}
+    json.dump({"contents": contents, "views": views}, sys.stdout)
 
 
 if __name__ == "__main__":

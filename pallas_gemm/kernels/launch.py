@@ -5,11 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Problem
 
+ALIGNMENT = 256
+"""Bytes of which Mosaic wants every array to begin at a multiple."""
 WORKER = "worker"
 """The axis of the grid: clusters."""
 WARPGROUP = "warpgroup"
@@ -61,7 +64,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
     These are, in this order: a, b, a second b if the result is gated, then bias, then residual; or
     a and b of each piece.
     """
-    left = iter(given)
+    left = map(on_its_own, given)
     factors = tuple(
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
         for _ in problem.pieces or (problem.k,)
@@ -71,13 +74,24 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
     return Inputs(factors, bias, residual, order)
 
 
+def on_its_own(x: jax.Array) -> jax.Array:
+    """Keeps an array apart from a larger one, of which it might be a part that begins anywhere.
+
+    XLA hands over a slice of an array, and takes a result into one, without a copy. Mosaic refuses
+    at run time what does not begin at a multiple of 256 bytes. Where whole rows are such multiples,
+    every slice along leading dimensions begins at one.
+    """
+    aligned = x.ndim > 1 and x.shape[-1] * x.dtype.itemsize % ALIGNMENT == 0
+    return x if aligned else lax.optimization_barrier(x)
+
+
 def _padded_bias(config: GemmConfig, problem: Problem, bias: jax.Array) -> jax.Array:
     """Returns it as far as the last tile reaches, because it is loaded without a mask."""
     axis = 0 if problem.transpose_out else 1
     tiles = config.grid(problem)[axis] * config.cluster[axis]
     reach = tiles * config.out_tile(problem)[axis]
     bias = bias.astype(jnp.float32)
-    return jnp.pad(bias, (0, reach - bias.size))
+    return on_its_own(jnp.pad(bias, (0, reach - bias.size)))
 
 
 def kernel(
@@ -91,7 +105,7 @@ def kernel(
     approx_math: bool = False,
 ) -> Callable[[Inputs], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup."""
-    return plgpu.kernel(
+    launched = plgpu.kernel(
         body,
         out_type=results,
         grid=(grid.workers,),
@@ -105,3 +119,4 @@ def kernel(
         kernel_name=name,
         interpret=interpret,
     )
+    return lambda given: jax.tree.map(on_its_own, launched(given))

@@ -1,5 +1,7 @@
 """What surrounds the kernels in programs compiled for a GPU: nothing that need not be there."""
 
+from typing import Any
+
 import pytest
 
 from pallas_gemm import offline
@@ -11,9 +13,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def contents() -> dict[str, dict[str, int]]:
-    """What each program consists of, by its name."""
+def printed() -> dict[str, dict[str, Any]]:
+    """What the program prints."""
     return programs.printed("tests.compiled_programs")
+
+
+@pytest.fixture(scope="module")
+def contents(printed: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """What each program consists of, by its name."""
+    return printed["contents"]
 
 
 @pytest.mark.parametrize(
@@ -52,3 +60,22 @@ def test_only_what_is_needed(
 def test_a_policy_keeps_kernels_from_running_twice(contents: dict[str, dict[str, int]]) -> None:
     # Two layers forward; backward two gradients for each but no product again.
     assert contents["checkpoint"]["kernel"] == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("program", "in_place"),
+    [
+        # Whole rows are a multiple of 256 bytes, and so is where a part of them begins.
+        ("rows", ["slice"]),
+        ("weights", ["dynamic-slice"]),
+        ("results", ["dynamic-slice", "dynamic-update-slice"]),
+        # Elsewhere a kernel would refuse, when it is run, an array that begins anywhere.
+        ("odd rows", []),
+        ("odd results", []),
+        ("bias", []),
+    ],
+)
+def test_a_kernel_is_handed_parts_of_arrays_only_where_they_are_aligned(
+    printed: dict[str, dict[str, Any]], program: str, in_place: list[str]
+) -> None:
+    assert printed["views"][program] == in_place
