@@ -124,7 +124,7 @@ def main() -> None:
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    def text(f: Callable[..., Any], operands: tuple[Any, ...]) -> str:
+    def text(f: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         return jax.jit(f).lower(*operands).compile().as_text()
 
     contents = {name: _contents(text(*program)) for name, program in _programs(shape).items()}

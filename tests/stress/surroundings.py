@@ -236,7 +236,7 @@ def main() -> None:
         start, said = time.time(), list[str]()
         command = processes.module("surroundings", f"--part={name}")
         flags = f"{os.environ.get('XLA_FLAGS', '')} {settings.get('XLA_FLAGS', '')}"
-        end = processes.run(command, said.append, PATIENCE, {**settings, "XLA_FLAGS": flags})
+        end = processes.run(command, said.append, PATIENCE, {**settings, "XLA_FLAGS": flags.strip()})
         failed += bool(end.code)
         what = "; ".join(said) if end.code == 0 else f"FAILED: the process {end}"
         print(f"{name:10} {time.time() - start:4.0f} s  {what}", flush=True)
