@@ -235,8 +235,9 @@ def main() -> None:
     for name, (_, settings) in PARTS.items():
         start, said = time.time(), list[str]()
         command = processes.module("surroundings", f"--part={name}")
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {settings.get('XLA_FLAGS', '')}"
-        end = processes.run(command, said.append, PATIENCE, {**settings, "XLA_FLAGS": flags.strip()})
+        # Flags that are a space are taken for the name of a file.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {settings.get('XLA_FLAGS', '')}".strip()
+        end = processes.run(command, said.append, PATIENCE, {**settings, "XLA_FLAGS": flags})
         failed += bool(end.code)
         what = "; ".join(said) if end.code == 0 else f"FAILED: the process {end}"
         print(f"{name:10} {time.time() - start:4.0f} s  {what}", flush=True)
