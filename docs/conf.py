@@ -60,7 +60,8 @@ def literal_code(*arguments: Any) -> None:
         lambda code: f"``{code[1]}``" + (f"\\ {code[2]}" if code[2] else ""),
         "\n".join(lines),
     )
-    lines[:] = text.split("\n")
+    # A name that ends in an underscore, as "online_" does, would be a link.
+    lines[:] = re.sub(r'(\w)_"', r'\1\\_"', text).split("\n")
 
 
 def setup(app: Any) -> None:
