@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax.export import is_symbolic_dim
+
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
@@ -110,11 +112,22 @@ def check(call: Call, signature: Signature) -> None:
 
 
 def _why_no_kernel(call: Call, problem: Problem) -> str | None:
-    """Returns why no kernel is considered; None if one is."""
+    """Returns why no kernel is considered; None if one is.
+
+    Raises:
+        ValueError: None can be, and something is named.
+    """
     if call.options.implementation == "xla":
         return "implementation='xla'"
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         return "a dimension is empty"
+    if any(map(is_symbolic_dim, (problem.m, problem.n, problem.k, problem.batch))):
+        if call.options.names_something:
+            raise ValueError(
+                f"{problem} has sizes that are symbols, and a kernel is compiled for numbers: name"
+                " no implementation, config or schedule for it, or 'xla'"
+            )
+        return "a size is a symbol, and a kernel is compiled for numbers"
     if call.options.target is None and not call.options.names_something:
         return "no GPU is planned for"
     return None

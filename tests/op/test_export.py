@@ -124,3 +124,29 @@ def test_for_a_gpu_it_holds_the_kernels(program: tuple[Any, Arrays, int, bytearr
     assert len(reports) == products
     assert {report.spill_bytes for report in reports} == {0}
     assert all("wgmma.mma_async" in report.ptx for report in reports)
+
+
+def test_sizes_may_be_symbols() -> None:
+    rows, depth = jax.export.symbolic_shape("rows, depth")
+
+    def loss(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        hidden = jax.vmap(lambda x: pallas_gemm.gemm(x, w, bias=bias, activation="relu"))(x)
+        contracted = pallas_gemm.dot_general(x, hidden, (((0, 2), (0, 2)), ((), ())))
+        return jnp.sum(contracted, dtype=jnp.float32)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    symbols = [((rows, 4, depth), (depth, depth), (depth,)), ((rows, 4, 512), (512, 512), (512,))]
+    for shapes in symbols:
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        with pallas_gemm.target("h200"):
+            exported = jax.export.export(step, platforms=["cpu", "cuda"])(*arguments)
+            with pytest.raises(ValueError, match="sizes that are symbols"):
+                jax.export.export(
+                    jax.jit(lambda x, w: pallas_gemm.gemm(x, w, schedule="hilbert")),
+                    platforms=["cuda"],
+                )(*arguments[:2])
+    x, w, bias = (jnp.ones(shape, jnp.bfloat16) for shape in ((3, 4, 512), (512, 512), (512,)))
+    value, gradients = exported.call(x, w, bias)
+    wanted, exact = step(x, w, bias)
+    assert value == wanted
+    jax.tree.map(np.testing.assert_array_equal, gradients, exact)
