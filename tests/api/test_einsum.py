@@ -94,14 +94,16 @@ def test_the_sharding_of_the_result_is_that_which_is_asked_for() -> None:
 
 
 def test_several_operands_may_have_a_sharding_asked_for() -> None:
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        a = jax.device_put(jnp.ones((4, 6)), jax.P("x", "y"))
-        b = jax.device_put(jnp.ones((6, 8)), jax.P("y", None))
-        c = jax.device_put(jnp.ones((8, 2)), jax.P(None, "x"))
-        result = einsum("ij,jk,kl->il", a, b, c, out_sharding=jax.P("x", "y"))
-        assert jax.typeof(result).sharding.spec == jax.P("x", "y")
-        np.testing.assert_array_equal(result, np.full((4, 2), 48.0))
+        # No pair of these can be multiplied as they are split: only the whole has a sharding.
+        a = jax.device_put(jnp.ones((4, 2, 1, 8)), jax.P(None, None, None, "x"))
+        b = jax.device_put(jnp.ones((4, 2, 1, 8)), jax.P("x"))
+        c = jax.device_put(jnp.ones((4, 2, 1, 6)), jax.P("x"))
+        wanted = jax.P("x", None, None)
+        result = einsum("bthD,bthi,bthj->ijD", a, b, c, out_sharding=wanted)
+        assert jax.typeof(result).sharding.spec == wanted
+        np.testing.assert_array_equal(result, np.full((8, 6, 8), 8.0))
 
 
 def test_partial_sums_of_a_transposed_result_may_be_asked_for() -> None:
