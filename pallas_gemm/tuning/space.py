@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
@@ -119,29 +120,35 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
     """Yields what differs from a config in one thing that the prediction does not see."""
     clusters = ((2, 1), (1, 2))
     # How many CTAs there are is found anew: those of one cluster may be too few for another.
-    shared = (dataclasses.replace(config, cluster=cluster, ctas=None) for cluster in clusters)
+    shared = (_changed(config, cluster=cluster, ctas=None) for cluster in clusters)
     along_rows, along_cols = (
         heuristics.fitted(problem, other, device) if not other.refusals(problem, device) else config
         for other in shared
     )
-    tabled = [
-        dataclasses.replace(config, schedule=name) for name in ("swizzle:8", "hilbert", "raster")
-    ]
+    tabled = [_changed(config, schedule=name) for name in ("swizzle:8", "hilbert", "raster")]
     others = [
         along_rows,
         _with_more_slots(config, problem, device),
-        dataclasses.replace(config, persistence="dynamic"),
+        _changed(config, persistence="dynamic"),
         tabled[0],
-        dataclasses.replace(config, ctas=None),
+        _changed(config, ctas=None),
         along_cols,
         *tabled[1:],
     ]
-    same = dataclasses.replace(config, ctas=None)
+    same = _changed(config, ctas=None)
     if same.workers(problem, device) == config.workers(problem, device):
         others.remove(same)
     for other in others:
         if other != config and not other.refusals(problem, device):
             yield other
+
+
+def _changed(config: GemmConfig, **changes: Any) -> GemmConfig:
+    """Returns the config with changes, as it is where its architecture has no such config."""
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError:
+        return config
 
 
 def _with_more_slots(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
