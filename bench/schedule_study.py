@@ -109,6 +109,8 @@ def options_from(values: flags.FlagValues) -> Options:
         # The same epilogue for every order: only tables can be stored late.
         tile = _pair("tile", values.tile)
         base = HopperConfig(tile=tile, ctas=values.ctas, late_store=False)
+        for cluster in clusters:
+            dataclasses.replace(base, cluster=cluster)
     except ValueError as error:
         raise command.RequestError(str(error)) from None
     if (case.batch, case.epilogue, case.direction) != (1, "none", "forward"):

@@ -387,6 +387,8 @@ def test_without_permission_to_count_the_times_are_there(
         ("--orders=peano", "peano"),
         ("--groups=0", "groups must be positive whole numbers, got '0'"),
         ("--persistence=lazy", "persistence must be among none, static, dynamic, got 'lazy'"),
+        ("--clusters=3x1", r"cluster must be one of .* got \(3, 1\)"),
+        ("--tile=512x512", r"tile must be from .* got \(512, 512\)"),
         ("--clusters=2", "clusters must be like 128x256, got '2'"),
         ("--tile=128xwide", "tile must be positive whole numbers, got 'wide'"),
         ("--orders=", "orders is empty"),

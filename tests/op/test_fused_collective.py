@@ -72,7 +72,7 @@ def test_loads_cover_all_rows() -> None:
         ({}, {}, False, None),
         ({"m": 2050}, {}, False, "2050 in all, are no whole tiles"),
         ({"m": 1920}, {}, True, "1920 in all, are no whole tiles"),
-        ({}, {"cluster": (8, 1)}, False, "no whole tiles"),
+        ({}, {"tile": (256, 128), "cluster": (4, 1)}, False, "no whole tiles"),
         ({}, {"mirrored": True}, False, "computed transposed"),
         ({"transpose_a": True}, {}, True, "512 x 1024 elements are not sent"),
         ({"m": 512, "k": 1036}, {}, True, "128 x 1036 elements are not sent"),
