@@ -72,7 +72,7 @@ def all_gather_gemm(
         axis_name,
         bool(transpose_b),
         dtype,
-        _sums_dtype(a, dtype),
+        _sums_dtype(a, b, dtype),
         precision,
         activations.resolve(activation),
     )
@@ -120,7 +120,7 @@ def gemm_reduce_scatter(
             " not divide"
         )
     dtype = arguments.result_type(a, b, preferred_element_type).dtype
-    group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, dtype), precision)
+    group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, b, dtype), precision)
     a, b, _ = group.varying(a, b, None)
     return _scattered(group, a, b)
 
@@ -147,9 +147,9 @@ def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
     return columns
 
 
-def _sums_dtype(a: jax.Array, out_dtype: Any) -> np.dtype:
+def _sums_dtype(a: jax.Array, b: jax.Array, out_dtype: Any) -> np.dtype:
     """Returns the type that sums travel in."""
-    sums = xla.wide_dtype(a.dtype, out_dtype)
+    sums = xla.wide_dtype(a.dtype, b.dtype, out_dtype)
     return travelling_dtype(sums, out_dtype, reduction_dtype())
 
 

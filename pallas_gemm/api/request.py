@@ -199,8 +199,7 @@ def _by_xla(
     if call.epilogue.is_identity:
         # Without a preferred type it is JAX's to say that the result is weakly typed.
         return multiply(given.a, given.b, preferred_element_type=wanted)
-    inexact = (x.dtype for x in (given.a, given.b) if not jnp.issubdtype(x.dtype, jnp.integer))
-    wide = xla.wide_dtype(next(inexact, given.a.dtype), call.out_dtype)
+    wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     rights = [b for b in (given.b, given.up) if b is not None]
     sums = [multiply(given.a, b, preferred_element_type=wide) for b in rights]
     return xla.finish(call.epilogue, sums, given).astype(call.out_dtype)

@@ -72,7 +72,8 @@ def _same_product(mapped: _Mapped) -> jax.Array:
     """Only the epilogue's operands are mapped: the product is computed once."""
     call, given = mapped.call, mapped.operands
     epilogue = dataclasses.replace(call.epilogue, alpha=1.0)
-    plain = call.plain(xla.wide_dtype(given.a.dtype, call.out_dtype), call.epilogue.alpha)
+    wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
+    plain = call.plain(wide, call.epilogue.alpha)
     sums = [product(plain, given.a, b) for b in (given.b, given.up) if b is not None]
 
     def finish(bias: Any, residual: Any) -> jax.Array:

@@ -235,7 +235,8 @@ def _cheapest(
         return uses[0]
     problem = call.problem(signature)
     elements = problem.batch * problem.m * problem.n
-    sums_dtype = call.options.reduced or xla.wide_dtype(signature[0][1], call.out_dtype)
+    wide = xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
+    sums_dtype = call.options.reduced or wide
     parts = [
         math.prod(mesh.shape[axis] for dim in placement for axis in dim) for placement in wanted
     ]

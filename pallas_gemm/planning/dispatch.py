@@ -267,7 +267,7 @@ def _why_unfused(call: Call, signature: Signature) -> str | None:
 
 def sums_only(call: Call, signature: Signature) -> Call:
     """Returns the call for the sums that XLA applies an epilogue to."""
-    wide = xla.wide_dtype(signature[0][1], call.out_dtype)
+    wide = xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
     return dataclasses.replace(call, out_dtype=wide, epilogue=NO_EPILOGUE)
 
 

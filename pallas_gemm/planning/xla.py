@@ -20,7 +20,7 @@ from pallas_gemm.problem import Epilogue
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call's result from its operands."""
     given = call.unpack(operands)
-    wide = wide_dtype(given.a.dtype, call.out_dtype)
+    wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     if call.epilogue.is_identity:
         return dot(call, given.a, given.b, call.out_dtype)
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
@@ -30,7 +30,7 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
 
 def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
     """Computes a sum's result from its operands."""
-    wide = wide_dtype(operands[0].dtype, call.out_dtype)
+    wide = wide_dtype(operands[0].dtype, operands[1].dtype, call.out_dtype)
     products = [dot(call, a, b, wide) for a, b in call.pairs(operands)]
     total = functools.reduce(operator.add, products)
     return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
@@ -59,12 +59,12 @@ def align_bias(bias: jax.Array, ndim: int) -> jax.Array:
     return lax.expand_dims(bias, tuple(range(ndim - 1)))
 
 
-def wide_dtype(operand_dtype: Any, out_dtype: Any) -> np.dtype:
+def wide_dtype(a_dtype: Any, b_dtype: Any, out_dtype: Any) -> np.dtype:
     """The type that sums are kept in: float32, int32 for integers, float64 for float64."""
-    if jnp.issubdtype(operand_dtype, jnp.integer):
+    if jnp.issubdtype(a_dtype, jnp.integer) and jnp.issubdtype(b_dtype, jnp.integer):
         return np.dtype(np.int32)
-    both = jnp.float64 in (operand_dtype, out_dtype)
-    return np.dtype(np.float64 if both else np.float32)
+    any_wide = jnp.float64 in (a_dtype, b_dtype, out_dtype)
+    return np.dtype(np.float64 if any_wide else np.float32)
 
 
 def dot(call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:

@@ -135,6 +135,13 @@ def test_integers() -> None:
     np.testing.assert_array_equal(result, np.asarray(a, np.int32) @ np.asarray(b, np.int32))
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_integers_times_floats_are_added_up_as_floats() -> None:
+    mesh, a, b = _mesh(4), jnp.ones((ROWS, K), jnp.int8), jnp.full((K, N), 0.5)
+    for product in (_gathering(mesh), _scattering(mesh)):
+        np.testing.assert_array_equal(jax.jit(product)(a, b), np.full((ROWS, N), K / 2))
+
+
 def test_along_one_axis_of_two() -> None:
     mesh = meshes.make_mesh()
     x, w, v = _integers(ROWS, K), _integers(K, N, seed=1), _integers(N, K, seed=2)
