@@ -31,7 +31,7 @@ LATENCY_CYCLES = 1800
 GPC_BYTES_PER_CYCLE = 490
 """What the tiles of one GPC read from the L2; what several of them read at a time counts once."""
 LATE_STORE_CYCLES = 2000
-"""Between two tiles of a CTA where the first is stored during the second."""
+"""Between two tiles of a CTA where the first is stored while the second is multiplied."""
 STORE_CYCLES = 0.10
 """Between two tiles elsewhere, for each element of the tile."""
 LAST_STORE_CYCLES = 0.106
@@ -63,8 +63,8 @@ def seconds(
     tiles = math.prod(config.stacked_grid(problem))
     waves = math.ceil(tiles / config.workers(problem, device))
     steps = math.ceil(problem.k / config.tile_k(problem))
-    late = getattr(config, "late_store", False)
-    between = LATE_STORE_CYCLES if late else STORE_CYCLES * rows * cols
+    overlapped = getattr(config, "late_store", False) or getattr(config, "pingpong", False)
+    between = LATE_STORE_CYCLES if overlapped else STORE_CYCLES * rows * cols
     cycles = waves * steps * step + (waves - 1) * between + LAST_STORE_CYCLES * rows * cols
     used = tiles * config.cluster_size / (waves * device.sms) * multiply / step
     busy = cycles / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))

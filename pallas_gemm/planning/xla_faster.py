@@ -11,6 +11,8 @@ import numpy as np
 from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.problem import ROW_BYTES, Problem
 
+SHORTEST_SPLIT = 2048
+"""Up to this K, XLA was not seen to gain by splitting it."""
 IDLE = 1.4
 """How much longer than with all SMs busy a kernel may be predicted to take."""
 
@@ -70,7 +72,7 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
 )
 
 
-def idle(seconds: float, at_best: float) -> str | None:
+def idle(problem: Problem, seconds: float, at_best: float) -> str | None:
     """Few tiles with a long K leave SMs idle, for which XLA splits K.
 
     Of 44 products drawn at random, those that the kernel was predicted to take more than 1.4 times
@@ -79,10 +81,11 @@ def idle(seconds: float, at_best: float) -> str | None:
     (TN). Those predicted to take less run at 1.13 times, the slowest at 0.80.
 
     Args:
+        problem: What is computed.
         seconds: The predicted time of the kernel, and of the passes around it.
         at_best: That of a kernel which keeps all SMs busy.
     """
-    if seconds <= IDLE * at_best:
+    if problem.k <= SHORTEST_SPLIT or seconds <= IDLE * at_best:
         return None
     return f"{seconds * 1e6:.0f} us with idle SMs against {at_best * 1e6:.0f} us with K split"
 
@@ -100,7 +103,7 @@ def why_xla(problem: Problem, seconds: float, at_best: float) -> str | None:
     """
     if not _rows_are_aligned(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    return next((why for rule in RULES if (why := rule(problem))), idle(seconds, at_best))
+    return next((why for rule in RULES if (why := rule(problem))), idle(problem, seconds, at_best))
 
 
 def _rows_are_aligned(problem: Problem) -> bool:

@@ -58,7 +58,7 @@ def configs(
     tiles, modes = _split_by_tile([first, *hopeful])
     varied = list(_variations(first, problem, device))
     shares = (1 + most * 5 // 12, most * 2 // 12, most * 4 // 12)
-    parts = (tiles, modes, varied)
+    parts = (tiles, _other_modes_first(first, modes), varied)
     kept = [config for part, share in zip(parts, shares, strict=True) for config in part[:share]]
     left = [config for part, share in zip(parts, shares, strict=True) for config in part[share:]]
     return list(dict.fromkeys([*kept, *left]))[:most]
@@ -114,6 +114,17 @@ def _split_by_tile(
         if tiles.setdefault(config.tile, config) is not config
     ]
     return list(tiles.values()), others
+
+
+def _other_modes_first(first: GemmConfig, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
+    """Returns configs with the first of each mode that is not that of `first` in front."""
+
+    def mode(config: GemmConfig) -> tuple[Any, ...]:
+        return tuple(getattr(config, field, None) for field in ("mirrored", "pingpong"))
+
+    firsts: dict[tuple[Any, ...], GemmConfig] = {mode(first): first}
+    rest = [c for c in configs if firsts.setdefault(mode(c), c) is not c]
+    return [*list(firsts.values())[1:], *rest]
 
 
 def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:

@@ -382,9 +382,11 @@ def test_labels_are_short_and_tell_things_apart() -> None:
     assert tuning.problem_label(gated) == "2 of 8x64x16 NT bfloat16 gated"
     mixed = Problem(8, 64, 16, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16)
     assert tuning.problem_label(mixed) == "8x64x16 NN float8_e4m3fn bfloat16"
-    config = HopperConfig(cluster=(2, 1), ctas=128, pingpong=True, late_store=False)
+    config = HopperConfig(
+        tile=(128, 128), cluster=(2, 1), ctas=128, pingpong=True, late_store=False
+    )
     assert tuning.config_label(config) == (
-        "128x256 s4 cluster=2x1 ctas=128 pingpong late_store=False"
+        "128x128 s4 cluster=2x1 ctas=128 pingpong late_store=False"
     )
 
 
