@@ -270,7 +270,7 @@ def deepest(cluster: tuple[int, int]) -> int:
         store_slots=1,
         consumers=1,
     )
-    depths = range(1, MAX_BARRIERS + 1)
+    depths = range(2, MAX_BARRIERS + 1)
     configs = [dataclasses.replace(smallest, stages=stages) for stages in depths]
     return max(config.stages for config in configs if not config.refusals(problem, H200))
 
