@@ -20,6 +20,8 @@ from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
 
+FITTED = (9, 0)
+"""The compute capability of the GPU that was measured."""
 LAUNCH_SECONDS = 1.95e-6
 """Of a kernel, and of each pass over an operand before or after it."""
 STEP_CYCLES = 74
@@ -73,7 +75,13 @@ def seconds(
 
 
 def at_best(problem: Problem, device: Device, architecture: Architecture) -> float:
-    """Predicts the time of a kernel that keeps all SMs and the memory busy, however few tiles."""
+    """Predicts the time of a kernel that keeps all SMs and the memory busy, however few tiles.
+
+    It is infinite where predictions were not fitted: they choose among configs there, and say
+    nothing beside XLA.
+    """
+    if architecture.capability != FITTED:
+        return math.inf
     machine = device.machine
     # 820 TFLOP/s on an H200, as cuBLAS and our kernel reach in bursts of large products.
     flops = 0.77 * architecture.flops_per_cycle * machine.sms * machine.clock_hz
