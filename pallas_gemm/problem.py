@@ -65,6 +65,8 @@ class Problem:
         pieces: The contracted sizes that make up k, where each operand is in so many arrays, and
             the result is the sum of their products; `()` if each is one. Shapes of operands are
             those of the pieces side by side.
+        shared_a: The products of a batch have one left operand, a matrix.
+        shared_b: They have one right operand, or one pair of them.
     """
 
     m: int
@@ -80,6 +82,8 @@ class Problem:
     transpose_out: bool = False
     kept: tuple[int, int] | None = None
     pieces: tuple[int, ...] = ()
+    shared_a: bool = False
+    shared_b: bool = False
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -106,12 +110,14 @@ class Problem:
     @property
     def a_shape(self) -> tuple[int, ...]:
         """The shape of the left operand in memory."""
-        return self._batched((self.k, self.m) if self.transpose_a else (self.m, self.k))
+        matrix = (self.k, self.m) if self.transpose_a else (self.m, self.k)
+        return matrix if self.shared_a else self._batched(matrix)
 
     @property
     def b_shape(self) -> tuple[int, ...]:
         """The shape of the right operand in memory."""
-        return self._batched((self.n, self.k) if self.transpose_b else (self.k, self.n))
+        matrix = (self.n, self.k) if self.transpose_b else (self.k, self.n)
+        return matrix if self.shared_b else self._batched(matrix)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -138,6 +144,8 @@ class Problem:
             transpose_b=not self.transpose_a,
             transpose_out=not self.transpose_out,
             kept=self.kept and self.kept[::-1],
+            shared_a=self.shared_b,
+            shared_b=self.shared_a,
         )
 
     @property

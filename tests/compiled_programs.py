@@ -45,6 +45,9 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
     def biased(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
         return gemm(a, b, bias=bias, activation="gelu")
 
+    def ensemble(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+        return gemm(a, b, bias=bias)
+
     def layers(a: jax.Array, b: jax.Array) -> jax.Array:
         return gemm(gemm(a, b, activation="gelu"), b)
 
@@ -60,6 +63,14 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
         "gated": (gated_gemm, (square, square, square)),
         "unaligned": (gemm, (odd, odd)),
         "mapped": (jax.vmap(gemm, (0, None)), (shape(4, SIZE // 4, SIZE), square)),
+        "ensemble of one input": (
+            jax.vmap(ensemble, (None, 0, 0)),
+            (square, shape(4, SIZE, SIZE), shape(4, SIZE, dtype=jnp.float32)),
+        ),
+        "one layer with biases": (
+            jax.vmap(ensemble, (0, None, 0)),
+            (shape(4, SIZE, SIZE), square, shape(4, SIZE, dtype=jnp.float32)),
+        ),
         "attention output": (
             lambda x, w: dot_general(x, w, heads),
             (shape(4, SIZE // 4, 8, SIZE // 8), shape(8, SIZE // 8, SIZE)),

@@ -59,7 +59,7 @@ def exact(problem: Problem, operands: Operands) -> np.ndarray:
     rows, cols = problem.kept or (problem.m, problem.n)
     out = times(operands.b)
     if operands.bias is not None:
-        out = out + np.asarray(operands.bias, np.float64)
+        out = out + np.asarray(operands.bias, np.float64)[..., None, :]
     if epilogue.activation is not None:
         out = np.asarray(epilogue.activation(jnp.asarray(out, jnp.float32)), np.float64)
     if operands.up is not None:
@@ -78,11 +78,12 @@ def rounded(problem: Problem, values: np.ndarray) -> np.ndarray:
 
 def _operands(problem: Problem, draw: Any) -> Operands:
     epilogue = problem.epilogue
+    *batch, _, cols = problem.out_shape
     return Operands(
         jnp.asarray(draw(problem.a_shape), problem.a_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
-        jnp.asarray(draw(problem.out_shape[-1:]), jnp.float32) if epilogue.bias else None,
+        jnp.asarray(draw((*batch, cols)), jnp.float32) if epilogue.bias else None,
         jnp.asarray(draw(problem.residual_shape), problem.out_dtype) if epilogue.residual else None,
     )
 

@@ -31,7 +31,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         factors: What is multiplied: one pair, or one for each piece of the operands.
-        bias: What is added to each row, as far as the last tile reaches.
+        bias: What is added to each row, as far as the last tile reaches; one for all products of a
+            batch, or `[batch, ...]`.
         residual: What is added to the result.
         order: How the schedule is read; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
@@ -91,7 +92,8 @@ def _padded_bias(config: GemmConfig, problem: Problem, bias: jax.Array) -> jax.A
     tiles = config.grid(problem)[axis] * config.cluster[axis]
     reach = tiles * config.out_tile(problem)[axis]
     bias = bias.astype(jnp.float32)
-    return on_its_own(jnp.pad(bias, (0, reach - bias.size)))
+    whole = [(0, 0)] * (bias.ndim - 1)
+    return on_its_own(jnp.pad(bias, [*whole, (0, reach - bias.shape[-1])]))
 
 
 def kernel(

@@ -38,5 +38,10 @@ def locate(
 
 
 def matrix(gmem: Any, batch: Any) -> Any:
-    """One matrix of an operand or of the result."""
-    return gmem if batch is None else gmem.at[batch]
+    """The matrix of one product: that of a batch, unless the whole batch shares one."""
+    return gmem if batch is None or len(gmem.shape) == 2 else gmem.at[batch]
+
+
+def vector(gmem: Any, batch: Any) -> Any:
+    """The vector of one product, likewise."""
+    return gmem if batch is None or len(gmem.shape) == 1 else gmem.at[batch]

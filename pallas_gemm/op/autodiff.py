@@ -60,7 +60,8 @@ def change_without_activation(call: Call, given: Operands, moved: Operands) -> j
     """Returns how a product changes with its operands, of which one does, before an activation."""
     terms = linear.affine_change(call, given, moved, _left_change(call, given, moved))
     if moved.residual is not None:
-        terms.append(moved.residual.astype(jnp.float32) * jnp.float32(call.epilogue.beta))
+        residual = moved.residual.astype(jnp.float32) * jnp.float32(call.epilogue.beta)
+        terms.append(jnp.broadcast_to(residual, linear.result_shape(call, given)))
     return functools.reduce(operator.add, terms).astype(call.out_dtype)
 
 

@@ -1,11 +1,12 @@
 """What `vmap` makes of a product: more rows or columns where it can, else a batch of products.
 
 A mapped left operand with one right operand for all is one product with more rows, and nothing is
-copied. Mapped vectors on the right are columns of one product. Where both are mapped, the product
-has a batch dimension of its own; an operand that is not mapped is then shared by the batch.
+copied. Mapped vectors on the right are columns of one product. Everything else is a batch, which
+shares those operands, of the epilogue too, that are not mapped.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,10 @@ from jax.interpreters import batching
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
+
+FEW_ROWS = 64
+"""Of fewer rows, each product of a batch would fill the smallest tile in part only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +59,54 @@ def _batch(
     flags = Operands(*(bool(flag) for flag in flags))
     mapped = _Mapped(call, size, call.unpack(fronted), flags)
     if not (flags.a or flags.b or flags.up):
-        return _same_product(mapped), 0
-    if flags.a and not (flags.b or flags.up or flags.bias):
-        # A mesh may split what is mapped and the rows along different axes.
-        split = mesh_context.is_on_mesh(*fronted) and mapped.operands.a.shape[1] > 1
-        if mapped.inner_batch is None and not (call.transpose_a or split):
-            return _more_rows(mapped), 0
-        if _rows_of_each_are_cheaper(mapped):
-            return _more_rows_of_each(mapped), 1
+        return _finished_apart(mapped), 0
+    if not (flags.b or flags.up) and (rows := _as_rows(mapped)) is not None:
+        return rows
     if _are_columns(mapped):
         return _more_columns(mapped), 1
     return _batched(mapped), 0
 
 
-def _same_product(mapped: _Mapped) -> jax.Array:
-    """Only the epilogue's operands are mapped: the product is computed once."""
-    call, given = mapped.call, mapped.operands
+def _as_rows(mapped: _Mapped) -> tuple[jax.Array, int] | None:
+    """Makes mapped rows those of one product, or of each of a batch; None if it had better not.
+
+    Returns:
+        The result, and which of its dimensions is the mapped one.
+    """
+    call, given, alone = mapped.call, mapped.operands, mapped.inner_batch is None
+    few = given.a.shape[-1 if call.transpose_a else -2] < FEW_ROWS
+    if mapped.flags.bias:
+        return (_finished_apart(mapped), 0) if few and alone else None
+    if alone and given.residual is not None and not (mapped.flags.residual or few):
+        # More rows would need a copy of the residual for each.
+        return None
+    # A mesh may split what is mapped and the rows along different axes.
+    split = mesh_context.is_on_mesh(*given.present()) and given.a.shape[1] > 1
+    if alone and not (call.transpose_a or split):
+        return _more_rows(mapped), 0
+    if _rows_of_each_are_cheaper(mapped):
+        return _more_rows_of_each(mapped), 1
+    return None
+
+
+def _finished_apart(mapped: _Mapped) -> jax.Array:
+    """Computes the sums alone, once for all if only the epilogue's operands are mapped."""
+    call, given, size = mapped.call, mapped.operands, mapped.size
     epilogue = dataclasses.replace(call.epilogue, alpha=1.0)
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     plain = call.plain(wide, call.epilogue.alpha)
-    sums = [product(plain, given.a, b) for b in (given.b, given.up) if b is not None]
+    axes = Operands(*(0 if flag else None for flag in mapped.flags))
+    multiply = functools.partial(product, plain)
+    if mapped.flags.a:
+        multiply = jax.vmap(multiply, (0, None), axis_size=size)
+    sums = [multiply(given.a, b) for b in (given.b, given.up) if b is not None]
 
-    def finish(bias: Any, residual: Any) -> jax.Array:
+    def finish(sums: list[jax.Array], bias: Any, residual: Any) -> jax.Array:
         extra = Operands(None, None, bias=bias, residual=residual)
         return xla.finish(epilogue, sums, extra).astype(call.out_dtype)
 
-    axes = [0 if flag else None for flag in (mapped.flags.bias, mapped.flags.residual)]
-    return jax.vmap(finish, in_axes=axes, axis_size=mapped.size)(given.bias, given.residual)
+    each = jax.vmap(finish, (axes.a, axes.bias, axes.residual), axis_size=size)
+    return each(sums, given.bias, given.residual)
 
 
 def _more_rows(mapped: _Mapped) -> jax.Array:
@@ -139,11 +164,11 @@ def _batched(mapped: _Mapped) -> jax.Array:
     """Makes the mapped dimension, with the batch that there was, the batch of the product."""
     inner = mapped.inner_batch
     lead = (mapped.size,) if inner is None else (mapped.size, inner)
-    given, flags = mapped.operands, mapped.flags
-    rights = flags.b or flags.up
+    given, flags = _both_rights_mapped(mapped)
 
-    def merge(x: Any, flag: bool, own: int) -> Any:
-        """Gives an operand, whose own dimensions are `own`, the whole batch."""
+    def merge(name: str) -> Any:
+        """Gives an operand the whole batch, unless all share it."""
+        x, flag, own = getattr(given, name), getattr(flags, name), DIMENSIONS[name]
         if x is None or (not flag and x.ndim == own):
             return x
         if not flag:
@@ -153,24 +178,20 @@ def _batched(mapped: _Mapped) -> jax.Array:
         own_shape = x.shape[x.ndim - own :]
         return lax.collapse(jnp.broadcast_to(x, (*lead, *own_shape)), 0, len(lead))
 
-    def share(x: Any, flag: bool) -> Any:
-        """Maps both right operands if one is."""
-        if x is None or flag or not rights:
-            return x
-        return jnp.broadcast_to(x, (mapped.size, *x.shape))
-
-    b, up = share(given.b, flags.b), share(given.up, flags.up)
-    ready = Operands(
-        merge(given.a, flags.a, 2),
-        merge(b, rights, 2),
-        merge(up, rights, 2),
-        merge(given.bias, flags.bias, 1),
-        None,
-    )
-    if given.residual is not None:
-        ready = ready._replace(residual=lax.collapse(_residual(mapped), 0, len(lead)))
+    ready = Operands(*map(merge, Operands._fields))
     result = product(mapped.call, *ready.present())
     return result.reshape(*lead, *result.shape[-2:])
+
+
+def _both_rights_mapped(mapped: _Mapped) -> tuple[Operands, Operands]:
+    """Returns operands and flags; both right operands are mapped if one is."""
+    given, flags = mapped.operands, mapped.flags
+    if given.up is None or flags.b == flags.up:
+        return given, flags
+    name = "up" if flags.b else "b"
+    x = getattr(given, name)
+    copies = jnp.broadcast_to(x, (mapped.size, *x.shape))
+    return given._replace(**{name: copies}), flags._replace(b=True, up=True)
 
 
 def _residual(mapped: _Mapped) -> jax.Array:

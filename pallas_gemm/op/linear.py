@@ -50,12 +50,16 @@ def affine_change(
     if moved.b is not None:
         terms.append(product(plain, given.a, moved.b))
     if moved.bias is not None:
-        batch: tuple[int, ...] = max(given.a.shape[:-2], given.b.shape[:-2], key=len)
-        rows, cols = call.matrix_shape(given.a.shape, given.b.shape)
-        shape = (*batch, rows, cols)
+        shape = result_shape(call, given)
         bias = xla.align_bias(moved.bias.astype(jnp.float32), len(shape))
         terms.append(jnp.broadcast_to(bias, shape))
     return terms
+
+
+def result_shape(call: Call, given: Operands) -> tuple[int, ...]:
+    """Returns the shape of a product of these operands."""
+    batch: tuple[int, ...] = max(given.a.shape[:-2], given.b.shape[:-2], key=len)
+    return (*batch, *call.matrix_shape(given.a.shape, given.b.shape))
 
 
 def rounded_sum(terms: list[jax.Array], like: jax.Array) -> Any:

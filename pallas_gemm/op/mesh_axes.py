@@ -42,7 +42,7 @@ def dimensions(call: Call, signature: Signature) -> tuple[str, ...]:
         for shape, letters in zip(shapes[:3], factor_letters(call), strict=True)
     )
     bias = None if shapes.bias is None else "n" if len(shapes.bias) == 1 else "bn"
-    residual = None if shapes.residual is None else f"{batch}mn"
+    residual = None if shapes.residual is None else "bmn"[3 - len(shapes.residual) :]
     return (*Operands(a, b, up, bias, residual).present(), f"{batch}mn")
 
 

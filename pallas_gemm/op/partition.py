@@ -158,6 +158,7 @@ class _Share:
         lead = given.a.shape[:-1]
         rows = len(lead) == 2 and given.b.ndim == 2 and not call.transpose_a
         rows = rows and (given.bias is None or given.bias.ndim == 1)
+        rows = rows and (given.residual is None or given.residual.ndim == 3)
         if rows:
             # A batch that shares its right operand is a product with more rows.
             given = given._replace(a=given.a.reshape(-1, given.a.shape[-1]))

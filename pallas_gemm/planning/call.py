@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
@@ -33,6 +34,10 @@ class Operands(NamedTuple):
     def present(self) -> tuple[Any, ...]:
         """Returns those that there are, in order: how a product takes them."""
         return tuple(operand for operand in self if operand is not None)
+
+
+DIMENSIONS = {"a": 2, "b": 2, "up": 2, "bias": 1, "residual": 2}
+"""Of each operand, if all products of a batch share it; if each has its own, there is one more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Options:
 class Call:
     """A product of matrices, or of a batch of them, without its operands.
 
-    Operands have two dimensions, or three if each product of a batch has its own; an operand with
-    two is shared by the whole batch. The bias is `[n]`, or `[batch, n]`.
+    Operands have two dimensions, the bias one, `[n]`; one more in front, if each product of a batch
+    has its own. What has none is shared by the whole batch.
 
     Attributes:
         out_dtype: Element type of the result.
@@ -118,6 +123,9 @@ class Call:
         m, n = self.matrix_shape(a_shape, b_shape)
         deep = -2 if self.transpose_a else -1
         batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
+        batch = batches[0] if batches else 1
+        # A symbolic size is no kernel's, and may not be compared.
+        many = is_symbolic_dim(batch) or batch > 1
         return Problem(
             m=m,
             n=n,
@@ -127,8 +135,10 @@ class Call:
             out_dtype=self.out_dtype,
             transpose_a=self.transpose_a,
             transpose_b=self.transpose_b,
-            batch=batches[0] if batches else 1,
+            batch=batch,
             epilogue=self.epilogue,
+            shared_a=many and len(a_shape) == 2,
+            shared_b=many and len(b_shape) == 2,
         )
 
     def with_target(self, device: Device | None) -> "Call":

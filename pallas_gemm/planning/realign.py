@@ -1,10 +1,11 @@
 """What is done to operands before a kernel can take them, as data: `Problem` to a list of steps.
 
 A kernel takes a matrix or a batch of them on each side, and says what it cannot take. Here the
-cheapest way around that is looked for among all combinations of a few remedies: copy an operand
-that a batch shares, store an operand the other way round, make a dimension a little longer. Each is
-one pass over an operand; what is then too much of the result is left out by the kernel, or sliced
-off where it cannot. The cost is counted in bytes moved, because that is what a pass is limited by.
+cheapest way around that is looked for among all combinations of a few remedies: make the rows of a
+batch those of one product, store an operand the other way round, make a dimension a little longer.
+Each is one pass over an operand at most; what is then too much of the result is left out by the
+kernel, or sliced off where it cannot. The cost is counted in bytes moved, because that is what a
+pass is limited by.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.planning.call import Call, Operands, Signature
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.problem import Problem
 
-Action = Literal["reshape", "broadcast", "transpose", "swap", "pad", "slice"]
+Action = Literal["reshape", "transpose", "pad", "slice"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -39,7 +40,7 @@ class Step:
 
     Attributes:
         operand: A field of `Operands`, or "result".
-        action: What is done; "transpose" swaps the last two dimensions, "swap" the first two.
+        action: What is done; "transpose" swaps the last two dimensions.
         shape: The shape afterwards.
         bytes: Bytes read and written by it; 0 if it is free.
     """
@@ -59,15 +60,12 @@ class Step:
         match self.action:
             case "reshape":
                 return x.reshape(self.shape)
-            case "broadcast":
-                return jnp.broadcast_to(x, self.shape)
             case "transpose":
                 return jnp.swapaxes(x, -1, -2)
-            case "swap":
-                return jnp.swapaxes(x, 0, 1)
             case "pad":
-                extra = (want - have for want, have in zip(self.shape, x.shape, strict=True))
-                return jnp.pad(x, [(0, size) for size in extra])
+                # What a whole batch shares has a dimension less.
+                extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
+                return jnp.pad(x, [(0, want - have) for want, have in extra])
             case "slice":
                 return x[tuple(slice(size) for size in self.shape)]
 
@@ -94,7 +92,7 @@ class Realigned:
     @property
     def cost(self) -> float:
         """What ways are compared by: bytes, of which those that change places count for more."""
-        turned = sum(step.bytes for step in self.steps if step.action in ("transpose", "swap"))
+        turned = sum(step.bytes for step in self.steps if step.action == "transpose")
         return self.bytes + (TRANSPOSED - 1) * turned
 
     def prepare(self, operands: Operands) -> Operands:
@@ -126,25 +124,21 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
                 undo = tuple(step for step in arranged.steps if step.operand == "result")
                 do = tuple(step for step in arranged.steps if step.operand != "result")
                 ways.append(Realigned(remedied, (*do, *before, *after, *undo)))
-    return min(ways, key=lambda way: (way.cost, len(way.steps)), default=None)
+    return min(ways, key=lambda way: (way.cost, way.problem.batch, len(way.steps)), default=None)
 
 
 def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:
     """Yields the ways to one matrix, or one batch of them, on each side."""
     shapes = Operands(*(x and x[0] for x in call.unpack(signature)))
     problem = call.problem(signature)
-    own_bias = shapes.bias is not None and len(shapes.bias) == 2
-    batched = len(shapes.a) == 3, len(shapes.b) == 3
     if problem.batch == 1:
         yield _without_batch(problem, shapes)
-    elif all(batched):
-        if not own_bias:
-            yield Realigned(problem)
-    elif batched[0]:
-        if not own_bias:
-            yield from _shared_right(problem, shapes)
-    else:
-        yield from _shared_left(problem, shapes, own_bias)
+        return
+    yield Realigned(problem)
+    of_each_row = shapes.bias is None or len(shapes.bias) == 1
+    of_all_rows = shapes.residual is None or len(shapes.residual) == 3
+    if problem.shared_b and of_each_row and of_all_rows:
+        yield _more_rows(problem)
 
 
 def _without_batch(problem: Problem, shapes: Operands) -> Realigned:
@@ -152,55 +146,25 @@ def _without_batch(problem: Problem, shapes: Operands) -> Realigned:
     steps = [
         Step(name, "reshape", shape[1:])
         for name, shape in shapes._asdict().items()
-        if shape is not None and len(shape) == (2 if name == "bias" else 3)
+        if shape is not None and len(shape) > DIMENSIONS[name]
     ]
     if len(shapes.a) == 3 or len(shapes.b) == 3:
         steps.append(Step("result", "reshape", (1, *problem.out_shape)))
     return Realigned(problem, tuple(steps))
 
 
-def _shared_right(problem: Problem, shapes: Operands) -> Iterator[Realigned]:
-    """One right operand for the whole batch: more rows, or a copy of it for each product."""
-    batch, n = problem.batch, problem.n
-    rows = dataclasses.replace(problem, m=batch * problem.m, batch=1, transpose_a=False)
+def _more_rows(problem: Problem) -> Realigned:
+    """Makes the rows of a whole batch, which shares its right operand, those of one product."""
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+    rows = dataclasses.replace(problem, m=batch * m, batch=1, transpose_a=False, shared_b=False)
     steps = [Step("a", "reshape", rows.a_shape)]
     if problem.transpose_a:
-        turned = (batch, problem.m, problem.k)
-        steps.insert(0, Step("a", "transpose", turned, 2 * _bytes(turned, problem.a_dtype)))
-    if shapes.residual is not None:
+        cost = 2 * _bytes(problem.a_shape, problem.a_dtype)
+        steps.insert(0, Step("a", "transpose", (batch, m, k), cost))
+    if problem.epilogue.residual:
         steps.append(Step("residual", "reshape", rows.out_shape))
-    steps.append(Step("result", "reshape", (batch, problem.m, n)))
-    yield Realigned(rows, tuple(steps))
-    copies = [
-        Step(name, "broadcast", problem.b_shape, _bytes(problem.b_shape, problem.b_dtype))
-        for name in ("b", "up")[: problem.sums]
-    ]
-    yield Realigned(problem, tuple(copies))
-
-
-def _shared_left(problem: Problem, shapes: Operands, own_bias: bool) -> Iterator[Realigned]:
-    """One left operand for the whole batch: a copy of it for each product, or more columns."""
-    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
-    if not own_bias:
-        cost = _bytes(problem.a_shape, problem.a_dtype)
-        yield Realigned(problem, (Step("a", "broadcast", problem.a_shape, cost),))
-    if shapes.residual is not None:
-        return
-    columns = dataclasses.replace(problem, n=batch * n, batch=1, transpose_b=True)
-    steps = []
-    for name in ("b", "up")[: problem.sums]:
-        if not problem.transpose_b:
-            cost = 2 * _bytes(problem.b_shape, problem.b_dtype)
-            steps.append(Step(name, "transpose", (batch, n, k), cost))
-        steps.append(Step(name, "reshape", columns.b_shape))
-    if shapes.bias is not None:
-        if not own_bias:
-            steps.append(Step("bias", "broadcast", (batch, n)))
-        steps.append(Step("bias", "reshape", (batch * n,)))
-    cost = 2 * _bytes(columns.out_shape, problem.out_dtype)
-    steps.append(Step("result", "reshape", (m, batch, n)))
-    steps.append(Step("result", "swap", (batch, m, n), cost))
-    yield Realigned(columns, tuple(steps))
+    steps.append(Step("result", "reshape", (batch, m, n)))
+    return Realigned(rows, tuple(steps))
 
 
 def _remedies(problem: Problem) -> Iterator[Problem]:
@@ -246,8 +210,6 @@ def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Ste
             steps.append(Step(name, "transpose", turned, moved))
         if turned != want:
             steps.append(Step(name, "pad", want, 0 if flipped else moved))
-    if before.epilogue.bias and after.out_shape[-1] != before.n:
-        steps.append(Step("bias", "pad", (after.n,)))
     if after.out_shape == before.out_shape:
         return steps, []
     moved = 2 * _bytes(before.out_shape, before.out_dtype)

@@ -48,7 +48,9 @@ def finish(epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Ar
     if epilogue.gated:
         result = result * scaled[1]
     if given.residual is not None:
-        result = result + given.residual.astype(wide) * wide.type(epilogue.beta)
+        residual = given.residual.astype(wide) * wide.type(epilogue.beta)
+        # One that a batch shares has a dimension less.
+        result = result + lax.expand_dims(residual, range(result.ndim - residual.ndim))
     return result
 
 

@@ -158,6 +158,30 @@ def test_an_operand_that_is_not_mapped_is_not_copied() -> None:
     assert _shapes(transposed, _integers(SIZE, 5, 3), b[0]) == [[(SIZE, 5, 3), (5, 7)]]
 
 
+def test_an_epilogue_that_is_not_mapped_is_not_copied_and_one_that_is_comes_along() -> None:
+    a, b = _integers(SIZE, 64, 5), _integers(SIZE, 5, 7)
+    bias, residual = _integers(SIZE, 7), _integers(64, 7)
+
+    def layer(a: Any, b: Any, bias: Any, residual: Any) -> jax.Array:
+        return gemm(a, b, bias=bias, residual=residual)
+
+    for axes, operands in (
+        ((None, 0, 0, None), (a[0], b, bias, residual)),
+        ((0, None, 0, None), (a, b[0], bias, residual)),
+        ((0, None, None, None), (a, b[0], bias[0], residual)),
+        ((0, 0, None, None), (a, b, bias[0], residual)),
+    ):
+        shapes = [x.shape for x in operands]
+        assert _shapes(jax.vmap(layer, axes), *operands) == [shapes]
+
+
+def test_few_rows_with_biases_of_their_own_are_one_product() -> None:
+    a, b, bias = _integers(SIZE, 5), _integers(5, 7), _integers(SIZE, 7)
+    mapped = jax.vmap(lambda a, bias: gemm(a, b, bias=bias, activation="relu"))
+    assert _shapes(mapped, a, bias) == [[(SIZE, 5), (5, 7)]]
+    np.testing.assert_array_equal(mapped(a, bias), np.maximum(a @ b + bias, 0))
+
+
 def test_more_rows_for_each_product_of_a_batch_where_that_is_cheaper() -> None:
     rows, matrices = _integers(SIZE, 4, 3, 5), _integers(4, 5, 70)
     mapped = jax.vmap(gemm, (0, None))

@@ -32,6 +32,8 @@ def contents(printed: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
         ("fused", 1, 0),
         ("gated", 1, 0),
         ("mapped", 1, 0),
+        ("ensemble of one input", 1, 0),
+        ("one layer with biases", 1, 0),
         ("attention output", 1, 0),
         # Both operands are padded; the kernel stores the result as it is.
         ("unaligned", 1, 2),

@@ -192,15 +192,42 @@ def test_a_batch_with_one_right_operand_is_more_rows() -> None:
     assert realigned.bytes == 0
 
 
-def test_the_cheaper_way_is_taken_for_a_shared_left_operand() -> None:
-    # Few rows: copying the left operand for each product is cheap.
-    few, operands = _call(16, 256, 64, layout="NT", batch=(None, 4))
-    assert _actions(_realigned(few, operands)) == ["broadcast a"]
-    # A long contraction and a small result: more columns, whose result is swapped.
-    long, operands = _call(16, 16, 2048, layout="NT", batch=(None, 4))
-    realigned = _realigned(long, operands)
-    assert (realigned.problem.n, realigned.problem.batch) == (64, 1)
-    assert [step.action for step in realigned.steps] == ["reshape", "reshape", "swap"]
+@pytest.mark.parametrize(
+    ("layout", "batch", "own_bias"),
+    [
+        ("NT", (None, 4), False),
+        ("NT", (None, 4), True),
+        ("NT", (4, None), True),
+        ("TN", (4, None), False),
+    ],
+    ids=["left", "left, own bias", "right, own bias", "right, turned rows"],
+)
+def test_what_a_batch_shares_is_read_where_it_is(layout: str, batch: Any, own_bias: bool) -> None:
+    call, operands = _call(16, 64, 64, layout=layout, epilogue=Epilogue(bias=True), batch=batch)
+    if own_bias:
+        operands = (*operands[:2], jnp.arange(4 * 64.0).reshape(4, 64))
+    realigned = _realigned(call, operands)
+    assert realigned.steps == ()
+    assert (realigned.problem.shared_a, realigned.problem.shared_b) == (
+        batch[0] is None,
+        batch[1] is None,
+    )
+    assert realigned.problem.mirrored().mirrored() == realigned.problem
+    np.testing.assert_array_equal(
+        reference.wide(_computed(call, realigned, operands)),
+        reference.wide(xla.product(call, *operands)),
+    )
+
+
+def test_what_a_batch_shares_is_padded_once() -> None:
+    call, operands = _call(16, 64, 63, layout="NT", batch=(None, 4))
+    realigned = _realigned(call, operands)
+    assert _actions(realigned) == ["pad a", "pad b"]
+    assert realigned.steps[0].bytes == 2 * 16 * (63 + 64)
+    np.testing.assert_array_equal(
+        reference.wide(_computed(call, realigned, operands)),
+        reference.wide(xla.product(call, *operands)),
+    )
 
 
 def test_what_no_remedy_helps_is_refused() -> None:

@@ -32,7 +32,7 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
             pl.when(chunk == plan.chunks - 1)(functools.partial(free_accumulator, cta, turn))
         bias = None
         if plan.problem.epilogue.bias:
-            here = cta.gmem.bias.at[pl.ds(at.col + first, step)]
+            here = place.vector(cta.gmem.bias, at.batch).at[pl.ds(at.col + first, step)]
             bias = plgpu.load(here, layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
         parts.append(epilogue.finish(plan.problem, *sums, bias=bias))
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)

@@ -80,7 +80,8 @@ def _finish_part(cta: Cta, total: Any, at: place.Where, rows: slice, cols: slice
         up = total[rows, cols.start + beyond : cols.stop + beyond]
     if problem.epilogue.bias:
         here, part = ((at.row, rows), (at.col, cols))[axis]
-        bias = cta.gmem.bias.at[pl.ds(here + part.start, part.stop - part.start)]
+        bias = place.vector(cta.gmem.bias, at.batch)
+        bias = bias.at[pl.ds(here + part.start, part.stop - part.start)]
         # The layout that a sum over the other axis would have.
         bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
     return epilogue.finish(problem, total[rows, cols], up, bias, axis)

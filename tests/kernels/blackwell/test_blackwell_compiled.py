@@ -103,7 +103,8 @@ def compiled(cases: Sequence[Case]) -> list[tuple[Case, offline.Report]]:
 def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
-    arrays += [((problem.n,), jnp.float32)] * problem.epilogue.bias
+    own = (problem.batch,) if problem.batch > 1 else ()
+    arrays += [((*own, problem.n), jnp.float32)] * problem.epilogue.bias
     arrays += [(problem.out_shape, problem.out_dtype)] * problem.epilogue.residual
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 

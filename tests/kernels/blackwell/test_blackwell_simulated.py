@@ -171,6 +171,12 @@ def test_batches_are_part_of_the_schedule(m, config, check):
     check(Problem(m, 128, 72, batch=3), config)
 
 
+@pytest.mark.parametrize(("shared", "config"), [("shared_a", SINGLE), ("shared_b", DYNAMIC)])
+def test_products_of_a_batch_share_operands(shared, config, check):
+    epilogue = Epilogue(bias=True, residual=True)
+    check(Problem(152, 64, 72, batch=3, epilogue=epilogue, **{shared: True}), config)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "out", "store_columns"),
     [

@@ -122,6 +122,26 @@ def test_batches_are_part_of_the_schedule(schedule, config, rng):
 
 
 @pytest.mark.parametrize(
+    ("shared", "config"),
+    [
+        ("shared_a", SMALL),
+        ("shared_b", PINGPONG),
+        ("shared_a", dataclasses.replace(SMALL, mirrored=True)),
+        ("shared_b", dataclasses.replace(SMALL, cluster=(2, 1))),
+    ],
+    ids=["late", "pingpong", "mirrored", "multicast"],
+)
+def test_products_of_a_batch_share_operands(shared, config, rng):
+    epilogue = Epilogue(bias=True, residual=config.pingpong)
+    problem = Problem(150, 64, 72, batch=3, epilogue=epilogue, **{shared: True})
+    operands = products.small_integers(problem, rng)
+    if operands.bias is not None and operands.residual is not None:
+        operands = operands._replace(bias=operands.bias[0], residual=operands.residual[0])
+    expected = products.rounded(problem, products.exact(problem, operands))
+    np.testing.assert_array_equal(run(problem, config, operands), expected)
+
+
+@pytest.mark.parametrize(
     ("a", "b", "out", "config"),
     [
         (jnp.float16, jnp.float16, jnp.float16, SMALL),
