@@ -1,9 +1,10 @@
 """`precompile`: compiles the kernels of products for a GPU that need not be there.
 
-Each is planned as it would be there, compiled to that GPU's machine code, and reported on. What it
-finds, a config that no longer fits or a kernel that the assembler refuses, is found before a GPU is
-paid for. It leaves nothing behind that makes a program start faster: JAX caches whole programs, and
-under a key that describes the GPU and its driver.
+Each distinct one is planned as it would be there, compiled to that GPU's machine code, and reported
+on. What it finds, a config that no longer fits or a kernel that the assembler refuses, is found
+before a GPU is paid for. It leaves nothing behind that makes a program start faster there: kernels
+are kept as they were lowered for the GPU that a process has, and JAX caches whole programs, under a
+key that describes the GPU and its driver.
 """
 
 import concurrent.futures
@@ -103,7 +104,8 @@ def precompile(
     ...     products = explain(jax.grad(loss), params, batch).products
     >>> precompile([product.problem for product in products], "h200")  # doctest: +SKIP
 
-    It needs the extra `aot`, and a few seconds for each product; several are compiled at a time.
+    It needs the extra `aot`, and a few seconds for each distinct product; several are compiled at a
+    time.
 
     Args:
         shapes: `(m, n, k)` or `(batch, m, n, k)` of each product, or a `Problem`; for that, only
@@ -127,11 +129,13 @@ def precompile(
         raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
     extras = _Extras(bias, residual, gated)
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
+    distinct = list(dict.fromkeys(products))
     with planning_for(target):
-        decisions = [product.decision() for product in products]
+        decisions = [product.decision() for product in distinct]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        reports = pool.map(functools.partial(_report, target), products, decisions)
-        return tuple(map(Precompiled, decisions, reports))
+        reports = pool.map(functools.partial(_report, target), distinct, decisions)
+        done = dict(zip(distinct, map(Precompiled, decisions, reports), strict=True))
+    return tuple(done[product] for product in products)
 
 
 class _Extras(NamedTuple):
@@ -154,7 +158,7 @@ class _Product:
 
     problem: Problem
     extras: _Extras
-    options: dict[str, Any]
+    options: dict[str, Any] = dataclasses.field(hash=False)
 
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the operands, by the names that the function has for them."""

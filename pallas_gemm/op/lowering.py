@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from pallas_gemm.op import mesh_context, partition
+from pallas_gemm.op import kept_kernels, mesh_context, partition
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, targeting, xla
@@ -106,16 +106,18 @@ def lower_for_one_device(
             call = call.with_target(None)
     signature = _signature(ctx.avals_in)
     decision = dispatch.decide(call, signature)
-    if decision.plan is not None:
-        run = _traced_once(call, decision)
-    else:
+    if decision.plan is None:
         run = without_kernel or dispatch.implement(decision, call)
+    elif gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
+        return kept_kernels.lower(ctx, operands, call, decision, signature)
+    else:
+        run = _traced_once(call, decision)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 @functools.lru_cache(maxsize=1024)
 def _traced_once(call: Call, decision: Decision) -> Callable[..., Any]:
-    """Returns a product whose kernel is traced once, however many programs it is part of."""
+    """Returns a kernel, or its simulation, that is traced once, in however many programs it is."""
     return jax.jit(dispatch.implement(decision, call))
 
 

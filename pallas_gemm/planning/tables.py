@@ -23,7 +23,6 @@ import json
 import os
 import pathlib
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
@@ -33,13 +32,12 @@ import jax
 from pallas_gemm._version import __version__
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.planning import user_folder
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Problem
 
 FORMAT = 1
 """Changes when what an earlier version wrote could be misread."""
-
-FOLDER_VARIABLE = "PALLAS_GEMM_CACHE_DIR"
 
 Source = Literal["context", "user", "packaged"]
 
@@ -221,16 +219,7 @@ class Table:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the table to a file, whole or not at all."""
-        target = pathlib.Path(path)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(self.dumps())
-            pathlib.Path(name).chmod(0o644)
-            pathlib.Path(name).replace(target)
-        except BaseException:
-            pathlib.Path(name).unlink(missing_ok=True)
-            raise
+        user_folder.write(path, self.dumps().encode())
 
     def save_for_user(self) -> pathlib.Path:
         """Merges the table into the user's own, which every program of this user finds.
@@ -250,7 +239,7 @@ class Table:
         except OSError as error:
             raise OSError(
                 f"cannot write tuned configs to {path}: {error.strerror or error};"
-                f" {FOLDER_VARIABLE} names another folder"
+                f" {user_folder.FOLDER_VARIABLE} names another folder"
             ) from error
         return path
 
@@ -347,17 +336,7 @@ def user_path(device: str) -> pathlib.Path:
     Raises:
         OSError: There is no folder for it, as where a user has no home.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
-    try:
-        if not folder:
-            import platformdirs
-
-            folder = platformdirs.user_cache_dir("pallas_gemm", appauthor=False)
-        return pathlib.Path(folder).expanduser() / f"{slug(device)}.json"
-    except (ImportError, RuntimeError) as error:
-        raise OSError(
-            f"there is no folder for tuned configs ({error}); {FOLDER_VARIABLE} names one"
-        ) from None
+    return user_folder.user_folder() / f"{slug(device)}.json"
 
 
 def config_to_json(config: GemmConfig) -> dict[str, Any]:

@@ -86,9 +86,12 @@ def test_the_products_of_a_program_are_those_that_are_compiled(
     # the inputs, which is one product of operands in pieces.
     assert len(products) == 1 + 2 + 2 + 1
     assert [problem.pieces for problem in products].count((512, 512)) == 1
-    done = precompile(products, "h200", activation="ignored")
-    # Several at a time, so in any order.
+    done = precompile([*products, *products], "h200", activation="ignored")
+    # Several at a time, so in any order, and each once.
     assert {decision.problem for _, decision in seen} == set(products)
+    assert len(seen) == len(set(products)) < len(products)
+    assert done[: len(products)] == done[len(products) :]
+    done = done[: len(products)]
     assert {target for target, _ in seen} == {"h200"}
     assert [product.decision.problem for product in done] == products
     plans = [decision.plan for decision in (*forward, *backward)]

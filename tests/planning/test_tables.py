@@ -23,6 +23,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import dispatch, tables
 from pallas_gemm.planning.call import Call, Options
 from pallas_gemm.planning.tables import CacheWarning, Entry, Key, Table, TableError
+from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
 
@@ -43,7 +44,7 @@ def no_packaged_tables() -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """The user's folder, empty, and a package without tables."""
-    monkeypatch.setenv(tables.FOLDER_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "user"))
     monkeypatch.setattr(tables.importlib.resources, "files", lambda _: tmp_path / "package")
     tables._packaged_table.cache_clear()
     tables._read.cache_clear()
@@ -308,9 +309,9 @@ def test_a_changed_file_is_read_again() -> None:
 
 
 def test_the_folder_has_a_default_and_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tables.FOLDER_VARIABLE, "~/tuned")
+    monkeypatch.setenv(FOLDER_VARIABLE, "~/tuned")
     assert tables.user_path(H200.kind) == pathlib.Path("~/tuned/nvidia_h200.json").expanduser()
-    monkeypatch.delenv(tables.FOLDER_VARIABLE)
+    monkeypatch.delenv(FOLDER_VARIABLE)
     path = tables.user_path(H100.kind)
     assert path.name == "nvidia_h100_80gb_hbm3.json"
     assert path.parent.name == "pallas_gemm"
@@ -348,15 +349,13 @@ def test_without_a_folder_there_is_one_warning_and_no_table(
     def homeless(*_: object, **__: object) -> str:
         raise RuntimeError("could not determine the home directory")
 
-    monkeypatch.delenv(tables.FOLDER_VARIABLE)
+    monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
     tables._warn_once.cache_clear()
-    with pytest.warns(
-        CacheWarning, match=f"the home directory.*{tables.FOLDER_VARIABLE} names one"
-    ):
+    with pytest.warns(CacheWarning, match=f"the home directory.*{FOLDER_VARIABLE} names one"):
         assert tables.find(PROBLEM, H200) is None
     assert tables.find(PROBLEM, H200) is None
-    with pytest.raises(OSError, match="there is no folder for tuned configs"):
+    with pytest.raises(OSError, match="there is no folder to keep"):
         table(FIRST).save_for_user()
 
 
@@ -437,7 +436,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     # A file in the folder's place: even an administrator cannot write into it.
     folder.touch()
-    message = f"cannot write tuned configs to {folder}.*{tables.FOLDER_VARIABLE}"
+    message = f"cannot write tuned configs to {folder}.*{FOLDER_VARIABLE}"
     with pytest.raises(OSError, match=message):
         table(FIRST).save_for_user()
     assert sorted(tmp_path.iterdir()) == [folder]

@@ -1,0 +1,186 @@
+"""Kernels as they were lowered: each once in a process, and kept on disk for the next.
+
+Lowering a kernel takes about a second of Python, nine tenths of it in JAX's passes for kernels.
+What comes out depends on nothing but what it is filed under: what is computed, the plan, the
+sources of this package, the versions of JAX, and what JAX reads while it lowers. A file is whole or
+not there, and says what it must hold; one that holds something else is made anew. What is around
+the kernels is lowered in each process, and XLA compiles all of it, as ever.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.extend.backend import get_default_device
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import mlir
+
+import schedules
+from pallas_gemm.kernels.activations import ACTIVATIONS
+from pallas_gemm.op import mesh_context
+from pallas_gemm.planning import dispatch, user_folder
+from pallas_gemm.planning.call import Call, Options, Signature
+from pallas_gemm.planning.dispatch import Decision
+
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_explicit_x64_dtypes",
+    "jax_pallas_enable_debug_checks",
+    "jax_pallas_poison_buffers",
+    "jax_use_hlo_logistic_lowering",
+    "jax_use_simplified_jaxpr_constants",
+)
+"""Settings of JAX that change what a kernel becomes; a release may not have all."""
+VARIABLES = "MOSAIC_GPU_"
+"""How environment variables begin that do."""
+UNUSED_DAYS = 30
+"""After which the kernels of another version of this package or of JAX are thrown away."""
+
+
+def is_lowered_as_it_runs(module: Any) -> bool:
+    """Whether a program is lowered for this release of JAX, and not for readers of older ones.
+
+    Args:
+        module: The context of the module that is being lowered.
+    """
+    parameters = module.lowering_parameters
+    return not parameters.for_export or parameters.export_ignore_forward_compatibility
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    call: Call,
+    decision: Decision,
+    signature: Signature,
+) -> Any:
+    """Lowers what a decision for a kernel stands for, or takes what it became before."""
+    # A program that takes a kernel from a file must tell the compiler where its library is, too.
+    importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    whole = ctx.module_context
+    module = ir.Module.parse(_lowered(call, decision, signature, _settings()), whole.context)
+    name = mlir.merge_mlir_modules(
+        whole.module, "pallas_gemm", module, dst_symtab=whole.symbol_table
+    )
+    called: Any = whole.symbol_table[name]
+    symbol = ir.FlatSymbolRefAttr.get(name)
+    return func.CallOp(called.type.results, symbol, list(operands)).results
+
+
+@functools.lru_cache(maxsize=1024)
+def _lowered(call: Call, decision: Decision, signature: Signature, settings: str) -> bytes:
+    """Returns the module of a kernel, with what is done before and after it, as bytecode."""
+
+    def anew() -> bytes:
+        return _lowered_anew(dispatch.implement(decision, call), signature)
+
+    try:
+        name = _digest(_text(_what_is_lowered(call, decision, signature)))
+    except TypeError:
+        # What a function of the caller's computes is known in this process alone.
+        return anew()
+    return _kept(_digest(_versions(), settings)[:16], name, anew)
+
+
+def _lowered_anew(run: Callable[..., Any], signature: Signature) -> bytes:
+    shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
+        traced = jax.jit(run, keep_unused=True).trace(*shapes)
+        module: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    return mlir.module_to_bytecode(module)
+
+
+def _what_is_lowered(call: Call, decision: Decision, signature: Signature) -> tuple[Any, ...]:
+    plan: Any = decision.plan
+    how = (plan.architecture.name, plan.device, plan.realigned, plan.config)
+    # Where the plan comes from, and what was named for it, makes no difference any more.
+    return (dataclasses.replace(call, options=Options()), signature, *how)
+
+
+def _text(value: Any) -> str:
+    """Returns a text that tells a value from all others, in whatever process.
+
+    Raises:
+        TypeError: There is none.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return repr(value)
+        case np.dtype():
+            return value.name
+        case np.ndarray():
+            return f"{value.dtype.name}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
+        case tuple():
+            return f"({', '.join(map(_text, value))})"
+        case Mapping():
+            return _text(tuple(sorted(value.items())))
+        case jax.lax.Precision():
+            return str(value)
+    if dataclasses.is_dataclass(value):
+        fields = [_text(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return f"{type(value).__qualname__}({', '.join(fields)})"
+    for name, function in ACTIVATIONS.items():
+        if value is function:
+            return name
+    raise TypeError(f"{value!r} has no text that lasts")
+
+
+def _settings() -> str:
+    """Returns what JAX reads while it lowers a kernel."""
+    settings = [(name, getattr(jax.config, name, None)) for name in SETTINGS]
+    variables = sorted(x for x in os.environ.items() if x[0].startswith(VARIABLES))
+    # It lowers for the GPU that there is, whatever the program around the kernel is for.
+    capability = getattr(get_default_device(), "compute_capability", None)
+    return repr((settings, variables, capability))
+
+
+@functools.cache
+def _versions() -> str:
+    """Returns what the code that makes kernels is: JAX's versions, and our sources."""
+    sources = hashlib.sha256()
+    for package in (pathlib.Path(__file__).parents[1], pathlib.Path(schedules.__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            sources.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {sources.hexdigest()}"
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _kept(version: str, name: str, make: Callable[[], bytes]) -> bytes:
+    """Returns what is kept under a name; makes and keeps it if nothing sound is."""
+    path = None
+    with contextlib.suppress(OSError):
+        path = user_folder.user_folder() / "kernels" / version / name
+        check, content = (held := path.read_bytes())[:32], held[32:]
+        if hashlib.sha256(content).digest() == check:
+            return content
+    made = make()
+    if path is not None:
+        # A program runs as well where nothing can be kept.
+        with contextlib.suppress(OSError):
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+                _throw_away_unused(path.parent.parent)
+            user_folder.write(path, hashlib.sha256(made).digest() + made)
+    return made
+
+
+def _throw_away_unused(folder: pathlib.Path) -> None:
+    """Removes the kernels of versions for which none was added for long."""
+    for version in folder.iterdir():
+        if time.time() - version.stat().st_mtime > UNUSED_DAYS * 86400:
+            shutil.rmtree(version, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""Lowered kernels are kept: in the process, and in the user's folder for the next one."""
+
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_gemm
+from pallas_gemm import gemm
+from pallas_gemm.op import kept_kernels, lowering
+from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
+
+OPERANDS = (jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16),) * 2
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[list[Any]]:
+    """What is lowered rather than taken from what is kept; the user's folder is empty at first."""
+    found = []
+    anew = kept_kernels._lowered_anew
+
+    def noted(run: Any, signature: Any) -> bytes:
+        found.append(signature)
+        return anew(run, signature)
+
+    monkeypatch.setattr(kept_kernels, "_lowered_anew", noted)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    kept_kernels._lowered.cache_clear()
+    yield found
+    # What was made for a folder is not for other tests.
+    kept_kernels._lowered.cache_clear()
+
+
+def _text(**options: Any) -> str:
+    """Returns a program with a kernel, traced anew."""
+    with pallas_gemm.target("h200"):
+        traced = jax.jit(lambda a, b: gemm(a, b, transpose_b=True, **options)).trace(*OPERANDS)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in (folder / "kernels").rglob("*") if path.is_file()]
+
+
+def test_a_kernel_is_lowered_once_for_every_program(
+    made: list[Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _text()
+    assert first.count("mosaic_gpu_v2") == 1
+    assert _text() == first
+    assert len(made) == 1
+    # As in another process.
+    kept_kernels._lowered.cache_clear()
+    assert _text() == first
+    assert len(made) == 1
+    # What was damaged is made anew, and whole again.
+    [path] = _files(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    monkeypatch.setattr(
+        kept_kernels, "_lowered_anew", lambda *_: made.append("again") or whole[32:]
+    )
+    kept_kernels._lowered.cache_clear()
+    assert _text() == first
+    assert (made[1:], _files(tmp_path), path.read_bytes()) == (["again"], [path], whole)
+
+
+@pytest.fixture
+def instant(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """As `made`, where no kernel is lowered: each becomes the same module."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in OPERANDS]
+    module = kept_kernels._lowered_anew(
+        lambda a, b: jnp.matmul(a, b.T), tuple((x.shape, x.dtype) for x in shapes)
+    )
+    made.clear()
+
+    def noted(run: Any, signature: Any) -> bytes:
+        made.append(signature)
+        return module
+
+    monkeypatch.setattr(kept_kernels, "_lowered_anew", noted)
+    return made
+
+
+def test_what_changes_a_kernel_changes_its_name(
+    instant: list[Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in ({}, {"activation": "gelu"}, {"alpha": 0.5}, {"schedule": "hilbert"}):
+        _text(**options)
+    assert len(instant) == len(_files(tmp_path)) == 4
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    _text()
+    with jax.enable_x64(True):
+        _text()
+    kept_kernels._lowered.cache_clear()
+    monkeypatch.setattr(kept_kernels, "_versions", lambda: "another")
+    _text()
+    assert len(instant) == len(_files(tmp_path)) == 7
+
+
+def test_a_function_of_the_callers_is_kept_in_its_process_alone(
+    instant: list[Any], tmp_path: pathlib.Path
+) -> None:
+    def squared(x: jax.Array) -> jax.Array:
+        return x * x
+
+    _text(activation=squared)
+    _text(activation=squared)
+    assert (len(instant), _files(tmp_path)) == (1, [])
+
+
+def test_a_program_runs_as_well_where_nothing_can_be_kept(
+    instant: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, os.devnull)
+    _text()
+    assert len(instant) == 1
+
+
+def test_an_exported_program_is_lowered_for_readers_of_older_releases(
+    instant: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_readers: list[Any] = []
+    monkeypatch.setattr(lowering, "_traced_once", lambda *what: for_readers.append(what) or jnp.dot)
+    with pallas_gemm.target("h200"):
+        b = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+        jax.export.export(jax.jit(gemm), platforms=["cuda"])(OPERANDS[0], b)
+    assert (len(for_readers), instant) == (1, [])
+
+
+def test_kernels_of_versions_that_nobody_uses_are_thrown_away(
+    instant: list[Any], tmp_path: pathlib.Path
+) -> None:
+    for name, days in (("old", kept_kernels.UNUSED_DAYS + 1), ("recent", 1)):
+        (tmp_path / "kernels" / name).mkdir(parents=True)
+        (tmp_path / "kernels" / name / "kernel").touch()
+        then = time.time() - days * 86400
+        os.utime(tmp_path / "kernels" / name, (then, then))
+    _text()
+    assert instant
+    names = {path.name for path in (tmp_path / "kernels").iterdir()}
+    assert "recent" in names
+    assert "old" not in names
+    assert len(names) == 2
