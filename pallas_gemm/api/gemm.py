@@ -8,6 +8,7 @@ import jax
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api import explain as explanation
+from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.request import Request
 from pallas_gemm.config import GemmConfig
 
@@ -30,6 +31,7 @@ Activation = str | Callable[[jax.Array], jax.Array] | None
 Order = str | Schedule | OnlineSchedule | None
 
 
+@compiled("a", "b", "bias", "residual")
 def gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
@@ -98,6 +100,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     return _answer(asked)
 
 
+@compiled("a", "b")
 def matmul(
     a: jax.Array,
     b: jax.Array,
@@ -118,6 +121,7 @@ def matmul(
     return _answer(asked)
 
 
+@compiled("lhs", "rhs")
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -144,6 +148,7 @@ def dot_general(
     return _answer(asked)
 
 
+@compiled("a", "w_gate", "w_up")
 def gated_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     w_gate: jax.Array,
@@ -198,6 +203,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     return _answer(asked)
 
 
+@compiled("a", "weights", "biases")
 def projections(
     a: jax.Array,
     weights: Sequence[jax.Array],

@@ -1,0 +1,57 @@
+"""Calls outside of any trace: each is one compiled program, which JAX finds by types and options.
+
+Checks and choices are made when it is traced. A call that was made before costs what `jnp.matmul`
+costs, which is compiled as a whole, too.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def compiled[**P, R](*operands: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compiles a function as a whole for calls with arrays that are there.
+
+    Args:
+        *operands: The arguments that are arrays, lists or tuples of them, or None. All others are
+            a part of the program.
+    """
+
+    def decorate(f: Callable[P, R]) -> Callable[P, R]:
+        names = tuple(inspect.signature(f).parameters)
+        options = frozenset(names) - set(operands)
+        program = jax.jit(f, static_argnames=tuple(options), inline=True)
+
+        @functools.wraps(f)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = (*zip(names, args, strict=False), *kwargs.items())
+            if all(_is_hashable(x) if name in options else _is_there(x) for name, x in given):
+                # What is wrong is said without JAX's frames between the caller and us.
+                with contextlib.suppress(TypeError, ValueError):
+                    return program(*args, **kwargs)
+            return f(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _is_there(operand: Any) -> bool:
+    """Whether an operand is an array with values, or there is none."""
+    if isinstance(operand, list | tuple):
+        return all(map(_is_there, operand))
+    if isinstance(operand, jax.core.Tracer):
+        return False
+    return operand is None or isinstance(operand, jax.Array)
+
+
+def _is_hashable(option: Any) -> bool:
+    try:
+        hash(option)
+    except TypeError:
+        return False
+    return True
