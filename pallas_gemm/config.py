@@ -56,6 +56,8 @@ class GemmConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if type(value) is field.type:
+                continue
             if value is not None or field.default is not None:
                 self._set(field.name, _checked(field, value))
         self._refuse(self._malformed())

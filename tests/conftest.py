@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     # What was tuned on this computer says nothing about the code.
     os.environ["PALLAS_GEMM_CACHE_DIR"] = str(pathlib.Path(os.devnull, "no tables"))
+    if not _wants_gpu(config):
+        import jax
+
+        # Most programs run once, on a few numbers: to make them fast takes longer than they do. Not
+        # by a variable, which those who compile for a GPU in another process would inherit.
+        jax.config.update("jax_disable_most_optimizations", True)
     shared = settings(
         # A busy computer is not a bug.
         deadline=None,

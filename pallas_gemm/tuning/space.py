@@ -14,8 +14,8 @@ from typing import Any
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.hopper.candidates import MOST_STAGES
-from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
+from pallas_gemm.kernels.hopper.candidates import FEWEST_STAGES, deepest
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.problem import Problem
@@ -89,18 +89,9 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
         stored_late = dataclasses.replace(config, late_store=late)
         # Narrower store slots make room for another stage of the largest tiles.
         narrow = dataclasses.replace(config, store_columns=config.store_columns // 2)
-        if deep := _deepest(stored_late, problem, device) or _deepest(narrow, problem, device):
+        either = (deepest(each, problem, device, FEWEST_STAGES) for each in (stored_late, narrow))
+        if deep := next(filter(None, either), None):
             yield deep
-
-
-def _deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
-    """Returns the config with as many stages as fit into shared memory, None if three do not."""
-    most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
-    for stages in range(most, 2, -1):
-        deeper = dataclasses.replace(config, stages=stages)
-        if deeper.shared_memory_bytes(problem) <= device.shared_memory:
-            return deeper
-    return None
 
 
 def _split_by_tile(
@@ -167,4 +158,4 @@ def _with_more_slots(config: GemmConfig, problem: Problem, device: Device) -> Ge
     more = dataclasses.replace(config, store_slots=2 * config.store_slots)
     if not isinstance(more, HopperConfig):
         return more
-    return _deepest(more, problem, device) or config
+    return deepest(more, problem, device, FEWEST_STAGES) or config

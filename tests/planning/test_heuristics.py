@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import build
 from schedules.model import predict
+from tests import clock
 
 HOPPER = ARCHITECTURES[0]
 
@@ -159,11 +159,10 @@ def test_bands_are_wide_where_ctas_stay_abreast(sizes: tuple[int, int, int], ord
 
 
 def test_a_choice_takes_milliseconds() -> None:
-    heuristics.rank(Problem(8192, 8192, 8192), H200, HOPPER)
-    start = time.perf_counter()
-    for i in range(1, 11):
-        heuristics.best(Problem(8192 + 64 * i, 8192, 8192), H200, HOPPER)
-    assert (time.perf_counter() - start) / 10 < 0.1
+    sizes = itertools.count(8192, 64)
+    assert clock.takes_at_most(
+        0.1, lambda: heuristics.best(Problem(next(sizes), 8192, 8192), H200, HOPPER), tries=10
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
             )
             config = _ordered(config, problem, device)
             narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
-            ready = _deepest(config, problem, device)
+            ready = deepest(config, problem, device)
             if _stages(ready) < FEWEST_STAGES:
-                ready = max(ready, _deepest(narrow, problem, device), key=_stages)
+                ready = max(ready, deepest(narrow, problem, device), key=_stages)
             if ready:
                 yield ready
 
@@ -84,13 +84,16 @@ def _is_short(problem: Problem) -> bool:
     return problem.k * problem.a_dtype.itemsize <= STORE_BOUND_STEPS * STEP_BYTES
 
 
-def _deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
-    """Returns the config with as many stages as fit into shared memory, None if two do not."""
+def deepest(
+    config: HopperConfig, problem: Problem, device: Device, fewest: int = 2
+) -> HopperConfig | None:
+    """Returns the config with as many stages as fit into shared memory, None if too few do."""
     two, three = (
         dataclasses.replace(config, stages=stages).shared_memory_bytes(problem) for stages in (2, 3)
     )
-    most = 2 + (device.shared_memory - two) // (three - two)
-    for stages in range(min(MOST_STAGES, MAX_BARRIERS, most), 1, -1):
+    fit = 2 + (device.shared_memory - two) // (three - two)
+    most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
+    for stages in range(min(most, fit), fewest - 1, -1):
         deeper = dataclasses.replace(config, stages=stages)
         # Barriers take a little more.
         if deeper.shared_memory_bytes(problem) <= device.shared_memory:

@@ -95,19 +95,20 @@ def shrunk(config: BlackwellConfig) -> BlackwellConfig:
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_layouts_with_ragged_edges(layout, check):
-    m = 320 if layout[0] == "T" else 328
+    m = 192 if layout[0] == "T" else 200
     n = 192 if layout[1] == "N" else 200
     check(products.transposed(Problem(m, n, 136), layout), SINGLE)
 
 
 @pytest.mark.parametrize(("name", "layout", "epilogue"), STEPS_EACH_TWICE)
 def test_every_step_of_the_ladder(name, layout, epilogue, check):
-    """Ragged in m, n and k; a worker has several tiles, and a tile more steps than the ring."""
+    """Ragged in m, n and k; a worker has three tiles or more, and a tile more steps than slots."""
     config, options = shrunk(STEPS[name]), EPILOGUES[epilogue]
     if options.gated:
         config = dataclasses.replace(config, tile=(128, 2 * config.tile[1]))
     # Stored with k first, an operand is whole atoms wide; its tiles hang over all the same.
-    m, n = 584 if layout[0] == "N" else 576, 200 if layout[1] == "T" else 192
+    m = (584 if layout[0] == "N" else 576) if config.cluster_size == 2 else 320
+    n = 200 if layout[1] == "T" else 192
     check(products.transposed(Problem(m, n, 200, epilogue=options), layout), config)
 
 
