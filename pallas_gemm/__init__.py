@@ -22,9 +22,9 @@ from pallas_gemm._version import __version__ as __version__
 from pallas_gemm.api.collective import all_gather_gemm as all_gather_gemm
 from pallas_gemm.api.collective import gemm_reduce_scatter as gemm_reduce_scatter
 from pallas_gemm.api.einsum import einsum as einsum
-from pallas_gemm.api.explain import Explanation as Explanation
 from pallas_gemm.api.explain import explain as explain
 from pallas_gemm.api.explain import explain_on_mesh as explain_on_mesh
+from pallas_gemm.api.explanation import Explanation as Explanation
 from pallas_gemm.api.gemm import dot_general as dot_general
 from pallas_gemm.api.gemm import gated_gemm as gated_gemm
 from pallas_gemm.api.gemm import gemm as gemm

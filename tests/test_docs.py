@@ -48,6 +48,8 @@ def one_line(text: str) -> str:
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE and blocks(page)]
 
 
+# On a CPU no kernel has an order.
+@pytest.mark.filterwarnings("ignore:schedule=.* has no effect")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(
     page: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -115,6 +115,8 @@ def test_a_range_of_the_readme_is_that_of_the_figures_rows(
     assert (f"{min(ratios):.{digits}f}", f"{max(ratios):.{digits}f}") == (low, high)
 
 
+# On a CPU no kernel has an order.
+@pytest.mark.filterwarnings("ignore:schedule=.* has no effect")
 def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) -> None:
     block = re.search(r"```python\n(.*?)```", _section("Multiply"), re.DOTALL)
     assert block

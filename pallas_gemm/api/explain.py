@@ -2,16 +2,20 @@
 
 import contextlib
 import dataclasses
-import textwrap
+import os
+import pathlib
+import sysconfig
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend import core
 from jax.sharding import AxisType
 
+from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import Part, noted
@@ -20,8 +24,11 @@ from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import sum_p
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, SumCall, signature_of
-from pallas_gemm.planning.dispatch import Decision, Plan
-from pallas_gemm.problem import Problem
+from pallas_gemm.planning.dispatch import Decision
+
+# Here are no lines of the caller's: this package, Python's own library, what is installed.
+_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 class _Notes:
@@ -33,47 +40,6 @@ class _Notes:
 
 # A context of JAX's own, so that a function that was traced before is traced anew.
 _NOTES = jax.make_user_context(default_value=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What would compute the products of a function. `print` it.
-
-    Attributes:
-        products: The decision for each product, in the order of the program. What is derived or
-            mapped is there as it is computed: the products of a gradient, one for a whole `vmap`.
-        outside: (what, why) of each call that XLA computes without a look at the kernels.
-        copies: Copies that are made of operands to bring their dimensions side by side.
-    """
-
-    products: tuple[Decision, ...]
-    outside: tuple[tuple[str, str], ...] = ()
-    copies: tuple[str, ...] = ()
-
-    @property
-    def implementation(self) -> str:
-        """What computes the first product; "none" if there is none."""
-        if self.products:
-            return self.products[0].implementation
-        return "xla" if self.outside else "none"
-
-    @property
-    def reason(self) -> str:
-        """Why that computes it."""
-        if self.products:
-            return self.products[0].reason
-        return self.outside[0][1] if self.outside else "no product"
-
-    @property
-    def plan(self) -> Plan | None:
-        """How a kernel computes the first product: config, steps, predicted time."""
-        return self.products[0].plan if self.products else None
-
-    def __str__(self) -> str:
-        parts = [_decision_text(decision) for decision in self.products]
-        parts += [f"xla: {what}\n  why       {why}" for what, why in self.outside]
-        parts += [f"before it: {copy}" for copy in self.copies]
-        return "\n".join(parts) or "no product"
 
 
 def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
@@ -113,14 +79,18 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     with _NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
         gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
-        products = tuple(
-            decision
-            for call, avals in _products(jaxpr.jaxpr)
-            for decision in _decided(_for_gpu(call, gpu), avals)
-        )
+        asked = list(_products(jaxpr.jaxpr))
+        products = [
+            (decision, product.origin)
+            for product in asked
+            if product.call is not None
+            for decision in _decided(_for_gpu(product.call, gpu), product.avals)
+        ]
     outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
     copies = tuple(copy for r in notes.requests if not r.outside for copy in _copies(r))
-    return Explanation(products, outside, copies)
+    by_jax = tuple(str(product.origin.place) for product in asked if product.call is None)
+    decisions, origins = zip(*products, strict=True) if products else ((), ())
+    return Explanation(decisions, outside, copies, origins, by_jax)
 
 
 def explain_on_mesh(f: Any, *args: Any) -> Explanation:
@@ -162,6 +132,11 @@ def note(asked: Request) -> None:
         notes.requests.append(asked)
 
 
+def is_noting() -> bool:
+    """Whether somebody asked for an explanation: of which line asks for what, too."""
+    return _NOTES.value is not None
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
@@ -172,17 +147,51 @@ def _target_of(leaves: list[Any]) -> Any:
     return contextlib.nullcontext() if known is None else targeting.target(known)
 
 
-def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Call, list[Any]]]:
-    """Yields each product and the types of its operands."""
+class _Asked(NamedTuple):
+    """A product in a program; one of JAX's own has no call."""
+
+    call: Call | None
+    avals: list[Any]
+    origin: Origin
+
+
+def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
+    """Yields each product, and the types of its operands."""
     for equation in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in equation.invars]
+        source: Any = equation.source_info
+        backward = gradient or "transpose(" in str(source.name_stack)
         if equation.primitive in (product_p, sum_p):
-            yield equation.params["call"], avals
+            yield _Asked(equation.params["call"], avals, Origin(_place(source), backward))
         if equation.primitive is projections_p:
-            call = equation.params["call"]
-            yield from ((call, [avals[0], *own]) for own in operands_of_each(call, avals[1:]))
+            call, origin = equation.params["call"], Origin(_place(source), backward)
+            for own in operands_of_each(call, avals[1:]):
+                yield _Asked(call, [avals[0], *own], origin)
+        if equation.primitive is lax.dot_general_p and not _is_ours(source):
+            yield _Asked(None, avals, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
-            yield from _products(inner)
+            yield from _products(inner, backward)
+
+
+def _files(source: Any) -> Iterator[tuple[str, int]]:
+    """Yields the lines within the explained function that made an equation, innermost first."""
+    for frame in () if source.traceback is None else source.traceback.frames:
+        if frame.file_name == __file__:
+            return
+        yield frame.file_name, frame.line_num
+
+
+def _is_ours(source: Any) -> bool:
+    """Whether this package made an equation, for a product that it leaves to XLA."""
+    return any(file.startswith(_PACKAGE) for file, _ in _files(source))
+
+
+def _place(source: Any) -> str | None:
+    """Returns the innermost line of the caller's own program that made an equation."""
+    for file, line in _files(source):
+        if not file.startswith((_PACKAGE, *_LIBRARIES)):
+            return f"{pathlib.Path(file).name}:{line}"
+    return None
 
 
 def _decided(call: Call, avals: list[Any]) -> Iterator[Decision]:
@@ -220,49 +229,12 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
-def _decision_text(decision: Decision) -> str:
-    lines = [f"{decision.implementation}: {_problem_text(decision.problem)}"]
-    rows = [("why", decision.reason)]
-    if decision.mesh is not None:
-        rows.append(("mesh", decision.mesh))
-    if (plan := decision.plan) is not None:
-        rows.append(("for", plan.device.kind))
-        rows.append(("config", repr(plan.config)))
-        rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
-        if plan.realigned.unfused is not None:
-            rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
-        rows += [("step", str(step)) for step in plan.realigned.steps]
-    rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in decision.refused]
-    for name, text in rows:
-        lines += textwrap.wrap(
-            text,
-            100,
-            initial_indent=f"  {name:<14}",
-            subsequent_indent=" " * 16,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)
-
-
-def _problem_text(problem: Problem) -> str:
-    batch = f"{problem.batch} x " if problem.batch != 1 else ""
-    sizes = f"m={problem.m} n={problem.n} k={problem.k}"
-    dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
-    epilogue = problem.epilogue
-    if problem.pieces:
-        sizes += f" ({' + '.join(map(str, problem.pieces))})"
-    extras = [name for name in ("bias", "residual", "gated") if getattr(epilogue, name)]
-    if epilogue.activation is not None:
-        extras.append(getattr(epilogue.activation, "__name__", "activation"))
-    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *extras])
-
-
 def _asked_text(asked: Request) -> str:
     shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in asked.operands[:2])
     return f"{shapes} -> {asked.call.out_dtype}"
 
 
-def _copies(asked: Request) -> Iterator[str]:
+def _copies(asked: Request) -> Iterator[Copy]:
     form = asked.form
     left, right = asked.operands.a, asked.operands.b
     if form.swapped:
@@ -275,4 +247,4 @@ def _copies(asked: Request) -> Iterator[str]:
         else:
             what, shape = f"transpose{side.permutation}", side.shape
         moved = (np.prod(x.shape) + np.prod(shape)) * x.dtype.itemsize
-        yield f"{what} of {x.dtype}{list(x.shape)}: moves {moved / 1e6:.1f} MB"
+        yield Copy(f"{what} of {x.dtype}{list(x.shape)}", int(moved))

@@ -1,6 +1,5 @@
 """The public functions: products of matrices with JAX's semantics, and an epilogue."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.explicit import explicit_product
 from pallas_gemm.op.product import formed_product
 from pallas_gemm.op.projections import projections as bind_projections
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import dispatch, ignored
 from pallas_gemm.planning.call import Call, Operands, Options
 from pallas_gemm.problem import Epilogue
 from schedules import OnlineSchedule, Schedule
@@ -255,7 +254,8 @@ def projections(
     for own in asked:
         explanation.note(own)
     forms = tuple(own.form for own in asked)
-    return tuple(_projections(first.call, forms, *(own.operands.present() for own in asked)))
+    run = _formed_projections if explanation.is_noting() else _projections
+    return tuple(run(first.call, forms, *(own.operands.present() for own in asked)))
 
 
 def _answer(asked: Request) -> jax.Array:
@@ -263,6 +263,7 @@ def _answer(asked: Request) -> jax.Array:
     explanation.note(asked)
     operands = asked.operands.present()
     if asked.outside is not None:
+        ignored.warn_of_options(asked.call.options, asked.outside)
         return asked.by_xla(*operands)
     options = asked.call.options
     per_part = options.config is not None or options.schedule is not None
@@ -272,16 +273,20 @@ def _answer(asked: Request) -> jax.Array:
     sharding = asked.result_sharding
     if sharding is not None:
         return explicit_product(asked.call, asked.form, sharding, *operands)
-    return _product(asked.call, asked.form, *operands)
+    # What JAX has traced before says nothing of the line that asks for it now.
+    run = formed_product if explanation.is_noting() else _product
+    return run(asked.call, asked.form, *operands)
 
 
 _product = jax.jit(formed_product, static_argnums=(0, 1), inline=True)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _projections(
+def _formed_projections(
     call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
     rights = [(form.b.apply(b), *bias) for form, (_, b, *bias) in zip(forms, operands, strict=True)]
     products = bind_projections(call, forms[0].a.apply(operands[0][0]), rights)
     return [result.reshape(form.shape) for form, result in zip(forms, products, strict=True)]
+
+
+_projections = jax.jit(_formed_projections, static_argnums=(0, 1), inline=True)

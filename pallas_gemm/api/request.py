@@ -16,8 +16,8 @@ from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, mesh_context
 from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.planning import ignored, xla
 from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
@@ -103,6 +103,8 @@ def of_gemm(
         activation=activations.resolve(epilogue.activation),
         gated=up is not None,
     )
+    if residual is None and epilogue.beta != 1:
+        ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
         a = _strong(a)

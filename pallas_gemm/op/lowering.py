@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from pallas_gemm.op import kept_kernels, mesh_context, partition
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, targeting, xla
+from pallas_gemm.planning import dispatch, ignored, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call, Signature
 from pallas_gemm.planning.dispatch import Decision
@@ -107,6 +107,7 @@ def lower_for_one_device(
     signature = _signature(ctx.avals_in)
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
+        ignored.warn_of_options(call.options, decision.reason)
         run = without_kernel or dispatch.implement(decision, call)
     elif gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
         return kept_kernels.lower(ctx, operands, call, decision, signature)

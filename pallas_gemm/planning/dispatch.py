@@ -26,6 +26,9 @@ from schedules import OnlineSchedule, Schedule
 
 Reasons = tuple[str, ...]
 
+OTHER_GPU = "it needs compute capability"
+"""How the reason begins why a kernel is out of the question on a GPU."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -201,7 +204,7 @@ def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
     major, minor = device.compute_capability
     needed = ".".join(map(str, architecture.capability))
     needed += ".x" if len(architecture.capability) == 1 else ""
-    return f"it needs compute capability {needed}, {device.kind} has {major}.{minor}"
+    return f"{OTHER_GPU} {needed}, {device.kind} has {major}.{minor}"
 
 
 def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan | Reasons:
@@ -244,15 +247,15 @@ def _realigned(
         return (why,)
     unfused = _why_unfused(call, signature)
     reasons: list[str] = []
-    # Operands in pieces have no epilogue.
-    whole = not call.problem(signature).pieces
-    ways = (None, "the kernel refuses the epilogue") if whole else (None,)
-    for reason in (unfused,) if unfused else ways:
-        variant = sums_only(call, signature) if reason else call
-        own = signature[:2] if reason else signature
+    for fused in (True, False):
+        # Operands in pieces have no epilogue.
+        if (fused and unfused) or (not fused and call.problem(signature).pieces):
+            continue
+        variant, own = (call, signature) if fused else (sums_only(call, signature), signature[:2])
         realigned = realign(variant, own, lambda p: architecture.problem_refusals(p, device))
         if realigned is not None:
-            return dataclasses.replace(realigned, unfused=reason)
+            why = None if fused else unfused or "; ".join(dict.fromkeys(reasons))
+            return dataclasses.replace(realigned, unfused=why)
         reasons += architecture.problem_refusals(variant.problem(own), device)
     return tuple(dict.fromkeys(reasons))
 

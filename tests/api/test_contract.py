@@ -88,12 +88,13 @@ def cases(draw: Any, activations: tuple[str | None, ...]) -> Case:
     sizes = st.one_of(st.integers(1, 70), st.sampled_from([64, 72, 128, 130]))
     types = draw(st.sampled_from(TYPES))
     plain = types[0] == jnp.int8
+    bias, residual = (not plain and draw(st.booleans()) for _ in range(2))
     formula = Formula(
         transpose_a=draw(st.booleans()),
         transpose_b=draw(st.booleans()),
         activation=None if plain else draw(st.sampled_from(activations)),
         alpha=1 if plain else draw(st.sampled_from([1, 2, -0.5])),
-        beta=1 if plain else draw(st.sampled_from([1, 0.5])),
+        beta=draw(st.sampled_from([1, 0.5])) if residual else 1,
     )
     return Case(
         draw(sizes),
@@ -101,8 +102,8 @@ def cases(draw: Any, activations: tuple[str | None, ...]) -> Case:
         draw(sizes),
         types,
         formula,
-        not plain and draw(st.booleans()),
-        not plain and draw(st.booleans()),
+        bias,
+        residual,
         draw(st.integers(0, 2**32 - 1)),
     )
 

@@ -1,5 +1,6 @@
 """Bad input: an error before anything is traced, that names the argument, its value and the way."""
 
+import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from pallas_gemm import dot_general, gated_gemm, gemm, matmul, target
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op.product import product_p
+from pallas_gemm.planning.ignored import IgnoredWarning
 from schedules import build
 
 A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
@@ -319,3 +321,25 @@ def test_an_activation_that_captures_a_traced_value_is_refused() -> None:
 def test_a_traced_scale_is_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match="a traced factor can scale an operand or the result"):
         jax.jit(lambda alpha: gemm(A, B, alpha=alpha))(2.0)
+
+
+# Of sizes that no other test has, or the program that was warned of would be found again.
+C, D = jnp.ones((11, 13)), jnp.ones((13, 17))
+COMPLEX = jnp.ones((11, 13), jnp.complex64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gemm(C, D, schedule="hilbert"), "schedule='hilbert' has no effect.*no GPU is pla"),
+        (
+            lambda: gemm(COMPLEX, COMPLEX.T, schedule="hilbert"),
+            "no effect.*takes .* complex64",
+        ),
+        (lambda: gemm(C, D, beta=0.5), "beta=0.5 has no effect without a residual"),
+    ],
+)
+def test_what_is_ignored_is_said(call: Callable[[], Any], message: str) -> None:
+    with pytest.warns(IgnoredWarning, match=message) as warned:
+        call()
+    assert [pathlib.Path(warning.filename) for warning in warned] == [pathlib.Path(__file__)]

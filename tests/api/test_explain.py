@@ -1,11 +1,15 @@
 """`explain`: what would run, of any function, without running it."""
 
+import inspect
+import io
+import json
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 
 import pallas_gemm
 from pallas_gemm import dot_general, explain, gated_gemm, gemm
@@ -74,7 +78,12 @@ def test_what_was_refused_is_said() -> None:
             )
         )
     assert "not hopper" in text
-    assert "not blackwell it needs compute capability 10.x, NVIDIA H200 has 9.0" in text
+    # That a kernel is for another GPU is no news where one is for this.
+    assert "not blackwell" not in text
+    with pallas_gemm.target("b200"):
+        named = explain(gemm, _shape(4096, 4096), _shape(4096, 4096))
+    assert named.products[0].refused[0][0] == "hopper"
+    assert "compute capability" not in str(named)
 
 
 def test_products_of_gradients_and_maps_are_found() -> None:
@@ -109,16 +118,81 @@ def test_what_xla_computes_without_a_look_at_the_kernels_is_there_too() -> None:
 def test_copies_before_the_product_are_there() -> None:
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
     explained = explain(dot_general, _shape(4, 128, 8, 64), _shape(4, 128, 8, 64), numbers)
-    assert (
-        explained.copies == ("transpose(0, 2, 1, 3) of bfloat16[4, 128, 8, 64]: moves 1.0 MB",) * 2
-    )
-    assert "before it: transpose(0, 2, 1, 3)" in str(explained)
+    assert [str(copy) for copy in explained.copies] == [
+        "transpose(0, 2, 1, 3) of bfloat16[4, 128, 8, 64]: moves 1.0 MB"
+    ] * 2
+    assert "before it     transpose(0, 2, 1, 3)" in str(explained)
 
 
 def test_a_function_without_products() -> None:
     explained = explain(jnp.sin, 1.0)
     assert str(explained) == "no product"
     assert (explained.implementation, explained.reason) == ("none", "no product")
+
+
+def _model(params: list[dict[str, Any]], x: Any) -> jax.Array:
+    for layer in params:
+        hidden = jnp.tanh(gemm(x, layer["in"]))  # FIRST
+        x = gemm(hidden, layer["out"])  # SECOND
+    return jnp.sum(x)
+
+
+def test_products_of_a_program_are_grouped_and_summed_up() -> None:
+    layer = {"in": _shape(4096, 1024), "out": _shape(1024, 4096)}
+    with pallas_gemm.target("h200"):
+        explained = explain(jax.jit(jax.grad(_model)), [layer] * 3, _shape(2048, 4096))
+    groups = explained.groups
+    assert len(explained.products) == sum(group.count for group in groups) == 3 * 6 - 1
+    forward = [group for group in groups if not group.gradient]
+    assert [(g.count, g.decision.problem.n) for g in forward] == [(3, 1024), (3, 4096)]
+    source = inspect.getsource(inspect.getmodule(_model)).splitlines()  # type: ignore[arg-type]
+    for group, mark in zip(forward, ("FIRST", "SECOND"), strict=True):
+        [place] = group.places
+        file, _, number = place.partition(":")
+        assert (file, mark) == ("test_explain.py", source[int(number) - 1].partition("# ")[2])
+    gradients = [place for group in groups if group.gradient for place in group.places]
+    assert {*gradients} == {place for group in forward for place in group.places}
+
+    text = str(explained)
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"17, of which {len(groups)} are distinct, for NVIDIA H200" in text
+    assert "3 x hopper: m=2048 n=1024 k=4096 NN" in text
+    total = sum(decision.plan.seconds for decision in explained.products if decision.plan)
+    assert f"{total * 1e3:.2f} ms in kernels" in text
+    assert "left to XLA   0 products, 0% of the arithmetic" in text
+
+    document = json.loads(explained.json())
+    assert [entry["count"] for entry in document["products"]] == [g.count for g in groups]
+    assert document["products"][0]["config"]["kernel"] == "hopper"
+    console = rich.console.Console(width=80, file=io.StringIO())
+    console.print(explained)
+    assert "2048 x 1024 x 4096 NN bf16" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_products_of_jax_are_counted_and_what_to_write_is_said() -> None:
+    explained = explain(lambda a, b: gemm(a @ b, b) @ b, *[_shape(64, 64)] * 2)
+    assert len(explained.by_jax) == 2
+    assert all(place.startswith("test_explain.py:") for place in explained.by_jax)
+    text = str(explained)
+    assert "2 products are not asked of pallas_gemm, at test_explain.py:" in text
+    assert "write pallas_gemm.matmul(a, b) for a @ b" in text
+    # What a call of ours leaves to XLA is asked of us.
+    assert explain(gemm, *[_shape(8, 8, dtype=jnp.complex64)] * 2).by_jax == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "hint"),
+    [
+        ((4096, 8191, 4096), jnp.bfloat16, "n=8192 in b, instead of [4096, 8191]: saves 134.2 MB"),
+        ((4096, 4096, 4096), jnp.float32, "store b as [n, k]: saves 134.2 MB"),
+    ],
+)
+def test_what_to_change_is_said(sizes: tuple[int, int, int], dtype: Any, hint: str) -> None:
+    m, n, k = sizes
+    operands = _shape(m, k, dtype=dtype), _shape(k, n, dtype=dtype)
+    with pallas_gemm.target("h200"):
+        assert f"to change     {hint}" in str(explain(gemm, *operands, activation="gelu"))
+    assert 'with target("h200")' in str(explain(gemm, *operands))
 
 
 def test_nothing_is_run_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -496,6 +496,8 @@ def test_a_mesh_of_six_and_devices_out_of_order() -> None:
         _assert_same(result, a @ b)
 
 
+# It is compiled for a CPU, where no kernel has an order.
+@pytest.mark.filterwarnings("ignore:schedule=.* has no effect")
 def test_what_is_named_is_for_one_devices_part(mesh: Mesh) -> None:
     a = meshes.place(mesh, _integers(1024, 1024, dtype=jnp.bfloat16), "x", None)
     b = meshes.place(mesh, _integers(1024, 1024, seed=1, dtype=jnp.bfloat16), None, "y")
