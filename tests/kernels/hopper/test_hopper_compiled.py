@@ -14,6 +14,7 @@ What is compiled covers the search space without being all of it, to take two mi
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import resource
@@ -399,6 +400,32 @@ def test_tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
         claimed = "atom.relaxed.gpu.global.add" in report.ptx
         assert claimed == (MODES[name][0].persistence == "dynamic")
         assert ("st.relaxed.gpu.global" in report.ptx) == claimed
+
+
+@pytest.mark.parametrize(("name", "tiles"), [("claimed", 512), ("claimed in clusters", 128)])
+def test_claims_end_with_the_last_tile_and_wait_for_their_own_turn(name, tiles, modes):
+    report, (config, problem) = modes[name], MODES[name]
+    ptx, workers = report.ptx, math.prod(report.grid) // config.cluster_size
+    (bound,) = re.findall(r"setp\.lt\.u32 inside, number, (\S+);\s", ptx)
+    (first,) = re.findall(r"add\.u32 number, number, (\S+);\s", ptx)
+    assert math.prod(config.stacked_grid(problem)) == tiles == int(_constant(bound, ptx))
+    assert int(_constant(first, ptx)) == workers
+    assert "@inside ld.global.b32 word, [entry];" in ptx
+    # Producer and consumers both compare the tag of the word that they read.
+    waits = re.findall(r"setp\.eq\.u32 old, tag, (\S+);\s+@old bra RESOLVED", ptx)
+    assert len(waits) == len(re.findall(r"ld\.relaxed\S+ \S+ \[\S+\];\s+bra RESOLVE;", ptx)) == 2
+
+
+# Beside a slot that is written, a residual's is read.
+@pytest.mark.parametrize("name", [name for name in ODD_MODES if name != "residual"])
+def test_threads_wait_before_they_write_a_line_slot_and_before_they_read_it(name, odd_modes):
+    steps = re.findall(
+        r"\b(bar\.sync|stmatrix|st\.shared|ld\.shared|wgmma\.mma)", odd_modes[name].ptx
+    )
+    order = [step for step, _ in itertools.groupby(steps)]
+    written = [at for at, step in enumerate(order) if step in ("stmatrix", "st.shared")]
+    assert written
+    assert all(order[at - 1] == order[at + 1] == "bar.sync" for at in written)
 
 
 def test_the_order_is_read_from_a_table_or_computed(modes):
