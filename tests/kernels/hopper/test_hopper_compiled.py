@@ -66,6 +66,7 @@ SILU_AND_RESIDUAL = dataclasses.replace(SILU, residual=True)
 WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
 PIECES = dataclasses.replace(NT, pieces=(2048, 1024, 1024))
+FLOAT32 = {"a_dtype": jnp.float32, "b_dtype": jnp.float32, "out_dtype": jnp.float32}
 MODES: dict[str, Case] = {
     **{
         f"cluster {rows}x{cols}": (dataclasses.replace(LATE, cluster=(rows, cols)), PROBLEM)
@@ -77,7 +78,14 @@ MODES: dict[str, Case] = {
         dataclasses.replace(EARLY, persistence="dynamic", cluster=(2, 2)),
         PROBLEM,
     ),
-    "not persistent": (dataclasses.replace(LATE, persistence="none"), PROBLEM),
+    "not persistent": (
+        dataclasses.replace(LATE, persistence="none"),
+        dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=gelu_tanh)),
+    ),
+    "float32": (
+        dataclasses.replace(EARLY, tile=(128, 128), store_columns=32),
+        dataclasses.replace(NT, **FLOAT32, epilogue=Epilogue(activation=gelu_tanh)),
+    ),
     "on-line": (
         dataclasses.replace(EARLY, tile=(128, 128), stages=6, schedule="online_swizzle:8"),
         PROBLEM,
@@ -400,6 +408,11 @@ def test_tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
         claimed = "atom.relaxed.gpu.global.add" in report.ptx
         assert claimed == (MODES[name][0].persistence == "dynamic")
         assert ("st.relaxed.gpu.global" in report.ptx) == claimed
+
+
+def test_functions_are_approximate_in_results_of_16_bits_alone(modes):
+    assert "tanh.approx" in modes["not persistent"].ptx
+    assert "tanh.approx" not in modes["float32"].ptx
 
 
 @pytest.mark.parametrize(("name", "tiles"), [("claimed", 512), ("claimed in clusters", 128)])
