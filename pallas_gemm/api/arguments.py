@@ -265,9 +265,9 @@ def each_with_bias(weights: Any, biases: Any) -> list[tuple[Any, Any]]:
     """
     for name, value in (("weights", weights), ("biases", biases)):
         if not isinstance(value, list | tuple) and (name, value) != ("biases", None):
+            hint = f"list({name}.values()) is one" if isinstance(value, dict) else f"{value!r:.80}"
             raise TypeError(
-                f"{name} must be a list or tuple of arrays, got {type(value).__name__}:"
-                f" {value!r:.80}"
+                f"{name} must be a list or tuple of arrays, got {type(value).__name__}: {hint}"
             )
     if not weights:
         raise ValueError(f"weights must be one array or more, got {weights!r}")

@@ -6,12 +6,14 @@ accumulator, XLA to the sum.
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 Activation = Callable[[Any], Any]
@@ -96,17 +98,19 @@ def _primitives(activation: Activation) -> frozenset[str]:
     """Returns the names of all primitives of an activation, having checked what it is."""
     try:
         jaxpr = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(_PROBE, jnp.float32))
+    except jax.errors.TracerArrayConversionError:
+        numpy_name = activation.__name__ if isinstance(activation, np.ufunc) else "maximum"
+        raise TypeError(
+            f"activation={activation!r} computes with NumPy, which knows no traced arrays: it must"
+            f" be a function of JAX, such as jnp.{numpy_name} for np.{numpy_name}"
+        ) from None
     except Exception as error:
+        _refuse_captured(activation, _arrays_around(activation))
         raise TypeError(
             f"activation={activation!r} must be a function of one float32 array that can be traced,"
             f" but tracing it raised {type(error).__name__}: {error}"
         ) from error
-    if jaxpr.consts:
-        shapes = [jnp.shape(const) for const in jaxpr.consts]
-        raise TypeError(
-            f"activation={activation!r} captures arrays of shapes {shapes}; only Python numbers can"
-            " be built into a kernel"
-        )
+    _refuse_captured(activation, jaxpr.consts)
     results: list[Any] = jaxpr.out_avals
     if [(result.shape, result.dtype) for result in results] != [(_PROBE, jnp.float32)]:
         raise TypeError(
@@ -124,6 +128,25 @@ def _primitives(activation: Activation) -> frozenset[str]:
                 f" {equation.primitive.name}"
             )
     return frozenset(names)
+
+
+def _refuse_captured(activation: Activation, arrays: Sequence[Any]) -> None:
+    if arrays:
+        shapes = ", ".join(str(list(jnp.shape(x))) for x in arrays)
+        raise TypeError(
+            f"activation={activation!r} captures arrays of shapes {shapes}; only Python numbers can"
+            " be built into a kernel: apply to the result of the product what needs an array"
+        )
+
+
+def _arrays_around(activation: Activation) -> list[Any]:
+    """Returns the arrays among the variables that a function takes from where it was defined."""
+    try:
+        found = inspect.getclosurevars(activation)
+    except (TypeError, ValueError):
+        return []
+    around = (*found.nonlocals.values(), *found.globals.values())
+    return [x for x in around if isinstance(x, jax.Array | np.ndarray)]
 
 
 def _shapes(variables: Iterable[Any]) -> set[tuple[int, ...]]:

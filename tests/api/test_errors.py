@@ -92,7 +92,19 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "activation that captures",
         lambda: gemm(A, B, activation=lambda x: x * B[0, 0]),
         TypeError,
-        r"captures arrays of shapes \[\(.*\)\]",
+        r"captures arrays of shapes \[6, 8\]; only Python numbers",
+    ),
+    (
+        "activation that captures a matrix",
+        lambda: gemm(A, B, activation=lambda x: x * B),
+        TypeError,
+        r"captures arrays of shapes \[6, 8\]; only Python numbers",
+    ),
+    (
+        "activation of NumPy",
+        lambda: gemm(A, B, activation=np.tanh),
+        TypeError,
+        r"ufunc 'tanh'> computes with NumPy, .* such as jnp.tanh for np.tanh$",
     ),
     (
         "activation that changes the type",
