@@ -1,11 +1,14 @@
-"""The ladder of the B200 article, in Pallas: its eight steps as configurations of one kernel.
+"""The ladder of the B200 article: its eight steps as configs of one kernel.
 
-    python bench/blackwell_ladder.py --csv=ladder.csv    # on a B200: times every step
-    python bench/blackwell_ladder.py --list              # anywhere: the steps, and what to expect
+    python bench/blackwell_ladder.py --csv=ladder.csv
+        on a B200: times every step
+    python bench/blackwell_ladder.py --list
+        anywhere: the steps, and what to expect
 
-The article is "Outperforming cuBLAS on B200: Leveraging Blackwell Features for SOTA General Matrix
-Multiplication Performance". Its figures are printed beside ours, and ratios are what can be
-compared: it measured another GPU of this kind, against another release of cuBLAS.
+The article is "Outperforming cuBLAS on B200: Leveraging Blackwell Features for
+SOTA General Matrix Multiplication Performance". Its figures are printed beside
+ours, and ratios are what can be compared: it measured another GPU of this
+kind, against another release of cuBLAS.
 """
 
 import dataclasses

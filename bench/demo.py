@@ -1,9 +1,10 @@
-"""What `make demo` shows: the idea in pictures, then each claim put to work in front of you.
+"""What `make demo` shows: the idea in pictures, then each claim put to work.
 
-It is here and not in the package because it is a program for a source tree: it needs the extra
-`test`, and a user's installation has no use for it.
+It is here and not in the package because it is a program for a source tree: it
+needs the extra `test`, and a user's installation has no use for it.
 
-A step is a function that takes a console and prints; `STEPS` lists them with their titles.
+A step is a function that takes a console and prints; `STEPS` lists them with
+their titles.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Draws the figures of the README and the documentation from the rows that are kept.
+"""Draws the figures of the README and docs from the rows that are kept.
 
     python bench/figures.py                    every figure, into bench/results
 
-Needs no GPU: the rows are those of bench/results, whose README says which command wrote them.
+Needs no GPU: the rows are those of bench/results, whose README says which
+command wrote them.
 """
 
 import csv

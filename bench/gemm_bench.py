@@ -1,16 +1,21 @@
-"""Times our matrix multiply and its peers in one process, and checks what it times.
+"""Times our matrix multiply and its peers in one process, each checked first.
 
-    python bench/gemm_bench.py                        the short suite: under 4 minutes on one GPU
-    python bench/gemm_bench.py --suite=llama8b,decode --peers=xla,ours,torch --csv=out.csv
-    python bench/gemm_bench.py --shape=4096x14336x4096:bias_gelu --json=out.json --plot=plots
-    python bench/gemm_bench.py --against=earlier.json       how far two runs lie apart
-    python bench/gemm_bench.py --list                       the suites, their shapes, the peers
+    python bench/gemm_bench.py
+        the short suite: under 4 minutes on one GPU
+    python bench/gemm_bench.py --suite=llama8b,decode --peers=xla,ours,torch
+    python bench/gemm_bench.py --shape=4096x14336x4096:bias_gelu --plot=plots
+    python bench/gemm_bench.py --against=earlier.json
+        how far two runs lie apart
+    python bench/gemm_bench.py --list
+        the suites, their shapes, the peers
 
-Every time is that of the kernels alone, as CUPTI reports it. `burst` is a few calls after a pause,
-`sustained` call after call at the clock that the power limit leaves. `x XLA` is the median over
-rounds of XLA's time over the peer's in the same round: above 1 is faster than XLA. `+-%` is half
-the distance between the quartiles of the rounds. `lim%` is the share of what this chip's tensor
-cores reach in this run when they do nothing else. Results are checked before they are timed.
+Every time is that of the kernels alone, as CUPTI reports it. `burst` is a few
+calls after a pause, `sustained` call after call at the clock that the power
+limit leaves. `x XLA` is the median over rounds of XLA's time over the peer's
+in the same round: above 1 is faster than XLA. `+-%` is half the distance
+between the quartiles of the rounds. `lim%` is the share of what this chip's
+tensor cores reach in this run when they do nothing else. Results are checked
+before they are timed.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
-"""How the Hopper kernel grew: every step as a configuration of today's kernel, timed in one run.
+"""How the Hopper kernel grew: each step a config of today's kernel.
 
     python bench/hopper_ladder.py --csv=ladder.csv
 
-The first table climbs: each step keeps what the one before it brought. The second holds what was
-tried on top and did not pay. `ladder.md` keeps the figures of one run, with what they teach.
+The first table climbs: each step keeps what the one before it brought. The
+second holds what was tried on top and did not pay. `ladder.md` keeps the
+figures of one run, with what they teach.
 """
 
 import dataclasses

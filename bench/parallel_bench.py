@@ -1,28 +1,34 @@
-"""Times a tensor-parallel layer on the GPUs of this computer, with our products and with JAX's own.
+"""Times a tensor-parallel layer on several GPUs: our products and JAX's own.
 
-    python bench/parallel_bench.py                          all GPUs, and one, for the efficiency
+    python bench/parallel_bench.py
+        all GPUs, and one, for the efficiency
     python bench/parallel_bench.py --devices=2,4 --json=out.json
-    python bench/parallel_bench.py --layout=replicated      whole rows on every GPU, one all-reduce
+    python bench/parallel_bench.py --layout=replicated
+        whole rows on every GPU, one all-reduce
     python bench/parallel_bench.py --option=xla_gpu_use_memcpy_local_p2p=true
 
-The layer is `gelu(x @ w) @ v`: `w` is split by columns and `v` by rows. In the layout "sequence"
-the rows of `x` and of the result are split too, so that they are gathered before the first product
-and reduced and scattered after the second; in "replicated" every GPU has them whole.
+The layer is `gelu(x @ w) @ v`: `w` is split by columns and `v` by rows. In the
+layout "sequence" the rows of `x` and of the result are split too, so that they
+are gathered before the first product and reduced and scattered after the
+second; in "replicated" every GPU has them whole.
 
 Who takes part:
 
     stock         `jnp.dot`, shared out by XLA, with its own collectives
-    ours          `gemm`, shared out by its own rule; sums travel in bfloat16, as XLA's do
+    ours          `gemm`, shared out by its own rule; sums travel in bfloat16,
+                  as XLA's do
     ours-f32      the same, with `reduce_in(jnp.float32)`
-    fused         `all_gather_gemm` and `gemm_reduce_scatter`: the kernels gather rows, too
+    fused         `all_gather_gemm` and `gemm_reduce_scatter`: the kernels
+                  gather rows, too
     fused-f32     the same, with `reduce_in(jnp.float32)`
 
-A time is that of the host's clock from the first call of a turn until the last has come back, over
-the calls, so that what does not overlap shows. All take turns, round after round; `x stock` is the
-median over rounds of stock's time over theirs in the same round. The efficiency is what one GPU
-takes for the whole layer, over what N take times N. Results are checked against float32 before
-anything is timed: their error must be at most twice stock's. `--check` does no more than that, and
-needs no GPU.
+A time is that of the host's clock from the first call of a turn until the last
+has come back, over the calls, so that what does not overlap shows. All take
+turns, round after round; `x stock` is the median over rounds of stock's time
+over theirs in the same round. The efficiency is what one GPU takes for the
+whole layer, over what N take times N. Results are checked against float32
+before anything is timed: their error must be at most twice stock's. `--check`
+does no more than that, and needs no GPU.
 """
 
 import dataclasses

@@ -1,13 +1,17 @@
-"""Times the orders in which tiles are visited on this GPU, with the model's prediction beside each.
+"""Times the orders of tiles on this GPU, with the model's prediction beside each.
 
-    python bench/schedule_study.py                              8192 cubed, tiles of 128 x 128
+    python bench/schedule_study.py
+        8192 cubed, tiles of 128 x 128
     python bench/schedule_study.py --tile=128x256 --csv=study.csv --plot=plots
-    python bench/schedule_study.py --counters                   reads the L2's counters as well
+    python bench/schedule_study.py --counters
+        reads the L2's counters as well
 
-One table for each kind of persistence and shape of cluster: order by order, computed on the device
-("online") or read from a table ("offline"). Times are those of the kernel; `x XLA` is the median
-over rounds of the time of XLA's product over this one's in the same round. Counters are read when
-everything has been timed, so that whatever happens under Nsight Compute, the times are there.
+One table for each kind of persistence and shape of cluster: order by order,
+computed on the device ("online") or read from a table ("offline"). Times are
+those of the kernel; `x XLA` is the median over rounds of the time of XLA's
+product over this one's in the same round. Counters are read when everything
+has been timed, so that whatever happens under Nsight Compute, the times are
+there.
 """
 
 import concurrent.futures

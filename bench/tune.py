@@ -1,16 +1,19 @@
-"""Makes the table of tuned configs that the package ships for this computer's kind of GPU.
+"""Makes the package's table of tuned configs for this computer's kind of GPU.
 
-    python bench/tune.py                       the suites below, for at most 7 minutes
+    python bench/tune.py
+        the suites below, for at most 7 minutes
     python bench/tune.py --suites=llama8b --output=mine.json --csv=mine.csv
 
-Products are tuned in the order of the suites, the most used ones and those of which least is known
-first. While one is timed, the next ones are compiled. The table is written anew, whole, after each
-of them, so that a run that is stopped keeps what it has, and one with --resume goes on with the
-products that are missing. What the heuristics leave to XLA is tried too, against XLA, and enters
+Products are tuned in the order of the suites, the most used ones and those of
+which least is known first. While one is timed, the next ones are compiled. The
+table is written anew, whole, after each of them, so that a run that is stopped
+keeps what it has, and one with --resume goes on with the products that are
+missing. What the heuristics leave to XLA is tried too, against XLA, and enters
 the table only if it wins.
 
-`gain` is how much faster the tuned config is than what the heuristics choose, the root of the
-product of the ratios in a burst and in sustained work; `over_xla` is that against XLA.
+`gain` is how much faster the tuned config is than what the heuristics choose,
+the root of the product of the ratios in a burst and in sustained work;
+`over_xla` is that against XLA.
 """
 
 import csv

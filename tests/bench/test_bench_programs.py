@@ -1,5 +1,6 @@
 """The programs of `bench`, started as anybody would: help, a missing extra, nothing to run on."""
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -41,7 +42,11 @@ def test_the_programs_are_those_of_the_page() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_reads_its_command_line_as_the_others_do(program: str) -> None:
-    assert "flags_parser=command.parser(" in (ROOT / "bench" / program).read_text()
+    text = (ROOT / "bench" / program).read_text()
+    assert "flags_parser=command.parser(" in text
+    # `--help` begins with it, in a window of 80 columns.
+    shown = ast.get_docstring(ast.parse(text)) or ""
+    assert 0 < max(map(len, shown.splitlines())) <= 80
 
 
 def test_help_works_and_is_no_failure() -> None:
