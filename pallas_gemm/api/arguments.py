@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.op.canonical import DimensionNumbers, Shape, normal_dimension_numbers
+from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Options
 from pallas_gemm.problem import Epilogue

@@ -27,7 +27,7 @@ from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.op.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Operands, Options
+from pallas_gemm.planning.call import Call, Operands, Options
 from pallas_gemm.problem import Epilogue
 
 
@@ -214,6 +214,10 @@ class _Group:
         result = {"preferred_element_type": dtype, "precision": self.precision}
         return request.of_gemm(operands, epilogue, Options(), False, self.transpose_b, **result)
 
+    def matrices(self, asked: request.Request) -> Call:
+        """Returns the product of the matrices as they are stored."""
+        return dataclasses.replace(asked.call, transpose_b=self.transpose_b)
+
     def gather(self, mine: jax.Array) -> jax.Array:
         """Gathers the rows of all devices."""
         return lax.all_gather(mine, self.axis, axis=mine.ndim - 2, tiled=True)
@@ -225,7 +229,7 @@ class _Group:
         if a.ndim == 2:
             asked = self.asked(a, b, dtype, bias, activation)
             if asked.outside is None:
-                how = fused_collective.GatheredProduct(asked.call, (self.axis,))
+                how = fused_collective.GatheredProduct(self.matrices(asked), (self.axis,))
                 return fused_collective.gathered_product(how, *asked.operands.present())
         every = self.gather(a)
         return self.multiply(every, b, dtype, bias=bias, activation=activation), every
@@ -235,7 +239,8 @@ class _Group:
         if a.ndim == 2:
             asked = self.asked(a, b, self.sums_dtype)
             if asked.outside is None:
-                how = fused_collective.ScatteredProduct(asked.call, (self.axis,), self.out_dtype)
+                call = self.matrices(asked)
+                how = fused_collective.ScatteredProduct(call, (self.axis,), self.out_dtype)
                 return fused_collective.scattered_product(how, a, b)
         total = self.multiply(a, b, self.sums_dtype)
         total = lax.psum_scatter(total, self.axis, scatter_dimension=a.ndim - 2, tiled=True)

@@ -13,17 +13,18 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
 from pallas_gemm.op import mesh_context
+from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.parts import Part, noted
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import sum_p
 from pallas_gemm.planning import dispatch, targeting
-from pallas_gemm.planning.call import Call, SumCall, signature_of
+from pallas_gemm.planning.call import Call, Signature, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.
@@ -84,10 +85,10 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
             (decision, product.origin)
             for product in asked
             if product.call is not None
-            for decision in _decided(_for_gpu(product.call, gpu), product.avals)
+            for decision in _decided(_for_gpu(product.call, gpu), product)
         ]
     outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
-    copies = tuple(copy for r in notes.requests if not r.outside for copy in _copies(r))
+    copies = tuple(copy for product in asked for copy in product.copies)
     by_jax = tuple(str(product.origin.place) for product in asked if product.call is None)
     decisions, origins = zip(*products, strict=True) if products else ((), ())
     return Explanation(decisions, outside, copies, origins, by_jax)
@@ -148,11 +149,21 @@ def _target_of(leaves: list[Any]) -> Any:
 
 
 class _Asked(NamedTuple):
-    """A product in a program; one of JAX's own has no call."""
+    """A product of matrices in a program; one of JAX's own has no call.
+
+    Attributes:
+        call: Everything about it but the operands.
+        signature: The operands.
+        meshes: Of several devices, that the operands are on.
+        origin: Who asks for it.
+        copies: What is copied for it.
+    """
 
     call: Call | None
-    avals: list[Any]
+    signature: Signature
+    meshes: tuple[AbstractMesh, ...]
     origin: Origin
+    copies: tuple[Copy, ...] = ()
 
 
 def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
@@ -161,16 +172,27 @@ def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
         avals: list[Any] = [v.aval for v in equation.invars]
         source: Any = equation.source_info
         backward = gradient or "transpose(" in str(source.name_stack)
-        if equation.primitive in (product_p, sum_p):
-            yield _Asked(equation.params["call"], avals, Origin(_place(source), backward))
-        if equation.primitive is projections_p:
-            call, origin = equation.params["call"], Origin(_place(source), backward)
-            for own in operands_of_each(call, avals[1:]):
-                yield _Asked(call, [avals[0], *own], origin)
-        if equation.primitive is lax.dot_general_p and not _is_ours(source):
-            yield _Asked(None, avals, Origin(_place(source), backward))
+        is_jaxs = equation.primitive is lax.dot_general_p and not _is_ours(source)
+        if is_jaxs or equation.primitive in (product_p, sum_p, projections_p):
+            yield from _asked(equation, avals, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _products(inner, backward)
+
+
+def _asked(equation: Any, avals: list[Any], origin: Origin) -> Iterator[_Asked]:
+    """Yields the products of one primitive with operands of these types."""
+    call = equation.params.get("call")
+    given = signature_of(tuple(avals))
+    meshes = tuple(own for x in avals if (own := x.sharding.mesh).size > 1)
+    if equation.primitive is product_p:
+        matrices = merged(call, equation.params["contraction"], given)
+        copies = tuple(_copies(call, matrices, given))
+        yield _Asked(matrices.call, matrices.signature, meshes, origin, copies)
+    elif equation.primitive is projections_p:
+        for own in operands_of_each(call, given[1:]):
+            yield _Asked(call, (given[0], *own), meshes, origin)
+    else:
+        yield _Asked(call, given, meshes, origin)
 
 
 def _files(source: Any) -> Iterator[tuple[str, int]]:
@@ -194,18 +216,18 @@ def _place(source: Any) -> str | None:
     return None
 
 
-def _decided(call: Call, avals: list[Any]) -> Iterator[Decision]:
+def _decided(call: Call, asked: _Asked) -> Iterator[Decision]:
     """Yields the decision about a product; about each of a sum that no kernel computes at once."""
-    whole = _decided_alone(call, avals)
+    whole = _decided_alone(call, asked.signature, asked.meshes)
     if not isinstance(call, SumCall) or whole.plan is not None:
         yield whole
         return
-    yield from (_decided_alone(call.each, list(pair)) for pair in call.pairs(avals))
+    for pair in call.pairs(asked.signature):
+        yield _decided_alone(call.each, pair, asked.meshes)
 
 
-def _decided_alone(call: Call, avals: list[Any]) -> Decision:
-    decision = dispatch.decide(call, signature_of(tuple(avals)))
-    meshes = [aval.sharding.mesh for aval in avals if aval.sharding.mesh.size > 1]
+def _decided_alone(call: Call, signature: Signature, meshes: tuple[AbstractMesh, ...]) -> Decision:
+    decision = dispatch.decide(call, signature)
     if not meshes or all(kind == AxisType.Manual for kind in meshes[0].axis_types):
         return decision
     mesh = meshes[0]
@@ -234,17 +256,16 @@ def _asked_text(asked: Request) -> str:
     return f"{shapes} -> {asked.call.out_dtype}"
 
 
-def _copies(asked: Request) -> Iterator[Copy]:
-    form = asked.form
-    left, right = asked.operands.a, asked.operands.b
-    if form.swapped:
-        left, right = right, left
-    for x, side in ((left, form.a), (right, form.b)):
+def _copies(call: Call, matrices: Merged, given: Signature) -> Iterator[Copy]:
+    form = matrices.form
+    left, right = given[1::-1] if form.swapped else given[:2]
+    for (shape, dtype), side in ((left, form.a), (right, form.b)):
         if side.is_free:
             continue
-        if side.broadcast is not None:
-            what, shape = "broadcast", side.broadcast
-        else:
-            what, shape = f"transpose{side.permutation}", side.shape
-        moved = (np.prod(x.shape) + np.prod(shape)) * x.dtype.itemsize
-        yield Copy(f"{what} of {x.dtype}{list(x.shape)}", int(moved))
+        what = "broadcast" if side.broadcast else f"transpose{side.permutation}"
+        moved = (np.prod(shape) + np.prod(side.shape)) * dtype.itemsize
+        yield Copy(f"{what} of {dtype}{list(shape)}", int(moved))
+    if form.permutation is not None:
+        moved = 2 * np.prod(form.parts) * call.out_dtype.itemsize
+        what = f"transpose{form.permutation} of {call.out_dtype}{list(form.parts)}, the result"
+        yield Copy(what, int(moved))

@@ -17,12 +17,11 @@ from pallas_gemm.op import batching as batching
 from pallas_gemm.op import lowering as lowering
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op import taylor as taylor
-from pallas_gemm.op.canonical import Form
 from pallas_gemm.op.explicit import explicit_product
-from pallas_gemm.op.product import formed_product
+from pallas_gemm.op.product import product
 from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch, ignored
-from pallas_gemm.planning.call import Call, Operands, Options
+from pallas_gemm.planning.call import Operands, Options
 from pallas_gemm.problem import Epilogue
 from schedules import OnlineSchedule, Schedule
 
@@ -245,17 +244,16 @@ def projections(
         asked.append(own)
     first = asked[0]
     alike = all(
-        (own.call, own.form.a, own.outside, own.form.swapped, own.result_sharding)
-        == (first.call, first.form.a, None, False, None)
-        for own in asked
+        (own.call, own.outside, own.result_sharding) == (first.call, None, None) for own in asked
     )
     if not alike:
         return tuple(map(_answer, asked))
     for own in asked:
         explanation.note(own)
-    forms = tuple(own.form for own in asked)
-    run = _formed_projections if explanation.is_noting() else _projections
-    return tuple(run(first.call, forms, *(own.operands.present() for own in asked)))
+    dims = tuple(own.contraction for own in asked)
+    rights = tuple(own.operands.present()[1:] for own in asked)
+    run = bind_projections if explanation.is_noting() else _projections
+    return tuple(run(first.call, dims, first.operands.a, rights))
 
 
 def _answer(asked: Request) -> jax.Array:
@@ -269,24 +267,14 @@ def _answer(asked: Request) -> jax.Array:
     per_part = options.config is not None or options.schedule is not None
     if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
-        dispatch.check(asked.call, asked.signature)
+        dispatch.check(asked.merged.call, asked.merged.signature)
     sharding = asked.result_sharding
     if sharding is not None:
-        return explicit_product(asked.call, asked.form, sharding, *operands)
+        return explicit_product(asked.call, asked.contraction, sharding, *operands)
     # What JAX has traced before says nothing of the line that asks for it now.
-    run = formed_product if explanation.is_noting() else _product
-    return run(asked.call, asked.form, *operands)
+    run = product if explanation.is_noting() else _product
+    return run(asked.call, asked.contraction, *operands)
 
 
-_product = jax.jit(formed_product, static_argnums=(0, 1), inline=True)
-
-
-def _formed_projections(
-    call: Call, forms: tuple[Form, ...], *operands: tuple[jax.Array, ...]
-) -> list[jax.Array]:
-    rights = [(form.b.apply(b), *bias) for form, (_, b, *bias) in zip(forms, operands, strict=True)]
-    products = bind_projections(call, forms[0].a.apply(operands[0][0]), rights)
-    return [result.reshape(form.shape) for form, result in zip(forms, products, strict=True)]
-
-
-_projections = jax.jit(_formed_projections, static_argnums=(0, 1), inline=True)
+_product = jax.jit(product, static_argnums=(0, 1), inline=True)
+_projections = jax.jit(bind_projections, static_argnums=(0, 1), inline=True)

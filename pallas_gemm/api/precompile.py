@@ -192,7 +192,7 @@ class _Product:
         named = (options.pop(name, None) for name in ("implementation", "config", "schedule"))
         chosen = arguments.options(*named)
         first = request.of_gemm(Operands(a, b), epilogue, chosen, **form, **options)
-        return SumCall.of(first.call)
+        return SumCall.of(dataclasses.replace(first.call, **form))
 
     def decision(self) -> Decision:
         """Returns what computes it on the GPU that is planned for."""

@@ -13,12 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments
 from pallas_gemm.kernels import activations, element_types
-from pallas_gemm.op import canonical, mesh_context
-from pallas_gemm.op.canonical import Form
+from pallas_gemm.op import canonical, contraction, mesh_context
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import ignored, xla
 from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning.call import Call, Operands, Options, Signature, signature_of
+from pallas_gemm.planning.call import Call, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
 
@@ -29,32 +29,25 @@ class Request:
 
     Attributes:
         call: The product.
-        form: How its factors are made of the operands, and the result's shape.
+        contraction: Its dimensions.
         operands: As they were given.
         by_xla: Computes the same from the operands that there are without the primitive.
         outside: Why no kernel is considered; None if one is.
     """
 
     call: Call
-    form: Form
+    contraction: Contraction
     operands: Operands
     by_xla: Callable[..., jax.Array]
     outside: str | None
 
     @property
-    def signature(self) -> Signature:
-        """Shapes and types of the product's operands."""
-        form, given = self.form, self.operands
-        left, right = (given.b, given.a) if form.swapped else (given.a, given.b)
-        ready = Operands(
-            (form.a.shape, left),
-            (form.b.shape, right),
-            (form.b.shape, given.up),
-            ((form.columns,), given.bias),
-            (form.product_shape, given.residual),
-        )
-        present = (pair for pair in ready if pair[1] is not None)
-        return signature_of(tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in present))
+    def merged(self) -> canonical.Merged:
+        """The product of matrices that one device would compute alone."""
+        signature = signature_of(self.operands.present())
+        dims, shapes = self.contraction.without_ones(self.call, [shape for shape, _ in signature])
+        dtypes = [dtype for _, dtype in signature]
+        return canonical.merged(self.call, dims, tuple(zip(shapes, dtypes, strict=True)))
 
     @property
     def result_sharding(self) -> NamedSharding | None:
@@ -89,10 +82,10 @@ def of_gemm(
     transpose_a = arguments.flag("transpose_a", transpose_a)
     transpose_b = arguments.flag("transpose_b", transpose_b)
     arguments.matmul_shapes(a, b, transpose_a, transpose_b, right)
-    form = canonical.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
-    form = form.with_batch(a.shape) if mesh_context.is_on_mesh(a, b) else form
-    bias = arguments.bias(operands.bias, form.columns if b.ndim > 1 else None)
-    residual = arguments.residual(operands.residual, form.shape)
+    dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
+    columns = b.shape[-2 if transpose_b else -1] if b.ndim > 1 else None
+    bias = arguments.bias(operands.bias, columns)
+    residual = arguments.residual(operands.residual, dims.shape(a.shape, b.shape))
     up = arguments.up(operands.up, b)
     epilogue = dataclasses.replace(
         epilogue,
@@ -109,7 +102,7 @@ def of_gemm(
     if result.get("preferred_element_type") is not None:
         a = _strong(a)
     given = Operands(a, b, up, bias, residual)
-    return _request(given, form, epilogue, options, multiply, **result)
+    return _request(given, dims, epilogue, options, multiply, **result)
 
 
 def _strong(x: Any) -> Any:
@@ -123,16 +116,14 @@ def of_dot_general(
     """Returns what `dot_general` asks for; `result` as for `of_gemm`."""
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
-    cost = rhs.dtype.itemsize / lhs.dtype.itemsize
-    form = canonical.of_dot_general(lhs.shape, rhs.shape, numbers, cost)
-    form = form.with_batch(lhs.shape) if mesh_context.is_on_mesh(lhs, rhs) else form
+    dims = contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers)
     multiply = functools.partial(_dot_general, numbers)
-    return _request(Operands(lhs, rhs), form, Epilogue(), options, multiply, **result)
+    return _request(Operands(lhs, rhs), dims, Epilogue(), options, multiply, **result)
 
 
 def _request(
     operands: Operands,
-    form: Form,
+    dims: Contraction,
     epilogue: Epilogue,
     options: Options,
     multiply: functools.partial[jax.Array],
@@ -149,7 +140,7 @@ def _request(
     options = dataclasses.replace(
         options, target=known_target(*operands.present()), reduced=reduction_dtype()
     )
-    call = Call(dtype, form.a.transposed, form.b.transposed, epilogue, resolved, options)
+    call = Call(dtype, epilogue=epilogue, precision=resolved, options=options)
     outside = _outside(call, operands, out_sharding)
     if outside is not None and options.implementation not in (None, "xla"):
         raise ValueError(
@@ -158,7 +149,7 @@ def _request(
         )
     multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
     by_xla = functools.partial(_by_xla, call, multiply, wanted)
-    return Request(call, form, operands, by_xla, outside)
+    return Request(call, dims, operands, by_xla, outside)
 
 
 def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
@@ -213,5 +204,5 @@ def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) ->
     return jnp.matmul(a, b, **how)
 
 
-def _dot_general(numbers: canonical.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:
+def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:
     return lax.dot_general(a, b, numbers, **how)

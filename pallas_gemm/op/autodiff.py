@@ -25,6 +25,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from pallas_gemm.op import linear
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
@@ -32,18 +33,21 @@ from pallas_gemm.planning.call import Call, Operands
 from pallas_gemm.problem import Epilogue
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Any, tangents: Any, *, call: Call, contraction: Contraction, **_: Any
+) -> tuple[Any, Any]:
     given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
     if needs_pre_activation(call.epilogue):
-        of_left = _left_change(pre_activation(call), given, moved)
+        of_left = _left_change(pre_activation(call), contraction, given, moved)
         pairs = []
         for i, (before, own, change) in enumerate(pre_activations(call, given, moved)):
-            total = linear.named(product(before, *own.present()))
-            terms = linear.affine_change(before, own, change, of_left[i : i + 1])
+            total = linear.named(product(before, contraction, *own.present()))
+            terms = linear.affine_change(before, contraction, own, change, of_left[i : i + 1])
             pairs.append((total, linear.rounded_sum(terms, total)))
+        given, moved = contraction.aligned(given), contraction.aligned(moved)
         return after_activation(call, pairs, given, moved)
-    result = linear.named(product(call, *primals))
-    change = change_without_activation(call, given, moved)
+    result = linear.named(product(call, contraction, *primals))
+    change = change_without_activation(call, contraction, given, moved)
     if call.epilogue.activation is not None:
         change = jnp.where(result > 0, change, jnp.zeros_like(change))
     return result, change
@@ -56,12 +60,16 @@ def needs_pre_activation(epilogue: Epilogue) -> bool:
     return epilogue.activation is not None or epilogue.gated
 
 
-def change_without_activation(call: Call, given: Operands, moved: Operands) -> jax.Array:
+def change_without_activation(
+    call: Call, contraction: Contraction, given: Operands, moved: Operands
+) -> jax.Array:
     """Returns how a product changes with its operands, of which one does, before an activation."""
-    terms = linear.affine_change(call, given, moved, _left_change(call, given, moved))
+    of_left = _left_change(call, contraction, given, moved)
+    terms = linear.affine_change(call, contraction, given, moved, of_left)
     if moved.residual is not None:
-        residual = moved.residual.astype(jnp.float32) * jnp.float32(call.epilogue.beta)
-        terms.append(jnp.broadcast_to(residual, linear.result_shape(call, given)))
+        residual = contraction.aligned(moved).residual.astype(jnp.float32)
+        residual = residual * jnp.float32(call.epilogue.beta)
+        terms.append(jnp.broadcast_to(residual, contraction.shape(given.a.shape, given.b.shape)))
     return functools.reduce(operator.add, terms).astype(call.out_dtype)
 
 
@@ -107,18 +115,23 @@ def after_activation(
     return jax.jvp(finish, (sums, given.residual), (changes, residual_change))
 
 
-def _left_change(call: Call, given: Operands, moved: Operands) -> list[jax.Array]:
+def _left_change(
+    call: Call, contraction: Contraction, given: Operands, moved: Operands
+) -> list[jax.Array]:
     """Returns, in float32, what the left operand changes of `alpha * (a @ b)` for each b."""
     if moved.a is None:
         return []
     # In reverse mode the type of the terms costs nothing: only their transposes are computed.
     plain = call.plain(np.float32, call.epilogue.alpha)
-    return projections(plain, moved.a, [(b,) for b in (given.b, given.up) if b is not None])
+    rights = [(b,) for b in (given.b, given.up) if b is not None]
+    return projections(plain, [contraction] * len(rights), moved.a, rights)
 
 
-def _transpose(cotangent: Any, *operands: Any, call: Call, **_: Any) -> list[Any]:
+def _transpose(
+    cotangent: Any, *operands: Any, call: Call, contraction: Contraction, **_: Any
+) -> list[Any]:
     """Returns the cotangent of the factor that is missing, and None for the other."""
-    return linear.gradients_of_factors(cotangent, operands, call)
+    return linear.gradients_of_factors(cotangent, operands, call, contraction)
 
 
 ad.primitive_jvps[product_p] = _jvp

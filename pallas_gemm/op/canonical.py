@@ -1,42 +1,52 @@
-"""Any `dot_general` or `matmul` as one batched product of matrices, by reshapes where they do.
+"""Any contraction as one batched product of matrices, by reshapes where they do.
 
 The kernels take `[batch, m, k]` or `[batch, k, m]` on the left, `[batch, k, n]` or `[batch, n, k]`
-on the right. The dimensions of an operand fall into three groups, batch, free and contracted. Where
-the groups lie one after the other, batch first, merging each into one dimension is a reshape and
-costs nothing; otherwise the operand is transposed, which is one pass over it. Which contracted
-dimension comes first is free to choose, as long as both operands agree.
+on the right. Where the dimensions of an operand that are rows (or columns, contracted, batch) lie
+side by side, merging them into one is a reshape and costs nothing; otherwise the operand is
+transposed, which is one pass over it. What may be chosen is chosen so that the fewest bytes move:
+
+- which of several dimensions of a group comes first;
+- which operand is the left one: the result then needs no transposition;
+- whether a dimension of one operand alone is rows, or a batch that shares the other operand.
+
+What is merged is what one device has: a mesh splits dimensions before they are merged.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-import operator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_gemm.planning.call import Operands
+from pallas_gemm.op.contraction import Contraction, Shape
+from pallas_gemm.planning.call import Call, Operands, Signature
+from pallas_gemm.problem import Epilogue
 
-Shape = tuple[int, ...]
-DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+FEW_ROWS = 64
+"""Of fewer rows, each product of a batch would fill the smallest tile in part only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """How one operand becomes a matrix, or a batch of them.
+    """How an operand becomes a matrix, or a batch of them.
 
     Attributes:
         shape: The shape to give it.
         transposed: The left operand is then `[..., k, m]`, the right one `[..., n, k]`.
-        broadcast: The shape that it is first broadcast to; None if it is not.
         permutation: The order that its dimensions are first put into; None if it is not.
+        broadcast: The shape that it then has, the one that it is broadcast to, and which dimensions
+            of that it has; None if it is not.
     """
 
     shape: Shape
     transposed: bool = False
-    broadcast: Shape | None = None
     permutation: Shape | None = None
+    broadcast: tuple[Shape, Shape, Shape] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -45,10 +55,11 @@ class Side:
 
     def apply(self, x: jax.Array) -> jax.Array:
         """Makes the matrix, or the batch of them."""
-        if self.broadcast is not None:
-            x = jnp.broadcast_to(x, self.broadcast)
         if self.permutation is not None:
             x = jnp.transpose(x, self.permutation)
+        if self.broadcast is not None:
+            own, whole, dims = self.broadcast
+            x = lax.broadcast_in_dim(x.reshape(own), whole, dims)
         return x.reshape(self.shape)
 
 
@@ -62,197 +73,259 @@ class Form:
     Attributes:
         a: How the left factor of the product is made.
         b: How the right factor is made.
-        shape: The shape of the contraction's result; a reshape of the product's.
+        bias: How the bias is made; None if there is none.
+        residual: How the residual is made; None if there is none.
+        parts: The sizes that the dimensions of the product's result are made of.
+        permutation: The order that these are put into; None if it is theirs.
         swapped: The left factor is made of the right operand, and the right one of the left.
     """
 
     a: Side
     b: Side
-    shape: Shape
-    swapped: bool = False
-
-    def factors(self, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Makes the factors of the product of the operands of the contraction."""
-        if self.swapped:
-            left, right = right, left
-        return self.a.apply(left), self.b.apply(right)
+    bias: Side | None
+    residual: Side | None
+    parts: Shape
+    permutation: Shape | None
+    swapped: bool
 
     def ready(self, given: Operands) -> Operands:
         """Makes the product's operands of those of the contraction; those that are None stay so."""
         left, right = (given.b, given.a) if self.swapped else (given.a, given.b)
-        residual = given.residual
-        return given._replace(
-            a=None if left is None else self.a.apply(left),
-            b=None if right is None else self.b.apply(right),
-            up=None if given.up is None else self.b.apply(given.up),
-            residual=None if residual is None else residual.reshape(self.product_shape),
-        )
+        pairs = ((self.a, left), (self.b, right), (self.b, given.up))
+        pairs += ((self.bias, given.bias), (self.residual, given.residual))
+        return Operands(*(None if x is None or y is None else x.apply(y) for x, y in pairs))
 
-    def with_batch(self, left_shape: Shape) -> "Form":
-        """Returns the form whose first dimension of the rows is a batch, where that is possible.
-
-        A mesh may split it and the other rows along different axes, but not what they merge into.
-        """
-        is_matrix = len(self.a.shape) == len(self.b.shape) == 2 < len(left_shape)
-        if self.swapped or self.a.transposed or not (is_matrix and self.a.is_free):
-            return self
-        first, (rows, contracted) = left_shape[0], self.a.shape
-        if first == 0 or rows % first:
-            return self
-        return dataclasses.replace(self, a=Side((first, rows // first, contracted)))
+    def result(self, product: jax.Array) -> jax.Array:
+        """Makes the contraction's result of the product's."""
+        apart = product.reshape(self.parts)
+        return apart if self.permutation is None else jnp.transpose(apart, self.permutation)
 
     @property
     def product_shape(self) -> Shape:
         """The shape of the product: `[m, n]` or `[batch, m, n]`."""
         batch = max(self.a.shape[:-2], self.b.shape[:-2], key=len)
-        return (*batch, self.rows, self.columns)
+        rows = self.a.shape[-1] if self.a.transposed else self.a.shape[-2]
+        return (*batch, rows, self.b.shape[-2] if self.b.transposed else self.b.shape[-1])
 
-    @property
-    def rows(self) -> int:
-        """Rows of the product."""
-        return self.a.shape[-1] if self.a.transposed else self.a.shape[-2]
 
-    @property
-    def columns(self) -> int:
-        """Columns of the product."""
-        return self.b.shape[-2] if self.b.transposed else self.b.shape[-1]
+class Merged(NamedTuple):
+    """A contraction as what a kernel computes.
+
+    Attributes:
+        call: The product of matrices.
+        signature: Shapes and types of its operands.
+        form: How these are made of those of the contraction.
+    """
+
+    call: Call
+    signature: Signature
+    form: Form
+
+    def around(self, multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns the function of the contraction's operands, of that of the matrices."""
+
+        def run(*operands: jax.Array) -> jax.Array:
+            ready = self.form.ready(self.call.unpack(operands))
+            return self.form.result(multiply(*ready.present()))
+
+        return run
 
 
 @functools.lru_cache(maxsize=4096)
-def of_dot_general(
-    lhs_shape: Shape, rhs_shape: Shape, dimension_numbers: DimensionNumbers, rhs_cost: float = 1.0
-) -> Form:
-    """Returns the form of a legal `lax.dot_general`.
+def merged(call: Call, contraction: Contraction, signature: Signature) -> Merged:
+    """Returns the product of matrices that a contraction comes down to.
 
     Args:
-        lhs_shape: Shape of the left operand.
-        rhs_shape: Shape of the right operand.
-        dimension_numbers: As `lax.dot_general` takes them, as tuples.
-        rhs_cost: What moving an element of the right operand costs, relative to the left one.
+        call: The product, whatever it says about what is transposed.
+        contraction: Its dimensions.
+        signature: Shapes and types of its operands.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    batch = tuple(lhs_shape[d] for d in lhs_batch)
-    orders = {
-        tuple(sorted(range(len(dims)), key=dims.__getitem__)) for dims in dimension_numbers[0]
-    }
-    pairs = []
-    for order in sorted(orders):
-        lhs = _side(lhs_shape, lhs_batch, tuple(lhs_contract[i] for i in order), free_first=True)
-        rhs = _side(rhs_shape, rhs_batch, tuple(rhs_contract[i] for i in order), free_first=False)
-        cost = (not lhs.is_free) * math.prod(lhs_shape)
-        cost += (not rhs.is_free) * math.prod(rhs_shape) * rhs_cost
-        pairs.append((cost, lhs, rhs))
-    _, lhs, rhs = min(pairs, key=lambda pair: pair[0])
-    free = (
-        _others(lhs_shape, (*lhs_batch, *lhs_contract)),
-        _others(rhs_shape, (*rhs_batch, *rhs_contract)),
+    named = call.unpack(signature)
+    sizes = dict(zip(contraction.lhs, named.a[0], strict=True))
+    sizes |= dict(zip(contraction.rhs, named.b[0], strict=True))
+    widths = (named.a[1].itemsize, named.b[1].itemsize, call.out_dtype.itemsize)
+    form = _cheapest(_candidates(contraction, sizes, call.epilogue), widths, contraction)
+    merged_call = call.with_swapped_precision() if form.swapped else call
+    merged_call = dataclasses.replace(
+        merged_call, transpose_a=form.a.transposed, transpose_b=form.b.transposed
     )
-    shape = (*batch, *(lhs_shape[d] for d in free[0]), *(rhs_shape[d] for d in free[1]))
-    if free[0] and not free[1]:
-        return Form(_swap(rhs), _swap(lhs), shape, swapped=True)
-    return Form(lhs, rhs, shape)
+    dtypes = [dtype for _, dtype in signature]
+    if form.swapped:
+        dtypes[:2] = dtypes[1::-1]
+    shapes = [form.a.shape, form.b.shape]
+    shapes += [form.b.shape] * (named.up is not None)
+    shapes += [side.shape for side in (form.bias, form.residual) if side is not None]
+    return Merged(merged_call, tuple(zip(shapes, dtypes, strict=True)), form)
 
 
-@functools.lru_cache(maxsize=4096)
-def of_matmul(a_shape: Shape, b_shape: Shape, transpose_a: bool, transpose_b: bool) -> Form:
-    """Returns the form of `a @ b`, whose leading dimensions broadcast as in `jnp.matmul`.
-
-    Args:
-        a_shape: Shape of the left operand, of one or more dimensions.
-        b_shape: Shape of the right operand.
-        transpose_a: The last two dimensions of the left operand are swapped.
-        transpose_b: The last two dimensions of the right operand are swapped.
-    """
-    if len(b_shape) == 1 < len(a_shape):
-        turned = of_matmul(b_shape, a_shape, False, not transpose_a)
-        return dataclasses.replace(turned, swapped=True)
-    a_matrix = (1, *a_shape) if len(a_shape) == 1 else a_shape[-2:]
-    b_matrix = (1, *b_shape) if len(b_shape) == 1 else b_shape[-2:]
-    transpose_a &= len(a_shape) > 1
-    transpose_b |= len(b_shape) == 1
-    rows = () if len(a_shape) == 1 else (a_matrix[1] if transpose_a else a_matrix[0],)
-    columns = () if len(b_shape) == 1 else (b_matrix[0] if transpose_b else b_matrix[1],)
-    a_lead, b_lead = a_shape[:-2], b_shape[:-2]
-    lead = jnp.broadcast_shapes(a_lead, b_lead)
-    sizes = math.prod(a_lead), math.prod(b_lead)
-    if sizes[1] == 1 and not transpose_a:
-        # One right operand for all rows of all left ones: the batch is more rows.
-        a = Side((sizes[0] * a_matrix[0], a_matrix[1]))
-        b = Side(b_matrix, transpose_b)
-    elif len(a_shape) == 1 and transpose_b:
-        # One row for all right operands, which lie one below the other: they are more columns.
-        a, b = Side(a_matrix), Side((sizes[1] * b_matrix[0], b_matrix[1]), True)
-    else:
-        a = _broadcast(a_shape, a_lead, a_matrix, lead, transpose_a)
-        b = _broadcast(b_shape, b_lead, b_matrix, lead, transpose_b)
-    return Form(a, b, (*lead, *rows, *columns))
+def _cheapest(
+    candidates: Iterator[Form], widths: tuple[int, int, int], contraction: Contraction
+) -> Form:
+    """Returns the form that moves the fewest bytes, of several the first."""
+    best = next(candidates)
+    least = _cost(best, widths, contraction)
+    for form in candidates:
+        if least == (0, False):
+            break
+        if (cost := _cost(form, widths, contraction)) < least:
+            best, least = form, cost
+    return best
 
 
-def _broadcast(shape: Shape, own: Shape, matrix: Shape, lead: Shape, transposed: bool) -> Side:
-    if math.prod(own) == 1:
-        # Shared by the whole batch.
-        return Side(matrix, transposed)
-    stacked = (math.prod(lead), *matrix)
-    same = math.prod(own) == math.prod(lead)
-    return Side(stacked, transposed, None if same else (*lead, *shape[-2:]))
+def _cost(form: Form, widths: tuple[int, int, int], contraction: Contraction) -> tuple[float, bool]:
+    """Returns the bytes that a form moves, and whether it has but one column."""
+    left, right, out = widths
+    if form.swapped:
+        left, right = right, left
+    total = 0.0
+    for side, width in ((form.a, left), (form.b, right)):
+        # What is broadcast is written, and read by the kernel.
+        total += 0 if side.is_free else 2 * width * _size(side.shape)
+    if form.permutation is not None:
+        total += 2 * out * _size(form.parts)
+    if form.residual is not None and not form.residual.is_free:
+        total += 2 * out * _size(form.residual.shape)
+    *lead, rows, columns = form.product_shape
+    if lead and _size((columns if form.swapped else rows,)) < FEW_ROWS:
+        # What a tile has beyond its rows is no less work.
+        total += 4 * out * _size(form.parts)
+    free = contraction.rows if form.swapped else contraction.columns
+    return total, not free and len(form.parts) > 0
 
 
-def _swap(side: Side) -> Side:
-    """Returns the same matrix as the other factor of a product."""
-    return dataclasses.replace(side, transposed=not side.transposed)
+def _size(shape: Shape) -> float:
+    """Returns how many elements there are; any size will do for symbols, which XLA multiplies."""
+    return math.prod(size if isinstance(size, int) else 64 for size in shape)
 
 
-def _others(shape: Shape, dims: Shape) -> Shape:
-    return tuple(d for d in range(len(shape)) if d not in dims)
+def _candidates(
+    contraction: Contraction, sizes: Mapping[str, Any], epilogue: Epilogue
+) -> Iterator[Form]:
+    """Yields the forms that come into question, the usual one first."""
+    can_swap = not (epilogue.bias or epilogue.gated)
+    forced = [x for x in contraction.bias if epilogue.bias and x in contraction.rows]
+    every = itertools.product(_more_batch(contraction, "".join(forced)), (False, can_swap))
+    for more, swapped in dict.fromkeys(every):
+        own = contraction.swapped if swapped else contraction
+        batch = "".join(x for x in contraction.out if x in own.batch + more)
+        orders = itertools.product(
+            _orders(batch, own.out, own.lhs, own.rhs),
+            _orders(_without(own.rows, more), own.lhs, own.out),
+            _orders(_without(own.columns, more), own.rhs, own.out),
+            _orders(own.contracted, own.lhs, own.rhs),
+        )
+        for lead, rows, columns, contracted in orders:
+            yield Form(
+                _side(own.lhs, (lead, rows, contracted), sizes, free_first=True),
+                _side(own.rhs, (lead, columns, contracted), sizes, free_first=False),
+                _late(contraction.bias, (lead, columns), sizes) if epilogue.bias else None,
+                _late(contraction.residual, (lead, rows, columns), sizes)
+                if epilogue.residual
+                else None,
+                *_apart(lead + rows + columns, own.out, sizes),
+                swapped,
+            )
 
 
-def _side(shape: Shape, batch: Shape, contract: Shape, *, free_first: bool) -> Side:
+def _more_batch(contraction: Contraction, forced: str) -> Iterator[str]:
+    """Yields which dimensions of one operand alone might be batches that share the other."""
+    if not forced:
+        yield ""
+    for end in range(1, len(contraction.out)):
+        more = _without(contraction.out[:end], contraction.batch)
+        for group in (contraction.rows, contraction.columns):
+            is_part = more and set(more) < set(group) and set(forced) <= set(more)
+            if is_part and contraction.out[end - 1] in more:
+                yield more
+    if forced:
+        yield forced
+
+
+def _orders(group: str, *like: str) -> list[str]:
+    """Returns the orders of a group of dimensions that operands and result have them in."""
+    found = ("".join(x for x in own if x in group) for own in like)
+    return list(dict.fromkeys(order for order in found if len(order) == len(group)))
+
+
+def _without(letters: str, others: str) -> str:
+    return "".join(x for x in letters if x not in others)
+
+
+def _sizes(letters: str, sizes: Mapping[str, Any]) -> Shape:
+    return tuple(sizes[x] for x in letters)
+
+
+def _apart(order: str, out: str, sizes: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
+    """Returns the dimensions of the product's result, and their order in the contraction's."""
+    if _in_order([order.index(x) for x in out], _sizes(out, sizes)):
+        return _sizes(out, sizes), None
+    return _sizes(order, sizes), tuple(order.index(x) for x in out)
+
+
+def _side(
+    letters: str, groups: tuple[str, str, str], sizes: Mapping[str, Any], *, free_first: bool
+) -> Side:
     """Merges the dimensions of an operand into batch, free and contracted.
 
     Args:
-        shape: The operand's shape.
-        batch: Its batch dimensions, in the order of the result.
-        contract: Its contracted dimensions, in the order that both operands agree on.
+        letters: The operand's dimensions.
+        groups: The batch, of which it may have all, some or none, its free dimensions, in the order
+            of the product's result, and those contracted, in an order that both operands agree on.
+        sizes: The size of each dimension.
         free_first: The free dimension comes first where it is not transposed: the left operand.
     """
-    free = _others(shape, (*batch, *contract))
-    size = {
-        name: math.prod(shape[d] for d in dims) for name, dims in (("f", free), ("k", contract))
-    }
-    lead = tuple(size for size in (math.prod(shape[d] for d in batch),) if size != 1)
+    batch, free, contracted = groups
+    own = "".join(x for x in batch if x in letters)
+    shape = _sizes(letters, sizes)
     # What is contracted last is what every kernel and element type can take, so it is tried first.
     for contracted_last in (True, False):
-        order = (*batch, *free, *contract) if contracted_last else (*batch, *contract, *free)
-        if _in_order(shape, order) or not contracted_last:
+        order = own + (free + contracted if contracted_last else contracted + free)
+        places = [letters.index(x) for x in order]
+        fits = _in_order(places, [shape[place] for place in places])
+        if fits:
             break
-    fits = _in_order(shape, order)
     if not fits:
-        order, contracted_last = (*batch, *free, *contract), True
-    matrix = (size["f"], size["k"]) if contracted_last else (size["k"], size["f"])
+        contracted_last = True
+        places = [letters.index(x) for x in own + free + contracted]
+    parts = [math.prod(_sizes(group, sizes)) for group in (free, contracted)]
+    matrix = tuple(parts if contracted_last else parts[::-1])
+    whole, broadcast = _sizes(batch, sizes), None
+    lead = (math.prod(whole),) if own and math.prod(whole) != 1 else ()
+    if lead and own != batch:
+        dims = (*map(batch.index, own), len(batch), len(batch) + 1)
+        broadcast = ((*_sizes(own, sizes), *matrix), (*whole, *matrix), dims)
     return Side(
         (*lead, *matrix),
-        transposed=contracted_last != free_first,
-        permutation=None if fits else order,
+        contracted_last != free_first,
+        None if fits else tuple(places),
+        broadcast,
     )
 
 
-def _in_order(shape: Shape, order: Shape) -> bool:
-    """Whether the dimensions already lie in that order; those of size 1 may lie anywhere."""
-    real = [d for d in order if shape[d] != 1]
+def _late(letters: str, groups: tuple[str, ...], sizes: Mapping[str, Any]) -> Side:
+    """Merges the dimensions of an operand of the epilogue.
+
+    Args:
+        letters: The operand's dimensions.
+        groups: The batch, which it has or not, and what each other dimension is merged of.
+        sizes: The size of each dimension.
+    """
+    batch, *others = groups
+    lead = batch if any(x in batch for x in letters) else ""
+    every = "".join((lead, *others))
+    order = "".join(x for x in every if x in letters)
+    places = [letters.index(x) for x in order]
+    whole, size = _sizes(every, sizes), math.prod(_sizes(lead, sizes))
+    dims = tuple(every.index(x) for x in order)
+    fits = _in_order(places, _sizes(order, sizes))
+    return Side(
+        (*((size,) if size != 1 else ()), *(math.prod(_sizes(x, sizes)) for x in others)),
+        permutation=None if fits and len(order) == len(every) else tuple(places),
+        broadcast=None if len(order) == len(every) else (_sizes(order, sizes), whole, dims),
+    )
+
+
+def _in_order(places: list[int], shape: Any) -> bool:
+    """Whether dimensions already lie in that order; those of size 1 may lie anywhere."""
+    real = [place for place, size in zip(places, shape, strict=True) if size != 1]
     return real == sorted(real)
-
-
-def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:
-    """Returns dimension numbers as tuples of Python ints; one number may stand alone."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    return (
-        (_ints(lhs_contract), _ints(rhs_contract)),
-        (_ints(lhs_batch), _ints(rhs_batch)),
-    )
-
-
-def _ints(dims: Any) -> Shape:
-    try:
-        return (operator.index(dims),)
-    except TypeError:
-        return tuple(map(operator.index, dims))

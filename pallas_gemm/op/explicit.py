@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.op import autodiff, linear
-from pallas_gemm.op.canonical import Form
-from pallas_gemm.op.product import formed_product, run_as_jax_does
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.product import product, run_as_jax_does
 from pallas_gemm.planning.call import Call, Operands
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -31,10 +31,10 @@ Function = Callable[..., Sequence[jax.Array]]
 
 
 def explicit_product(
-    call: Call, form: Form, sharding: NamedSharding, *operands: jax.Array
+    call: Call, contraction: Contraction, sharding: NamedSharding, *operands: jax.Array
 ) -> jax.Array:
     """Computes a product of operands on an explicit mesh; its result is split as told."""
-    return _computed(_Product(call, form), [sharding], *operands)[0]
+    return _computed(_Product(call, contraction), [sharding], *operands)[0]
 
 
 def _computed(f: Function, shardings: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
@@ -55,13 +55,13 @@ def _traced(
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A product of operands as they were given."""
+    """A product."""
 
     call: Call
-    form: Form
+    contraction: Contraction
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        return [formed_product(self.call, self.form, *operands)]
+        return [product(self.call, self.contraction, *operands)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +69,13 @@ class _ProductChange:
     """How a product without activation changes: linear in the changes, which come last."""
 
     call: Call
-    form: Form
+    contraction: Contraction
     changed: tuple[bool, ...]
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         primals, tangents = _primals_and_tangents(operands, self.changed)
-        given, moved = (self.form.ready(self.call.unpack(x)) for x in (primals, tangents))
-        change = autodiff.change_without_activation(self.call, given, moved)
-        return [change.reshape(self.form.shape)]
+        given, moved = self.call.unpack(primals), self.call.unpack(tangents)
+        return [autodiff.change_without_activation(self.call, self.contraction, given, moved)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +175,7 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
 
 def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """As in `autodiff`, but for what each step is made of."""
-    call, form, epilogue = f.call, f.form, f.call.epilogue
+    call, epilogue = f.call, f.call.epilogue
     given, moved = call.unpack(primals), call.unpack(tangents)
     if autodiff.needs_pre_activation(epilogue):
         # What follows is elementwise, and types have to agree there.
@@ -187,7 +186,7 @@ def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tup
             for x in (given, moved)
         )
         pairs = [
-            _changed_product(_Product(before, form), sharding, own, change)
+            _changed_product(_Product(before, f.contraction), sharding, own, change)
             for before, own, change in autodiff.pre_activations(call, given, moved)
         ]
         return autodiff.after_activation(call, pairs, given, moved)
@@ -207,7 +206,7 @@ def _changed_product(
     changed = tuple(t is not None for t in pairs)
     if not any(changed):
         return result, jnp.zeros_like(result)
-    change = _ProductChange(f.call, f.form, changed)
+    change = _ProductChange(f.call, f.contraction, changed)
     changes = [t for t in pairs if t is not None]
     return result, _computed(change, [sharding], *operands, *changes)[0]
 

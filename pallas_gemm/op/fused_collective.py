@@ -27,7 +27,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import note
-from pallas_gemm.op.product import equally_varying, product
+from pallas_gemm.op.product import equally_varying, product_of_matrices
 from pallas_gemm.planning import dispatch, heuristics, occupancy, prediction, targeting
 from pallas_gemm.planning.call import Call, Signature
 from pallas_gemm.problem import Problem
@@ -49,7 +49,7 @@ class GatheredProduct:
     def by_xla(self, a: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes it with a collective."""
         every = lax.all_gather(a, self.axes, axis=a.ndim - 2, tiled=True)
-        return product(self.call, every, *rest), every
+        return product_of_matrices(self.call, every, *rest), every
 
     def whole(self, signature: Signature, devices: int) -> Signature:
         """Returns the operands of the product of one device."""
@@ -74,7 +74,7 @@ class ScatteredProduct:
 
     def by_xla(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         """Computes it with a collective."""
-        total = product(self.call, a, b)
+        total = product_of_matrices(self.call, a, b)
         total = lax.psum_scatter(total, self.axes, scatter_dimension=total.ndim - 2, tiled=True)
         return (total.astype(self.out_dtype),)
 

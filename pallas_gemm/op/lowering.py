@@ -10,46 +10,47 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_gemm.op import kept_kernels, mesh_context, partition
+from pallas_gemm.op.canonical import merged
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, ignored, targeting, xla
+from pallas_gemm.planning import dispatch, ignored, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Call, Signature
+from pallas_gemm.planning.call import Call, Signature, SumCall
 from pallas_gemm.planning.dispatch import Decision
+
+kernel_p = core.Primitive("pallas_gemm_kernel")
+"""What a kernel computes of the matrices that one device's part is merged into."""
 
 
 @part_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
-    return result_and_effects(xla.product, call, avals)
-
-
-def result_and_effects(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
-    """Returns the type of what XLA computes, with its sharding and manual axes, and its effects.
-
-    The simulator calls back into Python in order, which JAX has to know.
-    """
-    result = _type_by_xla(by_xla, call, avals)
-    if call.options.implementation != "interpret":
-        return result, set()
-    return result, _simulator_effects(call, _signature(avals))
-
-
-def result_type(call: Call, avals: tuple[Any, ...]) -> Any:
-    """Returns the type of a product's result."""
-    return _type_by_xla(xla.product, call, avals)
+def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> Any:
+    result = type_by(contraction.by_xla, call, avals)
+    return result, effects(*merged(call, contraction, _signature(avals))[:2])
 
 
 @functools.lru_cache(maxsize=4096)
-def _type_by_xla(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
+def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
+    """Returns the type of what XLA computes, with its sharding and manual axes."""
     return jax.make_jaxpr(functools.partial(by_xla, call))(*avals).out_avals[0]
 
 
+@kernel_p.def_effectful_abstract_eval
+def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
+    (result,) = mesh_context.types_off_mesh((decision.problem.out_shape, call.out_dtype))
+    return result, effects(call, _signature(avals))
+
+
 @functools.lru_cache(maxsize=4096)
-def _simulator_effects(call: Call, signature: Signature) -> Any:
+def effects(call: Call, signature: Signature) -> Any:
+    """Returns the effects of a product: the simulator calls back into Python in order."""
+    if call.options.implementation != "interpret":
+        return set()
     run = dispatch.implement(dispatch.decide(call, signature), call)
     operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
     return jax.make_jaxpr(run)(*operands).effects
@@ -60,60 +61,87 @@ def _signature(avals: Any) -> Signature:
 
 
 def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, devices: Any, gpu: bool
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: Call,
+    contraction: Contraction,
+    devices: Any,
+    gpu: bool,
 ) -> Any:
     """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return _lowered_part(ctx, *operands, call=call, gpu=gpu)
+        return _lowered_part(ctx, *operands, call=call, contraction=contraction, gpu=gpu)
     if call.options.implementation == "interpret":
         raise ValueError(
             "implementation='interpret' simulates the kernel of one GPU, but this program is for"
             " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
         )
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
-        run = functools.partial(xla.product, call)
+        run = functools.partial(contraction.by_xla, call)
     else:
-        run = functools.partial(partition.shared_product, call)
+        run = functools.partial(partition.shared_product, call, contraction)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
-def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, gpu: bool) -> Any:
-    return lower_for_one_device(ctx, operands, call, gpu=gpu)
+def _lowered_part(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, contraction: Contraction, gpu: bool
+) -> Any:
+    """Lowers what one device computes: its dimensions are merged, if a kernel computes it."""
+    call = _planned(call, gpu)
+    matrices = merged(call, contraction, _signature(ctx.avals_in))
+    kernel = _kernel(matrices.call, matrices.signature)
+    by_xla = functools.partial(contraction.by_xla, call)
+    return mesh_context.lower_off_mesh(ctx, matrices.around(kernel) if kernel else by_xla, operands)
 
 
-def lower_for_one_device(
+def lower_sum(
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Any],
-    call: Call,
+    call: SumCall,
+    one_by_one: Callable[..., Any],
     *,
     gpu: bool,
-    without_kernel: Callable[..., Any] | None = None,
 ) -> Any:
-    """Lowers what one device computes.
+    """Lowers what one device computes of a sum of products.
 
     Args:
         ctx: As JAX gives it to a lowering rule.
         operands: Of the call, lowered.
         call: What is computed.
+        one_by_one: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
-        without_kernel: Computes it from operands where no kernel does; None for XLA's product.
     """
-    if gpu and call.options.target is None:
-        call = call.with_target(targeting.first_gpu())
-    if not gpu:
-        _refuse_gpu_kernel(call)
-        if call.options.implementation != "interpret":
-            call = call.with_target(None)
-    signature = _signature(ctx.avals_in)
+    kernel = _kernel(_planned(call, gpu), _signature(ctx.avals_in))
+    return mesh_context.lower_off_mesh(ctx, kernel or one_by_one, operands)
+
+
+def _planned(call: Call, gpu: bool) -> Call:
+    """Returns a call with the GPU to plan for.
+
+    Raises:
+        ValueError: The kernel of a GPU is named, and the program is for no GPU.
+    """
+    if gpu:
+        return call if call.options.target else call.with_target(targeting.first_gpu())
+    _refuse_gpu_kernel(call)
+    return call if call.options.implementation == "interpret" else call.with_target(None)
+
+
+def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
+    """Returns the function of the matrices that a kernel computes; None if XLA multiplies them."""
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
         ignored.warn_of_options(call.options, decision.reason)
-        run = without_kernel or dispatch.implement(decision, call)
-    elif gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
-        return kept_kernels.lower(ctx, operands, call, decision, signature)
-    else:
-        run = _traced_once(call, decision)
-    return mesh_context.lower_off_mesh(ctx, run, operands)
+        return None
+    return functools.partial(kernel_p.bind, call=call, decision=decision)
+
+
+def _lowered_kernel(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, decision: Decision, gpu: bool
+) -> Any:
+    if gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
+        return kept_kernels.lower(ctx, operands, call, decision, _signature(ctx.avals_in))
+    return mesh_context.lower_off_mesh(ctx, _traced_once(call, decision), operands)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,6 +159,10 @@ def _refuse_gpu_kernel(call: Call) -> None:
         )
 
 
-for _primitive, _rule in ((product_p, _lowered), (part_p, _lowered_part)):
+for _primitive, _rule in (
+    (product_p, _lowered),
+    (part_p, _lowered_part),
+    (kernel_p, _lowered_kernel),
+):
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -1,9 +1,8 @@
 """Which axis of a mesh splits which dimension of a product: arithmetic, without a word to XLA.
 
-A product has four dimensions: batch (b), rows (m), columns (n), and the contracted one (k), which
-may be made of two (j and k). Each axis of the mesh goes to one of them. Where operands and result
-disagree about an axis, the choice is the one that moves the fewest bytes, so that what has to be
-gathered is the smaller operand.
+Each axis of the mesh goes to one dimension of the contraction, whichever group that belongs to.
+Where operands and result disagree about an axis, the choice is the one that moves the fewest bytes,
+so that what has to be gathered is the smaller operand.
 """
 
 import dataclasses
@@ -11,68 +10,52 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands, Signature
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.reduction import travelling_dtype
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.call import Call, Signature
 
 Axes = tuple[str, ...]
-CONTRACTED = "jk"
-"""The dimensions that a contracted one may be made of, of which each can be split."""
 
 Placement = tuple[Axes, ...]
 """The axes of the mesh along which each dimension of an array is split, the outer one first."""
 
 
-def factor_letters(call: Call) -> tuple[str, str, str]:
-    """Names the dimensions of the factors of a product, a letter each, without the batch."""
-    k = CONTRACTED if call.contracted else "k"
-    b = f"n{k}" if call.transpose_b else f"{k}n"
-    return f"{k}m" if call.transpose_a else f"m{k}", b, b
-
-
-def dimensions(call: Call, signature: Signature) -> tuple[str, ...]:
-    """Names the dimensions of each operand and of the result: b, m, n, k, and j for half of k."""
-    shapes = call.unpack([shape for shape, _ in signature])
-    batch = "b" if 3 in (len(shapes.a), len(shapes.b)) else ""
-    a, b, up = (
-        None if shape is None else ("b" if len(shape) == 3 else "") + letters
-        for shape, letters in zip(shapes[:3], factor_letters(call), strict=True)
-    )
-    bias = None if shapes.bias is None else "n" if len(shapes.bias) == 1 else "bn"
-    residual = None if shapes.residual is None else "bmn"[3 - len(shapes.residual) :]
-    return (*Operands(a, b, up, bias, residual).present(), f"{batch}mn")
-
-
-def contracted(call: Call, signature: Signature, letter: str) -> int:
-    """Returns the size of a contracted dimension."""
-    if call.contracted:
-        return call.contracted[CONTRACTED.index(letter)]
-    return call.problem(signature).k
-
-
-def split_contracted(call: Call, x: jax.Array, letters: str) -> jax.Array:
-    """Takes a contracted dimension that is made of two apart, so that each can be split."""
-    if not call.contracted:
-        return x
-    first = x.ndim - len(letters) + 1 + letters.index("j")
-    return x.reshape(*x.shape[:first], *call.contracted, *x.shape[first + 1 :])
-
-
-def merge_contracted(call: Call, x: jax.Array, letters: str) -> jax.Array:
-    """Puts a contracted dimension together again, of the whole operand or of a device's part."""
-    if not call.contracted:
-        return x
-    first = x.ndim - len(letters) + letters.index("j")
-    return x.reshape(*x.shape[:first], -1, *x.shape[first + 2 :])
-
-
-def sharding_rule(call: Call, signature: Signature) -> str:
+def sharding_rule(call: Call, contraction: Contraction) -> str:
     """Says which dimensions of operands and result are split alike."""
-    *operands, result = (" ".join(letters) for letters in dimensions(call, signature))
+    *operands, result = (
+        " ".join(_factors(contraction, letters)) for letters in contraction.of_operands(call)
+    )
     return f"{', '.join(operands)} -> {result}"
+
+
+def reduced_factors(contraction: Contraction) -> tuple[str, ...]:
+    """Returns the dimensions that are summed over, by the names that the rule has for them."""
+    return tuple(_factors(contraction, contraction.contracted))
+
+
+def _factors(contraction: Contraction, letters: str) -> list[str]:
+    """Names dimensions as XLA's parser of rules knows names: one letter and a number."""
+    every = list(dict.fromkeys(contraction.lhs + contraction.rhs))
+    return [f"d{every.index(x)}" for x in letters]
+
+
+def sums_dtype(call: Call, signature: Signature) -> np.dtype:
+    """Returns the type in which partial sums of a product travel."""
+    wide = dispatch.sums_only(call, signature).out_dtype
+    # What follows the sum is computed in float32.
+    result = call.out_dtype if call.epilogue.is_identity else wide
+    return travelling_dtype(wide, result, call.options.reduced)
+
+
+def sizes_of(call: Call, contraction: Contraction, signature: Signature) -> dict[str, int]:
+    """Returns the size of each dimension of the whole product."""
+    named = call.unpack(signature)
+    letters, shape = contraction.lhs + contraction.rhs, (*named.a[0], *named.b[0])
+    return dict(zip(letters, shape, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +63,13 @@ class Split:
     """What one device computes of a product.
 
     Attributes:
+        contraction: The product's dimensions.
         mesh: The devices.
         axes: The axes along which each dimension is split, by its letter.
         scattered: The contracted axes along which the result is split, by the result's dimension.
     """
 
+    contraction: Contraction
     mesh: Mesh
     axes: Mapping[str, Axes]
     scattered: Mapping[str, Axes]
@@ -92,7 +77,7 @@ class Split:
     @property
     def contracted(self) -> Axes:
         """The axes along which a contracted dimension is split."""
-        return tuple(axis for letter in CONTRACTED for axis in self.axes[letter])
+        return tuple(axis for x in self.contraction.contracted for axis in self.axes[x])
 
     def size(self, axes: Axes) -> int:
         """Returns into how many parts these axes split a dimension."""
@@ -116,9 +101,9 @@ class Split:
     def __str__(self) -> str:
         # Parts of an axis that stay together are the axis.
         split = [
-            f"{x} along {'*'.join(dict.fromkeys(axis.partition(':')[0] for axis in axes))}"
-            for x, axes in self.axes.items()
-            if axes
+            f"{name} along {'*'.join(dict.fromkeys(axis.partition(':')[0] for axis in axes))}"
+            for x, name in self.contraction.names().items()
+            if (axes := self.axes[x])
         ]
         return ", ".join(split) or "nothing"
 
@@ -179,32 +164,39 @@ def placement(sharding: Any, rank: int, mesh: Mesh) -> Placement:
     return tuple(placement)
 
 
-def share_out(call: Call, signature: Signature, mesh: Mesh, wanted: Sequence[Placement]) -> Split:
+def share_out(
+    call: Call,
+    contraction: Contraction,
+    signature: Signature,
+    mesh: Mesh,
+    wanted: Sequence[Placement],
+) -> Split:
     """Gives each axis of the mesh to the dimension that moves the fewest bytes.
 
     Args:
         call: The product.
+        contraction: Its dimensions.
         signature: Shapes and types of the whole operands.
         mesh: The devices.
         wanted: How the operands come, and how the result is wanted.
     """
-    letters = dimensions(call, signature)
-    axes: dict[str, Axes] = dict.fromkeys(f"bmn{CONTRACTED}", ())
-    summed: dict[str, Axes] = dict.fromkeys("bmn", ())
+    letters = contraction.of_operands(call)
+    sizes = sizes_of(call, contraction, signature)
+    axes: dict[str, Axes] = dict.fromkeys(sizes, ())
+    summed: dict[str, Axes] = dict.fromkeys(contraction.out, ())
+    costs = _Costs(call, contraction, signature, mesh, wanted)
     order = [axis for placement in wanted[::-1] for dim in placement for axis in dim]
     for axis in dict.fromkeys(order):
         uses = [_user(axis, placement, own) for placement, own in zip(wanted, letters, strict=True)]
-        best = _cheapest(call, signature, mesh, wanted, uses)
+        best = costs.cheapest(axis, uses)
         axes[best] += (axis,)
-        if best in CONTRACTED and uses[-1]:
+        if best in contraction.contracted and uses[-1]:
             summed[uses[-1]] += (axis,)
-    problem = call.problem(signature)
-    sizes = {"b": problem.batch, "m": problem.m, "n": problem.n}
     scattered = {
         x: own if sizes[x] % math.prod(mesh.shape[a] for a in (*axes[x], *own)) == 0 else ()
         for x, own in summed.items()
     }
-    return Split(mesh, axes, scattered)
+    return Split(contraction, mesh, axes, scattered)
 
 
 def _user(axis: str, placement: Placement, letters: str) -> str | None:
@@ -212,43 +204,58 @@ def _user(axis: str, placement: Placement, letters: str) -> str | None:
     return next((x for x, dim in zip(letters, placement, strict=True) if axis in dim), None)
 
 
-def _cheapest(
-    call: Call,
-    signature: Signature,
-    mesh: Mesh,
-    wanted: Sequence[Placement],
-    uses: Sequence[str | None],
-) -> str:
-    """Returns the dimension that an axis had best split.
+class _Costs:
+    """The bytes that each device receives, by which dimension an axis splits."""
 
-    What is split along another dimension counts as gathered: XLA finds no cheaper way at times.
+    def __init__(
+        self,
+        call: Call,
+        contraction: Contraction,
+        signature: Signature,
+        mesh: Mesh,
+        wanted: Sequence[Placement],
+    ) -> None:
+        """Computes the bytes of each device's part of operands and result, as they are wanted."""
+        sizes = sizes_of(call, contraction, signature)
+        elements = math.prod(sizes[x] for x in contraction.out)
+        parts = [
+            math.prod(mesh.shape[axis] for dim in placement for axis in dim) for placement in wanted
+        ]
+        self.mesh = mesh
+        self.contracted = contraction.contracted
+        self.operands = [
+            math.prod(shape) * dtype.itemsize / count
+            for (shape, dtype), count in zip(signature, parts, strict=False)
+        ]
+        self.result = elements * call.out_dtype.itemsize / parts[-1]
+        sums = 1 + call.epilogue.gated
+        self.sums = elements * sums * sums_dtype(call, signature).itemsize / parts[-1]
 
-    Args:
-        call: The product.
-        signature: Shapes and types of the whole operands.
-        mesh: The devices.
-        wanted: How the operands come, and how the result is wanted.
-        uses: Which dimension of each the axis splits.
-    """
-    if uses[0] == uses[1] and uses[0] in tuple(CONTRACTED):
-        # Never gathered, whatever is wanted of the result.
-        return uses[0]
-    problem = call.problem(signature)
-    elements = problem.batch * problem.m * problem.n
-    wide = xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
-    sums_dtype = call.options.reduced or wide
-    parts = [
-        math.prod(mesh.shape[axis] for dim in placement for axis in dim) for placement in wanted
-    ]
-    operands = [math.prod(shape) * dtype.itemsize for shape, dtype in signature]
+    def cheapest(self, axis: str, uses: Sequence[str | None]) -> str:
+        """Returns the dimension that an axis had best split.
 
-    def moved(choice: str) -> float:
-        shares = zip(operands, parts, uses, strict=False)
-        total = sum(size / count for size, count, use in shares if use not in (None, choice))
-        if choice in CONTRACTED:
-            passes = 1 if uses[-1] else 2
-            return total + elements / parts[-1] * problem.sums * sums_dtype.itemsize * passes
-        return total + (uses[-1] != choice) * elements / parts[-1] * call.out_dtype.itemsize
+        Args:
+            axis: The axis.
+            uses: Which dimension of each operand, and of the result, the axis is wanted to split.
+        """
+        if uses[0] == uses[1] and uses[0] is not None and uses[0] in self.contracted:
+            # Never gathered, whatever is wanted of the result.
+            return uses[0]
+        # The result's own dimension comes first, and is taken if another is only as good.
+        choices = dict.fromkeys(use for use in reversed(uses) if use)
+        return min(choices, key=lambda choice: self._moved(self.mesh.shape[axis], uses, choice))
 
-    # The result's own dimension comes first, and is taken if another is only as good.
-    return min(dict.fromkeys(use for use in reversed(uses) if use), key=moved)
+    def _moved(self, size: int, uses: Sequence[str | None], choice: str) -> float:
+        """Returns the bytes that arrive at each device.
+
+        What is split along another dimension counts as gathered: XLA finds no cheaper way at times.
+        """
+        others = size - 1
+        pairs = zip(self.operands, uses, strict=False)
+        total = sum(part * others for part, use in pairs if use not in (None, choice))
+        if choice in self.contracted:
+            # Reduced and scattered, or reduced for all.
+            return total + self.sums * others * (1 if uses[-1] else 2 / size)
+        if uses[-1] == choice:
+            return total
+        return total + self.result * others * (1 if uses[-1] else 1 / size)

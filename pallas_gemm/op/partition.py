@@ -16,7 +16,7 @@ The kernel and its config are chosen for one device's part, by the rules of `dis
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,61 +31,54 @@ from jax.sharding import Mesh
 
 from pallas_gemm._version import __version__
 from pallas_gemm.op import fused_collective, mesh_axes, mesh_context
-from pallas_gemm.op.mesh_axes import Axes, Split
+from pallas_gemm.op.canonical import Form, Merged, merged
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.mesh_axes import Split
 from pallas_gemm.op.parts import note, part_p
-from pallas_gemm.op.reduction import travelling_dtype
-from pallas_gemm.planning import dispatch, targeting, xla
+from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Operands, Signature, signature_of
 
 
-def shared_product(call: Call, *operands: jax.Array) -> jax.Array:
+def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     signature = signature_of(operands)
-    shared = custom_partitioning(functools.partial(_whole, call))
+    shared = custom_partitioning(functools.partial(part_p.bind, call=call, contraction=contraction))
     shared.def_partition(
-        functools.partial(_partition, call, signature),
-        sharding_rule=mesh_axes.sharding_rule(call, signature),
-        reduction_factors=tuple(mesh_axes.factor_letters(call)[0].strip("m")),
+        functools.partial(_partition, call, contraction, signature),
+        sharding_rule=mesh_axes.sharding_rule(call, contraction),
+        reduction_factors=mesh_axes.reduced_factors(contraction),
         # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
         decode_shardings=False,
     )
     # All that the compiler sees of a product is its name; a cache of compiled programs needs more.
-    with set_xla_metadata(pallas_gemm=_fingerprint(call, signature)):
-        return shared(*_changed(call, call.unpack(operands), mesh_axes.split_contracted).present())
-
-
-def _whole(call: Call, *operands: jax.Array) -> jax.Array:
-    ready = _changed(call, call.unpack(operands), mesh_axes.merge_contracted)
-    return part_p.bind(*ready.present(), call=call)
-
-
-def _changed(call: Call, given: Operands, change: Callable[..., jax.Array]) -> Operands:
-    """Takes the contracted dimension of the factors apart, or puts it together."""
-    a, b, up = (
-        None if x is None else change(call, x, own)
-        for x, own in zip(given[:3], mesh_axes.factor_letters(call), strict=True)
-    )
-    return given._replace(a=a, b=b, up=up)
+    with set_xla_metadata(pallas_gemm=_fingerprint(call, contraction, signature)):
+        return shared(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(call: Call, signature: Signature) -> str:
+def _fingerprint(call: Call, contraction: Contraction, signature: Signature) -> str:
     """Tells products apart whose results differ."""
     with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
         shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
-        formula = jax.make_jaxpr(functools.partial(xla.product, call))(*shapes)
+        formula = jax.make_jaxpr(functools.partial(contraction.by_xla, call))(*shapes)
     epilogue = dataclasses.replace(call.epilogue, activation=None)
     how = (call.precision, call.options, epilogue, __version__)
     return hashlib.sha256(f"{formula} {how}".encode()).hexdigest()
 
 
 def _partition(
-    call: Call, signature: Signature, mesh: Mesh, args: Sequence[Any], result: Any
+    call: Call,
+    contraction: Contraction,
+    signature: Signature,
+    mesh: Mesh,
+    args: Sequence[Any],
+    result: Any,
 ) -> tuple[Any, ...]:
     """Says what one device computes: the answer to XLA's question.
 
     Args:
         call: The product.
+        contraction: Its dimensions.
         signature: Shapes and types of the whole operands.
         mesh: The program's mesh; empty if it has none.
         args: Shape, type and sharding of each operand, as XLA would have them.
@@ -97,14 +90,14 @@ def _partition(
     if call.options.target is None:
         # Where only `jit` was told about a mesh, its devices are seen here for the first time.
         call = call.with_target(targeting.absent_gpu(mesh))
-    *letters, out_letters = mesh_axes.dimensions(call, signature)
+    *letters, _ = contraction.of_operands(call)
     fine = mesh_axes.refined(mesh, args)
     wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
-    split = mesh_axes.share_out(call, signature, fine, wanted)
+    split = mesh_axes.share_out(call, contraction, signature, fine, wanted)
     late = set(call.unpack(range(len(args)))[3:])
     placements = [split.placement(letters[i], scattered=i in late) for i in range(len(args))]
-    placement = split.placement(out_letters, scattered=True)
-    share = _Share(call, signature, split, split.local(result.shape, placement))
+    placement = split.placement(contraction.out, scattered=True)
+    share = _Share(call, contraction, signature, split, split.local(result.shape, placement))
     run = functools.partial(_share_p.bind, share=share)
     return fine, run, split.sharding(placement), tuple(map(split.sharding, placements))
 
@@ -115,71 +108,51 @@ class _Share:
 
     Attributes:
         call: The product.
+        contraction: Its dimensions.
         signature: Shapes and types of its whole operands.
         split: Which axes of the mesh split what.
         shape: The shape of the device's part of the result.
     """
 
     call: Call
+    contraction: Contraction
     signature: Signature
     split: Split
     shape: tuple[int, ...]
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""
-        call, split = self.call, self.split
-        if not split.contracted:
+        call, dims = self.call, self.contraction
+        if not self.split.contracted:
             return self._multiply(call, *operands)
-        *letters, out_letters = mesh_axes.dimensions(call, self.signature)
-        given, named = call.unpack(operands), call.unpack(letters)
-        a, b, up = (
-            None if x is None else self._without_padding(x, own)
-            for x, own in zip(given[:3], named[:3], strict=True)
-        )
+        given = call.unpack(operands)
+        a = self._without_padding(given.a, dims.lhs)
+        rights = [self._without_padding(b, dims.rhs) for b in (given.b, given.up) if b is not None]
         plain = dispatch.sums_only(call, self.signature)
-        # What follows the sum is computed in float32.
-        result_dtype = call.out_dtype if call.epilogue.is_identity else plain.out_dtype
-        dtype = travelling_dtype(plain.out_dtype, result_dtype, call.options.reduced)
+        dtype = mesh_axes.sums_dtype(call, self.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
-        rights = [right for right in (b, up) if right is not None]
-        if self._scatters_rows(out_letters):
-            sums = [self._scattered(plain, a, right) for right in rights]
-        else:
-            totals = [self._multiply(plain, a, right) for right in rights]
-            sums = [self._added_up(total, out_letters) for total in totals]
+        sums = [self._added_up(plain, a, right) for right in rights]
         result = sums[0]
         if not call.epilogue.is_identity:
-            result = xla.finish(call.epilogue, sums, given)
+            result = dims.finish(call.epilogue, sums, given)
         return result.astype(call.out_dtype)
 
     def _multiply(self, call: Call, *operands: Any) -> jax.Array:
-        """Computes a product of what this device has, in the form that is best for a kernel."""
-        given = _changed(call, call.unpack(operands), mesh_axes.merge_contracted)
-        lead = given.a.shape[:-1]
-        rows = len(lead) == 2 and given.b.ndim == 2 and not call.transpose_a
-        rows = rows and (given.bias is None or given.bias.ndim == 1)
-        rows = rows and (given.residual is None or given.residual.ndim == 3)
-        if rows:
-            # A batch that shares its right operand is a product with more rows.
-            given = given._replace(a=given.a.reshape(-1, given.a.shape[-1]))
-            if given.residual is not None:
-                columns = given.residual.shape[-1]
-                given = given._replace(residual=given.residual.reshape(-1, columns))
-        ready = given.present()
+        """Computes a product of what this device has."""
+        matrices = merged(call, self.contraction, signature_of(operands))
         if call.options.names_something:
-            self._check(call, signature_of(ready))
-        note(call, signature_of(ready), str(self.split))
-        result = part_p.bind(*ready, call=call)
-        return result.reshape(*lead, result.shape[-1]) if rows else result
+            self._check(matrices)
+        note(matrices.call, matrices.signature, str(self.split))
+        return part_p.bind(*operands, call=call, contraction=self.contraction)
 
-    def _check(self, call: Call, signature: Signature) -> None:
+    def _check(self, matrices: Merged) -> None:
         """Refuses what is named if it cannot compute a device's part.
 
         Raises:
             ValueError: It cannot; the message says which axes of the mesh split what.
         """
         try:
-            dispatch.check(call, signature)
+            dispatch.check(matrices.call, matrices.signature)
         except ValueError as error:
             raise ValueError(
                 f"the mesh splits {self.split}, and for one device's part: {error}"
@@ -187,39 +160,54 @@ class _Share:
 
     def _without_padding(self, x: jax.Array, letters: str) -> jax.Array:
         """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
+        sizes = mesh_axes.sizes_of(self.call, self.contraction, self.signature)
         for dimension, letter in enumerate(letters):
             axes, size = self.split.axes[letter], x.shape[dimension]
-            if letter not in mesh_axes.CONTRACTED or not axes:
+            if letter not in self.contraction.contracted or not axes:
                 continue
-            whole = mesh_axes.contracted(self.call, self.signature, letter)
-            if size * self.split.size(axes) != whole:
-                left = whole - lax.axis_index(axes) * size
+            if size * self.split.size(axes) != sizes[letter]:
+                left = sizes[letter] - lax.axis_index(axes) * size
                 inside = lax.broadcasted_iota(np.int32, x.shape, dimension) < left
                 x = jnp.where(inside, x, jnp.zeros_like(x))
         return x
 
-    def _scatters_rows(self, letters: str) -> bool:
-        """Whether sums are added up so that each device gets some of their rows."""
-        scattered = [self.split.scattered[letter] for letter in letters]
-        return len(self.signature[0][0]) == 2 and scattered == [self.split.contracted, ()]
-
-    def _scattered(self, plain: Call, a: Any, b: Any) -> jax.Array:
-        """Computes this device's rows of a sum, which the kernel may send itself."""
-        ready = _changed(plain, Operands(a, b), mesh_axes.merge_contracted).present()
-        if plain.options.names_something:
-            self._check(plain, signature_of(ready))
-        how = fused_collective.ScatteredProduct(plain, self.split.contracted, plain.out_dtype)
-        return fused_collective.scattered_product(how, *ready)
-
-    def _added_up(self, total: jax.Array, letters: str) -> jax.Array:
-        """Adds up the devices' sums; each gets the part of the result that it is to have."""
-        scattered: Axes = ()
-        for dimension, letter in enumerate(letters):
+    def _added_up(self, plain: Call, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Computes what this device is to have of a sum over devices."""
+        matrices = merged(plain, self.contraction, signature_of((a, b)))
+        if self._is_of_rows(matrices.form, a, b):
+            return self._scattered(matrices, a, b)
+        total, scattered = self._multiply(plain, a, b), ()
+        for dimension, letter in enumerate(self.contraction.out):
             if axes := self.split.scattered[letter]:
                 total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
                 scattered += axes
         rest = tuple(axis for axis in self.split.contracted if axis not in scattered)
         return lax.psum(total, rest) if rest else total
+
+    def _is_of_rows(self, form: Form, a: jax.Array, b: jax.Array) -> bool:
+        """Whether sums are added up so that each device gets some of the rows of a matrix."""
+        dims, scattered = self.contraction, self.split.scattered
+        split = [x for x in dims.out if scattered[x]]
+        sizes = dict(zip(dims.out, dims.shape(a.shape, b.shape), strict=True))
+        outer = next((x for x in dims.out if sizes[x] > 1), "")
+        rows = dims.columns if form.swapped else dims.rows
+        return (
+            outer != ""
+            and split == [outer]
+            and outer in rows
+            and scattered[outer] == self.split.contracted
+            and form.permutation is None
+            and len(form.product_shape) == 2
+        )
+
+    def _scattered(self, matrices: Merged, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Computes this device's rows of a sum, which the kernel may send itself."""
+        if matrices.call.options.names_something:
+            self._check(matrices)
+        call = matrices.call
+        how = fused_collective.ScatteredProduct(call, self.split.contracted, call.out_dtype)
+        ready = matrices.form.ready(Operands(a, b)).present()
+        return fused_collective.scattered_product(how, *ready).reshape(self.shape)
 
 
 _share_p = core.Primitive("pallas_gemm_share")

@@ -1,5 +1,8 @@
 """The primitive that every product is: what JAX sees of one, whatever computes it.
 
+Its operands are as they were given, with the dimensions that they have (`contraction`); only what
+one device computes is merged into a product of matrices (`canonical`).
+
 Rules for it are in `autodiff.py` (derivatives), `batching.py` (`vmap`) and `lowering.py` (its type
 and what it becomes in a compiled program). It is a primitive, and not a function with custom
 derivatives, because then it composes as `lax.dot_general` does: forward and reverse mode in any
@@ -14,24 +17,36 @@ import jax
 from jax.extend import core
 from jax.interpreters.xla import apply_primitive
 
-from pallas_gemm.op.canonical import Form
+from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.mesh_context import device_request
 from pallas_gemm.planning.call import Call
 
 product_p = core.Primitive("pallas_gemm")
 
 
-def product(call: Call, *operands: jax.Array) -> jax.Array:
+def product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from its operands, in the order of `Operands`."""
+    contraction, given = squeezed(call, contraction, operands)
     return product_p.bind(
-        *equally_varying(operands), call=call, devices=device_request(call, operands)
+        *equally_varying(given),
+        call=call,
+        contraction=contraction,
+        devices=device_request(call, given),
     )
 
 
-def formed_product(call: Call, form: Form, *operands: jax.Array) -> jax.Array:
-    """Computes a product of operands as they were given, of any shape."""
-    ready = form.ready(call.unpack(operands))
-    return product(call, *ready.present()).reshape(form.shape)
+def squeezed(
+    call: Call, contraction: Contraction, operands: Sequence[jax.Array]
+) -> tuple[Contraction, tuple[jax.Array, ...]]:
+    """Returns a product without the dimensions that broadcast, and its operands."""
+    contraction, shapes = contraction.without_ones(call, [x.shape for x in operands])
+    pairs = zip(operands, shapes, strict=True)
+    return contraction, tuple(x if x.shape == own else x.reshape(own) for x, own in pairs)
+
+
+def product_of_matrices(call: Call, *operands: jax.Array) -> jax.Array:
+    """Computes what `call` says from matrices, or batches of them, stored as it says."""
+    return product(call, of_matrices(call, *(x.ndim for x in operands)), *operands)
 
 
 def equally_varying(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

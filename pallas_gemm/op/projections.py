@@ -6,6 +6,7 @@
 JAX would round each product of the gradient and add them up; a kernel adds in its accumulator.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -19,28 +20,71 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.canonical import merged
+from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.product import (
+    equally_varying,
+    product,
+    product_of_matrices,
+    run_as_jax_does,
+    squeezed,
+)
 from pallas_gemm.op.sum_of_products import sum_of_products
-from pallas_gemm.planning.call import Call, SumCall
+from pallas_gemm.planning import xla
+from pallas_gemm.planning.call import Call, SumCall, signature_of
 
 projections_p = core.Primitive("pallas_gemm_projections")
 projections_p.multiple_results = True
 
 
-def projections(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+def projections(
+    call: Call,
+    contractions: Sequence[Contraction],
+    a: jax.Array,
+    rights: Sequence[Sequence[jax.Array]],
+) -> list[jax.Array]:
     """Computes several products of one left operand.
 
     Args:
         call: What each of them is.
+        contractions: The dimensions of each.
         a: Their left operand.
         rights: The other operands of each, in the order of `Operands`.
     """
-    operands = equally_varying((a, *itertools.chain.from_iterable(rights)))
-    # What devices of a mesh add up is not added up in an accumulator, and neither is a batch, nor
-    # what is of several types; what is named is for each product alone.
+    products = [
+        squeezed(call, own, (a, *right)) for own, right in zip(contractions, rights, strict=True)
+    ]
+    each = [merged(call, own, signature_of(operands)) for own, operands in products]
+    kinds = {(own.call, own.form.a, own.form.swapped) for own in each}
+    is_matrix = len(each[0].form.product_shape) == 2
+    if _are_apart(call, a, rights) or len(kinds) > 1 or each[0].form.swapped or not is_matrix:
+        return [product(call, own, *operands) for own, operands in products]
+    ready = [
+        own.form.ready(call.unpack(operands))
+        for own, (_, operands) in zip(each, products, strict=True)
+    ]
+    others = [own.present()[1:] for own in ready]
+    results = projections_of_matrices(each[0].call, ready[0].a, others)
+    return [own.form.result(x) for own, x in zip(each, results, strict=True)]
+
+
+def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> bool:
+    """Whether the gradient of the left operand is no one sum.
+
+    What devices of a mesh add up is not added up in an accumulator, nor what is of several types;
+    what is named is for each product alone.
+    """
+    operands = (a, *itertools.chain.from_iterable(rights))
     alone = call.options.names_something or mesh_context.is_on_mesh(*operands)
-    alike = len({right[0].dtype for right in rights}) == 1
-    if len(rights) == 1 or a.ndim != 2 or alone or not alike:
+    return alone or len(rights) == 1 or len({right[0].dtype for right in rights}) > 1
+
+
+def projections_of_matrices(
+    call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
+    """Computes several products of one left matrix."""
+    operands = equally_varying((a, *itertools.chain.from_iterable(rights)))
+    if _are_apart(call, a, rights):
         return one_by_one(call, *operands)
     devices = mesh_context.device_request(call, operands)
     return projections_p.bind(*operands, call=call, devices=devices)
@@ -48,7 +92,7 @@ def projections(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]])
 
 def one_by_one(call: Call, a: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """Computes each product for itself."""
-    return [product(call, a, *own) for own in operands_of_each(call, operands)]
+    return [product_of_matrices(call, a, *own) for own in operands_of_each(call, operands)]
 
 
 def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -59,7 +103,9 @@ def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]
 @projections_p.def_abstract_eval
 def _abstract(a: Any, *rights: Any, call: Call, **_: Any) -> list[Any]:
     """Each result has the type of its own product; none of these is simulated."""
-    return [lowering.result_type(call, (a, *own)) for own in operands_of_each(call, rights)]
+    return [
+        lowering.type_by(xla.product, call, (a, *own)) for own in operands_of_each(call, rights)
+    ]
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, **_: Any) -> Any:
@@ -72,14 +118,15 @@ def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any
     da, *changes = linear.changes(tangents)
     given = [call.unpack((a, *own)) for own in operands_of_each(call, rights)]
     moved = [call.unpack((da, *own)) for own in operands_of_each(call, changes)]
-    results = projections(call, a, [own.present()[1:] for own in given])
+    results = projections_of_matrices(call, a, [own.present()[1:] for own in given])
     results = [linear.named(result) for result in results]
     of_left: list[jax.Array] = []
     if da is not None:
         plain = call.plain(np.float32, call.epilogue.alpha)
-        of_left = projections(plain, da, [(own.b,) for own in given])
+        of_left = projections_of_matrices(plain, da, [(own.b,) for own in given])
+    matrices = of_matrices(call, *(x.ndim for x in given[0].present()))
     terms = [
-        linear.affine_change(call, own, change, of_left[i : i + 1])
+        linear.affine_change(call, matrices, own, change, of_left[i : i + 1])
         for i, (own, change) in enumerate(zip(given, moved, strict=True))
     ]
     return results, list(map(linear.rounded_sum, terms, results))
@@ -92,13 +139,14 @@ def _transpose(cotangents: Any, a: Any, *rights: Any, call: Call, **_: Any) -> l
     pairs = list(zip(cotangents, rights, strict=True))
     if missing[0]:
         return [_left_gradient(call, pairs, a.aval), *(None for _ in rights)]
-    return [
-        None,
-        *(
-            linear.gradient(call, g, a, x.aval, left=False) if ad.is_undefined_primal(x) else None
-            for g, x in pairs
-        ),
+    matrices = of_matrices(call, 2, 2)
+    rest = [
+        linear.gradient(call, matrices, g, a, x.aval, left=False)
+        if ad.is_undefined_primal(x)
+        else None
+        for g, x in pairs
     ]
+    return [None, *rest]
 
 
 def _left_gradient(call: Call, pairs: Sequence[tuple[Any, jax.Array]], wanted: Any) -> Any:
@@ -106,7 +154,11 @@ def _left_gradient(call: Call, pairs: Sequence[tuple[Any, jax.Array]], wanted: A
     terms = [linear.for_gradient(g, b) for g, b in pairs if not isinstance(g, ad.Zero)]
     if not terms:
         return ad.Zero(wanted)
-    plain, swap = linear.gradient_call(call, wanted, left=True)
+    # What is stored transposed is the other factor times the cotangent.
+    swap = call.transpose_a
+    flags = (call.transpose_b, True) if swap else (False, not call.transpose_b)
+    plain = call.plain(linear.kept_dtype(wanted.dtype), call.epilogue.alpha)
+    plain = dataclasses.replace(plain, transpose_a=flags[0], transpose_b=flags[1])
     operands = [x for pair in terms for x in (pair[::-1] if swap else pair)]
     return sum_of_products(SumCall.of(plain), *operands).astype(wanted.dtype)
 
@@ -120,7 +172,8 @@ def _batch(
     else:
         a, *rights = operands
         a = jnp.moveaxis(a, dims[0], 0)
-        folded = projections(call, lax.collapse(a, 0, 2), operands_of_each(call, rights))
+        rows, each = lax.collapse(a, 0, 2), operands_of_each(call, rights)
+        folded = projections_of_matrices(call, rows, each)
         results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
     return results, [0] * len(results)
 

@@ -17,9 +17,10 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.contraction import of_matrices
+from pallas_gemm.op.product import equally_varying, product_of_matrices, run_as_jax_does
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Operands, SumCall
+from pallas_gemm.planning.call import Operands, SumCall, signature_of
 
 sum_p = core.Primitive("pallas_gemm_sum")
 
@@ -27,20 +28,21 @@ sum_p = core.Primitive("pallas_gemm_sum")
 def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
     """Computes a sum of products; operands come in the order `a, b, a, b, ...`."""
     if len(operands) == 2:
-        return product(call.each, *operands)
+        return product_of_matrices(call.each, *operands)
     devices = mesh_context.device_request(call, operands)
     return sum_p.bind(*equally_varying(operands), call=call, devices=devices)
 
 
 def one_by_one(call: SumCall, *operands: jax.Array) -> jax.Array:
     """Computes the products and adds them up as JAX adds up gradients: the last one first."""
-    products = [product(call.each, a, b) for a, b in reversed(call.pairs(operands))]
+    products = [product_of_matrices(call.each, a, b) for a, b in reversed(call.pairs(operands))]
     return functools.reduce(operator.add, products)
 
 
 @sum_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: SumCall, **_: Any) -> Any:
-    return lowering.result_and_effects(xla.sum_of_products, call, avals)
+    result = lowering.type_by(xla.sum_of_products, call, avals)
+    return result, lowering.effects(call, signature_of(avals))
 
 
 def _lowered(
@@ -49,7 +51,7 @@ def _lowered(
     del devices
     apart = functools.partial(one_by_one, call)
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return lowering.lower_for_one_device(ctx, operands, call, gpu=gpu, without_kernel=apart)
+        return lowering.lower_sum(ctx, operands, call, apart, gpu=gpu)
     return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
 
 
@@ -60,8 +62,9 @@ def _jvp(primals: Any, tangents: Any, *, call: SumCall, **_: Any) -> tuple[Any, 
     for (a, b), (da, db) in zip(
         call.pairs(primals), call.pairs(linear.changes(tangents)), strict=True
     ):
-        of_left = [] if da is None else [product(plain, da, b)]
-        terms += linear.affine_change(each, Operands(a, b), Operands(da, db), of_left)
+        of_left = [] if da is None else [product_of_matrices(plain, da, b)]
+        given, moved = Operands(a, b), Operands(da, db)
+        terms += linear.affine_change(each, of_matrices(each, 2, 2), given, moved, of_left)
     result = linear.named(sum_of_products(call, *primals))
     return result, linear.rounded_sum(terms, result)
 
@@ -71,7 +74,9 @@ def _transpose(cotangent: Any, *operands: Any, call: SumCall, **_: Any) -> list[
     return [
         gradient
         for pair in call.pairs(operands)
-        for gradient in linear.gradients_of_factors(cotangent, pair, call.each)
+        for gradient in linear.gradients_of_factors(
+            cotangent, pair, call.each, of_matrices(call.each, 2, 2)
+        )
     ]
 
 

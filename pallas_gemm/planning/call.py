@@ -82,8 +82,6 @@ class Call:
         epilogue: What happens to the sum before it is rounded.
         precision: As for `lax.dot_general`.
         options: How to compute it.
-        contracted: The two sizes that the contracted dimension is made of, if a mesh may split
-            each; both operands then have two dimensions. It changes no result.
     """
 
     out_dtype: Any
@@ -92,7 +90,6 @@ class Call:
     epilogue: Epilogue = NO_EPILOGUE
     precision: Any = None
     options: Options = Options()
-    contracted: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
@@ -152,8 +149,13 @@ class Call:
             out_dtype=np.dtype(out_dtype),
             epilogue=Epilogue(alpha=alpha),
             options=self.options.for_another_product(),
-            contracted=None,
         )
+
+    def with_swapped_precision(self) -> "Call":
+        """Returns the call for the operands in the other order."""
+        if not isinstance(self.precision, tuple):
+            return self
+        return dataclasses.replace(self, precision=self.precision[::-1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,9 @@ def finish(epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Ar
 
 
 def align_bias(bias: jax.Array, ndim: int) -> jax.Array:
-    """Gives a bias, `[n]` or `[batch, n]`, the dimensions of a result."""
+    """Gives a bias, `[n]`, `[batch, n]` or what has them, the dimensions of a result."""
+    if bias.ndim == ndim:
+        return bias
     if bias.ndim == 2:
         return bias[:, None, :]
     return lax.expand_dims(bias, tuple(range(ndim - 1)))

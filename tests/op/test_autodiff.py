@@ -16,30 +16,13 @@ from jax.test_util import check_grads
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm
 from pallas_gemm.kernels import activations
-from pallas_gemm.op.product import product_p
-from pallas_gemm.planning.call import Call
-from tests import reference
+from tests import reference, traced
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 
 
 def _normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return reference.normal(np.random.default_rng(seed), shape, dtype)
-
-
-def _products(f: Callable[..., Any], *args: Any) -> list[tuple[Call, list[Any]]]:
-    """Returns the calls, and the avals of their operands, of every product in a function."""
-    found = []
-
-    def visit(jaxpr: core.Jaxpr) -> None:
-        for equation in jaxpr.eqns:
-            if equation.primitive is product_p:
-                found.append((equation.params["call"], [v.aval for v in equation.invars]))
-            for inner in core.jaxprs_in_params(equation.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(f)(*args).jaxpr)
-    return found
 
 
 def _primitives(f: Callable[..., Any], *args: Any) -> set[str]:
@@ -221,8 +204,8 @@ def test_gradients_are_products_of_what_is_stored(layout: tuple[bool, bool]) -> 
         return jnp.sum(gemm(a, b, transpose_a=layout[0], transpose_b=layout[1]))
 
     gradient = jax.grad(loss, argnums=(0, 1))
-    calls = [call for call, _ in _products(gradient, a, b)]
-    layouts = {"NT"[call.transpose_a] + "NT"[call.transpose_b] for call in calls[1:]}
+    found = traced.products(gradient, a, b)
+    layouts = {"NT"[call.transpose_a] + "NT"[call.transpose_b] for call, *_ in found[1:]}
     expected = {
         (False, False): {"NT", "TN"},
         (False, True): {"NN", "TN"},
@@ -230,6 +213,7 @@ def test_gradients_are_products_of_what_is_stored(layout: tuple[bool, bool]) -> 
         (True, True): {"TT"},
     }[layout]
     assert layouts == expected
+    assert all(form.a.is_free and form.b.is_free and not form.permutation for *_, form in found)
     assert "transpose" not in _primitives(gradient, a, b)
 
 
@@ -239,8 +223,7 @@ def test_shared_weights_under_vmap_get_one_product() -> None:
     def loss(weights: jax.Array) -> jax.Array:
         return jnp.sum(jax.vmap(jax.vmap(lambda x: gemm(x, weights)))(examples))
 
-    shapes = [[x.shape for x in operands] for _, operands in _products(jax.grad(loss), weights)]
-    assert shapes == [[(12, 5), (5, 7)], [(12, 5), (12, 7)]]
+    assert traced.shapes(jax.grad(loss), weights) == [[(12, 5), (5, 7)], [(12, 5), (12, 7)]]
 
 
 def test_a_weight_on_the_left_of_mapped_vectors_gets_one_product_too() -> None:
@@ -250,8 +233,8 @@ def test_a_weight_on_the_left_of_mapped_vectors_gets_one_product_too() -> None:
         return jnp.sum(jax.vmap(lambda x: gemm(weights, x))(examples))
 
     gradient = jax.grad(loss)
-    shapes = [[x.shape for x in operands] for _, operands in _products(gradient, weights)]
-    assert [tuple(sorted(pair)) for pair in shapes] == [((7, 5), (12, 5)), ((12, 5), (12, 7))]
+    found = traced.shapes(gradient, weights)
+    assert [tuple(sorted(pair)) for pair in found] == [((7, 5), (12, 5)), ((12, 5), (12, 7))]
     np.testing.assert_allclose(
         gradient(weights), np.broadcast_to(examples.sum(0), (7, 5)), rtol=1e-5, atol=1e-5
     )
@@ -266,9 +249,9 @@ def test_gradient_of_a_shared_operand_of_a_batch_contracts_over_the_batch() -> N
     np.testing.assert_allclose(
         jax.grad(loss)(shared), jax.grad(lambda x: loss(x, "xla"))(shared), rtol=1e-4, atol=1e-4
     )
-    assert [len(x.shape) for _, xs in _products(jax.grad(loss), shared) for x in xs[-2:]].count(
-        2
-    ) >= 2
+    # Of the product itself the shared one alone has two dimensions, of its gradient both have.
+    ranks = [len(shape) for own in traced.shapes(jax.grad(loss), shared) for shape in own]
+    assert ranks == [2, 3, 2, 2]
 
 
 def test_float32_cotangents_are_rounded_to_the_type_of_the_operands() -> None:
@@ -277,8 +260,8 @@ def test_float32_cotangents_are_rounded_to_the_type_of_the_operands() -> None:
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(gemm(a, b, preferred_element_type=jnp.float32)))
 
-    calls = _products(jax.grad(loss, argnums=(0, 1)), a, b)
-    assert {str(x.dtype) for _, operands in calls for x in operands} == {"bfloat16"}
+    found = traced.products(jax.grad(loss, argnums=(0, 1)), a, b)
+    assert {str(dtype) for own in found for _, dtype in own.signature} == {"bfloat16"}
     gradient = jax.grad(loss)(a, b)
     assert gradient.dtype == jnp.bfloat16
 
@@ -324,14 +307,14 @@ def test_an_activation_changes_nothing_but_the_last_bit_under_differentiation() 
 
 def test_relu_is_derived_from_its_result() -> None:
     a, b = _normal(6, 5), _normal(5, 4)
-    calls = _products(jax.grad(lambda a: jnp.sum(gemm(a, b, activation="relu"))), a)
-    assert [call.epilogue.activation is not None for call, _ in calls] == [True, False]
+    calls = traced.products(jax.grad(lambda a: jnp.sum(gemm(a, b, activation="relu"))), a)
+    assert [call.epilogue.activation is not None for call, *_ in calls] == [True, False]
 
 
 def _saved(policy: Any, f: Callable[..., Any], *args: Any) -> int:
     """Returns how many products the gradient of a function under `jax.checkpoint` computes."""
     checked = jax.checkpoint(f, policy=policy)
-    return len(_products(jax.grad(lambda *args: jnp.sum(checked(*args))), *args))
+    return len(traced.products(jax.grad(lambda *args: jnp.sum(checked(*args))), *args))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])

@@ -14,12 +14,14 @@ from jax import lax
 
 from pallas_gemm.api import request
 from pallas_gemm.api.gemm import _answer, dot_general
-from pallas_gemm.op import canonical
-from pallas_gemm.op.canonical import DimensionNumbers, Form, Side
-from pallas_gemm.planning.call import Operands, Options
+from pallas_gemm.op import canonical, contraction
+from pallas_gemm.op.canonical import Form, Side
+from pallas_gemm.op.contraction import Contraction, DimensionNumbers
+from pallas_gemm.planning.call import Call, Operands, Options
 from tests import reference
 
 SIZES = (2, 3, 1, 4)
+CALL = Call(jnp.float32)
 
 
 def _matchings(lhs_rank: int, rhs_rank: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -45,12 +47,19 @@ def _shapes(lhs_rank: int, rhs_rank: int, pairs: Any) -> tuple[tuple[int, ...], 
     return tuple(lhs), tuple(rhs)
 
 
-def _applied(side: Side, x: np.ndarray) -> np.ndarray:
-    if side.broadcast is not None:
-        x = np.broadcast_to(x, side.broadcast)
-    if side.permutation is not None:
-        x = x.transpose(side.permutation)
-    return x.reshape(side.shape)
+def _form(contraction: Contraction, *shapes: tuple[int, ...]) -> Form:
+    signature = tuple((shape, np.dtype(np.float32)) for shape in shapes)
+    dims, squeezed = contraction.without_ones(CALL, shapes)
+    signature = tuple((shape, dtype) for shape, (_, dtype) in zip(squeezed, signature, strict=True))
+    return canonical.merged(CALL, dims, signature).form
+
+
+def _of_dot_general(lhs: Any, rhs: Any, numbers: DimensionNumbers) -> Form:
+    return _form(contraction.of_dot_general(len(lhs), len(rhs), numbers), lhs, rhs)
+
+
+def _of_matmul(a: Any, b: Any, *transposed: bool) -> Form:
+    return _form(contraction.of_matmul(a, b, *transposed), a, b)
 
 
 def _product(form: Form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -62,7 +71,19 @@ def _product(form: Form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     b = b.swapaxes(-1, -2) if form.b.transposed else b
     product = np.matmul(a, b)
     assert product.shape == form.product_shape
-    return product.reshape(form.shape)
+    apart = product.reshape(form.parts)
+    return apart if form.permutation is None else apart.transpose(form.permutation)
+
+
+def _applied(side: Side, x: np.ndarray) -> np.ndarray:
+    if side.permutation is not None:
+        x = x.transpose(side.permutation)
+    if side.broadcast is not None:
+        own, whole, dims = side.broadcast
+        places = [dims.index(i) if i in dims else None for i in range(len(whole))]
+        x = x.reshape([1 if place is None else own[place] for place in places])
+        x = np.broadcast_to(x, whole)
+    return x.reshape(side.shape)
 
 
 def _einsum(lhs: np.ndarray, rhs: np.ndarray, numbers: DimensionNumbers) -> np.ndarray:
@@ -85,7 +106,7 @@ def test_every_contraction_up_to_rank_4(ranks: tuple[int, int]) -> None:
         lhs, rhs = (rng.integers(-2, 3, shape) for shape in shapes)
         for contracted in itertools.product((False, True), repeat=len(pairs)):
             numbers = _numbers(pairs, contracted)
-            form = canonical.of_dot_general(*shapes, numbers)
+            form = _of_dot_general(*shapes, numbers)
             np.testing.assert_array_equal(
                 _product(form, lhs, rhs), _einsum(lhs, rhs, numbers), strict=True
             )
@@ -148,7 +169,7 @@ def test_dot_general_is_that_of_lax_in_the_simulator(case: Any) -> None:
 def test_what_layers_ask_for_needs_no_copy(
     what: str, lhs: Any, rhs: Any, numbers: Any, layout: str | None, product: Any
 ) -> None:
-    form = canonical.of_dot_general(lhs, rhs, numbers)
+    form = _of_dot_general(lhs, rhs, numbers)
     assert form.product_shape == product
     if layout is None:
         # Only the right operand is transposed: its free dimensions do not lie side by side.
@@ -163,8 +184,8 @@ def test_what_layers_ask_for_needs_no_copy(
 def test_the_cheaper_operand_is_transposed() -> None:
     # The contracted dimensions have another order in each operand: one of them has to move.
     numbers = (((1, 2), (1, 0)), ((), ()))
-    large_right = canonical.of_dot_general((2, 3, 5), (5, 3, 700), numbers)
-    large_left = canonical.of_dot_general((700, 3, 5), (5, 3, 2), numbers)
+    large_right = _of_dot_general((2, 3, 5), (5, 3, 700), numbers)
+    large_left = _of_dot_general((700, 3, 5), (5, 3, 2), numbers)
     assert (large_right.a.is_free, large_right.b.is_free) == (False, True)
     assert (large_left.a.is_free, large_left.b.is_free) == (True, False)
 
@@ -181,25 +202,28 @@ def test_matmul_broadcasts_as_numpy(transposed: tuple[bool, bool]) -> None:
     ]
     for a_shape, b_shape in itertools.product(*shapes):
         a, b = rng.integers(-2, 3, a_shape), rng.integers(-2, 3, b_shape)
-        form = canonical.of_matmul(a_shape, b_shape, *transposed)
+        form = _of_matmul(a_shape, b_shape, *transposed)
         exact = np.matmul(
             a.swapaxes(-1, -2) if transposed[0] and a.ndim > 1 else a,
             b.swapaxes(-1, -2) if transposed[1] and b.ndim > 1 else b,
         )
-        np.testing.assert_array_equal(_product(form, a, b), exact, strict=True)
+        dims = contraction.of_matmul(a_shape, b_shape, *transposed)
+        shapes_ = dims.without_ones(CALL, (a_shape, b_shape))[1]
+        found = _product(form, a.reshape(shapes_[0]), b.reshape(shapes_[1]))
+        np.testing.assert_array_equal(found, exact, strict=True)
 
 
 def test_shared_right_operand_means_more_rows() -> None:
-    form = canonical.of_matmul((2, 3, 5, 4), (4, 6), False, False)
+    form = _of_matmul((2, 3, 5, 4), (4, 6), False, False)
     assert form.product_shape == (30, 6)
     assert form.a.is_free
 
 
 def test_a_vector_is_a_row() -> None:
-    form = canonical.of_matmul((5, 4), (4,), False, False)
+    form = _of_matmul((5, 4), (4,), False, False)
     assert (form.product_shape, form.swapped, form.b.transposed) == ((1, 5), True, True)
-    batched = canonical.of_matmul((3, 5, 4), (4,), False, False)
-    assert (batched.product_shape, batched.shape) == ((1, 15), (3, 5))
+    batched = _of_matmul((3, 5, 4), (4,), False, False)
+    assert (batched.product_shape, batched.parts) == ((1, 15), (3, 5))
 
 
 def test_the_signature_of_the_product_follows_the_form() -> None:
@@ -207,4 +231,4 @@ def test_the_signature_of_the_product_follows_the_form() -> None:
     asked = request.of_gemm(
         Operands(a, b), request.Epilogue(), Options(), preferred_element_type=jnp.float32
     )
-    assert asked.signature == (((1, 4), np.float16), ((5, 4), jnp.bfloat16))
+    assert asked.merged.signature == (((1, 4), np.float16), ((5, 4), jnp.bfloat16))

@@ -607,7 +607,7 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     # Two of four examples for each half, and a quarter of the columns.
     assert "m=512 n=256 k=512" in printed
-    assert "the mesh splits b along data, n along model" in printed
+    assert "the mesh splits m1 along data, n along model" in printed
     np.testing.assert_array_equal(
         reference.wide(names["z"]).reshape(names["y"].shape), reference.wide(names["y"])
     )

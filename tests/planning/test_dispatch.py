@@ -55,7 +55,7 @@ def _decided(
             **named,
         )
         assert asked.outside is None
-        return dispatch.decide(asked.call, asked.signature)
+        return dispatch.decide(asked.merged.call, asked.merged.signature)
 
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])

@@ -1,0 +1,258 @@
+"""What is multiplied with what: the dimensions of operands and result by letters, as in an einsum.
+
+    btd,ndh->btnh        a letter is    in lhs, rhs and out     a batch
+                                        in lhs and out          rows
+                                        in rhs and out          columns
+                                        in lhs and rhs          contracted
+
+So a product is known by its dimensions until it is known which of them a device has: `vmap` adds a
+letter, a gradient reads the letters in another order, and a mesh splits each dimension for itself.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_gemm.planning import xla
+from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.problem import Epilogue
+
+Shape = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
+
+ONE = "1"
+"""A dimension of size 1 that broadcasts: the product does without it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """The dimensions of a product, a letter each.
+
+    Attributes:
+        lhs: Those of the left operand.
+        rhs: Those of the right operand, and of the second one of a gated product.
+        out: Those of the result.
+        bias: Those of the bias.
+        residual: Those of the residual; what it lacks of the result's, it has for all.
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+    bias: str = ""
+    residual: str = ""
+
+    @functools.cached_property
+    def batch(self) -> str:
+        """The dimensions that all have, in the order of the result."""
+        return "".join(x for x in self.out if x in self.lhs and x in self.rhs)
+
+    @functools.cached_property
+    def rows(self) -> str:
+        """The dimensions that the result has of the left operand alone, in its order."""
+        return "".join(x for x in self.lhs if x in self.out and x not in self.rhs)
+
+    @functools.cached_property
+    def columns(self) -> str:
+        """The dimensions that the result has of the right operand alone, in its order."""
+        return "".join(x for x in self.rhs if x in self.out and x not in self.lhs)
+
+    @functools.cached_property
+    def contracted(self) -> str:
+        """The dimensions that are summed over, in the order of the left operand."""
+        return "".join(x for x in self.lhs if x in self.rhs and x not in self.out)
+
+    @property
+    def swapped(self) -> "Contraction":
+        """The same product with the operands in the other order."""
+        return Contraction(self.rhs, self.lhs, self.out)
+
+    @property
+    def of_left(self) -> "Contraction":
+        """The product of the result's cotangent and the right operand: the left one's gradient."""
+        return Contraction(self.out, self.rhs, self.lhs)
+
+    @property
+    def of_right(self) -> "Contraction":
+        """The product of the left operand and the result's cotangent: the right one's gradient."""
+        return Contraction(self.lhs, self.out, self.rhs)
+
+    def shape(self, lhs: Shape, rhs: Shape) -> Shape:
+        """Returns the shape of the result for operands of these shapes."""
+        sizes = dict(zip(self.lhs + self.rhs, (*lhs, *rhs), strict=True))
+        return tuple(sizes[x] for x in self.out)
+
+    def names(self) -> dict[str, str]:
+        """Returns what readers know each dimension by: b, m, n or k, numbered if there are more."""
+        groups = {"b": self.batch, "m": self.rows, "n": self.columns, "k": self.contracted}
+        return {
+            letter: role if len(group) == 1 else f"{role}{i}"
+            for role, group in groups.items()
+            for i, letter in enumerate(group, 1)
+        }
+
+    def unused(self) -> str:
+        """Returns a letter for one more dimension."""
+        taken = {*self.lhs, *self.rhs}
+        return next(x for x in _letters() if x not in taken)
+
+    def of_operands(self, call: Call) -> tuple[str, ...]:
+        """Returns the letters of each operand that there is, and last those of the result."""
+        epilogue = call.epilogue
+        each = [self.lhs, self.rhs]
+        each += [self.rhs] * epilogue.gated + [self.bias] * epilogue.bias
+        return (*each, *[self.residual] * epilogue.residual, self.out)
+
+    def without_ones(
+        self, call: Call, shapes: Sequence[Shape]
+    ) -> tuple["Contraction", tuple[Shape, ...]]:
+        """Returns the product without the dimensions that broadcast, and its operands' shapes."""
+        squeezed = (
+            tuple(size for size, x in zip(shape, letters, strict=True) if x != ONE)
+            for shape, letters in zip(shapes, self.of_operands(call), strict=False)
+        )
+        lhs, rhs = (letters.replace(ONE, "") for letters in (self.lhs, self.rhs))
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs), tuple(squeezed)
+
+    def aligned(self, given: Operands) -> Operands:
+        """Gives bias and residual the dimensions of the result, of size 1 where they have none."""
+        bias, residual = (
+            None if x is None else _aligned(x, letters, self.out)
+            for x, letters in ((given.bias, self.bias), (given.residual, self.residual))
+        )
+        return given._replace(bias=bias, residual=residual)
+
+    def finish(self, epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
+        """Applies an epilogue as `xla.finish` does."""
+        return xla.finish(epilogue, sums, self.aligned(given))
+
+    def by_xla(self, call: Call, *operands: jax.Array) -> jax.Array:
+        """Computes a call by XLA, of operands as they are."""
+        given = call.unpack(operands)
+        if call.epilogue.is_identity:
+            return self._dot(call, given.a, given.b, call.out_dtype)
+        wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
+        rights = [b for b in (given.b, given.up) if b is not None]
+        sums = [self._dot(call, given.a, b, wide) for b in rights]
+        return self.finish(call.epilogue, sums, given).astype(call.out_dtype)
+
+    def _dot(self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+        free = [x for x in self.out if x not in self.batch]
+        if free and free[0] in self.columns:
+            # What stands first in the result is that of the left operand.
+            call = call.with_swapped_precision()
+            return _dot_general(self.swapped, call.precision, out_dtype, b, a)
+        return _dot_general(self, call.precision, out_dtype, a, b)
+
+
+def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:
+    order = sorted(range(len(letters)), key=lambda i: out.index(letters[i]))
+    missing = [i for i, letter in enumerate(out) if letter not in letters]
+    return lax.expand_dims(jnp.transpose(x, order), missing)
+
+
+def _dot_general(
+    dims: Contraction, precision: Any, out_dtype: Any, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    def places(letters: str) -> tuple[list[int], list[int]]:
+        return [dims.lhs.index(x) for x in letters], [dims.rhs.index(x) for x in letters]
+
+    numbers = (places(dims.contracted), places(dims.batch))
+    result = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=out_dtype)
+    found = dims.batch + dims.rows + dims.columns
+    if found == dims.out:
+        return result
+    return jnp.transpose(result, [found.index(x) for x in dims.out])
+
+
+def _letters() -> Iterator[str]:
+    """Yields letters, without an end."""
+    return filter(str.isalpha, map(chr, itertools.count(ord("a"))))
+
+
+def _named(rank: int) -> list[str]:
+    return list(itertools.islice(_letters(), rank))
+
+
+@functools.lru_cache(maxsize=4096)
+def of_dot_general(
+    lhs_rank: int, rhs_rank: int, dimension_numbers: DimensionNumbers
+) -> Contraction:
+    """Returns the dimensions of a legal `lax.dot_general`.
+
+    Args:
+        lhs_rank: How many dimensions the left operand has.
+        rhs_rank: How many the right operand has.
+        dimension_numbers: As `lax.dot_general` takes them, as tuples.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs, rhs = (names := _named(lhs_rank + rhs_rank))[:lhs_rank], names[lhs_rank:]
+    for i, j in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):
+        rhs[j] = lhs[i]
+    out = [lhs[i] for i in lhs_batch]
+    out += [x for i, x in enumerate(lhs) if i not in (*lhs_contract, *lhs_batch)]
+    out += [x for j, x in enumerate(rhs) if j not in (*rhs_contract, *rhs_batch)]
+    return Contraction(*map("".join, (lhs, rhs, out)))
+
+
+@functools.lru_cache(maxsize=4096)
+def of_matmul(a_shape: Shape, b_shape: Shape, transpose_a: bool, transpose_b: bool) -> Contraction:
+    """Returns the dimensions of `a @ b`, whose leading ones broadcast as in `jnp.matmul`.
+
+    Args:
+        a_shape: Shape of the left operand, of one or more dimensions.
+        b_shape: Shape of the right operand.
+        transpose_a: The last two dimensions of the left operand are swapped.
+        transpose_b: The last two dimensions of the right operand are swapped.
+    """
+    a_lead, b_lead = a_shape[:-2], b_shape[:-2]
+    shape = jnp.broadcast_shapes(a_lead, b_lead)
+    lead = [x for x in _named(len(shape) + 3) if x not in "kmn"][: len(shape)]
+
+    def leading(own: Shape) -> str:
+        letters = lead[len(lead) - len(own) :]
+        wanted = shape[len(shape) - len(own) :]
+        pairs = zip(own, wanted, letters, strict=True)
+        return "".join(x if size == goal else ONE for size, goal, x in pairs)
+
+    a = "k" if len(a_shape) == 1 else leading(a_lead) + ("km" if transpose_a else "mk")
+    b = "k" if len(b_shape) == 1 else leading(b_lead) + ("nk" if transpose_b else "kn")
+    out = "".join([*lead, *(x for x, own in (("m", a), ("n", b)) if x in own)])
+    return Contraction(a, b, out, "n" if "n" in b else "", out)
+
+
+def of_matrices(call: Call, *ranks: int) -> Contraction:
+    """Returns the dimensions of a product of matrices, or a batch of them, stored as `call` says.
+
+    Args:
+        call: The product.
+        *ranks: How many dimensions each operand has.
+    """
+    named = call.unpack(ranks)
+    a = ("b" if named.a == 3 else "") + ("km" if call.transpose_a else "mk")
+    b = ("b" if named.b == 3 else "") + ("nk" if call.transpose_b else "kn")
+    bias, residual = "bn"[named.bias == 1 :], "bmn"[named.residual == 2 :]
+    return Contraction(a, b, "bmn" if "b" in a + b else "mn", bias, residual)
+
+
+def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:
+    """Returns dimension numbers as tuples of Python ints; one number may stand alone."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return (
+        (_ints(lhs_contract), _ints(rhs_contract)),
+        (_ints(lhs_batch), _ints(rhs_batch)),
+    )
+
+
+def _ints(dims: Any) -> Shape:
+    try:
+        return (operator.index(dims),)
+    except TypeError:
+        return tuple(map(operator.index, dims))
