@@ -177,6 +177,9 @@ class PairMma(StockMma):
             )
 
 
+ASKED_AFTER_REFUSAL = "a request after a refusal"
+
+
 class WaitingClusters:
     """The clusters that have not started, handed out to those that run.
 
@@ -195,7 +198,18 @@ class WaitingClusters:
         self._next = started
         self._asked: dict[Any, int] = collections.defaultdict(int)
         self._granted: dict[Any, int] = collections.defaultdict(int)
+        self._refusals_seen: set[Any] = set()
         self._lock = threading.Lock()
+
+    def see_refusal(self, role: Any) -> None:
+        """Notes that a role has read a refusal: PTX leaves open what a request after it does."""
+        with self._lock:
+            self._refusals_seen.add(role)
+
+    def check_request(self, role: Any) -> None:
+        """Raises if a role makes a request after it has read a refusal."""
+        if role in self._refusals_seen:
+            raise RuntimeError(f"{ASKED_AFTER_REFUSAL}: {role}")
 
     def take(self, cluster: Any) -> int | None:
         """Returns the next cluster, or None if there is none for the cluster that asks."""
@@ -262,7 +276,11 @@ def install(
         "_interpret_try_cluster_cancel_p",
         lambda self, eqn, token, get: _interpret_request(self, eqn, token, get(), waiting),
     )
-    monkeypatch.setattr(interpreter, "_interpret_query_cluster_cancel_p", _interpret_answer)
+    monkeypatch.setattr(
+        interpreter,
+        "_interpret_query_cluster_cancel_p",
+        lambda self, eqn, token, get: _interpret_answer(self, eqn, token, get(), waiting),
+    )
 
 
 def _compiled_once() -> Callable[..., None]:
@@ -436,6 +454,7 @@ def _request(
     waiting: dict[Any, WaitingClusters],
     source_info: Any,
 ) -> Any:
+    waiting["now"].check_request(_role(mesh_location, thread))
     memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread)
     key = Key.from_array(barrier)
@@ -460,9 +479,24 @@ def _request(
     return token
 
 
-def _interpret_answer(self: Any, eqn: Any, token: Any, get: Any) -> tuple[Any, list[Any]]:
+def _role(mesh_location: Any, thread: Any) -> str:
+    return f"{thread} of cluster {mesh_location.cluster_coords}"
+
+
+@gpu_callbacks.fail_on_exception
+def _see_answer(
+    *, token: Any, mesh_location: Any, thread: Any, granted: Any, waiting: dict[Any, Any]
+) -> Any:
+    if not granted:
+        waiting["now"].see_refusal(_role(mesh_location, thread))
+    return token
+
+
+def _interpret_answer(
+    self: Any, eqn: Any, token: Any, invals: Any, waiting: dict[Any, WaitingClusters]
+) -> tuple[Any, list[Any]]:
     assert eqn.primitive is primitives.query_cluster_cancel_p
-    answer, *leaves = get()
+    answer, *leaves = invals
     ref, transforms = jaxpr_interpret.resolve_ref(
         eqn.invars[0].aval, answer, jax.tree.unflatten(eqn.params["transforms_tree"], leaves)
     )
@@ -476,6 +510,14 @@ def _interpret_answer(self: Any, eqn: Any, token: Any, get: Any) -> tuple[Any, l
         source_info=eqn.source_info,
     )
     number, granted, _, _ = lax.bitcast_convert_type(words.reshape(4, 4), jnp.int32)
+    token = callback.io_callback(
+        functools.partial(_see_answer, waiting=waiting),
+        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        granted=granted,
+    )
     return token, [number, granted != 0]
 
 
@@ -494,7 +536,7 @@ def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> s
 
     "race": two accesses that nothing orders. "stuck": a barrier that nobody completes. "refused":
     what the simulator never allows, such as a phase of a barrier that a waiter does not see.
-    "wrong": another result.
+    "asked": a request after a refusal was read. "wrong": another result.
     """
     found = set()
     try:
@@ -502,7 +544,8 @@ def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> s
         if not np.array_equal(out, expected):
             found.add("wrong")
     except jax.errors.JaxRuntimeError as error:
-        found.add("stuck" if "TimeoutError" in str(error) else "refused")
+        kinds = {"TimeoutError": "stuck", ASKED_AFTER_REFUSAL: "asked"}
+        found.add(next((kinds[text] for text in kinds if text in str(error)), "refused"))
     if gpu_callbacks.get_races().races_found:
         found.add("race")
     gpu_callbacks.reset_gpu_interpret_mode_state()

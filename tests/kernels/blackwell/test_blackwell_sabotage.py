@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import B200
@@ -71,7 +72,18 @@ def is_open_until_a_refusal(taken: launch_control.Taken) -> Any:
     return ~taken.granted & (taken.made - taken.read == launch_control.IN_FLIGHT)
 
 
+def take_next_and_ask_after_the_end(
+    requests: Any, taken: launch_control.Taken, *, asks: bool, simulated: bool
+) -> launch_control.Taken:
+    """Makes one more request when the last answer was a refusal."""
+    taken = TAKE_NEXT(requests, taken, asks=asks, simulated=simulated)
+    if asks:
+        pl.when(~taken.granted)(lambda: launch_control.ask(requests, taken.made))
+    return taken
+
+
 COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
+TAKE_NEXT = launch_control.take_next
 
 # What is left out or wrong, in which kernel, and what may come of it: an unordered access is a race
 # whatever the order of the run, unless the simulator stops at what is not allowed before it.
@@ -135,6 +147,11 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         put(plgpu, "tcgen05_commit_arrive", commit_in_one_cta),
         CONFIG,
         {"stuck"},
+    ),
+    "a request is made after a refusal": (
+        put(launch_control, "take_next", take_next_and_ask_after_the_end),
+        DYNAMIC,
+        {"asked"},
     ),
     "tiles go to the wrong place": (put(place, "locate", locate_too_low), CONFIG, {"wrong"}),
 }
