@@ -1,5 +1,7 @@
 """What `precision=` asks for."""
 
+import functools
+import re
 from typing import Any
 
 import jax
@@ -7,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import gemm
+from pallas_gemm import dot_general, einsum, gated_gemm, gemm, matmul, projections
+from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 from pallas_gemm.planning import precision
 
 DEFAULT, HIGH, HIGHEST = lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST
@@ -75,14 +80,43 @@ def test_kernels_compute_exactly_what_is_asked_for_or_nothing(
     assert exact or str(np.dtype(dtype)) in str(reason)
 
 
-def test_it_reaches_xla() -> None:
+def _on_two_devices(collective: Any, first: P, second: P, out: P) -> Any:
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    run = functools.partial(collective, axis_name="x", precision="highest")
+    return jax.shard_map(run, mesh=mesh, in_specs=(first, second), out_specs=out)
+
+
+ROWS, COLUMNS = P("x", None), P(None, "x")
+PRODUCTS: dict[str, Any] = {
+    "gemm": lambda a, b: gemm(a, b, precision="highest"),
+    "gemm by XLA": lambda a, b: gemm(a, b, precision="highest", implementation="xla"),
+    "matmul": lambda a, b: matmul(a, b, precision="highest"),
+    "dot_general": lambda a, b: dot_general(a, b, (((1,), (0,)), ((), ())), precision="highest"),
+    "einsum": lambda a, b: einsum("ij,jk->ik", a, b, precision="highest"),
+    "gated": lambda a, b: gated_gemm(a, b, b, precision="highest"),
+    "gated by XLA": lambda a, b: gated_gemm(a, b, b, precision="highest", implementation="xla"),
+    "projections": lambda a, b: projections(a, [b, b], precision="highest"),
+    "gathered": _on_two_devices(all_gather_gemm, ROWS, COLUMNS, COLUMNS),
+    "scattered": _on_two_devices(gemm_reduce_scatter, COLUMNS, ROWS, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_it_reaches_every_product_of_xla_and_of_gradients(name: str) -> None:
+    a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
+
+    def both(a: jax.Array, b: jax.Array) -> Any:
+        result, pull = jax.vjp(PRODUCTS[name], a, b)
+        return result, pull(result)
+
+    text = jax.jit(both).lower(a, b).as_text()
+    asked = re.findall(r"precision = \[(\w+, \w+)\]", text)
+    assert len(asked) == text.count("stablehlo.dot_general") >= 3
+    assert set(asked) == {"HIGHEST, HIGHEST"}
+
+
+def test_the_default_is_jaxs_setting() -> None:
     a = jnp.ones((8, 8))
-
-    def f(a: jax.Array) -> jax.Array:
-        return gemm(a, a, precision="highest")
-
-    text = jax.jit(f).lower(a).as_text()
-    assert "precision = [HIGHEST, HIGHEST]" in text
     with jax.default_matmul_precision("high"):
         text = jax.jit(lambda a: gemm(a, a)).lower(a).as_text()
     assert "precision = [HIGH, HIGH]" in text

@@ -252,7 +252,7 @@ def test_an_accumulator_is_freed_when_it_is_read_and_before_it_is_stored(activat
 
 def test_rounds_once(monkeypatch, rng):
     blackwell_simulator.install(monkeypatch)
-    epilogue = Epilogue(alpha=0.3, bias=True, activation=jax.nn.gelu)
+    epilogue = Epilogue(0.3, 0.3, bias=True, residual=True, activation=jax.nn.gelu)
     problem = Problem(256, 128, 512, epilogue=epilogue, transpose_b=True)
     operands = products.normal(problem, rng)
     exact = products.exact(problem, operands)

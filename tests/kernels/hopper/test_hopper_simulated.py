@@ -206,14 +206,17 @@ def test_products_of_a_batch_share_operands(shared, config, rng):
     np.testing.assert_array_equal(run(problem, config, operands), expected)
 
 
-def test_rounds_once(rng):
-    problem = Problem(
-        192, 128, 512, epilogue=Epilogue(alpha=0.3, bias=True, activation=jax.nn.gelu)
-    )
+@pytest.mark.parametrize("residual", [False, True], ids=["late", "residual"])
+def test_rounds_once(residual, rng):
+    # No scale is a power of two, and no sum is exact.
+    epilogue = Epilogue(0.3, 0.3, bias=True, residual=residual, activation=jax.nn.gelu)
+    problem = Problem(192, 128, 512, epilogue=epilogue)
     operands = products.normal(problem, rng)
-    error = np.abs(run(problem, SMALL, operands) - products.exact(problem, operands))
+    config = dataclasses.replace(SMALL, late_store=not residual)
+    exact = products.exact(problem, operands)
+    error = np.abs(run(problem, config, operands) - exact)
     # Half a unit in the last place of bfloat16, plus what float32 sums of 512 products are off by.
-    assert np.all(error <= 2.0**-8 * np.abs(products.exact(problem, operands)) + 1e-4)
+    assert np.all(error <= 2.0**-8 * np.abs(exact) + 1e-4)
 
 
 # The simulator multiplies with NumPy, which warns of what this test is about.
