@@ -93,6 +93,8 @@ def _contents(text: str) -> Counter[str]:
     names = re.findall(r" = [^=]*? ([a-z-]+)\(", entry)
     free = {"parameter", "bitcast", "constant", "tuple", "get-tuple-element", "custom-call"}
     found = Counter(name for name in names if name not in free)
+    # What is as large as a result has its type: a wider one costs twice the bytes.
+    found["float32 matrix"] = len(re.findall(r" = f32\[(?:\d+,)*\d{3,},\d{3,}\]", entry))
     found["kernel"] = entry.count('custom_call_target="mosaic_gpu_v2"')
     return found
 
