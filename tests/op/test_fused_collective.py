@@ -1,12 +1,19 @@
 """Who exchanges which rows with whom, and which products are refused."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from pallas_gemm import target
+from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 from pallas_gemm.kernels.hopper import send_rows
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
@@ -89,3 +96,34 @@ def test_what_is_refused(
         dataclasses.replace(LINE, gathers=gathers),
     )
     assert found == why if why is None else why in str(found)
+
+
+def _for_gpus(devices: Sequence[jax.Device], k: int, collective: Any) -> str:
+    """Returns a collective product of bfloat16 as it is lowered for a mesh of GPUs."""
+    rows, columns = P("x", None), P(None, "x")
+    specs = (rows, columns) if collective is all_gather_gemm else (columns, rows)
+    product = jax.shard_map(
+        functools.partial(collective, axis_name="x"),
+        mesh=Mesh(np.array(devices), ("x",)),
+        in_specs=specs,
+        out_specs=specs[1],
+        check_vma=False,
+    )
+    operands = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((1024, k), (k, 1024)))
+    with target("h200"):
+        return jax.jit(product).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent"),
+    [(all_gather_gemm, "stablehlo.all_gather"), (gemm_reduce_scatter, "stablehlo.reduce_scatter")],
+    ids=["gathered", "scattered"],
+)
+def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str) -> None:
+    devices = jax.devices()[:4]
+    by_kernel = _for_gpus(devices, 1024, collective)
+    assert sent not in by_kernel
+    assert "mosaic_gpu" in by_kernel
+    # In another order, devices are not numbered as in the mesh; odd rows are padded first.
+    assert sent in _for_gpus(devices[::-1], 1024, collective)
+    assert sent in _for_gpus(devices, 1020, collective)
