@@ -109,21 +109,27 @@ def _for_gpus(devices: Sequence[jax.Device], k: int, collective: Any) -> str:
         out_specs=specs[1],
         check_vma=False,
     )
-    operands = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((1024, k), (k, 1024)))
+    operands = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8192, k), (k, 8192)))
     with target("h200"):
         return jax.jit(product).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("collective", "sent"),
-    [(all_gather_gemm, "stablehlo.all_gather"), (gemm_reduce_scatter, "stablehlo.reduce_scatter")],
+    ("collective", "sent", "odd"),
+    [
+        (all_gather_gemm, "stablehlo.all_gather", 8191),
+        (gemm_reduce_scatter, "stablehlo.reduce_scatter", 4 * 8191),
+    ],
     ids=["gathered", "scattered"],
 )
-def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str) -> None:
+def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str, odd: int) -> None:
     devices = jax.devices()[:4]
-    by_kernel = _for_gpus(devices, 1024, collective)
+    by_kernel = _for_gpus(devices, 8192, collective)
     assert sent not in by_kernel
     assert "mosaic_gpu" in by_kernel
-    # In another order, devices are not numbered as in the mesh; odd rows are padded first.
-    assert sent in _for_gpus(devices[::-1], 1024, collective)
-    assert sent in _for_gpus(devices, 1020, collective)
+    # In another order, devices are not numbered as in the mesh.
+    assert sent in _for_gpus(devices[::-1], 8192, collective)
+    # Odd rows are padded first.
+    padded = _for_gpus(devices, odd, collective)
+    assert sent in padded
+    assert "mosaic_gpu" in padded
