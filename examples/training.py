@@ -55,6 +55,11 @@ class Trainee:
         return given - found.alias_size_in_bytes + found.temp_size_in_bytes
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether a kernel of ours computes any of a step's products."""
+        return "mosaic_gpu" in (self.step.as_text() or "")
+
+    @property
     def curve(self) -> np.ndarray:
         """The losses as numbers."""
         return np.array([float(loss) for loss in self.losses])

@@ -65,7 +65,9 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
     assert ours == stock
     assert json.loads(file.read_text()) == found
     assert f"{ours[0]:.4f}" in text
-    assert f"{found['stock/pallas_gemm']:.3f}x in time per step" in text
+    # No speed is claimed where no kernel of ours ran.
+    assert "XLA computes all products here" in text
+    assert "in time per step" not in text
     for name in ("stock", "pallas_gemm"):
         for what in ("ms_per_step", "host_ms", "memory_bytes"):
             assert found[name][what] > 0
@@ -123,6 +125,7 @@ class _Fake:
     """Somebody who trains at once, and notes who else did."""
 
     memory = 1
+    has_kernels = True
     curve = np.zeros(4)
     order: list[str]
 
@@ -224,6 +227,6 @@ def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert "mesh='rows:2' must be like" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train_transformer: mesh='rows:2' must be like")
+    assert done.stderr.count("\n") == 1
