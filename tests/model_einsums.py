@@ -1,8 +1,6 @@
 """The einsums of published models, with the mesh axes that split each of their dimensions."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -104,6 +102,13 @@ class Case:
         ]
 
 
-def cases(model: str, mesh: Mesh) -> Iterator[Case]:
-    """Yields the einsums of a model."""
-    return map(functools.partial(Case, mesh=mesh), MODELS[model].split())
+def cases(mesh: Mesh) -> list[Case]:
+    """Returns the einsums of all models, those that differ in nothing but letters once."""
+    every = (Case(x, mesh) for einsums in MODELS.values() for x in einsums.split())
+    return list({_anonymous(case): case for case in every}.values())
+
+
+def _anonymous(case: Case) -> tuple[object, ...]:
+    letters = "".join(dict.fromkeys(filter(str.isalpha, case.subscripts)))
+    kind = case.subscripts.translate({ord(x): chr(ord("A") + i) for i, x in enumerate(letters)})
+    return kind, *((x.shape, x.sharding.spec) for x in case.shapes())
