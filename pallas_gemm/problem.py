@@ -15,31 +15,61 @@ ROW_BYTES = 16
 class Epilogue:
     """What happens to the float32 sum before it is rounded, once, to the result's type.
 
-        result = activation(alpha * sum + bias) + beta * residual
+        value = alpha * row_scale * col_scale * sum + bias
+        result = activation(value) + beta * residual
 
     Gated, there are two right operands and two sums, and the result is
-    `activation(alpha * sum_of_gate) * (alpha * sum_of_up)`.
+    `activation(value) * up_value + beta * residual`; the value of the other sum is made with
+    `up_scale` and `up_bias` in place of `col_scale` and `bias`.
 
     Attributes:
-        alpha: Scales the sum.
-        beta: Scales the residual.
+        alpha: Scales the sum; None if it is an operand, and so a number of the running program.
+        beta: Scales the residual; None likewise.
         bias: There is one value per column to add.
         residual: There is an array of the result's shape to add.
         activation: A traceable elementwise function of a float32 array.
         gated: There are two right operands, gate and up.
+        row_scale: There is one value per row to scale the sum with.
+        col_scale: There is one value per column to scale the sum with.
+        up_scale: There is one value per column to scale the sum of up with.
+        up_bias: There is one value per column to add to the value of up.
     """
 
-    alpha: float = 1.0
-    beta: float = 1.0
+    alpha: float | None = 1.0
+    beta: float | None = 1.0
     bias: bool = False
     residual: bool = False
     activation: Callable[[Any], Any] | None = None
     gated: bool = False
+    row_scale: bool = False
+    col_scale: bool = False
+    up_scale: bool = False
+    up_bias: bool = False
 
     @property
     def is_identity(self) -> bool:
         """Whether the sum is only rounded."""
         return self == Epilogue(beta=self.beta)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The operands that it takes beside the factors, by their names and in their order."""
+        taken = {
+            "bias": self.bias,
+            "residual": self.residual,
+            "alpha": self.alpha is None,
+            "beta": self.beta is None,
+            "row_scale": self.row_scale,
+            "col_scale": self.col_scale,
+            "up_scale": self.up_scale,
+            "up_bias": self.up_bias,
+        }
+        return tuple(name for name, is_taken in taken.items() if is_taken)
+
+    @property
+    def scales(self) -> "Epilogue":
+        """What of it scales the sum, and nothing else."""
+        return Epilogue(self.alpha, row_scale=self.row_scale, col_scale=self.col_scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.planning.call import DIMENSIONS
 from pallas_gemm.problem import Problem
 
 
@@ -16,8 +17,14 @@ class Operands(NamedTuple):
     a: jax.Array
     b: jax.Array
     up: jax.Array | None
-    bias: jax.Array | None
-    residual: jax.Array | None
+    bias: jax.Array | None = None
+    residual: jax.Array | None = None
+    alpha: jax.Array | None = None
+    beta: jax.Array | None = None
+    row_scale: jax.Array | None = None
+    col_scale: jax.Array | None = None
+    up_scale: jax.Array | None = None
+    up_bias: jax.Array | None = None
 
     @property
     def arrays(self) -> list[jax.Array]:
@@ -50,23 +57,29 @@ def exact(problem: Problem, operands: Operands) -> np.ndarray:
     a = np.asarray(operands.a).astype(np.float64)
     a = a.swapaxes(-1, -2) if problem.transpose_a else a
 
-    def times(b: jax.Array) -> np.ndarray:
+    def given(x: jax.Array | None, *index: Any, otherwise: Any) -> Any:
+        return otherwise if x is None else np.asarray(x).astype(np.float64)[(..., *index)]
+
+    def value(b: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> np.ndarray:
         wide = np.asarray(b).astype(np.float64)
         whole = a @ (wide.swapaxes(-1, -2) if problem.transpose_b else wide)
-        return problem.epilogue.alpha * whole[..., :rows, :cols]
+        alpha = given(operands.alpha, None, None, otherwise=epilogue.alpha)
+        scaled = alpha * given(operands.row_scale, None, otherwise=1) * whole[..., :rows, :cols]
+        return scaled * given(scale, None, slice(None), otherwise=1) + given(
+            bias, None, slice(None), otherwise=0
+        )
 
     epilogue = problem.epilogue
     rows, cols = problem.kept or (problem.m, problem.n)
-    out = times(operands.b)
-    if operands.bias is not None:
-        out = out + np.asarray(operands.bias, np.float64)[..., None, :]
+    out = value(operands.b, operands.col_scale, operands.bias)
     if epilogue.activation is not None:
         out = np.asarray(epilogue.activation(jnp.asarray(out, jnp.float32)), np.float64)
     if operands.up is not None:
-        out = out * times(operands.up)
+        out = out * value(operands.up, operands.up_scale, operands.up_bias)
     if operands.residual is not None:
         residual = np.asarray(operands.residual).astype(np.float64)
-        out = out + epilogue.beta * residual[..., :cols]
+        beta = given(operands.beta, None, None, otherwise=epilogue.beta)
+        out = out + beta * residual[..., :cols]
     return out
 
 
@@ -78,13 +91,19 @@ def rounded(problem: Problem, values: np.ndarray) -> np.ndarray:
 
 def _operands(problem: Problem, draw: Any) -> Operands:
     epilogue = problem.epilogue
-    *batch, _, cols = problem.out_shape
+    *batch, rows, cols = problem.out_shape
+    sizes = {"m": (rows,), "n": (cols,), "": ()}
+    extras = {
+        name: jnp.asarray(draw(problem.residual_shape), problem.out_dtype)
+        if name == "residual"
+        else jnp.asarray(draw((*batch, *sizes[DIMENSIONS[name]])), jnp.float32)
+        for name in epilogue.operands
+    }
     return Operands(
         jnp.asarray(draw(problem.a_shape), problem.a_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype),
         jnp.asarray(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
-        jnp.asarray(draw((*batch, cols)), jnp.float32) if epilogue.bias else None,
-        jnp.asarray(draw(problem.residual_shape), problem.out_dtype) if epilogue.residual else None,
+        **extras,
     )
 
 

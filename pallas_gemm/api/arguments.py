@@ -4,6 +4,7 @@ import difflib
 import functools
 import numbers
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -169,7 +170,8 @@ def result_type(
     """
     wanted = None
     if preferred_element_type is not None:
-        wanted = _number_type("preferred_element_type", preferred_element_type)
+        named = preferred_type(preferred_element_type)
+        wanted = _number_type("preferred_element_type", named)
     operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
     settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
     return _result_type(product, *operands, wanted, precision, settings)
@@ -199,21 +201,24 @@ def _number_type(name: str, value: Any) -> np.dtype:
     return np.dtype(wanted)
 
 
-def scale(name: str, value: Any) -> float:
-    """Returns `alpha` or `beta` as a float.
+def preferred_type(value: Any) -> Any:
+    """Returns a type of a result, which may be given by a short name such as "bf16"."""
+    return TYPES.get(value, value) if isinstance(value, str) else value
 
-    Raises:
-        TypeError: It is no Python number.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
-        raise TypeError(
-            f"{name} must be a Python number, because it is built into the kernel, got"
-            f" {type(value).__name__}; a traced factor can scale an operand or the result"
-        )
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+
+TYPES = MappingProxyType(
+    {
+        "bf16": jnp.bfloat16,
+        "f16": jnp.float16,
+        "f32": jnp.float32,
+        "f64": jnp.float64,
+        "e4m3": jnp.float8_e4m3fn,
+        "e5m2": jnp.float8_e5m2,
+        "s8": jnp.int8,
+        "s32": jnp.int32,
+    }
+)
+"""Short names of types, beside those that NumPy and JAX know."""
 
 
 def epilogue_dtype(epilogue: Epilogue, operand_dtypes: Sequence[Any], out_dtype: Any) -> None:
@@ -226,10 +231,10 @@ def epilogue_dtype(epilogue: Epilogue, operand_dtypes: Sequence[Any], out_dtype:
         return
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in operand_dtypes)
     if is_complex or not jnp.issubdtype(out_dtype, jnp.floating):
+        types = " and ".join(map(str, dict.fromkeys(operand_dtypes)))
         raise TypeError(
-            "alpha, bias, activation, residual and gates need real operands and a floating-point"
-            f" result, got operands of {' and '.join(map(str, dict.fromkeys(operand_dtypes)))} and"
-            f" a result of {out_dtype};"
+            "alpha, scales, bias, activation, residual and gates need real operands and a"
+            f" floating-point result, got operands of {types} and a result of {out_dtype};"
             " preferred_element_type=jnp.float32 would be legal for integers"
         )
 
@@ -256,13 +261,15 @@ def up(x: Any, gate: Any) -> Any:
     return x
 
 
-def each_with_bias(weights: Any, biases: Any) -> list[tuple[Any, Any]]:
-    """Returns every right operand of several products, with its bias or None.
+def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[Any, Any, Any]]:
+    """Returns every right operand of several products, with its bias and activation or None.
 
     Raises:
         TypeError: One of the arguments is no sequence.
-        ValueError: There are no right operands, or there are not as many biases.
+        ValueError: There are no right operands, or there are not as many of the others.
     """
+    if not isinstance(activations, list | tuple) and isinstance(weights, list | tuple):
+        activations = [activations] * len(weights)
     for name, value in (("weights", weights), ("biases", biases)):
         if not isinstance(value, list | tuple) and (name, value) != ("biases", None):
             hint = f"list({name}.values()) is one" if isinstance(value, dict) else f"{value!r:.80}"
@@ -272,54 +279,12 @@ def each_with_bias(weights: Any, biases: Any) -> list[tuple[Any, Any]]:
     if not weights:
         raise ValueError(f"weights must be one array or more, got {weights!r}")
     biases = [None] * len(weights) if biases is None else biases
-    if len(biases) != len(weights):
-        raise ValueError(
-            f"biases must be as many as weights, {len(weights)}, or None, got {len(biases)}"
-        )
-    return list(zip(weights, biases, strict=True))
-
-
-def bias(x: Any, columns: int | None) -> Any:
-    """Checks a bias: one value per column of the result.
-
-    Raises:
-        ValueError: Its shape is another.
-        TypeError: It is complex or of bools.
-    """
-    if x is None:
-        return None
-    x = _real("bias", array("bias", x))
-    if columns is None:
-        raise ValueError("bias needs a result with columns, but b is a vector")
-    if tuple(x.shape) != (columns,):
-        raise ValueError(
-            f"bias must have one value per column of the result, shape [{columns}], got"
-            f" {_shape(x.shape)}"
-        )
-    return x
-
-
-def residual(x: Any, shape: Shape) -> Any:
-    """Checks a residual: an array of the result's shape.
-
-    Raises:
-        ValueError: Its shape is another.
-        TypeError: It is complex or of bools.
-    """
-    if x is None:
-        return None
-    x = _real("residual", array("residual", x))
-    if tuple(x.shape) != shape:
-        raise ValueError(
-            f"residual must have the result's shape {_shape(shape)}, got {_shape(x.shape)}"
-        )
-    return x
-
-
-def _real(name: str, x: Any) -> Any:
-    if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name} must be an array of real numbers, got dtype {x.dtype}")
-    return x
+    for name, values in (("biases", biases), ("activations", activations)):
+        if len(values) != len(weights):
+            raise ValueError(
+                f"{name} must be as many as weights, {len(weights)}, or None, got {len(values)}"
+            )
+    return list(zip(weights, biases, activations, strict=True))
 
 
 def options(implementation: Any, config: Any, schedule: Any) -> Options:

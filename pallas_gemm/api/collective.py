@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.api import arguments, request
+from pallas_gemm.api import arguments, extras, request
 from pallas_gemm.api.gemm import Activation, gemm
 from pallas_gemm.kernels import activations
 from pallas_gemm.op import fused_collective
@@ -65,7 +65,7 @@ def all_gather_gemm(
     """
     a, b = arguments.array("a", a), arguments.array("b", b)
     columns = _check_factors(a, b, transpose_b)
-    bias = arguments.bias(bias, columns)
+    bias = extras.vector("bias", bias, "n", extras.Result((), a.shape[-2], columns))
     dtype = arguments.result_type(a, b, preferred_element_type).dtype
     _axis_size(axis_name)
     group = _Group(

@@ -18,21 +18,26 @@ def compiled[**P, R](*operands: str) -> Callable[[Callable[P, R]], Callable[P, R
 
     Args:
         *operands: The arguments that are arrays, lists or tuples of them, or None. All others are
-            a part of the program.
+            a part of the program, unless they are given as arrays.
     """
 
     def decorate(f: Callable[P, R]) -> Callable[P, R]:
         names = tuple(inspect.signature(f).parameters)
         options = frozenset(names) - set(operands)
-        program = jax.jit(f, static_argnames=tuple(options), inline=True)
+
+        @functools.cache
+        def program(arrays: frozenset[str]) -> Callable[..., R]:
+            return jax.jit(f, static_argnames=tuple(options - arrays), inline=True)
 
         @functools.wraps(f)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             given = (*zip(names, args, strict=False), *kwargs.items())
-            if all(_is_hashable(x) if name in options else _is_there(x) for name, x in given):
+            arrays = frozenset(name for name, x in given if isinstance(x, jax.Array))
+            fixed = options - arrays
+            if all(_is_hashable(x) if name in fixed else _is_there(x) for name, x in given):
                 # What is wrong is said without JAX's frames between the caller and us.
                 with contextlib.suppress(TypeError, ValueError):
-                    return program(*args, **kwargs)
+                    return program(arrays & options)(*args, **kwargs)
             return f(*args, **kwargs)
 
         return call

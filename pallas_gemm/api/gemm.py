@@ -29,7 +29,7 @@ Activation = str | Callable[[jax.Array], jax.Array] | None
 Order = str | Schedule | OnlineSchedule | None
 
 
-@compiled("a", "b", "bias", "residual")
+@compiled("a", "b", "bias", "residual", "row_scale", "col_scale")
 def gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
@@ -37,8 +37,10 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     activation: Activation = None,
-    alpha: float = 1,
-    beta: float = 1,
+    alpha: float | jax.Array = 1,
+    beta: float | jax.Array = 1,
+    row_scale: jax.Array | None = None,
+    col_scale: jax.Array | None = None,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_a: bool = False,
@@ -48,21 +50,29 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     implementation: str | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Computes `activation(alpha * (a @ b) + bias) + beta * residual`, rounded once.
+    """Computes `activation(scales * (a @ b) + bias) + beta * residual`, rounded once.
+
+    The scales are `alpha * row_scale[:, None] * col_scale[None, :]`, as far as there are any: what
+    quantised operands were divided by, for one.
 
     Shapes are as in `jnp.matmul`: operands may be vectors, and leading dimensions broadcast. The
-    sum and everything after it is in float32; the sum of int8 is in int32.
+    sum and everything after it is in float32; the sum of int8 is in int32. Where there are leading
+    dimensions, scales and bias may have the same in front: then each product has its own.
 
     Args:
         a: The left operand.
         b: The right operand.
-        bias: One value per column of the result.
-        residual: An array of the result's shape.
+        bias: One value per column of the result, or one for all.
+        residual: An array of the result's shape, or that broadcasts to it.
         activation: "relu", "gelu" (with tanh), "gelu_exact", "silu", "sigmoid", "tanh", or an
             elementwise function of a float32 array that captures no arrays.
-        alpha: Scales the sum; a Python number.
-        beta: Scales the residual; a Python number.
-        preferred_element_type: Type of the result; by default what JAX promotes the operands to.
+        alpha: Scales the sum: a number, which is built into the kernel, or a floating-point array
+            of no dimension, which is not.
+        beta: Scales the residual, likewise.
+        row_scale: Scales the rows of the sum: one floating-point value for each.
+        col_scale: Scales the columns of the sum: one floating-point value for each.
+        preferred_element_type: Type of the result, such as `jnp.bfloat16` or "bf16"; by default
+            what JAX promotes the operands to.
         precision: As in `jnp.matmul`. Float32 operands are multiplied as TF32 on a GPU, as JAX
             documents it, unless more is asked for, which goes to XLA.
         transpose_a: Swaps the last two dimensions of the left operand, without a copy.
@@ -84,7 +94,9 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     """
     options = arguments.options(implementation, config, schedule)
     epilogue = Epilogue(alpha=alpha, beta=beta, activation=activation)  # type: ignore[arg-type]
-    operands = Operands(a, b, bias=bias, residual=residual)
+    operands = Operands(
+        a, b, bias=bias, residual=residual, row_scale=row_scale, col_scale=col_scale
+    )
     asked = request.of_gemm(
         operands,
         epilogue,
@@ -146,13 +158,24 @@ def dot_general(
     return _answer(asked)
 
 
-@compiled("a", "w_gate", "w_up")
+@compiled(
+    *("a", "w_gate", "w_up", "gate_bias", "up_bias"),
+    *("row_scale", "gate_scale", "up_scale", "residual"),
+)
 def gated_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     w_gate: jax.Array,
     w_up: jax.Array,
     *,
     activation: Activation = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    alpha: float | jax.Array = 1,
+    row_scale: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    beta: float | jax.Array = 1,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_a: bool = False,
@@ -164,11 +187,22 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 ) -> jax.Array:
     """Computes `activation(a @ w_gate) * (a @ w_up)`, rounded once: SwiGLU and its relatives.
 
+    With everything that there is, `activation(gate) * up + beta * residual`, where `gate` is
+    `alpha * row_scale[:, None] * gate_scale * (a @ w_gate) + gate_bias`, and `up` likewise.
+
     Args:
         a: The left operand.
         w_gate: The right operand whose product goes through the activation.
         w_up: The other right operand, of the same shape and type.
         activation: As for `gemm`; "silu" is SwiGLU, "gelu" GeGLU.
+        gate_bias: One value per column, added to `a @ w_gate`.
+        up_bias: The same for `a @ w_up`.
+        alpha: As for `gemm`; it scales both sums.
+        row_scale: As for `gemm`; it scales both sums.
+        gate_scale: Scales the columns of `a @ w_gate`.
+        up_scale: Scales the columns of `a @ w_up`.
+        residual: As for `gemm`.
+        beta: As for `gemm`.
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_a: As for `gemm`.
@@ -186,8 +220,18 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `gemm`.
     """
     options = arguments.options(implementation, config, schedule)
-    epilogue = Epilogue(activation=activation)  # type: ignore[arg-type]
-    operands = Operands(a, w_gate, arguments.array("w_up", w_up))
+    epilogue = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
+    operands = Operands(
+        a,
+        w_gate,
+        arguments.array("w_up", w_up),
+        bias=gate_bias,
+        residual=residual,
+        row_scale=row_scale,
+        col_scale=gate_scale,
+        up_scale=up_scale,
+        up_bias=up_bias,
+    )
     asked = request.of_gemm(
         operands,
         epilogue,
@@ -202,19 +246,24 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
 
 @compiled("a", "weights", "biases")
-def projections(
+def projections(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     weights: Sequence[jax.Array],
     *,
     biases: Sequence[jax.Array | None] | None = None,
+    activations: Sequence[Activation] | Activation = None,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
+    schedule: Order = None,
+    config: GemmConfig | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes `a @ w + bias` for several weights, such as queries, keys and values.
+    """Computes `activation(a @ w + bias)` for several weights, such as queries, keys and values.
 
     Each result is that of `gemm`. What differs is the gradient of `a`: the sum that it is, over all
-    results, is one product, kept in the accumulator and rounded once.
+    results, is one product, kept in the accumulator and rounded once. With an activation, or where
+    something is named, it is a product for each result.
 
     >>> query, key, value = projections(x, [w_query, w_key, w_value])  # doctest: +SKIP
 
@@ -222,23 +271,29 @@ def projections(
         a: The left operand of all.
         weights: The right operands.
         biases: The bias of each, or None.
+        activations: The activation of each, or one for all, as for `gemm`.
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: All weights are stored `[n, k]`.
+        schedule: As for `gemm`, for each product.
+        config: As for `gemm`, for each product.
+        implementation: As for `gemm`.
 
     Returns:
         The result for each of the weights.
 
     Raises:
-        ValueError: As for `gemm`, or there are no weights, or not as many biases.
+        ValueError: As for `gemm`, or there are no weights, or not as many biases or activations.
         TypeError: As for `gemm`.
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
+    options = arguments.options(implementation, config, schedule)
     asked = []
-    for i, (b, bias) in enumerate(arguments.each_with_bias(weights, biases)):
-        operands = Operands(a, b, bias=bias)
+    each = arguments.each_with_extras(weights, biases, activations)
+    for i, (b, bias, activation) in enumerate(each):
+        operands, epilogue = Operands(a, b, bias=bias), Epilogue(activation=activation)
         try:
-            own = request.of_gemm(operands, Epilogue(), Options(), False, transpose_b, **result)
+            own = request.of_gemm(operands, epilogue, options, False, transpose_b, **result)
         except (TypeError, ValueError) as error:
             raise type(error)(f"weights[{i}]: {error}") from None
         asked.append(own)
@@ -246,7 +301,8 @@ def projections(
     alike = all(
         (own.call, own.outside, own.result_sharding) == (first.call, None, None) for own in asked
     )
-    if not alike:
+    alone = options.names_something or first.call.epilogue.activation is not None
+    if alone or not alike:
         return tuple(map(_answer, asked))
     for own in asked:
         explanation.note(own)

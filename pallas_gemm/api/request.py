@@ -11,13 +11,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments
+from pallas_gemm.api import arguments, extras
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, contraction, mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
-from pallas_gemm.planning import ignored, xla
 from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue
@@ -82,26 +82,17 @@ def of_gemm(
     transpose_a = arguments.flag("transpose_a", transpose_a)
     transpose_b = arguments.flag("transpose_b", transpose_b)
     arguments.matmul_shapes(a, b, transpose_a, transpose_b, right)
-    dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
-    columns = b.shape[-2 if transpose_b else -1] if b.ndim > 1 else None
-    bias = arguments.bias(operands.bias, columns)
-    residual = arguments.residual(operands.residual, dims.shape(a.shape, b.shape))
     up = arguments.up(operands.up, b)
-    epilogue = dataclasses.replace(
-        epilogue,
-        alpha=arguments.scale("alpha", epilogue.alpha),
-        beta=arguments.scale("beta", epilogue.beta),
-        bias=bias is not None,
-        residual=residual is not None,
-        activation=activations.resolve(epilogue.activation),
-        gated=up is not None,
-    )
-    if residual is None and epilogue.beta != 1:
-        ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
+    shape = extras.Result.of(a, b, transpose_a, transpose_b)
+    activation = activations.resolve(epilogue.activation)
+    epilogue, given = extras.checked(operands, epilogue, shape)
+    epilogue = dataclasses.replace(epilogue, activation=activation)
+    dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
+    dims = dims.with_extras(**extras.letters(given, dims.out, shape))
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
         a = _strong(a)
-    given = Operands(a, b, up, bias, residual)
+    given = given._replace(a=a, b=b, up=up)
     return _request(given, dims, epilogue, options, multiply, **result)
 
 
@@ -133,6 +124,7 @@ def _request(
     out_sharding: Any = None,
 ) -> Request:
     resolved = precisions.resolve(precision)
+    preferred_element_type = arguments.preferred_type(preferred_element_type)
     rules = jnp.matmul if multiply.func is _matmul else lax.dot
     wanted = preferred_element_type
     dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype

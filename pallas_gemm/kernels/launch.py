@@ -1,5 +1,6 @@
 """How a kernel is launched: what it is given, and the call that both architectures make."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,12 @@ class Inputs(NamedTuple):
         residual: What is added to the result.
         order: How the schedule is read; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
+        alpha: What scales the sums: one number, or one for each product of a batch.
+        beta: What scales the residual, likewise.
+        row_scale: What scales the rows of the sums; it reaches as far as the bias does.
+        col_scale: What scales their columns, likewise.
+        up_scale: What scales the columns of the other sums of a gated result.
+        up_bias: What is added to them.
     """
 
     factors: tuple[Factors, ...]
@@ -43,6 +50,12 @@ class Inputs(NamedTuple):
     residual: Any
     order: Any
     sent: Any = None
+    alpha: Any = None
+    beta: Any = None
+    row_scale: Any = None
+    col_scale: Any = None
+    up_scale: Any = None
+    up_bias: Any = None
 
 
 class Grid(NamedTuple):
@@ -62,7 +75,7 @@ class Grid(NamedTuple):
 def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], order: Any) -> Inputs:
     """Names the operands, of which `given` has those that the problem has.
 
-    These are, in this order: a, b, a second b if the result is gated, then bias, then residual; or
+    These are, in this order: a, b, a second b if the result is gated, then `Epilogue.operands`; or
     a and b of each piece.
     """
     left = map(on_its_own, given)
@@ -70,9 +83,21 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
         for _ in problem.pieces or (problem.k,)
     )
-    bias = _padded_bias(config, problem, next(left)) if problem.epilogue.bias else None
-    residual = next(left) if problem.epilogue.residual else None
-    return Inputs(factors, bias, residual, order)
+    reach = _reach(config, problem)
+    named = {}
+    for name, x in zip(problem.epilogue.operands, left, strict=True):
+        if name == "residual":
+            named[name] = x
+        elif name in SCALARS:
+            named[name] = on_its_own(x.astype(jnp.float32).reshape(-1))
+        else:
+            named[name] = _padded(x.astype(jnp.float32), reach[name in ROWS])
+    return Inputs(factors, named.pop("bias", None), named.pop("residual", None), order, **named)
+
+
+SCALARS = frozenset(("alpha", "beta"))
+ROWS = frozenset(("row_scale",))
+"""Operands of one value per row of the result; others have one per column."""
 
 
 def on_its_own(x: jax.Array) -> jax.Array:
@@ -86,14 +111,17 @@ def on_its_own(x: jax.Array) -> jax.Array:
     return x if aligned else lax.optimization_barrier(x)
 
 
-def _padded_bias(config: GemmConfig, problem: Problem, bias: jax.Array) -> jax.Array:
-    """Returns it as far as the last tile reaches, because it is loaded without a mask."""
-    axis = 0 if problem.transpose_out else 1
-    tiles = config.grid(problem)[axis] * config.cluster[axis]
-    reach = tiles * config.out_tile(problem)[axis]
-    bias = bias.astype(jnp.float32)
-    whole = [(0, 0)] * (bias.ndim - 1)
-    return on_its_own(jnp.pad(bias, [*whole, (0, reach - bias.shape[-1])]))
+def _reach(config: GemmConfig, problem: Problem) -> tuple[int, int]:
+    """Returns how far the last tiles reach along the columns and the rows of the result."""
+    tiles = zip(config.grid(problem), config.cluster, config.out_tile(problem), strict=True)
+    rows, cols = map(math.prod, tiles)
+    return (rows, cols) if problem.transpose_out else (cols, rows)
+
+
+def _padded(x: jax.Array, reach: int) -> jax.Array:
+    """Returns a vector, or several, as far as the last tile reaches: no mask is used on loading."""
+    whole = [(0, 0)] * (x.ndim - 1)
+    return on_its_own(jnp.pad(x, [*whole, (0, reach - x.shape[-1])]))
 
 
 def kernel(

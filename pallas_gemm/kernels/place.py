@@ -45,3 +45,8 @@ def matrix(gmem: Any, batch: Any) -> Any:
 def vector(gmem: Any, batch: Any) -> Any:
     """The vector of one product, likewise."""
     return gmem if batch is None or len(gmem.shape) == 1 else gmem.at[batch]
+
+
+def scalar(gmem: Any, batch: Any) -> Any:
+    """The number of one product, likewise, of as many as there are."""
+    return gmem[0 if batch is None or gmem.shape[0] == 1 else batch]

@@ -3,6 +3,8 @@
 Both right operands of a gated product have one left operand, so its gradient is that of
 `projections`. What the derivative of an activation needs follows one rule:
 
+- where a scale of the sum changes, the sum: the product is computed without any epilogue, rounded
+  and kept as below, and XLA applies the epilogue;
 - without an activation, nothing;
 - of `relu` (without a residual), the result: its sign tells where the derivative is one;
 - of any other, and of gated products, the pre-activation. The product is then computed without the
@@ -37,12 +39,13 @@ def _jvp(
     primals: Any, tangents: Any, *, call: Call, contraction: Contraction, **_: Any
 ) -> tuple[Any, Any]:
     given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
-    if needs_pre_activation(call.epilogue):
-        of_left = _left_change(pre_activation(call), contraction, given, moved)
+    if needs_pre_activation(call.epilogue, moved):
+        of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
         pairs = []
-        for i, (before, own, change) in enumerate(pre_activations(call, given, moved)):
-            total = linear.named(product(before, contraction, *own.present()))
-            terms = linear.affine_change(before, contraction, own, change, of_left[i : i + 1])
+        before_each = pre_activations(call, contraction, given, moved)
+        for i, (before, dims, own, change) in enumerate(before_each):
+            total = linear.named(product(before, dims, *own.present()))
+            terms = linear.affine_change(before, dims, own, change, of_left[i : i + 1])
             pairs.append((total, linear.rounded_sum(terms, total)))
         given, moved = contraction.aligned(given), contraction.aligned(moved)
         return after_activation(call, pairs, given, moved)
@@ -53,8 +56,18 @@ def _jvp(
     return result, change
 
 
-def needs_pre_activation(epilogue: Epilogue) -> bool:
+SCALES = ("alpha", "row_scale", "col_scale", "up_scale")
+
+
+def scales_change(moved: Operands) -> bool:
+    """Whether a scale of the sums changes, so that its derivative asks for the sums."""
+    return any(getattr(moved, name) is not None for name in SCALES)
+
+
+def needs_pre_activation(epilogue: Epilogue, moved: Operands) -> bool:
     """Whether the derivative asks for more than the result."""
+    if scales_change(moved):
+        return True
     if epilogue.activation is jax.nn.relu:
         return epilogue.gated or epilogue.residual
     return epilogue.activation is not None or epilogue.gated
@@ -66,29 +79,57 @@ def change_without_activation(
     """Returns how a product changes with its operands, of which one does, before an activation."""
     of_left = _left_change(call, contraction, given, moved)
     terms = linear.affine_change(call, contraction, given, moved, of_left)
-    if moved.residual is not None:
-        residual = contraction.aligned(moved).residual.astype(jnp.float32)
-        residual = residual * jnp.float32(call.epilogue.beta)
-        terms.append(jnp.broadcast_to(residual, contraction.shape(given.a.shape, given.b.shape)))
+    shape = contraction.shape(given.a.shape, given.b.shape)
+    given, moved = contraction.aligned(given), contraction.aligned(moved)
+    changes = _residual_change(call.epilogue, given, moved)
+    terms += [jnp.broadcast_to(change, shape) for change in changes]
     return functools.reduce(operator.add, terms).astype(call.out_dtype)
 
 
-def pre_activation(call: Call) -> Call:
-    """Returns the call for what an activation is applied to."""
-    epilogue = Epilogue(alpha=call.epilogue.alpha, bias=call.epilogue.bias)
-    return dataclasses.replace(call, out_dtype=linear.kept_dtype(call.out_dtype), epilogue=epilogue)
+def _residual_change(epilogue: Epilogue, given: Operands, moved: Operands) -> list[jax.Array]:
+    """Returns the terms, in float32, that residual and beta change."""
+    terms = []
+    if moved.residual is not None:
+        beta = given.beta if epilogue.beta is None else np.float32(epilogue.beta)
+        terms.append(moved.residual.astype(jnp.float32) * beta.astype(jnp.float32))
+    if moved.beta is not None:
+        terms.append(given.residual.astype(jnp.float32) * moved.beta.astype(jnp.float32))
+    return terms
+
+
+def pre_activation(call: Call, moved: Operands, *, up: bool = False) -> Call:
+    """Returns the call for what an activation, or what follows the sums, is applied to."""
+    out_dtype, epilogue = linear.kept_dtype(call.out_dtype), call.epilogue
+    if scales_change(moved):
+        # What is not scaled yet may be beyond the numbers of float16.
+        wide = out_dtype == np.dtype(np.float16)
+        return call.sums(np.dtype(np.float32) if wide else out_dtype)
+    before = Epilogue(
+        alpha=epilogue.alpha,
+        bias=epilogue.up_bias if up else epilogue.bias,
+        row_scale=epilogue.row_scale,
+        col_scale=epilogue.up_scale if up else epilogue.col_scale,
+    )
+    return dataclasses.replace(call, out_dtype=out_dtype, epilogue=before)
 
 
 def pre_activations(
-    call: Call, given: Operands, moved: Operands
-) -> list[tuple[Call, Operands, Operands]]:
+    call: Call, contraction: Contraction, given: Operands, moved: Operands
+) -> list[tuple[Call, Contraction, Operands, Operands]]:
     """Returns the one or two products that come before an activation: operands and changes."""
-    before = pre_activation(call)
-    return [
-        (before, Operands(given.a, b, bias=given.bias), Operands(moved.a, db, bias=moved.bias))
-        for b, db in ((given.b, moved.b), (given.up, moved.up))
-        if b is not None
-    ]
+    found = []
+    for up in (False, True)[: 1 + call.epilogue.gated]:
+        before = pre_activation(call, moved, up=up)
+        dims = contraction.of_up if up else contraction
+        found.append((before, dims, _own(before, given, up), _own(before, moved, up)))
+    return found
+
+
+def _own(before: Call, x: Operands, up: bool) -> Operands:
+    """Returns what one of the products takes of all operands."""
+    if up:
+        x = x._replace(b=x.up, bias=x.up_bias, col_scale=x.up_scale)
+    return Operands(x.a, x.b, **{name: getattr(x, name) for name in before.epilogue.operands})
 
 
 def after_activation(
@@ -96,7 +137,14 @@ def after_activation(
 ) -> tuple[Any, Any]:
     """Returns a result and its change from those of what the activation is applied to."""
     epilogue = call.epilogue
-    after = Epilogue(beta=epilogue.beta, activation=epilogue.activation, gated=epilogue.gated)
+    after = epilogue
+    if not scales_change(moved):
+        after = Epilogue(
+            beta=epilogue.beta,
+            residual=epilogue.residual,
+            activation=epilogue.activation,
+            gated=epilogue.gated,
+        )
     sums = [total for total, _ in pairs]
     # Otherwise XLA keeps its cotangent in float32 for the gradient of the bias, and writes and
     # reads twice as much.
@@ -105,14 +153,14 @@ def after_activation(
     # So that reverse mode keeps the pre-activations alone: else each layer of a scan, and XLA for
     # a `tanh`, keep arrays of float32 besides.
     @jax.checkpoint
-    def finish(sums: list[jax.Array], residual: jax.Array | None) -> jax.Array:
-        result = xla.finish(after, sums, Operands(None, None, residual=residual))
+    def finish(sums: list[jax.Array], moving: dict[str, jax.Array]) -> jax.Array:
+        result = xla.finish(after, sums, Operands(None, None, **extras | moving))
         return result.astype(call.out_dtype)
 
-    residual_change = moved.residual
-    if given.residual is not None and residual_change is None:
-        residual_change = jnp.zeros_like(given.residual)
-    return jax.jvp(finish, (sums, given.residual), (changes, residual_change))
+    extras = {name: getattr(given, name) for name in after.operands}
+    moving = {name: change for name in extras if (change := getattr(moved, name)) is not None}
+    own = {name: extras[name] for name in moving}
+    return jax.jvp(finish, (sums, own), (changes, moving))
 
 
 def _left_change(

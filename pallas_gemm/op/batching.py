@@ -5,7 +5,6 @@ columns; of both, a batch. What it is merged with, and whether anything is copie
 when the product is merged (`canonical`), and is decided for what one device has.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,7 +17,7 @@ from pallas_gemm.op.canonical import FEW_ROWS
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 
 
 def _batch(
@@ -39,12 +38,15 @@ def _batch(
         given = given._replace(**dict(zip(("b", "up"), rights, strict=True)))
         mapped = mapped._replace(b=0, up=0)
     letter = contraction.unused()
+    extras = {
+        name: _with(getattr(contraction, name), getattr(mapped, name), letter)
+        for name in mapped._fields[3:]
+    }
     whole = Contraction(
         _with(contraction.lhs, mapped.a, letter),
         _with(contraction.rhs, mapped.b, letter),
         letter + contraction.out,
-        _with(contraction.bias, mapped.bias, letter),
-        _with(contraction.residual, mapped.residual, letter),
+        **extras,
     )
     return product(call, whole, *given.present()), 0
 
@@ -64,7 +66,8 @@ def _fronted(x: Any, dim: int | None, size: int) -> Any:
 def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operands) -> bool:
     """Whether the sums had better be those of one product, and the epilogue be XLA's.
 
-    So it is where only operands of the epilogue are mapped, and where few rows have a bias each.
+    So it is where only operands of the epilogue are mapped, and where few rows have a bias or a
+    scale each.
     """
     if (mapped.b, mapped.up) != (None, None):
         return False
@@ -72,7 +75,11 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
         return True
     sizes = dict(zip(_with(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
     rows = math.prod(sizes[x] for x in contraction.rows)
-    return mapped.bias is not None and not contraction.batch and rows < FEW_ROWS
+    differs = any(
+        getattr(mapped, name) is not None and "m" not in letters
+        for name, letters in list(DIMENSIONS.items())[3:]
+    )
+    return differs and not contraction.batch and rows < FEW_ROWS
 
 
 def _finished_apart(
@@ -80,18 +87,18 @@ def _finished_apart(
 ) -> jax.Array:
     """Computes the sums alone, once for all if only the epilogue's operands are mapped."""
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
-    multiply = functools.partial(product, call.plain(wide, call.epilogue.alpha), contraction)
-    epilogue = dataclasses.replace(call.epilogue, alpha=1.0)
+    multiply = functools.partial(product, call.plain(wide), contraction)
     if mapped.a is not None:
         multiply = jax.vmap(multiply, (mapped.a, None))
     sums = [multiply(given.a, b) for b in (given.b, given.up) if b is not None]
 
-    def finish(sums: list[jax.Array], bias: Any, residual: Any) -> jax.Array:
-        extra = Operands(None, None, bias=bias, residual=residual)
-        return contraction.finish(epilogue, sums, extra).astype(call.out_dtype)
+    def finish(sums: list[jax.Array], extras: dict[str, jax.Array]) -> jax.Array:
+        extra = Operands(None, None, **extras)
+        return contraction.finish(call.epilogue, sums, extra).astype(call.out_dtype)
 
-    axes = (None if mapped.a is None else 0, mapped.bias, mapped.residual)
-    return jax.vmap(finish, axes)(sums, given.bias, given.residual)
+    extras = {name: getattr(given, name) for name in call.epilogue.operands}
+    axes = {name: getattr(mapped, name) for name in extras}
+    return jax.vmap(finish, (None if mapped.a is None else 0, axes))(sums, extras)
 
 
 batching.primitive_batchers[product_p] = _batch

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.op.contraction import Contraction, Shape
-from pallas_gemm.planning.call import Call, Operands, Signature
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.problem import Epilogue
 
 FEW_ROWS = 64
@@ -73,8 +73,7 @@ class Form:
     Attributes:
         a: How the left factor of the product is made.
         b: How the right factor is made.
-        bias: How the bias is made; None if there is none.
-        residual: How the residual is made; None if there is none.
+        extras: How each operand of the epilogue is made, by its name.
         parts: The sizes that the dimensions of the product's result are made of.
         permutation: The order that these are put into; None if it is theirs.
         swapped: The left factor is made of the right operand, and the right one of the left.
@@ -82,8 +81,7 @@ class Form:
 
     a: Side
     b: Side
-    bias: Side | None
-    residual: Side | None
+    extras: Mapping[str, Side]
     parts: Shape
     permutation: Shape | None
     swapped: bool
@@ -92,8 +90,10 @@ class Form:
         """Makes the product's operands of those of the contraction; those that are None stay so."""
         left, right = (given.b, given.a) if self.swapped else (given.a, given.b)
         pairs = ((self.a, left), (self.b, right), (self.b, given.up))
-        pairs += ((self.bias, given.bias), (self.residual, given.residual))
-        return Operands(*(None if x is None or y is None else x.apply(y) for x, y in pairs))
+        factors = (None if x is None else side.apply(x) for side, x in pairs)
+        named = {name: (side, getattr(given, name)) for name, side in self.extras.items()}
+        extras = {name: side.apply(x) for name, (side, x) in named.items() if x is not None}
+        return Operands(*factors, **extras)
 
     def result(self, product: jax.Array) -> jax.Array:
         """Makes the contraction's result of the product's."""
@@ -154,7 +154,7 @@ def merged(call: Call, contraction: Contraction, signature: Signature) -> Merged
         dtypes[:2] = dtypes[1::-1]
     shapes = [form.a.shape, form.b.shape]
     shapes += [form.b.shape] * (named.up is not None)
-    shapes += [side.shape for side in (form.bias, form.residual) if side is not None]
+    shapes += [side.shape for side in form.extras.values()]
     return Merged(merged_call, tuple(zip(shapes, dtypes, strict=True)), form)
 
 
@@ -183,8 +183,9 @@ def _cost(form: Form, widths: tuple[int, int, int], contraction: Contraction) ->
         total += 0 if side.is_free else 2 * width * _size(side.shape)
     if form.permutation is not None:
         total += 2 * out * _size(form.parts)
-    if form.residual is not None and not form.residual.is_free:
-        total += 2 * out * _size(form.residual.shape)
+    residual = form.extras.get("residual")
+    if residual is not None and not residual.is_free:
+        total += 2 * out * _size(residual.shape)
     *lead, rows, columns = form.product_shape
     if lead and _size((columns if form.swapped else rows,)) < FEW_ROWS:
         # What a tile has beyond its rows is no less work.
@@ -202,9 +203,9 @@ def _candidates(
     contraction: Contraction, sizes: Mapping[str, Any], epilogue: Epilogue
 ) -> Iterator[Form]:
     """Yields the forms that come into question, the usual one first."""
-    can_swap = not (epilogue.bias or epilogue.gated)
-    forced = [x for x in contraction.bias if epilogue.bias and x in contraction.rows]
-    every = itertools.product(_more_batch(contraction, "".join(forced)), (False, can_swap))
+    can_swap = not epilogue.gated and {"residual", "alpha", "beta"}.issuperset(epilogue.operands)
+    forced = _differing(contraction, epilogue)
+    every = itertools.product(_more_batch(contraction, forced), (False, can_swap))
     for more, swapped in dict.fromkeys(every):
         own = contraction.swapped if swapped else contraction
         batch = "".join(x for x in contraction.out if x in own.batch + more)
@@ -218,13 +219,37 @@ def _candidates(
             yield Form(
                 _side(own.lhs, (lead, rows, contracted), sizes, free_first=True),
                 _side(own.rhs, (lead, columns, contracted), sizes, free_first=False),
-                _late(contraction.bias, (lead, columns), sizes) if epilogue.bias else None,
-                _late(contraction.residual, (lead, rows, columns), sizes)
-                if epilogue.residual
-                else None,
+                _extras(contraction, epilogue, (lead, rows, columns), sizes),
                 *_apart(lead + rows + columns, own.out, sizes),
                 swapped,
             )
+
+
+def _differing(contraction: Contraction, epilogue: Epilogue) -> str:
+    """Returns rows and columns that have to be a batch: what the epilogue takes differs in them."""
+    found = ""
+    for name in epilogue.operands:
+        own = getattr(contraction, name)
+        for letter, group in (("m", contraction.rows), ("n", contraction.columns)):
+            found += "".join(x for x in own if x in group and letter not in DIMENSIONS[name])
+    return "".join(x for x in contraction.out if x in found)
+
+
+def _extras(
+    contraction: Contraction,
+    epilogue: Epilogue,
+    groups: tuple[str, str, str],
+    sizes: Mapping[str, Any],
+) -> Mapping[str, Side]:
+    """Merges the dimensions of each operand of the epilogue."""
+    lead, rows, columns = groups
+    merged_of = {"m": rows, "n": columns}
+    return {
+        name: _late(
+            getattr(contraction, name), (lead, *(merged_of[x] for x in DIMENSIONS[name])), sizes
+        )
+        for name in epilogue.operands
+    }
 
 
 def _more_batch(contraction: Contraction, forced: str) -> Iterator[str]:

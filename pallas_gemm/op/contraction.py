@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Epilogue
 
 Shape = tuple[int, ...]
@@ -39,8 +39,15 @@ class Contraction:
         lhs: Those of the left operand.
         rhs: Those of the right operand, and of the second one of a gated product.
         out: Those of the result.
-        bias: Those of the bias.
-        residual: Those of the residual; what it lacks of the result's, it has for all.
+        bias: Those of the bias, as of each operand of the epilogue; what it lacks of the result's,
+            it has for all.
+        residual: Those of the residual.
+        alpha: Those of what scales the sum.
+        beta: Those of what scales the residual.
+        row_scale: Those of what scales the rows.
+        col_scale: Those of what scales the columns.
+        up_scale: Those of what scales the columns of the second sum of a gated product.
+        up_bias: Those of its bias.
     """
 
     lhs: str
@@ -48,6 +55,12 @@ class Contraction:
     out: str
     bias: str = ""
     residual: str = ""
+    alpha: str = ""
+    beta: str = ""
+    row_scale: str = ""
+    col_scale: str = ""
+    up_scale: str = ""
+    up_bias: str = ""
 
     @functools.cached_property
     def batch(self) -> str:
@@ -105,10 +118,8 @@ class Contraction:
 
     def of_operands(self, call: Call) -> tuple[str, ...]:
         """Returns the letters of each operand that there is, and last those of the result."""
-        epilogue = call.epilogue
-        each = [self.lhs, self.rhs]
-        each += [self.rhs] * epilogue.gated + [self.bias] * epilogue.bias
-        return (*each, *[self.residual] * epilogue.residual, self.out)
+        factors = [self.lhs, self.rhs] + [self.rhs] * call.epilogue.gated
+        return (*factors, *(getattr(self, name) for name in call.epilogue.operands), self.out)
 
     def without_ones(
         self, call: Call, shapes: Sequence[Shape]
@@ -118,16 +129,29 @@ class Contraction:
             tuple(size for size, x in zip(shape, letters, strict=True) if x != ONE)
             for shape, letters in zip(shapes, self.of_operands(call), strict=False)
         )
-        lhs, rhs = (letters.replace(ONE, "") for letters in (self.lhs, self.rhs))
-        return dataclasses.replace(self, lhs=lhs, rhs=rhs), tuple(squeezed)
+        every = dataclasses.asdict(self).items()
+        without = Contraction(**{name: letters.replace(ONE, "") for name, letters in every})
+        return without, tuple(squeezed)
 
     def aligned(self, given: Operands) -> Operands:
-        """Gives bias and residual the dimensions of the result, of size 1 where they have none."""
-        bias, residual = (
-            None if x is None else _aligned(x, letters, self.out)
-            for x, letters in ((given.bias, self.bias), (given.residual, self.residual))
+        """Gives what the epilogue takes the result's dimensions, of size 1 where it has none."""
+        named = {name: getattr(given, name) for name in given._fields[3:]}
+        return given._replace(
+            **{
+                name: _aligned(x, getattr(self, name), self.out)
+                for name, x in named.items()
+                if x is not None
+            }
         )
-        return given._replace(bias=bias, residual=residual)
+
+    def with_extras(self, **letters: str) -> "Contraction":
+        """Returns the product with these dimensions of what its epilogue takes."""
+        return dataclasses.replace(self, **letters)
+
+    @property
+    def of_up(self) -> "Contraction":
+        """The second product of a gated one."""
+        return dataclasses.replace(self, bias=self.up_bias, col_scale=self.up_scale)
 
     def finish(self, epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
         """Applies an epilogue as `xla.finish` does."""
@@ -153,6 +177,8 @@ class Contraction:
 
 
 def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:
+    x = lax.squeeze(x, [i for i, letter in enumerate(letters) if letter == ONE])
+    letters = letters.replace(ONE, "")
     order = sorted(range(len(letters)), key=lambda i: out.index(letters[i]))
     missing = [i for i, letter in enumerate(out) if letter not in letters]
     return lax.expand_dims(jnp.transpose(x, order), missing)
@@ -238,8 +264,12 @@ def of_matrices(call: Call, *ranks: int) -> Contraction:
     named = call.unpack(ranks)
     a = ("b" if named.a == 3 else "") + ("km" if call.transpose_a else "mk")
     b = ("b" if named.b == 3 else "") + ("nk" if call.transpose_b else "kn")
-    bias, residual = "bn"[named.bias == 1 :], "bmn"[named.residual == 2 :]
-    return Contraction(a, b, "bmn" if "b" in a + b else "mn", bias, residual)
+    extras = {
+        name: "b" * (getattr(named, name) > len(letters)) + letters
+        for name in call.epilogue.operands
+        for letters in (DIMENSIONS[name],)
+    }
+    return Contraction(a, b, "bmn" if "b" in a + b else "mn", **extras)
 
 
 def normal_dimension_numbers(dimension_numbers: Any) -> DimensionNumbers:

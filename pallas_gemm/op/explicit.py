@@ -177,23 +177,34 @@ def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tup
     """As in `autodiff`, but for what each step is made of."""
     call, epilogue = f.call, f.call.epilogue
     given, moved = call.unpack(primals), call.unpack(tangents)
-    if autodiff.needs_pre_activation(epilogue):
-        # What follows is elementwise, and types have to agree there.
-        given, moved = (
-            x
-            if x.residual is None
-            else x._replace(residual=jax.sharding.reshard(x.residual, sharding))
-            for x in (given, moved)
-        )
+    if autodiff.needs_pre_activation(epilogue, moved):
         pairs = [
-            _changed_product(_Product(before, f.contraction), sharding, own, change)
-            for before, own, change in autodiff.pre_activations(call, given, moved)
+            _changed_product(_Product(before, dims), sharding, own, change)
+            for before, dims, own, change in autodiff.pre_activations(
+                call, f.contraction, given, moved
+            )
         ]
+        # What follows is elementwise, and types have to agree there.
+        given, moved = (_like_result(f.contraction.aligned(x), sharding) for x in (given, moved))
         return autodiff.after_activation(call, pairs, given, moved)
     result, change = _changed_product(f, sharding, given, moved)
     if epilogue.activation is not None:
         change = jnp.where(result > 0, change, jnp.zeros_like(change))
     return result, change
+
+
+def _like_result(x: Operands, sharding: Any) -> Operands:
+    """Splits what the epilogue takes as the result is split, but for dimensions of size 1."""
+
+    def resharded(array: Any) -> Any:
+        spec = [
+            None if size == 1 else axes
+            for size, axes in zip(array.shape, sharding.spec, strict=False)
+        ]
+        return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+    named = {name: getattr(x, name) for name in x._fields[3:]}
+    return x._replace(**{name: resharded(y) for name, y in named.items() if y is not None})
 
 
 def _changed_product(

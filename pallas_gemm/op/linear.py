@@ -39,19 +39,24 @@ def affine_change(
     moved: Operands,
     of_left: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Returns the terms, in float32, of the change of `alpha * (a @ b) + bias`.
+    """Returns the terms, in float32, of the change of `scales * (a @ b) + bias`.
 
     Args:
         call: The product.
         contraction: Its dimensions.
         given: Its operands.
-        moved: How they change.
-        of_left: The term that the left operand changes, if it does.
+        moved: How they change; the scales do not.
+        of_left: The term that the left operand changes, if it does, before it is scaled by what is
+            an operand.
     """
     plain = call.plain(np.float32, call.epilogue.alpha)
     terms = list(of_left)
     if moved.b is not None:
         terms.append(product(plain, contraction, given.a, moved.b))
+    ready = contraction.aligned(given)
+    for factor in (ready.alpha, ready.row_scale, ready.col_scale):
+        if factor is not None:
+            terms = [term * factor.astype(jnp.float32) for term in terms]
     if moved.bias is not None:
         bias = contraction.aligned(moved).bias.astype(jnp.float32)
         terms.append(jnp.broadcast_to(bias, contraction.shape(given.a.shape, given.b.shape)))

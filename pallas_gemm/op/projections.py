@@ -97,7 +97,7 @@ def one_by_one(call: Call, a: jax.Array, *operands: jax.Array) -> list[jax.Array
 
 def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns what each product has of all operands but the left one."""
-    return list(itertools.batched(rights, 1 + call.epilogue.bias))
+    return list(itertools.batched(rights, 1 + len(call.epilogue.operands)))
 
 
 @projections_p.def_abstract_eval

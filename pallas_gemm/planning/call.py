@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,13 +31,33 @@ class Operands(NamedTuple):
     up: Any = None
     bias: Any = None
     residual: Any = None
+    alpha: Any = None
+    beta: Any = None
+    row_scale: Any = None
+    col_scale: Any = None
+    up_scale: Any = None
+    up_bias: Any = None
 
     def present(self) -> tuple[Any, ...]:
         """Returns those that there are, in order: how a product takes them."""
         return tuple(operand for operand in self if operand is not None)
 
 
-DIMENSIONS = {"a": 2, "b": 2, "up": 2, "bias": 1, "residual": 2}
+DIMENSIONS = MappingProxyType(
+    {
+        "a": "mk",
+        "b": "kn",
+        "up": "kn",
+        "bias": "n",
+        "residual": "mn",
+        "alpha": "",
+        "beta": "",
+        "row_scale": "m",
+        "col_scale": "n",
+        "up_scale": "n",
+        "up_bias": "n",
+    }
+)
 """Of each operand, if all products of a batch share it; if each has its own, there is one more."""
 
 
@@ -72,8 +93,9 @@ class Options:
 class Call:
     """A product of matrices, or of a batch of them, without its operands.
 
-    Operands have two dimensions, the bias one, `[n]`; one more in front, if each product of a batch
-    has its own. What has none is shared by the whole batch.
+    Operands have the dimensions that `DIMENSIONS` says, a transposed factor those two the other way
+    round; one more in front, if each product of a batch has its own. What has none is shared by the
+    whole batch.
 
     Attributes:
         out_dtype: Element type of the result.
@@ -95,17 +117,10 @@ class Call:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
 
     def unpack(self, operands: Sequence[Any]) -> Operands:
-        """Gives each operand its name."""
-        rest = list(operands)
-        a, b = rest.pop(0), rest.pop(0)
-        epilogue = self.epilogue
-        return Operands(
-            a,
-            b,
-            rest.pop(0) if epilogue.gated else None,
-            rest.pop(0) if epilogue.bias else None,
-            rest.pop(0) if epilogue.residual else None,
-        )
+        """Gives each operand its name; of a sum of products, those of the first."""
+        factors = ("a", "b", "up") if self.epilogue.gated else ("a", "b")
+        names = (*factors, *self.epilogue.operands)
+        return Operands(**dict(zip(names, operands, strict=False)))
 
     def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of the result for operands of these shapes."""
@@ -142,12 +157,17 @@ class Call:
         """Returns the call with the GPU to plan for."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, target=device))
 
-    def plain(self, out_dtype: Any, alpha: float = 1.0) -> "Call":
-        """Returns the call for one product of these layouts with nothing but a scale."""
+    def plain(self, out_dtype: Any, alpha: float | None = None) -> "Call":
+        """Returns the call for one product of these layouts with nothing but a number to scale it.
+
+        Args:
+            out_dtype: Type of its result.
+            alpha: The number; one that only the running program has is left out.
+        """
         return dataclasses.replace(
             self,
             out_dtype=np.dtype(out_dtype),
-            epilogue=Epilogue(alpha=alpha),
+            epilogue=Epilogue(alpha=1.0 if alpha is None else alpha),
             options=self.options.for_another_product(),
         )
 
@@ -156,6 +176,10 @@ class Call:
         if not isinstance(self.precision, tuple):
             return self
         return dataclasses.replace(self, precision=self.precision[::-1])
+
+    def sums(self, out_dtype: Any) -> "Call":
+        """Returns the call for the sums alone, of the same operands and computed as told."""
+        return dataclasses.replace(self, out_dtype=np.dtype(out_dtype), epilogue=NO_EPILOGUE)
 
 
 @dataclasses.dataclass(frozen=True)

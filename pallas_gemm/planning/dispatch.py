@@ -19,7 +19,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
 from pallas_gemm.planning import heuristics, precision, prediction, tables, xla, xla_faster
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
-from pallas_gemm.planning.call import NO_EPILOGUE, Call, Options, Signature
+from pallas_gemm.planning.call import Call, Options, Signature
 from pallas_gemm.planning.realign import Realigned, realign
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -271,7 +271,7 @@ def _why_unfused(call: Call, signature: Signature) -> str | None:
 def sums_only(call: Call, signature: Signature) -> Call:
     """Returns the call for the sums that XLA applies an epilogue to."""
     wide = xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
-    return dataclasses.replace(call, out_dtype=wide, epilogue=NO_EPILOGUE)
+    return call.sums(wide)
 
 
 def _config(

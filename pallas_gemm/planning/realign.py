@@ -135,9 +135,12 @@ def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:
         yield _without_batch(problem, shapes)
         return
     yield Realigned(problem)
-    of_each_row = shapes.bias is None or len(shapes.bias) == 1
-    of_all_rows = shapes.residual is None or len(shapes.residual) == 3
-    if problem.shared_b and of_each_row and of_all_rows:
+    # What lies along the rows becomes longer with them; nothing else may differ between them.
+    fits = all(
+        shape is None or (len(shape) > len(DIMENSIONS[name])) == ("m" in DIMENSIONS[name])
+        for name, shape in shapes._asdict().items()
+    )
+    if fits:
         yield _more_rows(problem)
 
 
@@ -146,7 +149,7 @@ def _without_batch(problem: Problem, shapes: Operands) -> Realigned:
     steps = [
         Step(name, "reshape", shape[1:])
         for name, shape in shapes._asdict().items()
-        if shape is not None and len(shape) > DIMENSIONS[name]
+        if shape is not None and len(shape) > len(DIMENSIONS[name])
     ]
     if len(shapes.a) == 3 or len(shapes.b) == 3:
         steps.append(Step("result", "reshape", (1, *problem.out_shape)))
@@ -163,6 +166,8 @@ def _more_rows(problem: Problem) -> Realigned:
         steps.insert(0, Step("a", "transpose", (batch, m, k), cost))
     if problem.epilogue.residual:
         steps.append(Step("residual", "reshape", rows.out_shape))
+    if problem.epilogue.row_scale:
+        steps.append(Step("row_scale", "reshape", (batch * m,)))
     steps.append(Step("result", "reshape", (batch, m, n)))
     return Realigned(rows, tuple(steps))
 

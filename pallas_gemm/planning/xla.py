@@ -6,6 +6,7 @@ ends it. Without an epilogue it is a single `lax.dot_general` whose result XLA r
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.planning.call import Call, Operands, SumCall
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, SumCall
 from pallas_gemm.problem import Epilogue
 
 
@@ -36,31 +37,56 @@ def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
     return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
 
 
-def finish(epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
+def finish(epilogue: Epilogue, sums: Sequence[jax.Array], given: Operands) -> jax.Array:
     """Applies an epilogue in float32 (float64 where the sums are) and does not round."""
     wide = np.dtype(np.float64 if sums[0].dtype == np.float64 else np.float32)
-    scaled = [total.astype(wide) * wide.type(epilogue.alpha) for total in sums]
-    result = scaled[0]
-    if given.bias is not None:
-        result = result + align_bias(given.bias.astype(wide), result.ndim)
+    ndim = sums[0].ndim
+    values = []
+    for total, scale, bias in zip(sums, SCALES_OF_COLUMNS, BIASES, strict=False):
+        value = total.astype(wide)
+        if epilogue.alpha is not None:
+            value = value * wide.type(epilogue.alpha)
+        for name in ("alpha", "row_scale", scale):
+            if (factor := getattr(given, name)) is not None:
+                value = value * aligned(name, factor.astype(wide), ndim)
+        if (summand := getattr(given, bias)) is not None:
+            value = value + aligned(bias, summand.astype(wide), ndim)
+        values.append(value)
+    result = values[0]
     if epilogue.activation is not None:
         result = epilogue.activation(result)
     if epilogue.gated:
-        result = result * scaled[1]
+        result = result * values[1]
     if given.residual is not None:
-        residual = given.residual.astype(wide) * wide.type(epilogue.beta)
-        # One that a batch shares has a dimension less.
-        result = result + lax.expand_dims(residual, range(result.ndim - residual.ndim))
+        residual = aligned("residual", given.residual.astype(wide), ndim)
+        if epilogue.beta is None:
+            residual = residual * aligned("beta", given.beta.astype(wide), ndim)
+        else:
+            residual = residual * wide.type(epilogue.beta)
+        result = result + residual
     return result
 
 
-def align_bias(bias: jax.Array, ndim: int) -> jax.Array:
-    """Gives a bias, `[n]`, `[batch, n]` or what has them, the dimensions of a result."""
-    if bias.ndim == ndim:
-        return bias
-    if bias.ndim == 2:
-        return bias[:, None, :]
-    return lax.expand_dims(bias, tuple(range(ndim - 1)))
+SCALES_OF_COLUMNS = ("col_scale", "up_scale")
+BIASES = ("bias", "up_bias")
+"""Of both sums, the gate's first."""
+
+
+def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:
+    """Gives an operand of the epilogue the dimensions of a result, of size 1 where it has none.
+
+    Args:
+        name: Which operand.
+        x: The operand; what it has in front belongs to what the result has in front. It stays as
+            it is if it has as many dimensions as the result.
+        ndim: Dimensions of the result; with one, it is a row.
+    """
+    if x.ndim == ndim:
+        return x
+    missing = [letter for letter in "mn"[max(0, 2 - ndim) :] if letter not in DIMENSIONS[name]]
+    whole = x.ndim + len(missing)
+    x = lax.expand_dims(x, [whole - len("mn") + "mn".index(letter) for letter in missing])
+    return lax.expand_dims(x, range(ndim - whole))
 
 
 def wide_dtype(a_dtype: Any, b_dtype: Any, out_dtype: Any) -> np.dtype:

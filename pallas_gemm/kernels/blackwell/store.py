@@ -30,11 +30,9 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
         sums = load_sums(cta, turn, first, step)
         if within + step == width:
             pl.when(chunk == plan.chunks - 1)(functools.partial(free_accumulator, cta, turn))
-        bias = None
-        if plan.problem.epilogue.bias:
-            here = place.vector(cta.gmem.bias, at.batch).at[pl.ds(at.col + first, step)]
-            bias = plgpu.load(here, layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
-        parts.append(epilogue.finish(plan.problem, *sums, bias=bias))
+        rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
+        part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
+        parts.append(epilogue.finish(plan.problem, cta.gmem, part, *sums))
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
@@ -63,7 +61,8 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
     slot = _store_slot(plan, turn, chunk)
     if plan.problem.epilogue.residual:
         plgpu.barrier_wait(cta.barriers.residual.at[slot])
-        values = epilogue.add_residual(plan.problem, values, cta.slots.out.tile[slot])
+        residual = cta.slots.out.tile[slot]
+        values = epilogue.add_residual(plan.problem, cta.gmem, at.batch, values, residual)
     else:
         await_store_slot(plan)
     cta.slots.out.tile.at[slot][...] = values

@@ -23,6 +23,8 @@ USUAL_PROBLEM = Problem(4096, 4096, 4096)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
 WARPGROUP = 128
 """Threads, which share what a consumer holds."""
+ADDRESS = 8
+"""Registers for where a vector of scales lies."""
 MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
 SPARE_REGISTERS = 64
@@ -153,6 +155,7 @@ class HopperConfig(GemmConfig):
         if problem.epilogue.residual:
             residual = rows * self.store_columns * problem.out_dtype.itemsize // (4 * WARPGROUP)
         taken = self.accumulator_registers + residual + values * epilogue_arrays(problem.epilogue)
+        taken += vector_registers(problem, rows, columns)
         return self.most_registers - taken
 
     def _needed_registers(self, problem: Problem) -> int:
@@ -386,6 +389,17 @@ def epilogue_arrays(epilogue: Epilogue) -> int:
     if epilogue.is_identity:
         return 0
     return live_arrays(epilogue.activation) if epilogue.activation else 1
+
+
+def vector_registers(problem: Problem, rows: int, columns: int) -> int:
+    """How many registers of a thread hold what scales so many rows and columns, and address it.
+
+    A bias alone is part of what is left for the assembler.
+    """
+    epilogue = problem.epilogue
+    of_columns = epilogue.col_scale + epilogue.up_scale + epilogue.up_bias
+    across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
+    return (along + ADDRESS) * epilogue.row_scale + (across + ADDRESS) * of_columns
 
 
 def stored_by_tma(problem: Problem) -> bool:

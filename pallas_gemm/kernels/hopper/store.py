@@ -47,11 +47,11 @@ def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
 def finish(cta: Cta, total: Any, at: place.Where) -> Any:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
     plan = cta.plan
-    if plan.problem.epilogue.is_identity:
-        return total.astype(plan.problem.out_dtype)
     height, width = plan.consumer_out_tile
-    strips = [_finish_part(cta, total, at, slice(0, height), cols) for cols in plan.strips(width)]
-    return lax.concatenate(strips, 1)
+    whole = plan.problem.epilogue.is_identity
+    columns = [slice(0, width)] if whole else plan.strips(width)
+    strips = [_finish_part(cta, total, at, slice(0, height), cols) for cols in columns]
+    return strips[0] if whole else lax.concatenate(strips, 1)
 
 
 def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
@@ -66,25 +66,26 @@ def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
             if residual is None:
                 plgpu.barrier_wait(cta.barriers.residual.at[_residual_barrier(plan, me, number)])
                 residual = _slot(cta, me, number).tile[...]
-            values = epilogue.add_residual(plan.problem, values, residual[:, strip])
+            part = residual[:, strip]
+            batch = tile.at.batch
+            values = epilogue.add_residual(plan.problem, cta.gmem, batch, values, part)
         finished.append(values)
     return finished[0] if len(finished) == 1 else lax.concatenate(finished, 1)
 
 
 def _finish_part(cta: Cta, total: Any, at: place.Where, rows: slice, cols: slice) -> Any:
     """Applies the epilogue to some of the sums of a tile."""
-    problem = cta.plan.problem
-    up, bias, axis = None, None, 0 if problem.transpose_out else 1
+    problem, up = cta.plan.problem, None
     if problem.epilogue.gated:
         beyond = cta.plan.consumer_out_tile[1]
         up = total[rows, cols.start + beyond : cols.stop + beyond]
-    if problem.epilogue.bias:
-        here, part = ((at.row, rows), (at.col, cols))[axis]
-        bias = place.vector(cta.gmem.bias, at.batch)
-        bias = bias.at[pl.ds(here + part.start, part.stop - part.start)]
-        # The layout that a sum over the other axis would have.
-        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-    return epilogue.finish(problem, total[rows, cols], up, bias, axis)
+    part = epilogue.Part(
+        at.batch,
+        (at.row + rows.start, rows.stop - rows.start),
+        (at.col + cols.start, cols.stop - cols.start),
+        plgpu.Layout.WGMMA,
+    )
+    return epilogue.finish(problem, cta.gmem, part, total[rows, cols], up)
 
 
 def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:

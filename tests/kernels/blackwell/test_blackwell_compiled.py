@@ -31,6 +31,7 @@ from pallas_gemm.kernels.blackwell.candidates import SHAPES, candidates
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.call import DIMENSIONS
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.tuning import space as tuning_space
 from tests import products
@@ -104,8 +105,13 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
     own = (problem.batch,) if problem.batch > 1 else ()
-    arrays += [((*own, problem.n), jnp.float32)] * problem.epilogue.bias
-    arrays += [(problem.out_shape, problem.out_dtype)] * problem.epilogue.residual
+    sizes = {"m": (problem.m,), "n": (problem.n,), "": ()}
+    arrays += [
+        (problem.out_shape, problem.out_dtype)
+        if name == "residual"
+        else ((*own, *sizes[DIMENSIONS[name]]), jnp.float32)
+        for name in problem.epilogue.operands
+    ]
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 
 

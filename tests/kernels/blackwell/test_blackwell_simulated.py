@@ -208,6 +208,23 @@ def test_epilogues(epilogue, config, check):
 
 
 @pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({"residual": True, "beta": None}, SINGLE),
+        (
+            {"gated": True, "up_scale": True, "up_bias": True},
+            dataclasses.replace(DYNAMIC, tile=(128, 128)),
+        ),
+    ],
+    ids=["residual", "gated"],
+)
+def test_scales(changes, config, check):
+    epilogue = Epilogue(None, row_scale=True, col_scale=True, bias=True, **changes)
+    problem = Problem(136, 72, 80, jnp.int8, jnp.int8, transpose_b=True, batch=2, epilogue=epilogue)
+    check(problem, config)
+
+
+@pytest.mark.parametrize(
     ("layout", "config"),
     [("NT", SINGLE), ("NN", PAIRED), ("NT", DYNAMIC)],
     ids=["single", "pair", "dynamic"],

@@ -36,6 +36,7 @@ from pallas_gemm.kernels.hopper.candidates import candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.call import DIMENSIONS
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.tuning import space as tuning_space
 from tests import products
@@ -106,14 +107,19 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     if problem.pieces:
         whole = operands(dataclasses.replace(problem, pieces=()))
         return jax.eval_shape(
-            lambda a, b: products.as_taken(problem, products.Operands(a, b, None, None, None)),
+            lambda a, b: products.as_taken(problem, products.Operands(a, b, None)),
             *whole,
         )
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
     own = (problem.batch,) if problem.batch > 1 else ()
-    arrays += [((*own, problem.n), jnp.float32)] * problem.epilogue.bias
-    arrays += [(problem.residual_shape, problem.out_dtype)] * problem.epilogue.residual
+    sizes = {"m": (problem.m,), "n": (problem.n,), "": ()}
+    arrays += [
+        (problem.residual_shape, problem.out_dtype)
+        if name == "residual"
+        else ((*own, *sizes[DIMENSIONS[name]]), jnp.float32)
+        for name in problem.epilogue.operands
+    ]
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 
 

@@ -142,6 +142,44 @@ def test_gated(layout, config, rng):
     check_exact(problem, config, rng)
 
 
+@pytest.mark.parametrize("shared", ["shared_a", "shared_b"])
+@pytest.mark.parametrize("config", [*CONFIGS.values()], ids=[*CONFIGS])
+def test_products_of_a_batch_share_operands(shared, config, rng):
+    epilogue = Epilogue(bias=True, residual=not config.late_store)
+    problem = Problem(700, 704, 264, batch=5, epilogue=epilogue, **{shared: True})
+    check_exact(problem, config, rng)
+    plain = dataclasses.replace(problem, epilogue=Epilogue(bias=True))
+    check_exact(plain, dataclasses.replace(config, mirrored=True), rng)
+
+
+SCALED = Epilogue(None, row_scale=True, col_scale=True, bias=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "types",
+    [(jnp.int8, jnp.bfloat16), (jnp.float8_e4m3fn, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
+    ids=["int8", "float8", "bfloat16"],
+)
+@pytest.mark.parametrize("config", [WIDE, EARLY, PINGPONG], ids=["late", "early", "pingpong"])
+def test_scales(config, types, batch, rng):
+    operand, out = types
+    epilogue = SCALED
+    if config.late_store and out == jnp.float32:
+        config = EARLY
+    if not config.late_store:
+        config = dataclasses.replace(config, store_columns=32)
+        epilogue = dataclasses.replace(SCALED, beta=None, residual=True, activation=jax.nn.relu)
+    problem = Problem(
+        1001, 1000, 528, operand, operand, out, transpose_b=True, batch=batch, epilogue=epilogue
+    )
+    check_exact(problem, config, rng)
+    if out == jnp.bfloat16 and config.late_store:
+        check_exact(problem, dataclasses.replace(config, mirrored=True), rng)
+        gated = dataclasses.replace(epilogue, gated=True, up_scale=True, up_bias=True)
+        check_exact(dataclasses.replace(problem, epilogue=gated), config, rng)
+
+
 @pytest.mark.parametrize("schedule", ["hilbert", "raster:cols", "online_swizzle:8"])
 @pytest.mark.parametrize("config", [EARLY, PINGPONG], ids=["cooperative", "pingpong"])
 def test_batches(schedule, config, rng):

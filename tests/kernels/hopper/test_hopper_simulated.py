@@ -206,6 +206,31 @@ def test_products_of_a_batch_share_operands(shared, config, rng):
     np.testing.assert_array_equal(run(problem, config, operands), expected)
 
 
+SCALED = Epilogue(None, row_scale=True, col_scale=True, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({}, SMALL),
+        (
+            {"epilogue": dataclasses.replace(SCALED, beta=None, residual=True)},
+            dataclasses.replace(SMALL, late_store=False),
+        ),
+        ({"batch": 2, "shared_b": True}, PINGPONG),
+        ({}, MIRRORED),
+        (
+            {"epilogue": dataclasses.replace(SCALED, gated=True, up_scale=True, up_bias=True)},
+            dataclasses.replace(SMALL, tile=(128, 128)),
+        ),
+    ],
+    ids=["late", "residual", "batch", "mirrored", "gated"],
+)
+def test_scales(changes, config, rng):
+    problem = Problem(136, 72, 80, jnp.int8, jnp.int8, transpose_b=True, epilogue=SCALED)
+    check_exact(dataclasses.replace(problem, **changes), config, rng)
+
+
 @pytest.mark.parametrize("residual", [False, True], ids=["late", "residual"])
 def test_rounds_once(residual, rng):
     # No scale is a power of two, and no sum is exact.

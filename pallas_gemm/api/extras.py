@@ -1,0 +1,220 @@
+"""The operands of the epilogue: checked, and in shapes that the product takes.
+
+Each has its own of the result's dimensions: rows, columns, both or none. In front it has nothing,
+or what the result has there: then each product of a batch has its own.
+"""
+
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.api import arguments
+from pallas_gemm.op.contraction import ONE, Shape
+from pallas_gemm.planning import ignored
+from pallas_gemm.planning.call import DIMENSIONS, Operands
+from pallas_gemm.problem import Epilogue
+
+SCALES = ("row_scale", "col_scale", "up_scale")
+OF_GATE = {"bias": "gate_bias", "col_scale": "gate_scale"}
+"""What a caller of a gated product calls them."""
+
+
+class Result(NamedTuple):
+    """The shape of a product's result.
+
+    Attributes:
+        lead: What is in front.
+        rows: How many; None if the left operand is a vector.
+        columns: How many; None if the right operand is one.
+    """
+
+    lead: Shape
+    rows: int | None
+    columns: int | None
+
+    @classmethod
+    def of(cls, a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> "Result":
+        """Returns the shape for operands that may be multiplied."""
+        return cls(
+            jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]),
+            a.shape[-1 if transpose_a else -2] if a.ndim > 1 else None,
+            b.shape[-2 if transpose_b else -1] if b.ndim > 1 else None,
+        )
+
+    @property
+    def is_matrices(self) -> bool:
+        """Whether it has rows and columns."""
+        return None not in (self.rows, self.columns)
+
+    @property
+    def whole(self) -> Shape:
+        """The shape itself."""
+        return (*self.lead, *(size for size in (self.rows, self.columns) if size is not None))
+
+    def is_front(self, lead: Shape) -> bool:
+        """Whether an operand may have this in front."""
+        if not lead:
+            return True
+        fits = len(lead) == len(self.lead) and self.is_matrices
+        return fits and all(own in (1, size) for own, size in zip(lead, self.lead, strict=True))
+
+
+def checked(given: Operands, epilogue: Epilogue, result: Result) -> tuple[Epilogue, Operands]:
+    """Checks what an epilogue takes.
+
+    Args:
+        given: The operands that the caller gives; factors do not count but for `up`.
+        epilogue: What else the caller says; alpha and beta may be arrays.
+        result: The result's shape.
+
+    Returns:
+        The epilogue, and its operands without the factors.
+
+    Raises:
+        ValueError: A shape is not legal.
+        TypeError: A type is not.
+    """
+    gated = given.up is not None
+    found: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
+    for name in ("alpha", "beta"):
+        value = _number(name, getattr(epilogue, name), result)
+        fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
+    for name in ("bias", "up_bias", *SCALES):
+        called = OF_GATE.get(name, name) if gated else name
+        found[name] = vector(called, getattr(given, name), DIMENSIONS[name], result)
+    found["residual"] = _residual(given.residual, result)
+    if found["residual"] is None and fixed["beta"] != 1:
+        ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
+        fixed["beta"], found["beta"] = fixed["beta"] or 1.0, None
+    flags: dict[str, Any] = {
+        name: found[name] is not None for name in ("bias", "residual", "up_bias", *SCALES)
+    }
+    made = Epilogue(activation=epilogue.activation, gated=gated, **fixed, **flags)
+    return made, Operands(None, None, **found)
+
+
+def letters(extras: Operands, out: str, result: Result) -> dict[str, str]:
+    """Returns the dimensions of each operand of the epilogue, of a result with dimensions `out`."""
+    found = {}
+    for name, own in DIMENSIONS.items():
+        if (x := getattr(extras, name)) is None:
+            continue
+        front = x.ndim - len(own)
+        if name == "residual":
+            named, goal = out[len(out) - x.ndim :], result.whole[len(out) - x.ndim :]
+        else:
+            named, goal = out[:front] + own, (*result.lead[:front], *x.shape[front:])
+        pairs = zip(named, x.shape, goal, strict=True)
+        found[name] = "".join(x if size == whole else ONE for x, size, whole in pairs)
+    return found
+
+
+def _number(name: str, value: Any, result: Result) -> Any:
+    """Returns alpha or beta: a float, or an array of what only the running program knows."""
+    if isinstance(value, numbers.Real | np.number) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"{name} must be a number, or a floating-point array of no dimension, got"
+            f" {type(value).__name__}: {value!r:.80}"
+        )
+    x = _floating(name, arguments.array(name, value))
+    if not result.is_front(tuple(x.shape)):
+        lead = f" or {list(result.lead)}, one for each product," if result.lead else ""
+        raise ValueError(
+            f"{name} must be a number or an array of shape [],{lead} got {list(x.shape)}"
+        )
+    return x
+
+
+def vector(name: str, x: Any, letter: str, result: Result) -> Any:
+    """Checks what has one value per row, or per column, of the result.
+
+    Args:
+        name: What the caller calls it.
+        x: The operand, or None.
+        letter: "m" if it lies along the rows, "n" if along the columns.
+        result: The result's shape.
+
+    Raises:
+        ValueError: Its shape is another.
+        TypeError: It is complex or of bools, or a scale is of integers.
+    """
+    if x is None:
+        return None
+    is_bias = name.endswith("bias")
+    x = arguments.array(name, x)
+    x = _real(name, x) if is_bias else _floating(name, x)
+    line, vector_operand = ("row", "a") if letter == "m" else ("column", "b")
+    size, other = (result.rows, result.columns)[:: 1 if letter == "m" else -1]
+    if size is None or (letter == "m" and other is None):
+        missing = vector_operand if size is None else "b"
+        raise ValueError(f"{name} needs a result with {line}s, but {missing} is a vector")
+    shape = tuple(x.shape)
+    if is_bias and shape == ():
+        return _of_shape(x, (size,))
+    if is_bias and len(shape) == len(result.whole) >= 2 and shape[-2] == 1 and result.is_matrices:
+        # As it would be added to the result.
+        shape = (*shape[:-2], shape[-1])
+    if shape and shape[-1] == size and result.is_front(shape[:-1]):
+        return _of_shape(x, shape)
+    legal = f"[{size}]"
+    if result.lead and result.is_matrices:
+        legal += f" or {[*result.lead, size]}"
+    hint = ""
+    if name in ("row_scale", "col_scale") and shape == (other,):
+        hint = f"; {'col_scale' if letter == 'm' else 'row_scale'} would fit"
+    raise ValueError(
+        f"{name} must have one value per {line} of the result, shape {legal}, got"
+        f" {list(x.shape)}{hint}"
+    )
+
+
+def _residual(x: Any, result: Result) -> Any:
+    """Checks a residual: it broadcasts to the result, but does not make it larger."""
+    if x is None:
+        return None
+    x = _real("residual", arguments.array("residual", x))
+    shape, whole = tuple(x.shape), result.whole
+    if shape == whole:
+        return x
+    try:
+        fits = jnp.broadcast_shapes(shape, whole) == whole
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"residual must have the result's shape {list(whole)}, or broadcast to it, got"
+            f" {list(shape)}"
+        )
+    return x
+
+
+def _of_shape(x: Any, shape: Shape) -> Any:
+    """Reshapes an array, or broadcasts it where it is smaller."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    if tuple(x.shape) == shape:
+        return x
+    return x.reshape(shape) if x.size == np.prod(shape) else jnp.broadcast_to(x, shape)
+
+
+def _real(name: str, x: Any) -> Any:
+    if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be an array of real numbers, got dtype {x.dtype}")
+    return x
+
+
+def _floating(name: str, x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be of a floating-point type, such as float32, got dtype {x.dtype}"
+        )
+    return x

@@ -1,0 +1,222 @@
+"""Scales, biases and residuals of every shape: alone, per example, mapped and differentiated."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import pallas_gemm
+from pallas_gemm import gated_gemm, gemm, projections
+from tests import reference
+
+M, N, K, BATCH = 72, 40, 16, 3
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "a": (M, K),
+    "b": (K, N),
+    "alpha": (),
+    "beta": (),
+    "row_scale": (M,),
+    "col_scale": (N,),
+    "bias": (N,),
+    "residual": (M, N),
+}
+IMPLEMENTATIONS = (
+    pytest.param(None, id="default"),
+    pytest.param("hopper", id="hopper", marks=pytest.mark.gpu("hopper")),
+)
+
+
+def _drawn(dtype: Any = jnp.float32, front: tuple[int, ...] = ()) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {
+        name: reference.integers(rng, (*front, *shape), dtype if name in "ab" else jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def _formula(x: Mapping[str, Any]) -> jax.Array:
+    """What `gemm` is to compute, of operands that are alone or all have a batch in front."""
+    value = jnp.matmul(x["a"].astype(jnp.float32), x["b"].astype(jnp.float32))
+    scales = x["row_scale"][..., :, None] * x["col_scale"][..., None, :]
+    value = x["alpha"][..., None, None] * scales * value + x["bias"][..., None, :]
+    return jax.nn.relu(value) + x["beta"][..., None, None] * x["residual"]
+
+
+def _gemm(x: Mapping[str, Any], implementation: str | None = None) -> jax.Array:
+    return gemm(
+        **x,
+        activation="relu",
+        preferred_element_type=jnp.float32,
+        implementation=implementation,
+    )
+
+
+def _check(ours: jax.Array, expected: Any) -> None:
+    reference.assert_exact(ours, reference.wide(expected))
+
+
+def _product(a: jax.Array, b: jax.Array) -> np.ndarray:
+    return reference.wide(a) @ reference.wide(b)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=str)
+def test_what_only_the_running_program_knows(dtype: Any, implementation: str | None) -> None:
+    x = _drawn(dtype)
+    run = jax.jit(lambda x: _gemm(x, implementation))
+    _check(run(x), _formula(x))
+    # Other numbers are no other program.
+    _check(run(x | {"alpha": -x["alpha"]}), _formula(x | {"alpha": -x["alpha"]}))
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shared", [(), ("b",), ("a", "row_scale", "residual"), ("b", "bias")])
+def test_each_product_of_a_batch_has_its_own(
+    shared: tuple[str, ...], implementation: str | None
+) -> None:
+    x = _drawn(jnp.bfloat16, (BATCH,))
+    x |= {name: x[name][0] for name in shared}
+    expected = _formula({name: v[None] if name in shared else v for name, v in x.items()})
+    _check(_gemm(x, implementation), expected)
+    axes = ({name: None if name in shared else 0 for name in x},)
+    _check(jax.vmap(lambda x: _gemm(x, implementation), axes)(x), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (N,), (1, N), (M, 1), (M, N), (1, M, N), (BATCH, 1, 1)])
+def test_residuals_broadcast_as_in_numpy(shape: tuple[int, ...]) -> None:
+    x, residual = (
+        _drawn(jnp.float32, (BATCH,)),
+        reference.integers(np.random.default_rng(1), shape, jnp.float32),
+    )
+    for b in (x["b"], x["b"][0]):
+        result = gemm(x["a"], b, residual=residual, beta=0.5)
+        _check(result, _product(x["a"], b) + 0.5 * reference.wide(residual))
+
+
+@pytest.mark.parametrize("shape", [(), (1, N), (BATCH, N), (BATCH, 1, N), (1, 1, N)])
+def test_biases_are_added_to_all_rows(shape: tuple[int, ...]) -> None:
+    x, bias = (
+        _drawn(jnp.float32, (BATCH,)),
+        reference.integers(np.random.default_rng(1), shape, jnp.float32),
+    )
+    own = bias if shape != (BATCH, N) else bias[:, None]
+    _check(gemm(x["a"], x["b"], bias=bias), _product(x["a"], x["b"]) + reference.wide(own))
+
+
+@pytest.mark.parametrize("moving", [("a",), ("alpha", "row_scale"), ("b", "col_scale", "beta"), ()])
+def test_derivatives_in_both_modes(moving: tuple[str, ...]) -> None:
+    x = _drawn()
+    own = {name: x[name] for name in moving or x}
+
+    def ours(own: Any) -> jax.Array:
+        return jnp.sum(jnp.square(_gemm(x | own)))
+
+    def exact(own: Any) -> jax.Array:
+        return jnp.sum(jnp.square(_formula(x | own)))
+
+    check = np.testing.assert_array_equal
+    jax.tree.map(check, jax.grad(ours)(own), jax.grad(exact)(own))
+    jax.tree.map(check, jax.jvp(ours, (own,), (own,)), jax.jvp(exact, (own,), (own,)))
+
+
+def test_gradients_of_scales_take_no_second_product() -> None:
+    x = _drawn()
+    names = ("alpha", "row_scale", "col_scale")
+
+    def loss(own: Any) -> jax.Array:
+        return jnp.sum(_gemm(x | own))
+
+    own = {name: x[name] for name in names}
+    text = str(jax.make_jaxpr(jax.grad(loss))(own))
+    assert text.count("pallas_gemm[") == 1
+
+
+def test_gradients_in_a_scan_with_checkpoint() -> None:
+    x = _drawn(front=(BATCH,))
+
+    def total(run: Any) -> Any:
+        def step(carry: jax.Array, own: Any) -> Any:
+            return carry + jnp.sum(jax.checkpoint(run)(own)), None
+
+        return jax.grad(lambda x: jax.lax.scan(step, jnp.float32(0), x)[0])(x)
+
+    jax.tree.map(np.testing.assert_array_equal, total(_gemm), total(_formula))
+
+
+@pytest.mark.parametrize("split", [("x", None), (None, "x"), ("k", None)], ids=str)
+def test_on_a_mesh(split: tuple[str | None, str | None]) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, columns = (None if axis == "k" else axis for axis in split)
+    deep = "x" if "k" in split else None
+    specs = {
+        "a": (rows, deep),
+        "b": (deep, columns),
+        "alpha": (),
+        "beta": (),
+        "row_scale": (rows,),
+        "col_scale": (columns,),
+        "bias": (columns,),
+        "residual": (rows, columns),
+    }
+    x = _drawn()
+    placed = {
+        name: jax.device_put(v, NamedSharding(mesh, PartitionSpec(*specs[name])))
+        for name, v in x.items()
+    }
+    result, gradients = jax.jit(jax.value_and_grad(lambda x: jnp.sum(_gemm(x))))(placed)
+    expected = jax.value_and_grad(lambda x: jnp.sum(_formula(x)))(x)
+    jax.tree.map(np.testing.assert_array_equal, (result, gradients), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gated_products_have_everything(implementation: str | None) -> None:
+    x = _drawn(jnp.bfloat16)
+    other = {name: v + 1 for name, v in x.items()}
+    result = gated_gemm(
+        x["a"],
+        x["b"],
+        other["b"],
+        activation="relu",
+        gate_bias=x["bias"],
+        up_bias=other["bias"],
+        alpha=x["alpha"],
+        row_scale=x["row_scale"],
+        gate_scale=x["col_scale"],
+        up_scale=other["col_scale"],
+        residual=x["residual"],
+        beta=x["beta"],
+        preferred_element_type="f32",
+        implementation=implementation,
+    )
+    none = {"beta": jnp.zeros(()), "residual": x["residual"]}
+    gate = _formula(x | none)
+    up = x | none | {name: other[name] for name in ("b", "bias", "col_scale")}
+    # Without the activation: relu(v) - relu(-v) is v.
+    negated = up | {"bias": -up["bias"], "alpha": -up["alpha"]}
+    expected = gate * (_formula(up) - _formula(negated)) + x["beta"] * x["residual"]
+    _check(result, expected)
+
+
+def test_projections_have_activations_and_what_is_named() -> None:
+    x = _drawn()
+    weights = [x["b"], x["b"] + 1]
+    results = projections(x["a"], weights, biases=[x["bias"], None], activations=["relu", None])
+    _check(results[0], np.maximum(_product(x["a"], x["b"]) + reference.wide(x["bias"]), 0))
+    _check(results[1], _product(x["a"], weights[1]))
+    both = projections(x["a"], weights, activations="relu", implementation="xla")
+    _check(both[1], np.maximum(_product(x["a"], weights[1]), 0))
+
+
+@pytest.mark.parametrize("name", ["bf16", "f32", "e4m3", "float16"])
+def test_types_by_name(name: str) -> None:
+    x = _drawn()
+    long = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn}
+    assert gemm(x["a"], x["b"], preferred_element_type=name).dtype == long.get(name, np.float16)
+    assert pallas_gemm.matmul(x["a"], x["b"], preferred_element_type=name).dtype == long.get(
+        name, np.float16
+    )
