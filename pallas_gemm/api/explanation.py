@@ -327,7 +327,7 @@ def _problem_text(problem: Problem) -> str:
 
 def _extras(problem: Problem) -> list[str]:
     epilogue = problem.epilogue
-    extras = [name for name in ("bias", "residual", "gated") if getattr(epilogue, name)]
+    extras = [*epilogue.operands, *(["gated"] if epilogue.gated else [])]
     if epilogue.activation is not None:
         extras.append(getattr(epilogue.activation, "__name__", "activation"))
     return extras

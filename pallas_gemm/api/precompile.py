@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,16 @@ import numpy as np
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explain import explain
+from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_report, targets
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Operands, SumCall, signature_of
+from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
@@ -127,7 +128,7 @@ def precompile(
     """
     if target not in targets():
         raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
-    extras = _Extras(bias, residual, gated)
+    extras = Epilogue(bias=bias, residual=residual, gated=gated)
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
     distinct = list(dict.fromkeys(products))
     with planning_for(target):
@@ -138,26 +139,18 @@ def precompile(
     return tuple(done[product] for product in products)
 
 
-class _Extras(NamedTuple):
-    """What a product has beyond its left and right operand."""
-
-    bias: bool
-    residual: bool
-    gated: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """A product as a call of a public function.
 
     Attributes:
         problem: What is multiplied; of its epilogue nothing counts.
-        extras: What operands there are beside two.
+        extras: What operands there are beside two; nothing else of it counts.
         options: Keywords of the function.
     """
 
     problem: Problem
-    extras: _Extras
+    extras: Epilogue
     options: dict[str, Any] = dataclasses.field(hash=False)
 
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -170,10 +163,13 @@ class _Product:
         right = shape(problem.b_shape, problem.b_dtype)
         found = {"a": shape(problem.a_shape, problem.a_dtype)}
         found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
-        if self.extras.bias:
-            found["bias"] = shape((problem.n,), jnp.float32)
-        if self.extras.residual:
-            found["residual"] = shape(problem.out_shape, problem.out_dtype)
+        called = OF_GATE if self.extras.gated else {}
+        sizes = {"m": problem.m, "n": problem.n}
+        for name in self.extras.operands:
+            dtype = problem.out_dtype if name == "residual" else jnp.float32
+            own = tuple(sizes[letter] for letter in DIMENSIONS[name])
+            whole = problem.out_shape if name == "residual" else own
+            found[called.get(name, name)] = shape(whole, dtype)
         return found
 
     def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
@@ -205,18 +201,18 @@ class _Product:
 
 
 def _product(
-    place: int, shape: Any, dtype: Any, extras: _Extras, options: dict[str, Any]
+    place: int, shape: Any, dtype: Any, extras: Epilogue, options: dict[str, Any]
 ) -> _Product:
     """Returns the product that an element of `shapes` stands for."""
     if isinstance(shape, Problem):
         epilogue = shape.epilogue
         own = {name: value for name, value in options.items() if name in _HOW}
         own["activation"] = epilogue.activation
-        if not epilogue.gated:
-            own |= {"alpha": epilogue.alpha, "beta": epilogue.beta}
+        numbers = {"alpha": epilogue.alpha, "beta": epilogue.beta}
+        own |= {name: number for name, number in numbers.items() if number is not None}
         own |= {"transpose_a": shape.transpose_a, "transpose_b": shape.transpose_b}
         own["preferred_element_type"] = shape.out_dtype
-        return _Product(shape, _Extras(epilogue.bias, epilogue.residual, epilogue.gated), own)
+        return _Product(shape, epilogue, own)
     sizes = shape if isinstance(shape, tuple | list) else ()
     if len(sizes) not in (3, 4) or not all(_is_size(size) for size in sizes):
         raise ValueError(

@@ -31,7 +31,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import prediction, tables, targeting, xla, xla_faster
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
-from pallas_gemm.planning.call import Call, Operands
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy
 from pallas_gemm.tuning import space as tuning_space
@@ -481,7 +481,8 @@ def _by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> R
             for x in (given.b, given.up)
         )
         residual = None if given.residual is None else given.residual[..., :cols]
-        return xla.product(call, *Operands(a, b, up, given.bias, residual).present())
+        cut = given._replace(a=a, b=b, up=up, residual=residual)
+        return xla.product(call, *cut.present())
 
     return product
 
@@ -503,12 +504,21 @@ def operand_shapes(problem: Problem) -> Operands:
     """Returns shape and type of each operand, as a kernel takes it."""
     epilogue, out = problem.epilogue, problem.out_dtype
     b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
+    sizes: dict[str, int] = dict(zip("mn", problem.out_shape[-2:], strict=True))
+    extras = {
+        name: jax.ShapeDtypeStruct(
+            problem.residual_shape
+            if name == "residual"
+            else tuple(sizes[letter] for letter in DIMENSIONS[name]),
+            out if name in ("bias", "residual") else np.dtype(np.float32),
+        )
+        for name in epilogue.operands
+    }
     return Operands(
         jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
         b,
         b if epilogue.gated else None,
-        jax.ShapeDtypeStruct(problem.out_shape[-1:], out) if epilogue.bias else None,
-        jax.ShapeDtypeStruct(problem.residual_shape, out) if epilogue.residual else None,
+        **extras,
     )
 
 
