@@ -101,3 +101,30 @@ def test_dimensions_are_split_wherever_they_stand(kind: AxisType) -> None:
     for row in ROWS:
         compiled = jax.jit(functools.partial(einsum, row[0])).lower(*operands(row)).compile()
         assert meshes.sent_in(compiled.as_text()) == {}, row
+
+
+def test_what_no_mesh_can_split_is_refused_as_by_jax() -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+
+    def refused(multiply: Einsum, subscripts: str, specs: list[P], out: P | None) -> str:
+        letters = subscripts.partition("->")[0].split(",")
+        operands = [
+            jax.ShapeDtypeStruct(
+                tuple(6 if x == "n" else 8 for x in own),
+                jnp.float32,
+                sharding=NamedSharding(mesh, spec),
+            )
+            for own, spec in zip(letters, specs, strict=True)
+        ]
+        with jax.set_mesh(mesh), pytest.raises(Exception, match=r"x|y|divis") as error:
+            jax.eval_shape(functools.partial(multiply, subscripts, out_sharding=out), *operands)
+        return f"{type(error.value).__name__}: {error.value}"
+
+    for case in (
+        # An axis on two dimensions, and one of four devices for six columns.
+        ("bd,df->bf", [P("x"), P(None, "x")], None),
+        ("bd,df->bf", [P("x"), P()], P("x", "x")),
+        ("bd,dn->bn", [P("x"), P()], P(None, "y")),
+    ):
+        ours, stock = (refused(f, *case) for f in (einsum, jnp.einsum))
+        assert ours == stock
