@@ -1,5 +1,6 @@
 """Scales, biases and residuals of every shape: alone, per example, mapped and differentiated."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm, projections
+from pallas_gemm.api import request
+from pallas_gemm.planning import xla
+from pallas_gemm.planning.call import Operands, Options
+from pallas_gemm.problem import Epilogue
 from tests import reference
 
 M, N, K, BATCH = 72, 40, 16, 3
@@ -93,6 +98,19 @@ def test_each_product_of_a_batch_has_its_own(
     _check(_gemm(x, implementation), expected)
     axes = ({name: None if name in shared else 0 for name in x},)
     _check(jax.vmap(lambda x: _gemm(x, implementation), axes)(x), expected)
+
+
+@pytest.mark.parametrize("shared", [("b", "bias", "col_scale"), ("b", "alpha", "bias"), ("a",), ()])
+def test_a_kernel_gets_what_belongs_to_each_product(shared: tuple[str, ...]) -> None:
+    x = _drawn(jnp.float32, (BATCH,))
+    x |= {name: x[name][0] for name in shared}
+    epilogue = Epilogue(activation="relu", alpha=x["alpha"], beta=x["beta"])  # type: ignore[arg-type]
+    given = {name: v for name, v in x.items() if name not in ("alpha", "beta")}
+    asked = request.of_gemm(Operands(**given), epilogue, Options())
+    matrices = asked.merged
+    multiply = matrices.around(functools.partial(xla.product, matrices.call))
+    expected = _formula({name: v[None] if name in shared else v for name, v in x.items()})
+    _check(multiply(*asked.operands.present()), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (N,), (1, N), (M, 1), (M, N), (1, M, N), (BATCH, 1, 1)])
