@@ -141,19 +141,20 @@ def _load(
     along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
     for part, whole in enumerate(gmem):
-        matrix, box = place.matrix(whole, batch), slots.box.at[part, slot]
+        matrix = place.matrix(whole, batch)
         if operand.k_major:
 
-            def load_rows(rows: int, matrix: Any = matrix, box: Any = box) -> None:
-                copy(matrix.at[pl.ds(start, rows), deep], box.at[pl.ds(0, rows)], full)
+            def load_rows(rows: int, matrix: Any = matrix, part: int = part) -> None:
+                box = slots.box.at[part, slot, pl.ds(0, rows)]
+                copy(matrix.at[pl.ds(start, rows), deep], box, full)
 
             _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
         elif not operand.paneled:
-            copy(matrix.at[deep, along], box, full)
+            copy(matrix.at[deep, along], slots.box.at[part, slot], full)
         else:
             for panel in range(operand.tile // PANEL):
                 columns = pl.ds(start + panel * PANEL, PANEL)
-                copy(matrix.at[deep, columns], box.at[panel], full)
+                copy(matrix.at[deep, columns], slots.box.at[part, slot, panel], full)
 
 
 def _for_rows_that_are_there(
@@ -261,16 +262,15 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
     panels = rows // WGMMA_ROWS if plan.a.paneled else 1
     height, width = rows // panels, cols // plan.b.parts
     for panel, part in itertools.product(range(panels), range(plan.b.parts)):
-        b = cta.slots.b.tile.at[part, slot]
+        a, b, mine = cta.slots.a.tile, cta.slots.b.tile, pl.ds(my_col, width)
         if plan.b.k_major:
-            b = b.at[pl.ds(my_col, width)].transpose((1, 0))
+            b = b.at[part, slot, mine].transpose((1, 0))
         else:
-            b = b.at[:, pl.ds(my_col, width)]
-        a = cta.slots.a.tile.at[0, slot]
+            b = b.at[part, slot, :, mine]
         if plan.a.k_major:
-            a = a.at[pl.ds(my_row, rows)]
+            a = a.at[0, slot, pl.ds(my_row, rows)]
         else:
-            a = a.at[my_row // WGMMA_ROWS + panel].transpose((1, 0))
+            a = a.at[0, slot, my_row // WGMMA_ROWS + panel].transpose((1, 0))
         if plan.wgmmas_per_step == 1:
             plgpu.wgmma(acc, a, b)
         else:
