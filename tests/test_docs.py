@@ -20,7 +20,7 @@ ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/test_partit
 BLOCK = re.compile(
     r"(?P<unrun>^<!-- not run: .* -->\n)?"
     r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n"
-    r"(?:\n```text\n(?P<error>(?:\w*Error: |\w+: |must ).*?)```)?",
+    r"(?:\n```text\n(?P<error>(?:\w*Error: |\w+: |must |captures ).*?)```)?",
     re.MULTILINE | re.DOTALL,
 )
 
