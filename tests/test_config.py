@@ -232,12 +232,12 @@ CASES = {
         problem(a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.int32),
     ),
     "result": Case(
-        ("the result of int8 must be one of int32", "got bfloat16"),
+        ("the result of int8 must be one of bfloat16, ", "float8_e5m2, int32, got int8"),
         config(tile=(128, 128)),
-        nt(jnp.int8, out_dtype=jnp.bfloat16),
+        nt(jnp.int8, out_dtype=jnp.int8),
     ),
     "epilogue of integers": Case(
-        ("int8 operands have no epilogue", "alpha=2"),
+        ("the result of int8 with an epilogue must be one of bfloat16, ", "float8_e5m2, got int32"),
         config(store_columns=32, tile=(128, 128)),
         nt(jnp.int8, out_dtype=jnp.int32, epilogue=Epilogue(alpha=2.0)),
     ),

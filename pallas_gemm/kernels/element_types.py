@@ -34,10 +34,12 @@ def refusals(problem: Problem, *, single: bool) -> Iterator[str]:
             f"{a} operands must be stored with k last (layout NT): only 16-bit elements are"
             f" transposed on the way into the tensor cores, got layout {problem.layout}"
         )
-    results = FLOATS | {INT32} if a == INT8 and problem.epilogue.is_identity else FLOATS
+    bare = problem.epilogue.is_identity
+    results = FLOATS | {INT32} if a == INT8 and bare else FLOATS
     if problem.out_dtype not in results:
         names = ", ".join(sorted(map(str, results)))
-        yield f"the result of {a} must be one of {names}, got {problem.out_dtype}"
+        what = str(a) if bare else f"{a} with an epilogue"
+        yield f"the result of {what} must be one of {names}, got {problem.out_dtype}"
 
 
 def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | None:

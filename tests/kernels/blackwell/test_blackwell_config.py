@@ -131,9 +131,12 @@ CASES = {
         ("float8_e4m3fn operands must be stored with k last", "got layout NN"),
         of_type(jnp.float8_e4m3fn, transpose_b=False),
     ),
-    "result": case(("the result of int8 must be one of int32", "got bfloat16"), of_type(jnp.int8)),
+    "result": case(
+        ("the result of int8 must be one of bfloat16, ", "float8_e5m2, int32, got int8"),
+        of_type(jnp.int8, jnp.int8),
+    ),
     "epilogue of integers": case(
-        ("int8 operands have no epilogue",),
+        ("the result of int8 with an epilogue must be one of bfloat16, ", "got int32"),
         of_type(jnp.int8, jnp.int32, epilogue=Epilogue(alpha=2.0)),
         store_columns=32,
     ),
