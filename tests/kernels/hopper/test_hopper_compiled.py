@@ -13,7 +13,6 @@ What is compiled covers the search space without being all of it, to take two mi
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -481,16 +480,13 @@ def compiling_seconds(name: str) -> float:
     config, problem = MODES[name]
     heavy = dataclasses.replace(problem, epilogue=Epilogue(bias=True, activation=gelu_tanh))
     kernel = hopper.build(HopperPlan(heavy, config, H200))
-    # The compiler runs in a new process, whose start is no part of what a user waits for.
-    around = starting_seconds()
     start = cpu_seconds()
     offline.compile_report(kernel, *operands(heavy), target="h200")
-    return cpu_seconds() - start - around
+    return cpu_seconds() - start
 
 
-@functools.cache
 def starting_seconds() -> float:
-    """Of compiling what needs no compiler."""
+    """Of compiling what needs no compiler: mostly of importing JAX in a new process."""
     start = cpu_seconds()
     offline.compile_reports(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="h200")
     return cpu_seconds() - start
@@ -498,6 +494,6 @@ def starting_seconds() -> float:
 
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", ["cluster 1x1", "tall", "in turns"])
-def test_tracing_and_compiling_takes_less_than_3_seconds(name):
-    # Anything else in this process, such as the collection of garbage, only adds to it.
-    assert any(compiling_seconds(name) < 3 for _ in range(3))
+def test_tracing_and_compiling_takes_little_longer_than_starting_the_compiler(name):
+    # 3 seconds beside 2 on an idle core. A busy one is slower at both.
+    assert any(compiling_seconds(name) < 2.5 * starting_seconds() for _ in range(3))
