@@ -35,13 +35,13 @@ class Share(NamedTuple):
 
     Attributes:
         count: Returns how many.
-        load: Starts to read the entry of a turn; up to two past the last are allowed.
-        piece: Returns the piece of a loaded entry.
+        load: Starts to read the words of a turn's entry; up to two past the last are allowed.
+        piece: Returns the piece of an entry whose words are loaded.
     """
 
     count: Callable[[], Scalar]
-    load: Callable[[Scalar], Scalar]
-    piece: Callable[[Scalar], work.Piece]
+    load: Callable[[Scalar], tuple[Scalar, ...]]
+    piece: Callable[..., work.Piece]
 
     def walk(
         self, compute: Compute, carry: Any, *, first: Scalar | int = 0, every: int = 1
@@ -51,20 +51,25 @@ class Share(NamedTuple):
         turns = self.count()
         mine = lax.div(turns - first + jnp.int32(every - 1), jnp.int32(every))
 
-        def step(i: Scalar, state: tuple[Scalar, Any]) -> tuple[Scalar, Any]:
+        def step(i: Scalar, state: tuple[Any, Any]) -> tuple[Any, Any]:
             entry, carry = state
             turn = first + i * every
             upcoming = self.load(turn + every)
-            return upcoming, compute(turn, self.piece(entry), carry)
+            return upcoming, compute(turn, self.piece(*entry), carry)
 
         return turns, lax.fori_loop(0, mine, step, (self.load(first), carry))[1]
 
 
 def read(table_gmem: Any, worker: Scalar, coding: work.Coding) -> Share:
     """The share of a worker in a dealt table in global memory, which `dealt_table` makes."""
-    return Share(
-        lambda: table_gmem[worker, 0], lambda turn: table_gmem[worker, turn + 1], coding.unpack
-    )
+
+    def load(turn: Scalar) -> tuple[Scalar, ...]:
+        if coding.words == 1:
+            return (table_gmem[worker, turn + 1],)
+        first = turn * coding.words + 1
+        return tuple(table_gmem[worker, first + word] for word in range(coding.words))
+
+    return Share(lambda: table_gmem[worker, 0], load, coding.unpack)
 
 
 def computed(order: OnlineSchedule, worker: Scalar, workers: int, coding: work.Coding) -> Share:
@@ -75,27 +80,31 @@ def computed(order: OnlineSchedule, worker: Scalar, workers: int, coding: work.C
         return lax.div(most - worker, jnp.int32(workers))
 
     return Share(
-        count, lambda turn: worker + turn * workers, lambda entry: coding.piece(*order(entry))
+        count, lambda turn: (worker + turn * workers,), lambda place: coding.piece(*order(place))
     )
 
 
-def dealt_table(schedule: Schedule, workers: int) -> np.ndarray:
+def dealt_table(schedule: Schedule, workers: int, spans: np.ndarray | None = None) -> np.ndarray:
     """Returns the operand that `read` reads, int32 `[workers, 1 + longest share + 2]`.
 
-    Column 0 is the worker's number of tiles. Two columns of padding at the end let a walk, which
-    steps by two for ping-pong consumers, read one step past the last entry.
+    Column 0 is the worker's number of pieces. Two entries of padding at the end let a walk, which
+    steps by two for ping-pong consumers, read one step past the last entry. Given the spans of
+    `Coding.pack`, an entry takes as many columns as it has words.
     """
-    dealt = work.deal(work.Coding().pack(schedule), workers)
-    counts = (dealt != PADDING).sum(axis=1, dtype=np.int32)
-    padding = np.full((workers, 2), PADDING, np.int32)
-    return np.concatenate([counts[:, None], dealt, padding], axis=1)
+    dealt = work.deal(work.Coding().pack(schedule, spans), workers)
+    counts = np.bincount(np.arange(len(schedule)) % workers, minlength=workers).astype(np.int32)
+    padding = np.full((workers, 2, *dealt.shape[2:]), PADDING, np.int32)
+    entries = np.concatenate([dealt, padding], axis=1).reshape(workers, -1)
+    return np.concatenate([counts[:, None], entries], axis=1)
 
 
-def order_operand(schedule: Schedule | OnlineSchedule, workers: int) -> jax.Array | None:
+def order_operand(
+    schedule: Schedule | OnlineSchedule, workers: int, spans: np.ndarray | None = None
+) -> jax.Array | None:
     """Returns the operand by which a kernel is told an order; None if it computes the order."""
     if isinstance(schedule, OnlineSchedule):
         return None
-    return jnp.asarray(dealt_table(schedule, workers))
+    return jnp.asarray(dealt_table(schedule, workers, spans))
 
 
 def share(

@@ -1,12 +1,12 @@
 """A piece of work: what an entry of a table tells a worker to compute next.
 
     an entry of a table    row (16 bits) | col (16 bits)
+    its second word        first k step (16 bits) | k steps (16 bits)       where they differ
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
 here the batch is split off again. Roles hand a piece on as a whole, so that what a table comes to
-say besides, such as a range of k steps or what becomes of the sum, is a field of `Piece` and a
-column of the table, which no other module has to know.
+say besides is a field of `Piece` and a word of its entries, which no other module has to know.
 """
 
 import dataclasses
@@ -32,11 +32,15 @@ class Piece(NamedTuple):
         row: Row of the cluster tile, in the grid of one product.
         col: Column of the cluster tile.
         batch: Which product of the batch; None without one.
+        first_step: The first step of k that goes into the sum; None if all do.
+        steps: How many do, one at least. What lies past the end of k is zeros.
     """
 
     row: Any
     col: Any
     batch: Any = None
+    first_step: Any = None
+    steps: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +50,28 @@ class Coding:
     Attributes:
         rows: Rows of cluster tiles of each product of a batch; None without one.
         bits: Bits of a row, and of a column. What they leave of a word is for a tag.
+        words: Words of an entry; of more than one, the second says which steps of k.
     """
 
     rows: int | None = None
     bits: int = TABLE_BITS
+    words: int = 1
 
-    def pack(self, schedule: Schedule) -> np.ndarray:
-        """Returns every piece in visiting order, int32 `[tiles]`, with a tag of zero."""
-        rows, cols = schedule.order.astype(np.uint32).T
-        return (rows << self.bits | cols).view(np.int32)
+    def pack(self, schedule: Schedule, spans: np.ndarray | None = None) -> np.ndarray:
+        """Returns every piece in visiting order, int32 `[tiles]`, with a tag of zero.
 
-    def unpack(self, entry: Any) -> Piece:
-        """The piece of an entry, whatever its tag."""
-        mask = jnp.int32((1 << self.bits) - 1)
-        row = lax.shift_right_logical(entry, jnp.int32(self.bits))
-        return self.piece(row & mask if 2 * self.bits < WORD_BITS else row, entry & mask)
+        Given the (first step, steps) of each, `[tiles, 2]`, the words of an entry are a last axis.
+        """
+        tiles = _joined(schedule.order, self.bits)
+        return tiles if spans is None else np.stack([tiles, _joined(spans, TABLE_BITS)], axis=1)
+
+    def unpack(self, *entry: Any) -> Piece:
+        """The piece of an entry, given each of its words, whatever its tag."""
+        piece = self.piece(*_halves(entry[0], self.bits))
+        if self.words == 1:
+            return piece
+        first_step, steps = _halves(entry[1], TABLE_BITS)
+        return piece._replace(first_step=first_step, steps=steps)
 
     def piece(self, row: Any, col: Any) -> Piece:
         """The piece at (row, col) of the grid of a schedule."""
@@ -71,6 +82,19 @@ class Coding:
         return Piece(lax.rem(row, rows), col, batch)
 
 
+def _joined(pairs: np.ndarray, bits: int) -> np.ndarray:
+    """Makes a word of each pair of numbers of so many bits."""
+    high, low = pairs.astype(np.uint32).T
+    return (high << bits | low).view(np.int32)
+
+
+def _halves(word: Any, bits: int) -> tuple[Any, Any]:
+    """Takes a word apart into two numbers of so many bits."""
+    mask = jnp.int32((1 << bits) - 1)
+    high = lax.shift_right_logical(word, jnp.int32(bits))
+    return high & mask if 2 * bits < WORD_BITS else high, word & mask
+
+
 def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Coding:
     """How the pieces of a problem are written."""
     return Coding(config.grid(problem)[0] if problem.batch > 1 else None, bits)
@@ -79,9 +103,10 @@ def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Codi
 def deal(entries: np.ndarray, workers: int) -> np.ndarray:
     """Deals entries to workers in turn: int32 `[workers, longest share]`, filled up with padding.
 
-    Entries that follow each other are then computed at the same time.
+    Entries that follow each other are then computed at the same time. Of several words of an entry,
+    there is a last axis.
     """
     longest = -(-len(entries) // workers)
-    dealt = np.full(longest * workers, PADDING, np.int32)
+    dealt = np.full((longest * workers, *entries.shape[1:]), PADDING, np.int32)
     dealt[: len(entries)] = entries
-    return dealt.reshape(longest, workers).T
+    return dealt.reshape(longest, workers, *entries.shape[1:]).swapaxes(0, 1)

@@ -77,6 +77,22 @@ def test_turns_can_be_shared(tiles_of_worker, every):
     ]
 
 
+@given(grids, workers, st.randoms())
+def test_the_words_of_a_dealt_entry_stay_together(grid, workers, random):
+    schedule = schedules.build("hilbert", *grid)
+    spans = np.array(
+        [[random.randrange(1 << 16), random.randrange(1, 1 << 16)] for _ in schedule.order]
+    )
+    table = jnp.asarray(tiles.dealt_table(schedule, workers, spans))
+    coding = work.Coding(words=2)
+    for worker in range(workers):
+        share = tiles.read(table, jnp.int32(worker), coding)
+        walked = [share.piece(*share.load(turn)) for turn in range(int(share.count()))]
+        read = np.array([(p.row, p.col, p.first_step, p.steps) for p in walked]).reshape(-1, 4)
+        expected = np.concatenate([schedule.order, spans], axis=1)[worker::workers]
+        np.testing.assert_array_equal(read, expected)
+
+
 def test_rows_beyond_32767_survive_the_packing():
     rows = np.array([[row, 0] for row in range(40_000)])
     share = table_share(Schedule((40_000, 1), rows), 20_000, 19_999)
@@ -87,7 +103,7 @@ def test_rows_beyond_32767_survive_the_packing():
 def test_an_entry_names_the_product_of_the_batch_that_its_row_belongs_to(bits):
     schedule = schedules.build("hilbert", 3 * 5, 7)
     coding = work.Coding(rows=5, bits=bits)
-    row, col, batch = map(np.asarray, coding.unpack(jnp.asarray(coding.pack(schedule))))
+    row, col, batch = map(np.asarray, coding.unpack(jnp.asarray(coding.pack(schedule)))[:3])
     np.testing.assert_array_equal(np.stack([5 * batch + row, col], axis=1), schedule.order)
     assert set(row) == set(range(5))
     assert set(batch) == set(range(3))
@@ -132,7 +148,7 @@ def test_the_next_entry_is_read_before_the_work_on_this_one():
 def test_a_claim_names_its_tile_whatever_its_tag(tag):
     schedule = schedules.build("hilbert", 91, 90)
     tagged = CLAIMS.pack(schedule).view(np.uint32) | np.uint32(tag << 26)
-    row, col, batch = CLAIMS.unpack(jnp.asarray(tagged.view(np.int32)))
+    row, col, batch, *_ = CLAIMS.unpack(jnp.asarray(tagged.view(np.int32)))
     np.testing.assert_array_equal(np.stack([row, col], axis=1), schedule.order)
     assert batch is None
 

@@ -102,9 +102,10 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
         cta.rows.await_rows(at)
 
         def one_step(factors: launch.Factors, before: int, k: Any, head: ring.Head) -> ring.Head:
-            @pl.when(turn * plan.k_steps + (k + before if before else k) >= stages)
+            @pl.when(ring.filled(plan, turn, k + before if before else k, head) >= stages)
             def _until_free() -> None:
-                plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, *head)])
+                last = ring.last_barrier(plan, head.slot, head.readers)
+                plgpu.barrier_wait(barriers.empty.at[last])
 
             full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
             load_step(cta, factors, at, Target(at.batch, k * plan.tile_k, head.slot, full))
@@ -112,15 +113,26 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
 
         before = 0
         for factors, steps in zip(cta.gmem.factors, plan.piece_steps, strict=True):
-            head = lax.fori_loop(0, steps, functools.partial(one_step, factors, before), head)
+            first, end = _span(plan, piece, before, steps)
+            head = lax.fori_loop(first, end, functools.partial(one_step, factors, before), head)
             before += steps
         return head
 
     turns, head = walk(one_tile, ring.start(plan))
 
-    @pl.loop(0, lax.min(turns * plan.k_steps, jnp.int32(stages)))
+    @pl.loop(0, lax.min(ring.filled(plan, turns, None, head), jnp.int32(stages)))
     def _drain(slot: Any) -> None:
         plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, slot, head.readers)])
+
+
+def _span(plan: HopperPlan, piece: work.Piece, before: int, steps: int) -> tuple[Any, Any]:
+    """Which steps a piece of work takes of an array with so many steps, after those `before` it."""
+    if piece.steps is None:
+        return 0, steps
+    first, end = piece.first_step, piece.first_step + piece.steps
+    if len(plan.piece_steps) == 1:
+        return first, end
+    return jnp.clip(first - before, 0, steps), jnp.clip(end - before, 0, steps)
 
 
 def load_step(cta: Cta, factors: launch.Factors, at: place.Where, target: Target) -> None:
@@ -176,24 +188,39 @@ def _for_rows_that_are_there(
         pl.when(start + operand.tile > rows)(lambda: load(last))
 
 
+class Progress(NamedTuple):
+    """What a consumer hands on from tile to tile.
+
+    Attributes:
+        previous: What is left to be stored of the tile before; None if it is stored at once.
+        slot: The slot of the next step, where it is counted from tile to tile, or None.
+    """
+
+    previous: store.Tile | None = None
+    slot: Any = None
+
+
 def consumer(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the producer loaded and stores the tiles."""
     plan, me = cta.plan, lax.axis_index(launch.WARPGROUP)
 
-    def one_tile(turn: Any, piece: work.Piece, previous: store.Tile | None) -> store.Tile | None:
+    def one_tile(turn: Any, piece: work.Piece, progress: Progress) -> Progress:
         at = tile_to_store(cta, piece, me)
         store.fetch_residual(cta, me, at, range(plan.config.store_slots))
-        stores = late_store.stores(cta, me, turn, previous)
-        total = pl.run_scoped(
-            lambda acc: multiply(cta, me, turn, acc, stores),
+        stores = late_store.stores(cta, me, turn, progress.previous)
+        steps = Steps(turn, progress.slot, piece.steps)
+        total, slot = pl.run_scoped(
+            lambda acc: multiply(cta, me, steps, acc, stores),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
         )
-        return late_store.take(cta, me, total, at)
+        return Progress(late_store.take(cta, me, total, at), slot)
 
     if plan.config.pingpong:
         _walk_alternately(cta, walk, one_tile)
     else:
-        late_store.end(cta, me, *walk(one_tile, late_store.start(cta, me)))
+        start = Progress(late_store.start(cta, me), ring.upcoming(plan))
+        turns, end = walk(one_tile, start)
+        late_store.end(cta, me, turns, end.previous)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -206,16 +233,35 @@ def _walk_alternately(cta: Cta, walk: tiles.Walk, one_tile: tiles.Compute) -> No
     def _give_the_first_baton() -> None:
         plgpu.barrier_arrive(baton.at[0])
 
-    turns, _ = walk(one_tile, None, first=me, every=consumers)
+    turns, _ = walk(one_tile, Progress(), first=me, every=consumers)
 
     @pl.when(me == lax.rem(turns, jnp.int32(consumers)))
     def _take_back_the_last_baton() -> None:
         plgpu.barrier_wait(baton.at[me])
 
 
-def multiply(cta: Cta, me: Any, turn: Any, acc: Any, stores: late_store.Stores) -> Any:
-    """Runs the k loop of one tile, with stores in between, and returns the accumulator's value."""
-    plan, barriers = cta.plan, cta.barriers
+class Steps(NamedTuple):
+    """The k loop of one tile.
+
+    Attributes:
+        turn: The number of the tile in its worker's sequence.
+        slot: The slot of its first step; None if the turn says it.
+        count: How many steps it takes, one at least; None for all of them.
+    """
+
+    turn: Any
+    slot: Any = None
+    count: Any = None
+
+
+def multiply(
+    cta: Cta, me: Any, steps: Steps, acc: Any, stores: late_store.Stores
+) -> tuple[Any, Any]:
+    """Runs the k loop of one tile, with stores in between.
+
+    Returns the accumulator's value, and the slot of the next tile's first step if it is counted.
+    """
+    plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
     def issue(slot: Any) -> None:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
@@ -233,7 +279,7 @@ def multiply(cta: Cta, me: Any, turn: Any, acc: Any, stores: late_store.Stores) 
 
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.baton.at[me])
-    slot = ring.first_slot(plan, turn)
+    slot = ring.first_slot(plan, turn, steps.slot)
     issue(slot)
     kept, issued = ring.keep(plan, slot), 1
     for k, store_chunk in stores:
@@ -243,12 +289,13 @@ def multiply(cta: Cta, me: Any, turn: Any, acc: Any, stores: late_store.Stores) 
             kept = lax.fori_loop(issued, k + 1, advance, kept)
         store_chunk()
         issued = max(issued, k + 1)
-    kept = lax.fori_loop(issued, plan.k_steps, advance, kept)
+    end = plan.k_steps if steps.count is None else steps.count
+    kept = lax.fori_loop(issued, end, advance, kept)
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
     total = acc[...]  # Waits for every WGMMA in flight.
     release(ring.last_slot(plan, turn, kept))
-    return total
+    return total, ring.upcoming(plan, kept)
 
 
 def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
@@ -281,14 +328,12 @@ def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
     if not plan.claims_tiles:
-        coding = work.coding(plan.config, plan.problem)
-        return tiles.share(plan.schedule, order, worker, plan.workers, coding).walk
+        return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding).walk
     claimant = None
     if producing:
         rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
         claimant = (rank == 0).astype(jnp.int32)
-    coding = work.coding(plan.config, plan.problem, work.CLAIM_BITS)
-    return functools.partial(claims.walk, order, worker, plan.workers, coding, claimant)
+    return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
 
 
 def _body(
@@ -329,7 +374,10 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     schedule: Any = plan.schedule
-    order = (claims if plan.claims_tiles else tiles).order_operand(schedule, plan.workers)
+    if plan.claims_tiles:
+        order: Any = claims.order_operand(schedule, plan.workers)
+    else:
+        order = tiles.order_operand(schedule, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)
     return inputs._replace(sent=remote.counter(plan))
 

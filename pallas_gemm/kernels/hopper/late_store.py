@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place, work
+from pallas_gemm.kernels import place
 from pallas_gemm.kernels.hopper import store
 from pallas_gemm.kernels.hopper.config import UNROLLED_STEPS
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
@@ -38,7 +38,7 @@ def start(cta: Cta, me: Any) -> store.Tile | None:
         return None
     nothing = jnp.zeros(plan.consumer_out_tile, plan.problem.out_dtype)
     nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    nowhere = work.coding(plan.config, plan.problem).piece(jnp.int32(0), jnp.int32(0))
+    nowhere = plan.coding.piece(jnp.int32(0), jnp.int32(0))
     return store.Tile(nothing, tile_to_store(cta, nowhere, me))
 
 

@@ -4,8 +4,10 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels import protocol, work
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig, stored_by_tma
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.operand import OperandPlan
@@ -103,6 +105,23 @@ class HopperPlan:
         """The steps of each piece of the operands; of several, each has a whole number of them."""
         pieces = self.problem.pieces
         return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
+
+    @functools.cached_property
+    def spans(self) -> np.ndarray | None:
+        """The (first step, steps) of k of each piece of work, in order; None if all take all."""
+        return None
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether each piece of work says which steps of k it takes."""
+        return self.spans is not None
+
+    @functools.cached_property
+    def coding(self) -> work.Coding:
+        """How pieces of work are written."""
+        bits = work.CLAIM_BITS if self.claims_tiles else work.TABLE_BITS
+        coding = work.coding(self.config, self.problem, bits)
+        return dataclasses.replace(coding, words=2) if self.own_steps else coding
 
     @property
     def wgmmas_per_step(self) -> int:

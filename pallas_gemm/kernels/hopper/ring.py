@@ -9,6 +9,9 @@ Steps of the k loop are numbered through all tiles of a worker. Step s uses slot
     consumer that stores late     dividing: it has no register left to keep the slot in. Its order
                                   is read from a table, so that its divisions have 32 bits
 
+Where every tile takes as many steps, a tile's first step is known by its turn. Where pieces of work
+say how many they take (`HopperPlan.own_steps`), it is counted from tile to tile.
+
 Whoever waits on a barrier has to wait for each of its phases. A ping-pong consumer uses a slot in
 its own tiles only, so that each of the two has barriers of its own for every slot.
 """
@@ -31,15 +34,17 @@ class Head(NamedTuple):
         slot: The slot.
         readers: Bit s is the ping-pong consumer that the last step in slot s was for; None if all
             consumers read every slot.
+        filled: How many steps it has filled slots for; None where turns say it.
     """
 
     slot: Scalar
     readers: Scalar | None
+    filled: Scalar | None = None
 
 
-def first_slot(plan: HopperPlan, turn: Scalar) -> Scalar:
-    """The slot of the first step of a worker's tile number `turn`."""
-    return _divided(plan, turn, jnp.int32(0))
+def first_slot(plan: HopperPlan, turn: Scalar, upcoming: Scalar | None) -> Scalar:
+    """The slot of the first step of a worker's tile number `turn`, unless it was counted."""
+    return _divided(plan, turn, jnp.int32(0)) if upcoming is None else upcoming
 
 
 def step(plan: HopperPlan, turn: Scalar, k: Scalar, kept: Scalar | None) -> tuple[Scalar, Scalar]:
@@ -74,9 +79,27 @@ def barrier(plan: HopperPlan, slot: Scalar, reader: Scalar) -> Scalar:
     return reader * plan.config.stages + slot if plan.config.pingpong else slot
 
 
+def upcoming(plan: HopperPlan, slot: Scalar | None = None) -> Scalar | None:
+    """The slot of a consumer's next tile, after one that ended with a slot; None if turns say it.
+
+    Before the first tile there is no such slot.
+    """
+    if not plan.own_steps:
+        return None
+    return jnp.int32(0) if slot is None else following(plan, slot)
+
+
 def start(plan: HopperPlan) -> Head:
     """The producer before its first step."""
-    return Head(jnp.int32(0), jnp.int32(0) if plan.config.pingpong else None)
+    readers = jnp.int32(0) if plan.config.pingpong else None
+    return Head(jnp.int32(0), readers, jnp.int32(0) if plan.own_steps else None)
+
+
+def filled(plan: HopperPlan, turn: Scalar, k: Scalar | None, head: Head) -> Scalar:
+    """How many steps the producer has filled slots for, before step k (or the first) of a turn."""
+    if head.filled is not None:
+        return head.filled
+    return turn * plan.k_steps if k is None else turn * plan.k_steps + k
 
 
 def last_barrier(plan: HopperPlan, slot: Scalar, readers: Scalar | None) -> Scalar:
@@ -86,10 +109,10 @@ def last_barrier(plan: HopperPlan, slot: Scalar, readers: Scalar | None) -> Scal
 
 def advance(plan: HopperPlan, head: Head, reader: Scalar) -> Head:
     """The producer after it has filled a slot for a consumer."""
-    slot, readers = head
+    slot, readers, steps = head
     if readers is not None:
         readers = readers + lax.shift_left(reader - _reader(readers, slot), slot)
-    return Head(following(plan, slot), readers)
+    return Head(following(plan, slot), readers, None if steps is None else steps + 1)
 
 
 def _reader(readers: Scalar, slot: Scalar) -> Scalar:

@@ -52,13 +52,15 @@ def test_producer_and_consumers_agree_about_slots(mode, k_steps):
         kept, expected = None, -1
         for k in map(jnp.int32, range(k_steps)):
             if k == 0:
-                slot = ring.first_slot(plan, turn)
+                slot = ring.first_slot(plan, turn, None)
             else:
                 before, slot = ring.step(plan, turn, k, kept)
                 assert before == expected
             expected = (int(turn) * k_steps + int(k)) % 3
             assert slot == head.slot == expected
-            assert ring.last_barrier(plan, *head) == readers.get(expected, expected)
+            assert ring.last_barrier(plan, head.slot, head.readers) == readers.get(
+                expected, expected
+            )
             readers[expected] = int(ring.barrier(plan, slot, reader))
             kept = ring.keep(plan, slot)
             head = ring.advance(plan, head, reader)

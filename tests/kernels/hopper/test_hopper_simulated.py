@@ -23,6 +23,7 @@ from tests import covering, products
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and four CTAs make each
 # worker compute several tiles.
+SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
 SMALL = HopperConfig(tile=(128, 64), stages=2, ctas=4, store_columns=32)
 PINGPONG = dataclasses.replace(SMALL, late_store=False, tile=(64, 64), pingpong=True)
 MIRRORED = dataclasses.replace(SMALL, mirrored=True)
@@ -30,10 +31,14 @@ MIRRORED = dataclasses.replace(SMALL, mirrored=True)
 
 def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> np.ndarray:
     """Simulates the kernel; fails if it raced."""
-    simulator = plgpu.InterpretGPUParams(detect_races=True)
-    kernel = hopper.build(HopperPlan(problem, config, H200, interpret=simulator))
+    return run_plan(HopperPlan(problem, config, H200, interpret=SIMULATOR), operands)
+
+
+def run_plan(plan: HopperPlan, operands: products.Operands) -> np.ndarray:
+    """Simulates the kernel of a plan, likewise."""
+    kernel, taken = hopper.build(plan), products.as_taken(plan.problem, operands)
     try:
-        out = np.asarray(jax.jit(kernel)(*products.as_taken(problem, operands))).astype(np.float64)
+        out = np.asarray(jax.jit(kernel)(*taken)).astype(np.float64)
         assert not gpu_callbacks.get_races().races_found
     except Exception:
         gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -169,6 +174,27 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
 def test_what_no_other_option_bears_on(name, rng):
     changes, problem = ALONE[name]
     check_exact(problem, dataclasses.replace(SMALL, **changes), rng)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "own_spans"),
+    # One step past the end of k is zeros.
+    [((), ((0, 6), (2, 1), (1, 4), (6, 1))), ((64, 192, 128), ((0, 6), (2, 3), (5, 1), (0, 4)))],
+    ids=["one", "pieces"],
+)
+def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng):
+    class OwnSteps(HopperPlan):
+        spans = np.array(own_spans)
+
+    problem = Problem(256, 128, 6 * 64, transpose_a=True, pieces=pieces)
+    config = dataclasses.replace(SMALL, schedule="raster", ctas=2, late_store=False)
+    operands = products.small_integers(problem, rng)
+    out = run_plan(OwnSteps(problem, config, H200, interpret=SIMULATOR), operands)
+    for number, (first, steps) in enumerate(own_spans):
+        row, col = 128 * (number // 2), 64 * (number % 2)
+        a, b = (np.asarray(x)[64 * first : 64 * (first + steps)] for x in operands[:2])
+        expected = a[:, row : row + 128].astype(float).T @ b[:, col : col + 64].astype(float)
+        np.testing.assert_array_equal(out[row : row + 128, col : col + 64], expected)
 
 
 @pytest.mark.parametrize(
