@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,25 @@ import numpy as np
 
 ROW_BYTES = 16
 """What TMA asks of rows: a multiple of it."""
+
+TYPES = MappingProxyType(
+    {
+        "bf16": jnp.bfloat16,
+        "f16": jnp.float16,
+        "f32": jnp.float32,
+        "f64": jnp.float64,
+        "e4m3": jnp.float8_e4m3fn,
+        "e5m2": jnp.float8_e5m2,
+        "s8": jnp.int8,
+        "s32": jnp.int32,
+    }
+)
+"""Short names of types, beside those that NumPy and JAX know."""
+
+
+def element_type(value: Any) -> Any:
+    """Returns a type that may be given by a short name such as "bf16"; all else as it is."""
+    return TYPES.get(value, value) if isinstance(value, str) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +137,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
-            object.__setattr__(self, field, np.dtype(getattr(self, field)))
+            object.__setattr__(self, field, np.dtype(element_type(getattr(self, field))))
         for field in ("m", "n", "k", "batch"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")

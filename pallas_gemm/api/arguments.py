@@ -4,7 +4,6 @@ import difflib
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Options
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import Epilogue, element_type
 from schedules import OnlineSchedule, Schedule, parse
 
 
@@ -170,8 +169,7 @@ def result_type(
     """
     wanted = None
     if preferred_element_type is not None:
-        named = preferred_type(preferred_element_type)
-        wanted = _number_type("preferred_element_type", named)
+        wanted = _number_type("preferred_element_type", preferred_element_type)
     operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
     settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
     return _result_type(product, *operands, wanted, precision, settings)
@@ -193,32 +191,12 @@ def _result_type(
 
 def _number_type(name: str, value: Any) -> np.dtype:
     try:
-        wanted = jax.dtypes.canonicalize_dtype(value)
+        wanted = jax.dtypes.canonicalize_dtype(element_type(value))
     except TypeError:
         wanted = None
     if wanted is None or not _has_values(wanted):
         raise TypeError(f"{name}={value!r} is no type of numbers, such as jnp.float32")
     return np.dtype(wanted)
-
-
-def preferred_type(value: Any) -> Any:
-    """Returns a type of a result, which may be given by a short name such as "bf16"."""
-    return TYPES.get(value, value) if isinstance(value, str) else value
-
-
-TYPES = MappingProxyType(
-    {
-        "bf16": jnp.bfloat16,
-        "f16": jnp.float16,
-        "f32": jnp.float32,
-        "f64": jnp.float64,
-        "e4m3": jnp.float8_e4m3fn,
-        "e5m2": jnp.float8_e5m2,
-        "s8": jnp.int8,
-        "s32": jnp.int32,
-    }
-)
-"""Short names of types, beside those that NumPy and JAX know."""
 
 
 def epilogue_dtype(epilogue: Epilogue, operand_dtypes: Sequence[Any], out_dtype: Any) -> None:

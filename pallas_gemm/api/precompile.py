@@ -29,7 +29,7 @@ from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Epilogue, Problem, element_type
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
@@ -112,7 +112,7 @@ def precompile(
         shapes: `(m, n, k)` or `(batch, m, n, k)` of each product, or a `Problem`; for that, only
             `precision`, `schedule`, `config` and `implementation` of the keywords count.
         target: "h100", "h200" or "b200".
-        dtype: Type of the operands, or a pair of them.
+        dtype: Type of the operands, such as `jnp.bfloat16` or "bf16", or a pair of them.
         bias: There is a bias.
         residual: There is a residual.
         gated: Each is a `gated_gemm`.
@@ -220,7 +220,7 @@ def _product(
             " integers, or a Problem"
         )
     dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
-    a_dtype, b_dtype = map(jnp.dtype, dtypes)
+    a_dtype, b_dtype = (jnp.dtype(element_type(own)) for own in dtypes)
     out_dtype = options.get("preferred_element_type") or jnp.promote_types(a_dtype, b_dtype)
     layout: dict[str, Any] = {
         name: bool(options.get(name, False)) for name in ("transpose_a", "transpose_b")

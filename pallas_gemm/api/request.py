@@ -20,7 +20,7 @@ from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import Call, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import Epilogue, element_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +124,8 @@ def _request(
     out_sharding: Any = None,
 ) -> Request:
     resolved = precisions.resolve(precision)
-    preferred_element_type = arguments.preferred_type(preferred_element_type)
     rules = jnp.matmul if multiply.func is _matmul else lax.dot
-    wanted = preferred_element_type
+    wanted = element_type(preferred_element_type)
     dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(

@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.api.gemm import Activation, gemm
+from pallas_gemm.api.gemm import gated_gemm, gemm
+from pallas_gemm.problem import element_type
 
 
-def dense(
-    operands: Sequence[Any], residual: jax.Array | None, *, activation: Activation, **options: Any
-) -> jax.Array:
+def dense(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -> jax.Array:
     """Computes `activation(inputs @ kernel + bias) + residual`, rounded once.
 
     The result has the type that the same steps in JAX would give it: that of the product, promoted
@@ -20,23 +19,54 @@ def dense(
     Args:
         operands: Inputs, kernel, and bias or None, as `promote_dtype` of the layer returns them.
         residual: As for `gemm`.
-        activation: As for `gemm`.
         **options: As for `gemm`.
     """
     inputs, kernel, bias = operands
-    wanted = options.pop("preferred_element_type", None)
-    dtype = jnp.result_type(inputs, kernel) if wanted is None else wanted
+    return gemm(inputs, kernel, bias=bias, **_result(operands, residual, options))
+
+
+def gated(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -> jax.Array:
+    """Computes `activation(inputs @ gate + bias) * (inputs @ up + bias) + residual`, rounded once.
+
+    Args:
+        operands: Inputs, both kernels, and both biases or None.
+        residual: As for `dense`.
+        **options: As for `gated_gemm`.
+    """
+    inputs, gate, up, *biases = operands
+    named = dict(zip(("gate_bias", "up_bias"), biases, strict=True))
+    return gated_gemm(inputs, gate, up, **named, **_result(operands, residual, options))
+
+
+def _result(
+    operands: Sequence[Any], residual: jax.Array | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the options of a product, the residual and the type of the result among them."""
+    wanted = options.get("preferred_element_type")
+    dtype = jnp.result_type(*operands[:2]) if wanted is None else wanted
     if residual is not None:
         dtype = jnp.promote_types(dtype, residual.dtype)
-    return gemm(
-        inputs,
-        kernel,
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        preferred_element_type=dtype,
-        **options,
-    )
+    return options | {"residual": residual, "preferred_element_type": dtype}
+
+
+def how(layer: Any) -> dict[str, Any]:
+    """Returns how a layer is told to compute its products; stock ones are told nothing."""
+    return {name: getattr(layer, name, None) for name in HOW}
+
+
+HOW = ("schedule", "config", "implementation")
+"""Fields of a layer that are passed on to the product as they are."""
+
+
+def with_types(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a stock layer with types in place of their short names."""
+    return {
+        name: element_type(value) if name in TYPES_OF_LAYERS else value
+        for name, value in options.items()
+    }
+
+
+TYPES_OF_LAYERS = frozenset(("dtype", "param_dtype", "preferred_element_type"))
 
 
 def refuse_dot_general(layer: Any, **given: Any) -> None:

@@ -8,8 +8,10 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
 from pallas_gemm.api import gemm as api
-from pallas_gemm.api.gemm import Activation, gated_gemm
+from pallas_gemm.api.gemm import Activation, Order
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fused
+from pallas_gemm.problem import element_type
 
 
 class Dense(nn.Dense):
@@ -22,9 +24,15 @@ class Dense(nn.Dense):
 
     Attributes:
         activation: As for `pallas_gemm.gemm`.
+        schedule: As for `pallas_gemm.gemm`.
+        config: As for `pallas_gemm.gemm`.
+        implementation: As for `pallas_gemm.gemm`.
     """
 
     activation: Activation = None
+    schedule: Order = None
+    config: GemmConfig | None = None
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -41,12 +49,19 @@ class Dense(nn.Dense):
             self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
         )
         shape = (inputs.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        param_dtype = element_type(self.param_dtype)
+        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
         bias = None
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
-        operands = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        return fused.dense(operands, residual, activation=self.activation, precision=self.precision)
+            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        operands = self.promote_dtype(inputs, kernel, bias, dtype=element_type(self.dtype))
+        return fused.dense(
+            operands,
+            residual,
+            activation=self.activation,
+            precision=self.precision,
+            **fused.how(self),
+        )
 
 
 class _Parameters(nn.Dense):
@@ -55,10 +70,11 @@ class _Parameters(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
         shape = (inputs.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        param_dtype = element_type(self.param_dtype)
+        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
         if not self.use_bias:
             return kernel, None
-        return kernel, self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+        return kernel, self.param("bias", self.bias_init, shape[1:], param_dtype)
 
 
 def projections(  # noqa: PLR0913 - each is a keyword
@@ -72,6 +88,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
     kernel_init: Any = nn.Dense.kernel_init,
     bias_init: Any = nn.Dense.bias_init,
     promote_dtype: Any = promote_dtype,
+    **how: Any,
 ) -> tuple[jax.Array, ...]:
     """Computes several dense layers of the same inputs, as `pallas_gemm.projections` does.
 
@@ -94,6 +111,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
         kernel_init: As for `flax.linen.Dense`.
         bias_init: As for `flax.linen.Dense`.
         promote_dtype: As for `flax.linen.Dense`; called with inputs, kernels and biases.
+        **how: `activations`, `schedule`, `config` and `implementation`, as for
+            `pallas_gemm.projections`.
 
     Returns:
         The results, in the order of their names.
@@ -111,15 +130,15 @@ def projections(  # noqa: PLR0913 - each is a keyword
     }
     made = [_Parameters(size, name=name, **options)(inputs) for name, size in features.items()]
     kernels, biases = zip(*made, strict=True)
-    inputs, *ready = promote_dtype(inputs, *kernels, *biases, dtype=dtype)
+    inputs, *ready = promote_dtype(inputs, *kernels, *biases, dtype=element_type(dtype))
     kernels, biases = ready[: len(made)], ready[len(made) :]
-    return api.projections(inputs, kernels, biases=biases, precision=precision)
+    return api.projections(inputs, kernels, biases=biases, precision=precision, **how)
 
 
 class GatedDense(nn.Module):
     """`activation(inputs @ gate) * (inputs @ up)`, rounded once: SwiGLU and its relatives.
 
-    The parameters are those of two stock layers without bias that are named "gate" and "up":
+    The parameters are those of two stock layers that are named "gate" and "up":
 
         flax.linen.silu(flax.linen.Dense(features, use_bias=False, name="gate")(inputs))
         * flax.linen.Dense(features, use_bias=False, name="up")(inputs)
@@ -133,10 +152,15 @@ class GatedDense(nn.Module):
         dtype: As for `flax.linen.Dense`: the type of the computation.
         param_dtype: As for `flax.linen.Dense`.
         precision: As for `flax.linen.Dense`.
+        use_bias: Both have a bias.
         kernel_init: As for `flax.linen.Dense`; of both kernels.
-        promote_dtype: As for `flax.linen.Dense`; called with the inputs and both kernels.
+        bias_init: As for `flax.linen.Dense`; of both biases.
+        promote_dtype: As for `flax.linen.Dense`; called with inputs, both kernels and both biases.
         gate_name: What the layer of the kernel that goes through the activation is called.
         up_name: What the layer of the other kernel is called.
+        schedule: As for `pallas_gemm.gemm`.
+        config: As for `pallas_gemm.gemm`.
+        implementation: As for `pallas_gemm.gemm`.
     """
 
     features: int
@@ -144,30 +168,45 @@ class GatedDense(nn.Module):
     dtype: Any = None
     param_dtype: Any = jax.numpy.float32
     precision: Any = None
+    use_bias: bool = False
     kernel_init: Any = nn.Dense.kernel_init
+    bias_init: Any = nn.Dense.bias_init
     promote_dtype: Any = promote_dtype
     gate_name: str = "gate"
     up_name: str = "up"
+    schedule: Order = None
+    config: GemmConfig | None = None
+    implementation: str | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
         """Computes the gated product.
 
         Args:
             inputs: Any number of dimensions, of which the last is contracted.
+            residual: As for `Dense`.
 
         Returns:
             The result.
         """
-        (gate, _), (up, _) = (
+        (gate, gate_bias), (up, up_bias) = (
             _Parameters(
                 self.features,
-                use_bias=False,
+                use_bias=self.use_bias,
                 param_dtype=self.param_dtype,
                 kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
                 name=name,
             )(inputs)
             for name in (self.gate_name, self.up_name)
         )
-        inputs, gate, up = self.promote_dtype(inputs, gate, up, dtype=self.dtype)
-        return gated_gemm(inputs, gate, up, activation=self.activation, precision=self.precision)
+        operands = self.promote_dtype(
+            inputs, gate, up, gate_bias, up_bias, dtype=element_type(self.dtype)
+        )
+        return fused.gated(
+            operands,
+            residual,
+            activation=self.activation,
+            precision=self.precision,
+            **fused.how(self),
+        )

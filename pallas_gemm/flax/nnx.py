@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from pallas_gemm.api import gemm as api
-from pallas_gemm.api.gemm import Activation, gated_gemm
+from pallas_gemm.api.gemm import Activation, Order
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fused
 
 
@@ -26,6 +27,9 @@ class Linear(nnx.Linear):
         out_features: int,
         *,
         activation: Activation = None,
+        schedule: Order = None,
+        config: GemmConfig | None = None,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -35,6 +39,9 @@ class Linear(nnx.Linear):
             in_features: As for `flax.nnx.Linear`.
             out_features: As for `flax.nnx.Linear`.
             activation: As for `pallas_gemm.gemm`.
+            schedule: As for `pallas_gemm.gemm`.
+            config: As for `pallas_gemm.gemm`.
+            implementation: As for `pallas_gemm.gemm`.
             rngs: As for `flax.nnx.Linear`.
             **options: All else that `flax.nnx.Linear` takes.
 
@@ -42,8 +49,9 @@ class Linear(nnx.Linear):
             ValueError: `dot_general` is given.
         """
         fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
-        super().__init__(in_features, out_features, rngs=rngs, **options)
+        super().__init__(in_features, out_features, rngs=rngs, **fused.with_types(options))
         self.activation = activation
+        self.schedule, self.config, self.implementation = schedule, config, implementation
 
     def __call__(
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
@@ -67,6 +75,7 @@ class Linear(nnx.Linear):
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
+            **fused.how(self),
         )
 
 
@@ -94,11 +103,12 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
         raise ValueError(f"layers must be one layer or more, got {layers!r}")
     first = layers[0]
     for i, layer in enumerate(layers):
-        for field in ("dtype", "precision", "preferred_element_type", "promote_dtype"):
-            if getattr(layer, field) != getattr(first, field):
+        for field in (*_OF_STOCK_LAYERS, *fused.HOW):
+            own, other = getattr(first, field, None), getattr(layer, field, None)
+            if own != other:
                 raise ValueError(
-                    f"layers must agree in {field}, got {getattr(first, field)!r} in layers[0] and"
-                    f" {getattr(layer, field)!r} in layers[{i}]"
+                    f"layers must agree in {field}, got {own!r} in layers[0] and {other!r} in"
+                    f" layers[{i}]"
                 )
         if getattr(layer, "activation", None) is not None:
             raise ValueError(
@@ -118,14 +128,17 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
         biases=promoted[1 + len(layers) :],
         precision=first.precision,
         preferred_element_type=first.preferred_element_type,
+        **fused.how(first),
     )
+
+
+_OF_STOCK_LAYERS = ("dtype", "precision", "preferred_element_type", "promote_dtype")
 
 
 class GatedDense(nnx.Module):
     """`activation(inputs @ gate) * (inputs @ up)`, rounded once: SwiGLU and its relatives.
 
-    The parameters lie in two stock layers without bias, `gate` and `up`, so that a block that is
-    written as
+    The parameters lie in two stock layers, `gate` and `up`, so that a block that is written as
 
         self.gate = nnx.Linear(in_features, out_features, use_bias=False, rngs=rngs)
         self.up = nnx.Linear(in_features, out_features, use_bias=False, rngs=rngs)
@@ -140,6 +153,10 @@ class GatedDense(nnx.Module):
         out_features: int,
         *,
         activation: Activation = "silu",
+        schedule: Order = None,
+        config: GemmConfig | None = None,
+        implementation: str | None = None,
+        use_bias: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -149,40 +166,46 @@ class GatedDense(nnx.Module):
             in_features: The contracted size.
             out_features: Columns of the result.
             activation: As for `pallas_gemm.gated_gemm`; "silu" is SwiGLU, "gelu" GeGLU.
+            schedule: As for `pallas_gemm.gemm`.
+            config: As for `pallas_gemm.gemm`.
+            implementation: As for `pallas_gemm.gemm`.
+            use_bias: Both layers have a bias.
             rngs: As for `flax.nnx.Linear`.
             **options: All else that `flax.nnx.Linear` takes, of both layers.
 
         Raises:
-            ValueError: `use_bias` or `dot_general` is given.
+            ValueError: `dot_general` is given.
         """
         fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
-        if options.pop("use_bias", False):
-            raise ValueError("use_bias=True: a gated product has no bias; legal is False")
-        options["use_bias"] = False
-        self.gate = nnx.Linear(in_features, out_features, rngs=rngs, **options)
-        self.up = nnx.Linear(in_features, out_features, rngs=rngs, **options)
+        options = {"use_bias": use_bias, "rngs": rngs, **fused.with_types(options)}
+        self.gate = nnx.Linear(in_features, out_features, **options)
+        self.up = nnx.Linear(in_features, out_features, **options)
         self.activation = activation
+        self.schedule, self.config, self.implementation = schedule, config, implementation
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+    ) -> jax.Array:
         """Computes the gated product.
 
         Args:
             inputs: Any number of dimensions, of which the last is contracted.
             out_sharding: The result's sharding under an explicit mesh.
+            residual: As for `Linear`.
 
         Returns:
             The result.
         """
-        layer = self.gate
-        inputs, gate, up = layer.promote_dtype(
-            (inputs, layer.kernel[...], self.up.kernel[...]), dtype=layer.dtype
-        )
-        return gated_gemm(
-            inputs,
-            gate,
-            up,
+        layer, up = self.gate, self.up
+        kernels = (layer.kernel[...], up.kernel[...])
+        biases = [None if own.bias is None else own.bias[...] for own in (layer, up)]
+        operands = layer.promote_dtype((inputs, *kernels, *biases), dtype=layer.dtype)
+        return fused.gated(
+            operands,
+            residual,
             activation=self.activation,
             precision=layer.precision,
             preferred_element_type=layer.preferred_element_type,
             out_sharding=out_sharding,
+            **fused.how(self),
         )

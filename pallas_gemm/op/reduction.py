@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.problem import element_type
+
 # A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
 _REDUCED = jax.make_user_context(default_value=None)
 
@@ -23,14 +25,15 @@ def reduce_in(dtype: Any) -> Iterator[None]:
     sends; but no device rounds its part before they are added. It counts where it is traced.
 
     Args:
-        dtype: A floating-point type.
+        dtype: A floating-point type, such as `jnp.float32` or "f32".
 
     Raises:
         ValueError: It is none.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
+    wanted = element_type(dtype)
+    if not jnp.issubdtype(wanted, jnp.floating):
         raise ValueError(f"dtype={dtype!r} must be a floating-point type")
-    with _REDUCED(np.dtype(dtype)):
+    with _REDUCED(np.dtype(wanted)):
         yield
 
 

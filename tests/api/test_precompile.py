@@ -103,10 +103,10 @@ def test_options_are_those_of_the_function(monkeypatch: pytest.MonkeyPatch) -> N
     precompile(
         [(1024, 1024, 1024)],
         "h200",
-        dtype=(jnp.float16, jnp.float16),
+        dtype=("f16", jnp.float16),
         residual=True,
         alpha=2.0,
-        preferred_element_type=jnp.float32,
+        preferred_element_type="f32",
         schedule="hilbert",
     )
     [(_, decision)] = seen

@@ -1,9 +1,10 @@
 """`pallas_gemm.flax`: the parameters of the stock layers, and what follows the product fused."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax
@@ -83,41 +84,56 @@ def test_an_nnx_linear_is_the_stock_layer_and_what_follows(activation: str | Non
 class Swiglu(nn.Module):
     """The stock block that `linen.GatedDense` is instead of."""
 
-    names: tuple[str, str] = ("gate", "up")
+    names: tuple[str, str]
+    bias: Mapping[str, Any]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        dense = functools.partial(nn.Dense, FEATURES, use_bias=False)
+        dense = functools.partial(nn.Dense, FEATURES, **self.bias)
         gate, up = (dense(name=name)(x) for name in self.names)
         return nn.silu(gate) * up
 
 
 @pytest.mark.parametrize("names", [("gate", "up"), ("w1", "w3")], ids=str)
 def test_a_linen_gated_dense_is_two_stock_layers(names: tuple[str, str]) -> None:
-    ours = linen.GatedDense(FEATURES, gate_name=names[0], up_name=names[1])
-    stock = Swiglu(names)
-    x = layers.normal(*X)
+    # Those of the second have a bias too.
+    bias: dict[str, Any] = {"use_bias": "w1" in names, "bias_init": nn.initializers.normal()}
+    ours = linen.GatedDense(FEATURES, gate_name=names[0], up_name=names[1], **bias)
+    stock = Swiglu(names, bias)
+    x, rest = layers.normal(*X), layers.normal(*X[:-1], FEATURES, seed=1)
     params = stock.init(KEY, x)
     layers.assert_same_tree(ours.init(KEY, x), params)
-    layers.assert_trained_as_well(ours.apply, stock.apply, params, x)
-    [decision] = explain(ours.apply, params, x).products
-    assert decision.problem.epilogue.gated
+
+    def follows(params: Any, x: Any, rest: Any) -> Any:
+        return stock.apply(params, x) + rest
+
+    def fused(params: Any, x: Any, rest: Any) -> Any:
+        return ours.apply(params, x, residual=rest)
+
+    layers.assert_trained_as_well(fused, follows, params, x, rest)
+    [decision] = explain(fused, params, x, rest).products
+    epilogue = decision.problem.epilogue
+    assert epilogue.gated
+    assert epilogue.residual
+    assert (epilogue.bias, epilogue.up_bias) == (bias["use_bias"],) * 2
 
 
 class NnxSwiglu(stock_nnx.Module):
     """The stock block that `nnx.GatedDense` is instead of."""
 
-    def __init__(self, rngs: stock_nnx.Rngs) -> None:
-        self.gate = stock_nnx.Linear(INPUTS, FEATURES, use_bias=False, rngs=rngs)
-        self.up = stock_nnx.Linear(INPUTS, FEATURES, use_bias=False, rngs=rngs)
+    def __init__(self, rngs: stock_nnx.Rngs, **bias: Any) -> None:
+        self.gate = stock_nnx.Linear(INPUTS, FEATURES, rngs=rngs, **bias)
+        self.up = stock_nnx.Linear(INPUTS, FEATURES, rngs=rngs, **bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return stock_nnx.gelu(self.gate(x)) * self.up(x)
 
 
-def test_an_nnx_gated_dense_is_two_stock_layers() -> None:
-    ours = nnx.GatedDense(INPUTS, FEATURES, activation="gelu", rngs=stock_nnx.Rngs(0))
-    stock = NnxSwiglu(stock_nnx.Rngs(0))
+@pytest.mark.parametrize("use_bias", [True, False], ids=["bias", ""])
+def test_an_nnx_gated_dense_is_two_stock_layers(use_bias: bool) -> None:
+    bias: dict[str, Any] = {"use_bias": use_bias, "bias_init": stock_nnx.initializers.normal()}
+    ours = nnx.GatedDense(INPUTS, FEATURES, activation="gelu", rngs=stock_nnx.Rngs(0), **bias)
+    stock = NnxSwiglu(stock_nnx.Rngs(0), **bias)
     (our_graph, our_params), (graph, params) = map(stock_nnx.split, (ours, stock))
     layers.assert_same_tree(*map(stock_nnx.to_pure_dict, (our_params, params)))
     layers.assert_trained_as_well(
@@ -193,6 +209,8 @@ def test_nnx_projections_refuse_what_they_would_not_do() -> None:
         nnx.projections(x, [])
     with pytest.raises(ValueError, match=r"layers must agree in dtype, got None in layers\[0\]"):
         nnx.projections(x, [stock, stock_nnx.Linear(2, 2, dtype=jnp.bfloat16, rngs=rngs)])
+    with pytest.raises(ValueError, match=r"layers must agree in schedule, got None .* 'raster'"):
+        nnx.projections(x, [stock, nnx.Linear(2, 2, schedule="raster", rngs=rngs)])
     with pytest.raises(ValueError, match=r"layers\[1\] has activation='relu'"):
         nnx.projections(x, [stock, nnx.Linear(2, 2, activation="relu", rngs=rngs)])
     other = stock_nnx.Linear(2, 2, dot_general=lambda *x, **_: x[0], rngs=rngs)
@@ -326,10 +344,74 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
     rngs = stock_nnx.Rngs(0)
     with pytest.raises(ValueError, match=r"dot_general=.* has no meaning for Linear"):
         nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=rngs)
-    with pytest.raises(ValueError, match="use_bias=True"):
-        nnx.GatedDense(2, 2, use_bias=True, rngs=rngs)
     with pytest.raises(ValueError, match=r"dot_general_cls=.* has no meaning for Dense"):
         linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
+
+
+HOW: dict[str, Any] = {
+    "schedule": "hilbert",
+    "config": pallas_gemm.HopperConfig(tile=(128, 128), late_store=False),
+    "implementation": "hopper",
+}
+NARROW: dict[str, Any] = {"dtype": jnp.bfloat16, **HOW}
+
+
+def _linen_layers() -> dict[str, tuple[Any, ...]]:
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> Any:
+            return linen.projections(x, {"first": 512, "second": 256}, **NARROW)
+
+    kinds = {
+        "dense": linen.Dense(512, **NARROW),
+        "gated": linen.GatedDense(512, **NARROW),
+        "projections": Two(),
+    }
+    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    return {
+        name: (layer.apply, jax.eval_shape(layer.init, KEY, x)) for name, layer in kinds.items()
+    }
+
+
+def _nnx_layers() -> dict[str, tuple[Any, ...]]:
+    def linear() -> nnx.Linear:
+        return nnx.Linear(256, 512, rngs=stock_nnx.Rngs(0), **NARROW)
+
+    return {
+        "linear": (linear(),),
+        "gated": (nnx.GatedDense(256, 512, rngs=stock_nnx.Rngs(0), **NARROW),),
+        "projections": (lambda x: nnx.projections(x, [linear(), linear()]),),
+    }
+
+
+def test_what_is_named_reaches_each_product() -> None:
+    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    for made in (_linen_layers(), _nnx_layers()):
+        for name, layer in made.items():
+            with pallas_gemm.target("h200"):
+                products = explain(*layer, x).products
+            assert len(products) == (2 if name == "projections" else 1)
+            for decision in products:
+                assert decision.implementation == "hopper"
+                assert decision.plan.config == dataclasses.replace(
+                    HOW["config"], schedule="hilbert"
+                )
+
+
+def test_types_may_be_named() -> None:
+    x = jax.ShapeDtypeStruct(X, jnp.bfloat16)
+    fields = {"dtype": "f16", "param_dtype": "bf16"}
+    for layer in (linen.Dense(FEATURES, **fields), linen.GatedDense(FEATURES, **fields)):
+        result, params = jax.eval_shape(layer.init_with_output, KEY, x)
+        assert result.dtype == jnp.float16
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(jnp.bfloat16)}
+    for make in (nnx.Linear, nnx.GatedDense):
+        made = make(
+            INPUTS, FEATURES, preferred_element_type="f32", rngs=stock_nnx.Rngs(0), **fields
+        )
+        assert jax.eval_shape(made, x).dtype == jnp.float32
+        leaves = jax.tree.leaves(stock_nnx.state(made))
+        assert {leaf.dtype for leaf in leaves} == {np.dtype(jnp.bfloat16)}
 
 
 def test_the_layers_of_a_model_run_on_the_kernels() -> None:

@@ -220,7 +220,7 @@ def test_the_type_in_which_sums_travel(mesh: Mesh) -> None:
         return found
 
     assert traveling() == {"bfloat16"}
-    with pallas_gemm.reduce_in(jnp.float32):
+    with pallas_gemm.reduce_in("f32"):
         assert traveling() == {"float32"}
     with pytest.raises(ValueError, match="int8"), pallas_gemm.reduce_in(jnp.int8):
         pass
