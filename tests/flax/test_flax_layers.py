@@ -393,6 +393,7 @@ def test_what_is_named_reaches_each_product() -> None:
             assert len(products) == (2 if name == "projections" else 1)
             for decision in products:
                 assert decision.implementation == "hopper"
+                assert decision.plan is not None
                 assert decision.plan.config == dataclasses.replace(
                     HOW["config"], schedule="hilbert"
                 )
