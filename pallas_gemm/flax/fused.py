@@ -22,7 +22,7 @@ def dense(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -
         **options: As for `gemm`.
     """
     inputs, kernel, bias = operands
-    return gemm(inputs, kernel, bias=bias, **_result(operands, residual, options))
+    return gemm(inputs, kernel, bias=bias, **with_result(operands, residual, options))
 
 
 def gated(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -> jax.Array:
@@ -35,10 +35,10 @@ def gated(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -
     """
     inputs, gate, up, *biases = operands
     named = dict(zip(("gate_bias", "up_bias"), biases, strict=True))
-    return gated_gemm(inputs, gate, up, **named, **_result(operands, residual, options))
+    return gated_gemm(inputs, gate, up, **named, **with_result(operands, residual, options))
 
 
-def _result(
+def with_result(
     operands: Sequence[Any], residual: jax.Array | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the options of a product, the residual and the type of the result among them."""

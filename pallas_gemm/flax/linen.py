@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+import flax
 import jax
 from flax import linen as nn
+from flax import traverse_util
+from flax.linen import fp8_ops
 from flax.linen.dtypes import promote_dtype
 
 from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.flax import fused
+from pallas_gemm.flax import fp8, fused, per_channel
 from pallas_gemm.problem import element_type
 
 
@@ -62,6 +65,138 @@ class Dense(nn.Dense):
             precision=self.precision,
             **fused.how(self),
         )
+
+
+class QuantisedDense(Dense):
+    """`Dense` for serving, with weights of 8 bits and a scale for each column.
+
+    Inputs are quantised where they come in, with a scale for each row; both scales, bias,
+    activation and residual are applied in the kernel. The weights are no parameters: they are
+    `kernel` in the collection "quantised", which `quantised` makes of a stock layer's; only the
+    bias is one.
+
+    Attributes:
+        quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`.
+    """
+
+    quantised_dtype: Any = jax.numpy.int8
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Computes what `Dense` does.
+
+        Args:
+            inputs: As for `Dense`.
+            residual: As for `Dense`.
+
+        Returns:
+            The result, of the type that the stock layer's has.
+        """
+        fused.refuse_dot_general(
+            self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
+        )
+        shape = (inputs.shape[-1], self.features)
+        param_dtype = element_type(self.param_dtype)
+
+        def made() -> dict[str, jax.Array]:
+            kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
+            return _quantised(kernel, element_type(self.quantised_dtype))
+
+        kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        # The stock layer's kernel has a say in the type of its result.
+        stand_in = jax.numpy.zeros((), param_dtype)
+        operands: Any = self.promote_dtype(inputs, stand_in, bias, dtype=element_type(self.dtype))
+        options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
+        options = fused.with_result(operands, residual, options)
+        return per_channel.dense(operands[0], kernel, operands[2], **options)
+
+
+def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a trained model's variables for a model that has `QuantisedDense` in some places.
+
+    >>> abstract = jax.eval_shape(model.init, key, x)  # doctest: +SKIP
+    >>> model.apply(quantised(abstract, trained), x)  # doctest: +SKIP
+
+    Args:
+        model: Variables of the model that is quantised, or their shapes and types.
+        stock: Variables of the model that was trained, with stock layers of the same names.
+
+    Raises:
+        ValueError: A layer of the one is missing in the other, or is of another shape.
+    """
+    stock = flax.core.unfreeze(flax.core.meta.unbox(stock))
+    params: dict[Any, Any] = traverse_util.flatten_dict(stock["params"])
+    wanted: dict[Any, Any] = traverse_util.flatten_dict(dict(model["quantised"]))
+    kernels: dict[Any, Any] = {}
+    for (*layer, name), values in wanted.items():
+        if name != "values":
+            continue
+        have, path = params.pop(tuple(layer), None), "/".join(layer)
+        if have is None or have.shape != values.shape[::-1]:
+            shape = None if have is None else list(have.shape)
+            raise ValueError(
+                f"{path} must be a kernel of shape {list(values.shape[::-1])} in the trained model,"
+                f" got {shape}"
+            )
+        kernels[tuple(layer)] = _quantised(have, values.dtype)
+    made = {
+        "params": traverse_util.unflatten_dict(params),
+        "quantised": traverse_util.unflatten_dict(kernels),
+    }
+    return stock | made
+
+
+def _quantised(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    return per_channel.quantise(kernel.T, dtype)._asdict()
+
+
+class Fp8Dense(Dense):
+    """`Dense` whose products, those of the gradient too, are of 8-bit floats.
+
+    With current scaling it has the parameters of `flax.linen.Dense`, with delayed scaling those of
+    `flax.linen.Dense(dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)`, whose states are
+    in the collection `_overwrite_with_gradient`: their gradients are their values for the next
+    step, which `flax.training.train_state.TrainState` knows.
+
+    Attributes:
+        scaling: "current": a scale is of its tensor; "delayed": of what earlier steps saw, which
+            saves a pass over each tensor.
+        amax_history_length: How many earlier steps count.
+    """
+
+    scaling: str = "current"
+    amax_history_length: int = 1024
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Computes what `Dense` does.
+
+        Args:
+            inputs: As for `Dense`.
+            residual: As for `Dense`.
+
+        Returns:
+            The result, of the type that `Dense` would give it.
+        """
+        fused.refuse_dot_general(
+            self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
+        )
+        shape = (inputs.shape[-1], self.features)
+        param_dtype = element_type(self.param_dtype)
+        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        states = fp8.States()
+        if fp8.check_scaling(self.scaling):
+            own = fp8_ops.Fp8DirectDotGeneralOp(self.amax_history_length)
+            states = fp8.states(lambda name: getattr(own, name).value)
+        operands = self.promote_dtype(inputs, kernel, bias, dtype=element_type(self.dtype))
+        options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
+        return fp8.dense(operands, states, **fused.with_result(operands, residual, options))
 
 
 class _Parameters(nn.Dense):

@@ -9,7 +9,8 @@ from flax import nnx
 from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.flax import fused
+from pallas_gemm.flax import fp8, fused, per_channel
+from pallas_gemm.problem import element_type
 
 
 class Linear(nnx.Linear):
@@ -68,15 +69,150 @@ class Linear(nnx.Linear):
         """
         bias = None if self.bias is None else self.bias[...]
         operands = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return fused.dense(
-            operands,
-            residual,
-            activation=self.activation,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            out_sharding=out_sharding,
+        return fused.dense(operands, residual, **self._options(out_sharding))
+
+    def _options(self, out_sharding: Any) -> dict[str, Any]:
+        """Returns those of the product that do not depend on its operands."""
+        return {
+            "activation": self.activation,
+            "precision": self.precision,
+            "preferred_element_type": self.preferred_element_type,
+            "out_sharding": out_sharding,
             **fused.how(self),
+        }
+
+
+class Quantised(nnx.Variable):
+    """Weights of 8 bits, or their scales: what no optimiser changes."""
+
+
+class QuantisedLinear(Linear):
+    """`Linear` for serving, with weights of 8 bits and a scale for each column.
+
+    Inputs are quantised where they come in, with a scale for each row; both scales, bias,
+    activation and residual are applied in the kernel. The weights, `kernel_values` and
+    `kernel_scale`, are no parameters: the bias is one.
+
+    >>> block.up = QuantisedLinear.of(block.up)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        quantised_dtype: Any = jax.numpy.int8,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        """Makes weights and quantises them.
+
+        Args:
+            in_features: As for `Linear`.
+            out_features: As for `Linear`.
+            quantised_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`.
+            rngs: As for `Linear`.
+            **options: All else that `Linear` takes.
+
+        Raises:
+            ValueError: `dot_general` is given.
+        """
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        made = per_channel.quantise(self.kernel[...].T, element_type(quantised_dtype))
+        del self.kernel
+        self.kernel_values, self.kernel_scale = map(Quantised, made)
+
+    @classmethod
+    def of(
+        cls, layer: nnx.Linear, quantised_dtype: Any = jax.numpy.int8, **options: Any
+    ) -> "QuantisedLinear":
+        """Returns a layer with the weights of a trained one.
+
+        Args:
+            layer: A stock layer or one of ours.
+            quantised_dtype: As for the class.
+            **options: `activation`, `schedule`, `config` or `implementation`, where they are to be
+                other than those of `layer`.
+        """
+        kernel, bias = layer.kernel, layer.bias
+        fields = ("use_bias", "precision", "promote_dtype", *fused.TYPES_OF_LAYERS)
+        stock = {name: getattr(layer, name) for name in fields}
+        own = {"activation": getattr(layer, "activation", None), **fused.how(layer)}
+        return cls(
+            layer.in_features,
+            layer.out_features,
+            quantised_dtype=quantised_dtype,
+            kernel_init=lambda *_: kernel[...],
+            bias_init=lambda *_: None if bias is None else bias[...],
+            rngs=nnx.Rngs(0),
+            **(stock | own | options),
         )
+
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes what `Linear` does; the arguments are its."""
+        bias = None if self.bias is None else self.bias[...]
+        # The stock layer's kernel has a say in the type of its result.
+        stand_in = jax.numpy.zeros((), self.param_dtype)
+        operands = self.promote_dtype((inputs, stand_in, bias), dtype=self.dtype)
+        options = fused.with_result(operands, residual, self._options(out_sharding))
+        kernel = per_channel.Quantised(self.kernel_values[...], self.kernel_scale[...])
+        return per_channel.dense(operands[0], kernel, operands[2], **options)
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """A state of delayed scaling: its gradient is its value for the next step."""
+
+
+class Fp8Linear(Linear):
+    """`Linear` whose products, those of the gradient too, are of 8-bit floats.
+
+    With current scaling it has the parameters of the stock layer. With delayed scaling it has, as
+    `OverwriteWithGradient`, the states that `flax.linen.fp8_ops` has, under the same names.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        scaling: str = "current",
+        amax_history_length: int = 1024,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        """Makes the parameters.
+
+        Args:
+            in_features: As for `Linear`.
+            out_features: As for `Linear`.
+            scaling: "current": a scale is of its tensor; "delayed": of what earlier steps saw,
+                which saves a pass over each tensor.
+            amax_history_length: How many earlier steps count.
+            rngs: As for `Linear`.
+            **options: All else that `Linear` takes.
+
+        Raises:
+            ValueError: `dot_general` is given, or there is no such scaling.
+        """
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.is_delayed = fp8.check_scaling(scaling)
+        if self.is_delayed:
+            for name, value in fp8.first_states(amax_history_length).items():
+                setattr(self, name, OverwriteWithGradient(value))
+
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes what `Linear` does; the arguments are its."""
+        bias = None if self.bias is None else self.bias[...]
+        operands = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        states = fp8.States()
+        if self.is_delayed:
+            states = fp8.states(lambda name: getattr(self, name)[...])
+        options = fused.with_result(operands, residual, self._options(out_sharding))
+        return fp8.dense(operands, states, **options)
 
 
 Dense = Linear
@@ -110,6 +246,11 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
                     f"layers must agree in {field}, got {own!r} in layers[0] and {other!r} in"
                     f" layers[{i}]"
                 )
+        if type(layer).__call__ not in (nnx.Linear.__call__, Linear.__call__):
+            raise ValueError(
+                f"layers[{i}] is a {type(layer).__name__}, whose product this would not compute;"
+                " legal are flax.nnx.Linear and pallas_gemm.flax.nnx.Linear"
+            )
         if getattr(layer, "activation", None) is not None:
             raise ValueError(
                 f"layers[{i}] has activation={layer.activation!r}; legal is None, and a call of"

@@ -1,0 +1,94 @@
+"""Products of weights that are stored in 8 bits, a scale for each column, for serving a model.
+
+Inputs are quantised where they come in, a scale for each row. Both scales go back into the sum in
+the kernel. Gradients, of all but the weights, are those of the product of inputs that are not
+rounded.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_gemm.api.gemm import gemm
+
+INT8_MAX = 127
+"""Of both signs alike."""
+
+
+class Quantised(NamedTuple):
+    """Rows in 8 bits: what they stand for is `values * scale[..., None]`.
+
+    Attributes:
+        values: The rows; of weights, those are the columns of the product, `[features, inputs]`,
+            because 8-bit operands are multiplied along their last dimension.
+        scale: One number in float32 for each row.
+    """
+
+    values: Any
+    scale: Any
+
+
+def quantise(x: jax.Array, dtype: Any = jnp.int8) -> Quantised:
+    """Quantises rows so that the largest element of each is the largest of a type.
+
+    Args:
+        x: The rows, of any number of dimensions.
+        dtype: An 8-bit type, of integers or of floats.
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = INT8_MAX if is_integer else float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(wide), axis=-1)
+    # Rows of zeros stay what they are, and a NaN makes NaNs of its row.
+    scale = jnp.where(amax == 0, 1, amax / largest)
+    values = jnp.clip(wide / scale[..., None], -largest, largest)
+    return Quantised((jnp.round(values) if is_integer else values).astype(dtype), scale)
+
+
+def dense(
+    inputs: jax.Array, kernel: Quantised, bias: Any, *, residual: Any, **options: Any
+) -> jax.Array:
+    """Computes `activation(inputs @ kernel + bias) + residual` of inputs quantised row by row.
+
+    Args:
+        inputs: Any number of dimensions, of which the last is contracted.
+        kernel: The weights, transposed.
+        bias: As for `gemm`.
+        residual: As for `gemm`.
+        **options: As for `gemm`.
+    """
+    # What is named of the kernel was named for operands of 8 bits.
+    wide = {name: x for name, x in options.items() if name not in ("config", "schedule")}
+
+    def rounded(inputs: Any, kernel: Quantised, bias: Any, residual: Any) -> jax.Array:
+        rows = quantise(inputs, kernel.values.dtype)
+        return _scaled(rows.values, kernel, bias, residual, rows.scale, options)
+
+    def straight(inputs: Any, kernel: Quantised, bias: Any, residual: Any) -> jax.Array:
+        values = kernel.values.astype(inputs.dtype)
+        return _scaled(inputs, kernel._replace(values=values), bias, residual, None, wide)
+
+    run = jax.custom_vjp(rounded)
+    run.defvjp(
+        lambda *given: (rounded(*given), given),
+        lambda given, g: jax.vjp(straight, *given)[1](g),
+    )
+    return run(inputs, kernel, bias, residual)
+
+
+def _scaled(
+    rows: Any, kernel: Quantised, bias: Any, residual: Any, scale: Any, options: dict[str, Any]
+) -> jax.Array:
+    """Multiplies by the weights, and by a scale of the rows; one row alone is a vector."""
+    scales = {} if scale is None else {"row_scale" if rows.ndim > 1 else "alpha": scale}
+    return gemm(
+        rows,
+        kernel.values,
+        bias=bias,
+        residual=residual,
+        col_scale=kernel.scale,
+        transpose_b=True,
+        **scales,
+        **options,
+    )
