@@ -315,9 +315,12 @@ def _why_no_config(
     device: Device,
     architecture: Architecture,
 ) -> Reasons:
-    """Says which grids an order could have been made for."""
+    """Says what all configs lack, or the one that comes nearest; or which grids an order fits."""
     if schedule is None:
-        return ("none of the configs that are considered is legal",)
+        considered = architecture.candidates(problem, device)
+        refused = [config.refusals(problem, device) for config in considered]
+        fewest = min(refused, key=len, default=("no config is considered",))
+        return tuple(why for why in fewest if all(why in others for others in refused)) or fewest
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for config in heuristics.rank(problem, device, architecture):
         grids.setdefault(config.stacked_grid(problem), config.tile)

@@ -205,8 +205,9 @@ def test_gated_products_have_everything(implementation: str | None) -> None:
     other = {name: v + 1 for name, v in x.items()}
     result = gated_gemm(
         x["a"],
-        x["b"],
-        other["b"],
+        x["b"].T,
+        other["b"].T,
+        transpose_b=True,
         activation="relu",
         gate_bias=x["bias"],
         up_bias=other["bias"],

@@ -81,9 +81,13 @@ def test_kernels_compute_exactly_what_is_asked_for_or_nothing(
 
 
 def _on_two_devices(collective: Any, first: P, second: P, out: P) -> Any:
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     run = functools.partial(collective, axis_name="x", precision="highest")
-    return jax.shard_map(run, mesh=mesh, in_specs=(first, second), out_specs=out)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+        return jax.shard_map(run, mesh=mesh, in_specs=(first, second), out_specs=out)(a, b)
+
+    return product
 
 
 ROWS, COLUMNS = P("x", None), P(None, "x")

@@ -56,7 +56,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
 
 def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> bool:
     """Whether at least half of a tile is not beyond the edge, or it is the smallest."""
-    m, n = (problem.n, problem.m) if mirrored else (problem.m, problem.n)
+    across = problem.sums * problem.n
+    m, n = (across, problem.m) if mirrored else (problem.m, across)
     return (rows < 2 * m or rows == min(COLUMNS)) and (columns < 2 * n or columns == 16)
 
 
