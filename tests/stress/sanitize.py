@@ -1,11 +1,13 @@
 """Runs each kind of kernel under NVIDIA's sanitizer: `python -m tests.stress.sanitize`.
 
 Four tools look at each kernel, each in a process of its own. What a tool says is a finding; a tool
-that breaks off, or needs longer than its limit, is told apart from a kernel that is sound.
+that breaks off, or needs longer than its limit, is told apart from a kernel that is sound. First, a
+tool is shown a kernel with a fault of its kind: one that does not notice it vouches for little.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import pathlib
 import re
@@ -13,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from tests.stress import processes
 
@@ -22,6 +26,8 @@ LIMIT = 100
 """Seconds for one tool and one kernel, with the start of JAX."""
 FOUND = 86
 """Exit status for findings, which no program of ours has."""
+PLANTED = {"memcheck": "lines beyond the result", "racecheck": "no barrier"}
+"""The fault that is planted for a tool, in the kernel of odd rows."""
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
@@ -70,7 +76,28 @@ def _products() -> dict[str, Any]:
     }
 
 
-def compute(name: str) -> None:
+@contextlib.contextmanager
+def _planted(fault: str | None) -> Iterator[None]:
+    """Has kernels built with a fault."""
+    import jax.numpy as jnp
+
+    from pallas_gemm.kernels.hopper import lines, store
+
+    right = lines._store_width
+
+    def beyond(source: Any, target: Any, first: Any, _: Any, width: int, simulated: bool) -> None:
+        right(source, target, first, jnp.int32(source.shape[0]), width, simulated)
+
+    faults = {
+        None: contextlib.nullcontext(),
+        "lines beyond the result": mock.patch.object(lines, "_store_width", beyond),
+        "no barrier": mock.patch.object(store.plgpu, "commit_smem", return_value=None),
+    }
+    with faults[fault]:
+        yield
+
+
+def compute(name: str, fault: str | None = None) -> None:
     """Computes one product, as it is compiled for a GPU, and compares it: what a tool looks at."""
     import jax
     import numpy as np
@@ -83,7 +110,8 @@ def compute(name: str) -> None:
     problem, config = _products()[name]
     operands = products.small_integers(problem, np.random.default_rng(0))
     kernel = jax.jit(hopper.build(HopperPlan(problem, config, H200)))
-    out = np.asarray(kernel(*products.as_taken(problem, operands))).astype(np.float64)
+    with _planted(fault):
+        out = np.asarray(kernel(*products.as_taken(problem, operands))).astype(np.float64)
     expected = products.rounded(problem, products.exact(problem, operands))
     np.testing.assert_array_equal(out, expected)
     print("computed")
@@ -97,19 +125,22 @@ def sanitizer() -> str | None:
     )
 
 
-def look(program: str, tool: str, name: str) -> tuple[str, str]:
+def look(program: str, tool: str, name: str, fault: str | None = None) -> tuple[str, str]:
     """Has a tool look at a kind of kernel; returns a verdict, and what it rests on."""
     # Only ours: what XLA launches beside it is not what is looked at. To know what has been
     # written, the third tool has to see all kernels.
     only = [] if tool == "initcheck" else ["--kernel-regex", "kns=pallas_gemm"]
     flags = [f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=3", *only]
-    command = processes.module("sanitize", f"--compute={name}")
+    command = processes.module(
+        "sanitize", f"--compute={name}", *([f"--fault={fault}"] * bool(fault))
+    )
     try:
         done = subprocess.run(
             [program, *flags, *command],
             cwd=processes.ROOT,
-            # A buffer of its own for each array, so that what lies beside it belongs to nobody.
-            env=processes.environment(XLA_PYTHON_CLIENT_ALLOCATOR="platform"),
+            # An allocation of exactly its size for each array: of others, memcheck does not see
+            # what is written beyond the end.
+            env=processes.environment(XLA_PYTHON_CLIENT_ALLOCATOR="cuda_async"),
             capture_output=True,
             text=True,
             timeout=LIMIT,
@@ -138,18 +169,24 @@ def main() -> None:
     """Prints a verdict for each tool and kind of kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compute", help=argparse.SUPPRESS)
+    parser.add_argument("--fault", help=argparse.SUPPRESS)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="all by default")
     parser.add_argument("--kind", action="append", help="of kernel; all by default")
     parser.add_argument("--workers", type=int, default=12)
     own = parser.parse_args()
     if own.compute:
-        compute(own.compute)
+        compute(own.compute, own.fault)
         return
     program = sanitizer()
     if program is None:
         sys.exit("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
     start = time.time()
-    jobs = [(tool, name) for tool in own.tool or TOOLS for name in own.kind or _products()]
+    tools = own.tool or TOOLS
+    for tool in [tool for tool in tools if tool in PLANTED]:
+        result, why = look(program, tool, "odd rows", PLANTED[tool])
+        noticed = "noticed" if result == "FOUND" else f"NOT NOTICED ({result} {why})"
+        print(f"{tool:10} {'planted':15} {PLANTED[tool]}: {noticed}", flush=True)
+    jobs = [(tool, name) for tool in tools for name in own.kind or _products()]
     found: dict[str, int] = {}
     with concurrent.futures.ThreadPoolExecutor(own.workers) as pool:
         each = functools.partial(look, program)

@@ -11,8 +11,8 @@ ring it was written: a reader that sees an older tag reads again. CTAs that shar
 most a ring of operand slots apart, and any two CTAs of a cluster share one with a third: a writer
 is at most twice as many turns ahead of a reader as there are stages, plus one, and `SLOTS` is more.
 
-Counter and mailbox are made of zeros for every call (a few kilobytes), so that the call stays pure
-and can be replayed in a CUDA graph.
+Mailboxes and counter are one array, made of zeros for every call (a few kilobytes) by one small
+kernel, so that the call stays pure and can be replayed in a CUDA graph.
 """
 
 from typing import Any, NamedTuple
@@ -69,21 +69,20 @@ class Claims(NamedTuple):
 
     Attributes:
         table: Every tile in visiting order, `work.CLAIM_BITS` wide and without a tag.
-        counter: How many tiles have been claimed beyond the first of each worker.
-        mailbox: Where each worker's claims are published to its own roles.
+        board: A row for each worker, the mailbox where its claims are published to its own roles.
+            The last row begins with the counter: how many tiles have been claimed beyond the first
+            of each worker.
     """
 
     table: Any
-    counter: Any
-    mailbox: Any
+    board: Any
 
 
 def order_operand(schedule: Schedule, workers: int) -> Claims:
     """Returns the operand; what tiles are claimed with starts as zeros."""
     return Claims(
         jnp.asarray(work.Coding(bits=work.CLAIM_BITS).pack(schedule)),
-        jax.new_ref(jnp.zeros(1, jnp.int32)),
-        jax.new_ref(jnp.zeros((workers, SLOTS), jnp.int32)),
+        jax.new_ref(jnp.zeros((workers + 1, SLOTS), jnp.int32)),
     )
 
 
@@ -100,16 +99,16 @@ def walk(
 
     One of the worker's thread blocks is the `claimant`; it is None in roles that never claim.
     """
-    table, counter, mailbox = claims
+    table, board = claims
 
     def running(state: tuple[Any, Any, Any]) -> Any:
         return (state[1] & jnp.int32(END)) != jnp.int32(END)
 
     def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         turn, entry, carry = state
-        upcoming = mailbox.at[worker, slot(turn + 1)]
+        upcoming = board.at[worker, slot(turn + 1)]
         if claimant is not None:
-            claim(counter, table, upcoming, turn + 1, workers, claimant)
+            claim(board.at[workers, 0], table, upcoming, turn + 1, workers, claimant)
         peeked = peek(upcoming)
         carry = compute(turn, coding.unpack(entry), carry)
         return turn + 1, resolve(upcoming, turn + 1, peeked), carry
@@ -151,7 +150,7 @@ def claim(counter: Any, table: Any, mailbox: Any, turn: Any, workers: int, claim
         )
 
     shifted = tag(turn) << jnp.int32(PIECE_BITS)
-    inline(counter.at[0], table, mailbox, shifted, claimant)
+    inline(counter, table, mailbox, shifted, claimant)
 
 
 def peek(mailbox: Any) -> Any:
