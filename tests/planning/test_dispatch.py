@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import gemm
+from pallas_gemm import gated_gemm, gemm
 from pallas_gemm.api import arguments, request
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
@@ -213,6 +213,15 @@ def test_a_schedule_for_no_grid_is_refused_with_the_grids_that_there_are() -> No
 def test_a_named_kernel_on_another_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"hopper.*needs compute capability 9\.0, NVIDIA B200 has"):
         _decided(4096, 4096, 4096, implementation="hopper", target="b200")
+
+
+def test_what_no_config_can_compute_is_refused_for_what_they_all_lack() -> None:
+    with pytest.raises(ValueError, match=r"hopper: tile columns must be a multiple of 128 for a g"):
+        jax.eval_shape(
+            lambda a, b: gated_gemm(a, b, b, activation="relu", implementation="interpret"),
+            jax.ShapeDtypeStruct((72, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((64, 16), jnp.bfloat16),
+        )
 
 
 def test_a_tuned_config_comes_before_the_heuristics() -> None:

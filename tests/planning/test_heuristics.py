@@ -102,6 +102,15 @@ def test_small_products_get_small_tiles() -> None:
     assert np.prod(large) > np.prod(small)
 
 
+@pytest.mark.parametrize("columns", [40, 64])
+def test_both_sums_of_a_gated_product_count_as_columns(columns: int) -> None:
+    gated = Epilogue(gated=True, activation=jnp.tanh)
+    problem = Problem(72, columns, 256, transpose_b=True, epilogue=gated)
+    config = heuristics.best(problem, H200, ARCHITECTURES[0])
+    assert config is not None
+    assert config.tile[1] == 128
+
+
 def test_few_rows_are_mirrored_into_few_columns() -> None:
     best = heuristics.rank(Problem(16, 8192, 8192, transpose_b=True), H200, HOPPER)[0]
     assert isinstance(best, HopperConfig)
