@@ -87,6 +87,16 @@ class Epilogue:
         return tuple(name for name, is_taken in taken.items() if is_taken)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """What it consists of, in words: for those who read what is computed, or why not."""
+        found = [*self.operands, *(["gated"] if self.gated else [])]
+        if self.alpha not in (None, 1):
+            found.append(f"alpha={self.alpha:g}")
+        if self.activation is not None:
+            found.append(getattr(self.activation, "__name__", "activation"))
+        return tuple(found)
+
+    @property
     def scales(self) -> "Epilogue":
         """What of it scales the sum, and nothing else."""
         return Epilogue(self.alpha, row_scale=self.row_scale, col_scale=self.col_scale)

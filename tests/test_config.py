@@ -177,7 +177,7 @@ CASES = {
         dataclasses.replace(NT, epilogue=Epilogue(residual=True, activation=jax.nn.silu)),
     ),
     "registers of no tile": Case(
-        ("too few for this epilogue", "fewer rows would fit"),
+        ("are too few for residual and gelu_exact", "fewer rows would fit"),
         config(tile=(256, 64), stages=2, pingpong=True),
         problem(epilogue=Epilogue(residual=True, activation=ACTIVATIONS["gelu_exact"])),
     ),

@@ -313,7 +313,7 @@ def _short_text(problem: Problem) -> str:
     dtypes = dict.fromkeys((problem.a_dtype.name, problem.b_dtype.name))
     types = "*".join(_SHORT.get(name, name) for name in dtypes)
     sizes = f"{batch}{problem.m} x {problem.n} x {problem.k} {problem.layout}"
-    return " ".join([sizes, types, *_extras(problem)])
+    return " ".join([sizes, types, *problem.epilogue.parts])
 
 
 def _problem_text(problem: Problem) -> str:
@@ -322,15 +322,7 @@ def _problem_text(problem: Problem) -> str:
     dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
     if problem.pieces:
         sizes += f" ({' + '.join(map(str, problem.pieces))})"
-    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *_extras(problem)])
-
-
-def _extras(problem: Problem) -> list[str]:
-    epilogue = problem.epilogue
-    extras = [*epilogue.operands, *(["gated"] if epilogue.gated else [])]
-    if epilogue.activation is not None:
-        extras.append(getattr(epilogue.activation, "__name__", "activation"))
-    return extras
+    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *problem.epilogue.parts])
 
 
 def _as_json(group: Group) -> dict[str, Any]:
@@ -348,7 +340,7 @@ def _as_json(group: Group) -> dict[str, Any]:
         "k": problem.k,
         "layout": problem.layout,
         "dtypes": [str(t) for t in (problem.a_dtype, problem.b_dtype, problem.out_dtype)],
-        "epilogue": _extras(problem),
+        "epilogue": problem.epilogue.parts,
         "mesh": decision.mesh,
         "refused": {name: list(reasons) for name, reasons in decision.refused},
     }

@@ -90,7 +90,11 @@ def kernel_refusal(activation: Activation | None) -> str | None:
     foreign = sorted(_primitives(activation) - KERNEL_PRIMITIVES)
     if not foreign:
         return None
-    return f"activation uses {', '.join(foreign)}, which kernels do not have"
+    name = getattr(activation, "__name__", "activation")
+    return (
+        f"{name} uses {', '.join(foreign)}, which kernels do not have; a function of arithmetic,"
+        " exp, log, tanh, erf and max would fit"
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,6 +42,14 @@ def refusals(problem: Problem, *, single: bool) -> Iterator[str]:
         yield f"the result of {what} must be one of {names}, got {problem.out_dtype}"
 
 
+def _cast(operands: AbstractSet[np.dtype]) -> str:
+    """Says what to cast so that operands of several types may be multiplied by a kernel."""
+    narrow, *_, wide = sorted(operands, key=lambda dtype: dtype.itemsize)
+    if narrow.itemsize == wide.itemsize:
+        return "cast one of them to the type of the other"
+    return f"cast {narrow} to {wide}, with what it was divided by as row_scale or col_scale"
+
+
 def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | None:
     """Returns why these types are no kernel's, whatever else a product is; None if one may take it.
 
@@ -50,7 +58,7 @@ def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | No
     if foreign := operands - (FLOATS | {INT8}):
         return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
     if len(operands) > 1 and not operands <= FLOATS_8:
-        return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}"
+        return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}; {_cast(operands)}"
     if result not in FLOATS | ({INT8, INT32} if operands == {INT8} else set()):
         names = ", ".join(sorted(map(str, operands)))
         return f"no kernel makes a result of {result} from {names}"

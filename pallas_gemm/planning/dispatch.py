@@ -193,6 +193,8 @@ def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
     if options.names_something or plan.source != "heuristics":
         return None
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
+    # XLA makes this pass as well.
+    at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
     why = xla_faster.why_xla(problem, plan.seconds, at_best)
     # That is where it was measured; on other GPUs it is what is expected.
     return f"XLA is faster on an H200: {why}" if why else None
@@ -218,8 +220,12 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     config, source = _config(call.options, realigned.problem, device, architecture)
     if not isinstance(config, GemmConfig):
         return config
-    seconds = prediction.seconds(realigned.problem, config, device, architecture)
-    seconds += prediction.pass_seconds(realigned, device)
+    problem = call.problem(signature)
+    # Without the epilogue, a gated product is two.
+    runs = problem.sums if realigned.unfused else 1
+    seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
+    seconds += runs * prediction.pass_seconds(realigned, device)
+    seconds += prediction.epilogue_seconds(problem, realigned, device)
     return Plan(architecture, device, realigned, config, source, seconds)
 
 
@@ -264,7 +270,10 @@ def _why_unfused(call: Call, signature: Signature) -> str | None:
     """Returns why no kernel can apply an epilogue, None if one might."""
     residual = call.unpack(signature).residual
     if residual is not None and residual[1] != call.out_dtype:
-        return f"the residual is {residual[1]} and the result {call.out_dtype}"
+        return (
+            f"the residual is {residual[1]} and the result {call.out_dtype}; a residual of"
+            f" {call.out_dtype}, or a result of {residual[1]}, would fit"
+        )
     return activations.kernel_refusal(call.epilogue.activation)
 
 

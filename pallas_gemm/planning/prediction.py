@@ -96,6 +96,22 @@ def pass_seconds(realigned: Realigned, device: Device) -> float:
     return sum(LAUNCH_SECONDS + step.bytes / bandwidth for step in realigned.steps if step.bytes)
 
 
+def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> float:
+    """Predicts the time of the pass in which XLA applies the epilogue; 0 where the kernel does.
+
+    Args:
+        problem: What is computed.
+        realigned: What the kernel computes of it.
+        device: Where.
+    """
+    if realigned.unfused is None:
+        return 0.0
+    each = problem.sums * realigned.problem.out_dtype.itemsize + problem.out_dtype.itemsize
+    each += problem.epilogue.residual * problem.out_dtype.itemsize
+    bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
+    return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
+
+
 def problem_bytes(problem: Problem) -> int:
     """Bytes that any way of computing a problem moves: each operand and the result once."""
     return (

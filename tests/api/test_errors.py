@@ -20,6 +20,27 @@ from schedules import build
 A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
 NUMBERS = (((1,), (0,)), ((), ()))
 
+
+def _mixed(dtype: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        return gemm(A, B.astype(dtype), implementation="hopper")
+
+
+def _scaled(config: HopperConfig) -> Any:
+    a, one = jnp.ones((512, 128), jnp.bfloat16), jnp.float32(1)
+    rest = jnp.ones((512, 512), jnp.bfloat16)
+    return gemm(
+        *(a, a),
+        transpose_b=True,
+        alpha=one,
+        beta=one,
+        col_scale=rest[0],
+        residual=rest,
+        activation="gelu",
+        config=config,
+    )
+
+
 CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no array", lambda: gemm([[1.0]], B), TypeError, "a must be an array, got list"),
     ("none", lambda: gemm(A, None), TypeError, "b must be an array, got NoneType"),
@@ -277,6 +298,21 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: gemm(A.astype(jnp.complex64), B.astype(jnp.complex64), implementation="interpret"),
         ValueError,
         "implementation='interpret' cannot .* no kernel takes operands of complex64",
+    ),
+    (
+        "weights of 8 bits alone",
+        lambda: _mixed(jnp.int8),
+        ValueError,
+        "no kernel multiplies float32 by int8; cast int8 to float32, .* row_scale or col_scale",
+    ),
+    (
+        "arrays that no registers are left for",
+        lambda: _scaled(
+            HopperConfig(tile=(256, 208), stages=3, late_store=False, store_columns=16)
+        ),
+        ValueError,
+        r"208 accumulators of tile=\(256, 208\) leave are too few for residual and alpha and beta"
+        r" and col_scale and gelu_tanh; the nearest tile that fits is \(256, \d+\)",
     ),
     ("config", lambda: gemm(A, B, config={"tile": 1}), TypeError, "config must be the config of a"),
     ("config's class", lambda: gemm(A, B, config=GemmConfig()), TypeError, "such as HopperConfig"),

@@ -257,6 +257,42 @@ def test_epilogues_that_a_kernel_lacks_are_applied_by_xla_to_its_sums() -> None:
         np.testing.assert_array_equal(reference.wide(result), reference.wide(xlas))
 
 
+def test_the_passes_around_a_kernel_are_in_its_predicted_time() -> None:
+    shape, bandwidth = jax.ShapeDtypeStruct, H200.machine.dram_bytes_per_second
+    size = 4096 * 4096
+
+    def seconds(f: Any, *dtypes: Any, n: int = 4096) -> float:
+        with pallas_gemm.target("h200"):
+            plan = pallas_gemm.explain(f, *(shape((4096, n), dtype) for dtype in dtypes)).plan
+        assert plan is not None
+        return plan.seconds
+
+    def activated(activation: Any, **options: Any) -> Any:
+        return lambda a, b: gemm(
+            a, b, transpose_b=True, activation=activation, implementation="hopper", **options
+        )
+
+    narrow = (jnp.bfloat16,) * 2
+    # XLA reads sums in float32, and writes the result.
+    sums = seconds(activated(None, preferred_element_type="f32"), *narrow)
+    apart = seconds(activated(jax.nn.elu), *narrow)
+    moved = (4 + 2) * size / bandwidth
+    assert sums + moved < apart < sums + 2 * moved
+    # A gated product is two, and both sums are read.
+    gated = seconds(
+        lambda a, b: pallas_gemm.gated_gemm(
+            a, b, b, transpose_b=True, activation=jax.nn.elu, implementation="hopper"
+        ),
+        *narrow,
+    )
+    assert 2 * sums + moved < gated < 2 * sums + 4 * moved
+    # Rows of 8190 bytes are copied to rows of whole lines.
+    odd = activated(None)
+    copied = 4 * 2 * size / bandwidth
+    even = seconds(odd, *narrow)
+    assert even + copied < seconds(odd, *narrow, n=4095) < even + 2 * copied
+
+
 def test_each_product_of_a_batch_may_have_its_own_bias() -> None:
     rng = np.random.default_rng(0)
     a, b, bias = (

@@ -193,7 +193,7 @@ class BlackwellConfig(GemmConfig):
         if self.persistence == "dynamic" and self.is_online:
             yield "persistence='dynamic' needs a schedule that is a table, got an online one"
         if self.direct_store and problem.epilogue.residual:
-            yield "direct_store has no residual, got Epilogue(residual=True)"
+            yield "direct_store has no residual, which there is; direct_store=False would fit"
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         needed = self.shared_memory_bytes(problem)

@@ -331,7 +331,8 @@ class HopperConfig(GemmConfig):
                 f" consumers={self.consumers}, pingpong={self.pingpong},"
                 f" schedule={self.schedule!r}, out_dtype={problem.out_dtype},"
                 f" residual={problem.epilogue.residual},"
-                f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores"
+                f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
+                " late_store=False would fit"
             )
         if self.persistence == "dynamic":
             if self.pingpong:
@@ -371,10 +372,11 @@ class HopperConfig(GemmConfig):
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if not self.registers_suffice(problem):
+            for_what = " and ".join(problem.epilogue.parts) or "this mode"
             yield (
                 f"a consumer has at most {self.most_registers} registers per thread, and what the"
                 f" {self.accumulator_registers} accumulators of tile={self.tile} leave are too few"
-                f" for this epilogue and mode; {self._nearest_tile(problem)}"
+                f" for {for_what}; {self._nearest_tile(problem)}"
             )
         needed = self.shared_memory_bytes(problem)
         if needed > device.shared_memory:
@@ -452,4 +454,5 @@ def _transposed_refusals(problem: Problem) -> Iterator[str]:
     if problem.out_dtype.itemsize != 2:
         yield f"a mirrored product has a result of 16 bits, got {problem.out_dtype}"
     if problem.epilogue.residual or problem.epilogue.gated:
-        yield "a mirrored product has neither a residual nor a gate"
+        parts = " and ".join(problem.epilogue.parts)
+        yield f"a mirrored product has neither a residual nor a gate, got {parts}"
