@@ -1,6 +1,7 @@
 """`GemmConfig`: how a product is computed, and the one statement of what is legal."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -118,15 +119,19 @@ class GemmConfig:
             return resolve(self.schedule, *self.stacked_grid(problem))
         return self.schedule
 
+    def pieces(self, problem: Problem) -> int:
+        """How many pieces of work there are: cluster tiles, unless they are cut along k."""
+        return math.prod(self.stacked_grid(problem))
+
     def workers(self, problem: Problem, device: Device) -> int:
         """How many clusters are launched."""
-        rows, cols = self.stacked_grid(problem)
+        pieces = self.pieces(problem)
         if self.persistence == "none":
-            return rows * cols
+            return pieces
         fit = device.coresident_clusters(self.cluster_size)
         if self.ctas is not None:
             fit = min(fit, self.ctas // self.cluster_size)
-        return min(rows * cols, fit)
+        return min(pieces, fit)
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""

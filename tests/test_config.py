@@ -139,6 +139,14 @@ CASES = {
         ("late_store", "at most 4 chunks", "128 registers, 8 "),
         HopperConfig(store_columns=32, late_store=True),
     ),
+    "late_store of pieces": Case(
+        ("late_store", "split_k=1", "split_k=2"), HopperConfig(split_k=2, late_store=True)
+    ),
+    "split_k beyond k": Case(
+        ("split_k must be at most 16, the steps of 64 in k=1024, got 17",),
+        config(split_k=17),
+        problem(k=1024),
+    ),
     "dynamic in turns": Case(
         ("persistence='dynamic' needs cooperative consumers", "got pingpong=True"),
         config(tile=(64, 128), persistence="dynamic", pingpong=True),
@@ -251,6 +259,17 @@ IMPOSSIBLE = {
     "no tile": ({"tile": (0, 128)}, "tile must be from (1, 1)", "got (0, 128)"),
     "consumers": ({"consumers": 4}, "consumers must be 1, 2 or 3", "got 4"),
     "no consumers": ({"consumers": 0}, "consumers must be 1, 2 or 3", "got 0"),
+    "no pieces": ({"split_k": 0}, "split_k must be at least 1", "got 0"),
+    "pieces in turns": (
+        {"split_k": 2, "tile": (64, 128), "pingpong": True},
+        "split_k needs cooperative consumers and persistence='static'",
+        "got split_k=2, pingpong=True, persistence='static'",
+    ),
+    "pieces of one worker each": (
+        {"split_k": 2, "persistence": "none"},
+        "split_k needs cooperative consumers and persistence='static'",
+        "got split_k=2, pingpong=False, persistence='none'",
+    ),
     "persistence": (
         {"persistence": "lazy"},
         "persistence must be 'none', 'static' or 'dynamic'",

@@ -43,6 +43,7 @@ class Inputs(NamedTuple):
         col_scale: What scales their columns, likewise.
         up_scale: What scales the columns of the other sums of a gated result.
         up_bias: What is added to them.
+        summands: Sums of pieces of k that another kernel has left to be joined.
     """
 
     factors: tuple[Factors, ...]
@@ -56,6 +57,7 @@ class Inputs(NamedTuple):
     col_scale: Any = None
     up_scale: Any = None
     up_bias: Any = None
+    summands: Any = None
 
 
 class Grid(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.kernels import work
-from schedules import PADDING, OnlineSchedule, Schedule
+from schedules import PADDING, OnlineSchedule, Pieces, Schedule
 
 Scalar = Any
 """A traced int32."""
@@ -72,39 +72,51 @@ def read(table_gmem: Any, worker: Scalar, coding: work.Coding) -> Share:
     return Share(lambda: table_gmem[worker, 0], load, coding.unpack)
 
 
-def computed(order: OnlineSchedule, worker: Scalar, workers: int, coding: work.Coding) -> Share:
+def computed(
+    order: OnlineSchedule,
+    worker: Scalar,
+    workers: int,
+    coding: work.Coding,
+    cut: work.Cut | None = None,
+) -> Share:
     """The share of a worker in an order that is computed: no table, dealt in turn."""
 
     def count() -> Scalar:
-        most = jnp.int32(len(order) + workers - 1)
+        most = jnp.int32(len(order) * (cut.parts if cut else 1) + workers - 1)
         return lax.div(most - worker, jnp.int32(workers))
 
-    return Share(
-        count, lambda turn: (worker + turn * workers,), lambda place: coding.piece(*order(place))
-    )
+    def piece(place: Scalar) -> work.Piece:
+        if cut is None:
+            return coding.piece(*order(place))
+        part, tile = lax.div(place, jnp.int32(len(order))), lax.rem(place, jnp.int32(len(order)))
+        return cut.part(coding.piece(*order(tile)), part)
+
+    return Share(count, lambda turn: (worker + turn * workers,), piece)
 
 
-def dealt_table(schedule: Schedule, workers: int, spans: np.ndarray | None = None) -> np.ndarray:
+def dealt_table(
+    pieces: Schedule | Pieces, workers: int, spans: np.ndarray | None = None
+) -> np.ndarray:
     """Returns the operand that `read` reads, int32 `[workers, 1 + longest share + 2]`.
 
     Column 0 is the worker's number of pieces. Two entries of padding at the end let a walk, which
     steps by two for ping-pong consumers, read one step past the last entry. Given the spans of
     `Coding.pack`, an entry takes as many columns as it has words.
     """
-    dealt = work.deal(work.Coding().pack(schedule, spans), workers)
-    counts = np.bincount(np.arange(len(schedule)) % workers, minlength=workers).astype(np.int32)
+    dealt = work.deal(work.Coding().pack(pieces, spans), workers)
+    counts = np.bincount(np.arange(len(pieces)) % workers, minlength=workers).astype(np.int32)
     padding = np.full((workers, 2, *dealt.shape[2:]), PADDING, np.int32)
     entries = np.concatenate([dealt, padding], axis=1).reshape(workers, -1)
     return np.concatenate([counts[:, None], entries], axis=1)
 
 
 def order_operand(
-    schedule: Schedule | OnlineSchedule, workers: int, spans: np.ndarray | None = None
+    pieces: Schedule | Pieces | OnlineSchedule, workers: int, spans: np.ndarray | None = None
 ) -> jax.Array | None:
     """Returns the operand by which a kernel is told an order; None if it computes the order."""
-    if isinstance(schedule, OnlineSchedule):
+    if isinstance(pieces, OnlineSchedule):
         return None
-    return jnp.asarray(dealt_table(schedule, workers, spans))
+    return jnp.asarray(dealt_table(pieces, workers, spans))
 
 
 def share(
@@ -113,8 +125,9 @@ def share(
     worker: Scalar,
     workers: int,
     coding: work.Coding,
+    cut: work.Cut | None = None,
 ) -> Share:
     """Returns the share of a worker, given the operand that `order_operand` made."""
     if isinstance(schedule, OnlineSchedule):
-        return computed(schedule, worker, workers, coding)
+        return computed(schedule, worker, workers, coding, cut)
     return read(order_gmem, worker, coding)

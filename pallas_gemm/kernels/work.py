@@ -2,6 +2,7 @@
 
     an entry of a table    row (16 bits) | col (16 bits)
     its second word        first k step (16 bits) | k steps (16 bits)       where they differ
+    its third word         which summand of its tile's sum a piece makes    where there are several
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
@@ -18,7 +19,7 @@ from jax import lax
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.problem import Problem
-from schedules import PADDING, Schedule
+from schedules import PADDING, Pieces, Schedule
 
 WORD_BITS = 32
 TABLE_BITS = 16
@@ -34,6 +35,7 @@ class Piece(NamedTuple):
         batch: Which product of the batch; None without one.
         first_step: The first step of k that goes into the sum; None if all do.
         steps: How many do, one at least. What lies past the end of k is zeros.
+        summand: Which summand of its tile's sum it makes; None if it makes the sum.
     """
 
     row: Any
@@ -41,6 +43,29 @@ class Piece(NamedTuple):
     batch: Any = None
     first_step: Any = None
     steps: Any = None
+    summand: Any = None
+
+
+class Cut(NamedTuple):
+    """How the k loop of every tile is cut into pieces: the arithmetic of `schedules.split_k`.
+
+    Attributes:
+        parts: Into how many.
+        steps: Steps of the whole loop.
+    """
+
+    parts: int
+    steps: int
+
+    def part(self, tile: Piece, part: Any) -> Piece:
+        """One of the pieces of a tile."""
+        least, longer = divmod(self.steps, self.parts)
+        first = part * least + lax.min(part, jnp.int32(longer))
+        return tile._replace(
+            first_step=first,
+            steps=least + (part < longer).astype(jnp.int32),
+            summand=part,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +75,23 @@ class Coding:
     Attributes:
         rows: Rows of cluster tiles of each product of a batch; None without one.
         bits: Bits of a row, and of a column. What they leave of a word is for a tag.
-        words: Words of an entry; of more than one, the second says which steps of k.
+        words: Words of an entry, of the table above.
     """
 
     rows: int | None = None
     bits: int = TABLE_BITS
     words: int = 1
 
-    def pack(self, schedule: Schedule, spans: np.ndarray | None = None) -> np.ndarray:
-        """Returns every piece in visiting order, int32 `[tiles]`, with a tag of zero.
+    def pack(self, pieces: Schedule | Pieces, spans: np.ndarray | None = None) -> np.ndarray:
+        """Returns every piece in visiting order, int32 `[pieces]`, with a tag of zero.
 
-        Given the (first step, steps) of each, `[tiles, 2]`, the words of an entry are a last axis.
+        Given the (first step, steps) of each, and which summand it makes where there are several,
+        `[pieces, 2 or 3]`, the words of an entry are a last axis.
         """
-        tiles = _joined(schedule.order, self.bits)
-        return tiles if spans is None else np.stack([tiles, _joined(spans, TABLE_BITS)], axis=1)
+        tiles = _joined(pieces.order, self.bits)
+        if spans is None:
+            return tiles
+        return np.stack([tiles, _joined(spans[:, :2], TABLE_BITS), *spans[:, 2:].T], axis=1)
 
     def unpack(self, *entry: Any) -> Piece:
         """The piece of an entry, given each of its words, whatever its tag."""
@@ -71,7 +99,7 @@ class Coding:
         if self.words == 1:
             return piece
         first_step, steps = _halves(entry[1], TABLE_BITS)
-        return piece._replace(first_step=first_step, steps=steps)
+        return piece._replace(first_step=first_step, steps=steps, summand=(*entry, None)[2])
 
     def piece(self, row: Any, col: Any) -> Piece:
         """The piece at (row, col) of the grid of a schedule."""

@@ -232,6 +232,8 @@ def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
         return f"the rows of {exchange.size} devices, {problem.m} in all, are no whole tiles"
     if config.mirrored:
         return "the product is computed transposed"
+    if config.split_k > 1:
+        return "tiles are cut along k"
     if exchange.gathers:
         if (
             problem.transpose_a

@@ -126,6 +126,24 @@ def test_an_order_that_is_computed_is_walked_like_its_table(name, workers, every
             assert visited(computed, first, every) == visited(read, first, every)
 
 
+@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize("workers", [1, 5, 40])
+def test_pieces_that_are_computed_are_those_of_the_table(parts, workers):
+    order, steps = resolve("online_swizzle:2", 3, 2), 7
+    table = schedules.split_k(build("swizzle:2", 3, 2), steps, parts)
+    dealt = jnp.asarray(tiles.dealt_table(table, workers, table.spans))
+    for worker in {0, 4 % workers, workers - 1}:
+        read = tiles.read(dealt, jnp.int32(worker), work.Coding(words=3))
+        cut = work.Cut(parts, steps)
+        computed = tiles.computed(order, jnp.int32(worker), workers, work.Coding(), cut)
+        assert int(read.count()) == int(computed.count())
+        for turn in map(jnp.int32, range(int(read.count()))):
+            pieces = [share.piece(*share.load(turn)) for share in (read, computed)]
+            named = [{f: int(v) for f, v in p._asdict().items() if v is not None} for p in pieces]
+            assert named[0] == named[1]
+            assert named[0].keys() == {"row", "col", "first_step", "steps", "summand"}
+
+
 def test_the_next_entry_is_read_before_the_work_on_this_one():
     order: list[str] = []
 

@@ -65,6 +65,9 @@ class HopperConfig(GemmConfig):
         mirrored: Compute the transposed product and transpose it on the way out. A right operand
             stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
             few columns, of which a tile may have as few as 16.
+        split_k: Into how many pieces the k loop of each tile is cut, each for another cluster. They
+            hand their sums over in float32, and all clusters together add them up, always in the
+            same order.
     """
 
     stages: int = FITTING
@@ -73,6 +76,7 @@ class HopperConfig(GemmConfig):
     pingpong: bool = False
     late_store: bool = FITTING
     mirrored: bool = False
+    split_k: int = 1
 
     def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
@@ -268,8 +272,14 @@ class HopperConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
+    def pieces(self, problem: Problem) -> int:
+        """See `GemmConfig`."""
+        return super().pieces(problem) * self.split_k
+
     def _malformed(self) -> Iterator[str]:
         yield from super()._malformed()
+        if self.split_k < 1:
+            yield f"split_k must be at least 1, got {self.split_k}"
         if self.consumers not in (1, 2, 3):
             yield f"consumers must be 1, 2 or 3, got {self.consumers}"
 
@@ -277,6 +287,11 @@ class HopperConfig(GemmConfig):
         yield from super()._impossible()
         if self.pingpong and self.consumers != 2:
             yield f"pingpong needs 2 consumers, got {self.consumers}"
+        if self.split_k > 1 and (self.pingpong or self.persistence != "static"):
+            yield (
+                "split_k needs cooperative consumers and persistence='static', got split_k="
+                f"{self.split_k}, pingpong={self.pingpong}, persistence={self.persistence!r}"
+            )
         rows, cols = self.consumer_tile
         if rows < WGMMA_ROWS or rows % WGMMA_ROWS:
             yield f"tile rows per consumer must be a multiple of 64, got tile={self.tile}"
@@ -325,14 +340,20 @@ class HopperConfig(GemmConfig):
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.late_store and not self.allows_late_store(problem):
             yield (
-                "late_store needs one or two cooperative consumers, a schedule that is a table, a"
-                " result of at most 16 bits (16 if it is gated), no residual, at most 128"
-                " accumulator registers and at most 4 chunks per tile, got"
-                f" consumers={self.consumers}, pingpong={self.pingpong},"
+                "late_store needs one or two cooperative consumers, split_k=1, a schedule that is"
+                " a table, a result of at most 16 bits (16 if it is gated), no residual, at most"
+                " 128 accumulator registers and at most 4 chunks per tile, got"
+                f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
                 f" schedule={self.schedule!r}, out_dtype={problem.out_dtype},"
                 f" residual={problem.epilogue.residual},"
                 f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
                 " late_store=False would fit"
+            )
+        steps = -(-problem.k // self.tile_k(problem))
+        if self.split_k > steps:
+            yield (
+                f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
+                f" k={problem.k}, got {self.split_k}"
             )
         if self.persistence == "dynamic":
             if self.pingpong:
@@ -361,6 +382,7 @@ class HopperConfig(GemmConfig):
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
         return (
             not self.pingpong
+            and self.split_k == 1
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2

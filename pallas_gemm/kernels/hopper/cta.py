@@ -38,6 +38,18 @@ class Barriers(NamedTuple):
     residual: Any
 
 
+class Join(NamedTuple):
+    """Where pieces of k hand their sums over; see `join.py`.
+
+    Attributes:
+        summands: The sums of all pieces in global memory; None if tiles are not cut along k.
+        arrived: For each cluster tile, how many parts of them there are; None if nobody counts.
+    """
+
+    summands: Any = None
+    arrived: Any = None
+
+
 class Cta(NamedTuple):
     """All that the roles of a CTA know.
 
@@ -48,6 +60,7 @@ class Cta(NamedTuple):
         rows: Where rows of the left operand come from, and rows of the result go to.
         slots: Both views of every buffer in shared memory.
         barriers: The barriers.
+        join: Where pieces of k hand their sums over.
     """
 
     plan: HopperPlan
@@ -56,6 +69,7 @@ class Cta(NamedTuple):
     rows: remote.Rows
     slots: Smem
     barriers: Barriers
+    join: Join = Join()
 
 
 def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
@@ -99,7 +113,7 @@ def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:
 def tile_to_store(cta: Cta, piece: work.Piece, consumer: Any) -> place.Where:
     """Where a consumer's part of this CTA's tile of a piece begins in the result."""
     tile = _tile(cta.plan, piece, *cta.rows.to_store(piece.row))
-    return _part(cta.plan, tile, consumer)
+    return part_of_tile(cta.plan, tile, consumer)
 
 
 def _tile(plan: HopperPlan, piece: work.Piece, row: Any, share: Any) -> place.Where:
@@ -108,7 +122,7 @@ def _tile(plan: HopperPlan, piece: work.Piece, row: Any, share: Any) -> place.Wh
     return place.locate(plan.config, plan.problem, piece, CLUSTER)._replace(share=share)
 
 
-def _part(plan: HopperPlan, tile: place.Where, consumer: Any) -> place.Where:
+def part_of_tile(plan: HopperPlan, tile: place.Where, consumer: Any) -> place.Where:
     """The part of a tile that a consumer holds: all of it, or its share of rows or columns."""
     rows, cols = plan.consumer_out_tile
     if plan.config.pingpong:

@@ -58,7 +58,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem, tiles, work
-from pallas_gemm.kernels.hopper import claims, late_store, remote, ring, store
+from pallas_gemm.kernels.hopper import claims, join, late_store, remote, ring, store
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -206,13 +206,16 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
 
     def one_tile(turn: Any, piece: work.Piece, progress: Progress) -> Progress:
         at = tile_to_store(cta, piece, me)
-        store.fetch_residual(cta, me, at, range(plan.config.store_slots))
+        if not plan.joins:
+            store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
         steps = Steps(turn, progress.slot, piece.steps)
         total, slot = pl.run_scoped(
             lambda acc: multiply(cta, me, steps, acc, stores),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
         )
+        if plan.joins:
+            return Progress(join.hand_over(cta, me, piece, total), slot)
         return Progress(late_store.take(cta, me, total, at), slot)
 
     if plan.config.pingpong:
@@ -221,6 +224,8 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         start = Progress(late_store.start(cta, me), ring.upcoming(plan))
         turns, end = walk(one_tile, start)
         late_store.end(cta, me, turns, end.previous)
+    if plan.joins and not plan.joins_apart:
+        join.join(cta, me)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -328,7 +333,7 @@ def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
     if not plan.claims_tiles:
-        return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding).walk
+        return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
     claimant = None
     if producing:
         rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
@@ -336,12 +341,9 @@ def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
 
 
-def _body(
-    plan: HopperPlan, gmem: launch.Inputs, out: Any, every: Any, buffers: Smem, barriers: Barriers
-) -> None:
+def _body(plan: HopperPlan, gmem: launch.Inputs, *refs: Any) -> None:
     """What each warpgroup of a CTA does."""
-    rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
-    cta, registers = Cta(plan, gmem, out, rows, slots, barriers), plan.config.registers
+    cta, registers = _cta(plan, gmem, *refs), plan.config.registers
 
     def produce() -> None:
         if registers:
@@ -354,7 +356,7 @@ def _body(
         @plgpu.warp_map
         def _each_warp(warp: Any) -> None:
             pl.when(warp == 0)(run)
-            rows.send(warp)
+            cta.rows.send(warp)
 
     def consume() -> None:
         if registers:
@@ -362,6 +364,31 @@ def _body(
         consumer(cta, _walk(plan, gmem.order, producing=False))
 
     lax.cond(lax.axis_index(launch.WARPGROUP) == plan.config.consumers, produce, consume)
+
+
+def _joining_body(plan: HopperPlan, gmem: launch.Inputs, *refs: Any) -> None:
+    """What each warpgroup does in the kernel that joins what another one has computed."""
+    cta, me = _cta(plan, gmem, *refs), lax.axis_index(launch.WARPGROUP)
+
+    @pl.when(me < plan.config.consumers)
+    def _join() -> None:
+        join.join(cta, me)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _cta(
+    plan: HopperPlan,
+    gmem: launch.Inputs,
+    out: Any,
+    every: Any,
+    summands: Any,
+    buffers: Smem,
+    barriers: Barriers,
+) -> Cta:
+    """What the roles of a CTA know, given what a kernel takes, returns and has to itself."""
+    rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
+    joined = join.place_of_summands(plan, gmem.summands if summands is None else summands)
+    return Cta(plan, gmem, out, rows, slots, barriers, joined)
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
@@ -377,7 +404,7 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.claims_tiles:
         order: Any = claims.order_operand(schedule, plan.workers)
     else:
-        order = tiles.order_operand(schedule, plan.workers, plan.spans)
+        order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)
     return inputs._replace(sent=remote.counter(plan))
 
@@ -388,20 +415,35 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     These are, in this order: a second b if the result is gated, then bias, then residual; or a and
     b of each piece. If rows are gathered, it returns them beside the result.
     """
+    results = remote.results(plan)
+    if plan.joins_apart:
+        multiply = _launched(plan, _body, results._replace(out=None))
+        add_up = _launched(plan, _joining_body, results._replace(summands=None))
+    else:
+        multiply = _launched(plan, _body, results)
+
+    def run(*given: jax.Array) -> Any:
+        inputs = _inputs(plan, given)
+        out, every, summands = multiply(inputs)
+        if plan.joins_apart:
+            out, *_ = add_up(inputs._replace(summands=summands))
+        return out if every is None else (out, every)
+
+    return run
+
+
+def _launched(
+    plan: HopperPlan, body: Callable[..., None], results: remote.Results
+) -> Callable[[launch.Inputs], remote.Results]:
+    """Returns the kernel whose warpgroups run `body(plan, inputs, *results, *scratch)`."""
     cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
-    kernel = launch.kernel(
-        functools.partial(_body, plan),
+    return launch.kernel(
+        functools.partial(body, plan),
         name="pallas_gemm_hopper",
         grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
-        results=remote.results(plan),
+        results=results,
         scratch=scratch(plan),
         interpret=plan.interpret,
         # The instructions for exp and tanh err by less than rounding to 16 bits does.
         approx_math=plan.problem.out_dtype.itemsize <= 2,
     )
-
-    def run(*given: jax.Array) -> Any:
-        out, every = kernel(_inputs(plan, given))
-        return out if every is None else (out, every)
-
-    return run

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig, stored_b
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule
+from schedules import OnlineSchedule, Pieces, Schedule, split_k
 
 
 class Chunk(NamedTuple):
@@ -46,6 +47,10 @@ class HopperPlan:
     def __post_init__(self) -> None:
         self.config.check(self.problem, self.device)
         object.__setattr__(self, "problem", self.config.as_computed(self.problem))
+        if self.joins and self.exchange.size > 1:
+            raise ValueError(
+                f"split_k must be 1 where devices exchange rows, got {self.config.split_k}"
+            )
 
     @property
     def simulated(self) -> bool:
@@ -106,22 +111,49 @@ class HopperPlan:
         pieces = self.problem.pieces
         return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
 
+    @property
+    def joins(self) -> bool:
+        """Whether the sum of a tile is made of several pieces'."""
+        return self.config.split_k > 1
+
+    @property
+    def joins_apart(self) -> bool:
+        """Whether another kernel joins them: in the simulator, where no worker awaits another."""
+        return self.joins and self.simulated
+
+    @functools.cached_property
+    def pieces(self) -> Schedule | Pieces | OnlineSchedule:
+        """The pieces of work, in order: tiles, unless they are cut along k."""
+        if not self.joins or isinstance(self.schedule, OnlineSchedule):
+            return self.schedule
+        return split_k(self.schedule, self.k_steps, self.config.split_k)
+
+    @property
+    def cut(self) -> work.Cut | None:
+        """How tiles are cut along k, where the order is computed."""
+        return work.Cut(self.config.split_k, self.k_steps) if self.joins else None
+
     @functools.cached_property
     def spans(self) -> np.ndarray | None:
-        """The (first step, steps) of k of each piece of work, in order; None if all take all."""
-        return None
+        """The (first step, steps) of k of each piece of work, in order, and which summand it makes.
+
+        None if every piece takes all steps, or the order is computed.
+        """
+        return self.pieces.spans if isinstance(self.pieces, Pieces) else None
 
     @property
     def own_steps(self) -> bool:
         """Whether each piece of work says which steps of k it takes."""
-        return self.spans is not None
+        return self.joins or self.spans is not None
 
     @functools.cached_property
     def coding(self) -> work.Coding:
         """How pieces of work are written."""
         bits = work.CLAIM_BITS if self.claims_tiles else work.TABLE_BITS
         coding = work.coding(self.config, self.problem, bits)
-        return dataclasses.replace(coding, words=2) if self.own_steps else coding
+        if self.spans is None:
+            return coding
+        return dataclasses.replace(coding, words=self.spans.shape[1])
 
     @property
     def wgmmas_per_step(self) -> int:
@@ -173,6 +205,16 @@ class HopperPlan:
     def scatters(self) -> bool:
         """Whether the result's rows go to several devices."""
         return self.exchange.size > 1 and not self.exchange.gathers
+
+    @property
+    def tiles(self) -> int:
+        """How many cluster tiles there are."""
+        return math.prod(self.config.stacked_grid(self.problem))
+
+    @property
+    def summands_shape(self) -> tuple[int, ...]:
+        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column]."""
+        return self.tiles, self.config.split_k, self.config.cluster_size, *self.config.tile
 
     @property
     def store_widths(self) -> tuple[int, ...]:

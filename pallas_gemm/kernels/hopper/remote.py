@@ -26,10 +26,17 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 
 class Results(NamedTuple):
-    """What a kernel returns: the result, and the gathered rows if it gathers any."""
+    """What a kernel returns.
+
+    Attributes:
+        out: The result.
+        every: The gathered rows if it gathers any.
+        summands: The sums of pieces of k, if it joins any: what is left of the work in between.
+    """
 
     out: Any
     every: Any = None
+    summands: Any = None
 
 
 class Rows(NamedTuple):
@@ -107,6 +114,9 @@ class Rows(NamedTuple):
 def results(plan: HopperPlan) -> Results:
     """The types of what a kernel returns."""
     out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
+    if plan.joins:
+        wide = plan.problem.accumulator_dtype
+        return Results(out, summands=jax.ShapeDtypeStruct(plan.summands_shape, wide))
     if not plan.gathers:
         return Results(out)
     return Results(out, jax.ShapeDtypeStruct(plan.problem.a_shape, plan.problem.a_dtype))

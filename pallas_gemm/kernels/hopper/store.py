@@ -20,7 +20,12 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 
 class Tile(NamedTuple):
-    """A consumer's part of a tile in registers: sums, or what they are finished and rounded."""
+    """A consumer's part of a tile: sums, or what they are finished and rounded.
+
+    Attributes:
+        values: In registers; or what adds sums up where they are asked for (`join.Summands`).
+        at: Where it lies.
+    """
 
     values: Any
     at: place.Where
@@ -31,10 +36,15 @@ def store_sums(cta: Cta, me: Any, tile: Tile, number: int) -> None:
 
     The registers that an epilogue needs are free only for a chunk at a time.
     """
-    _store(cta, me, tile.at, number, _finish_chunk(cta, me, tile, number))
+    store_chunk(cta, me, tile, number)
     following = number + cta.plan.config.store_slots
     if following < len(cta.plan.chunks):
         fetch_residual(cta, me, tile.at, (following,))
+
+
+def store_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> None:
+    """Finishes and stores one chunk of the sums of a tile, whose residual is on its way."""
+    _store(cta, me, tile.at, number, _finish_chunk(cta, me, tile, number))
 
 
 def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:

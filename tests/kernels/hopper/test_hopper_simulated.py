@@ -31,12 +31,13 @@ MIRRORED = dataclasses.replace(SMALL, mirrored=True)
 
 def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> np.ndarray:
     """Simulates the kernel; fails if it raced."""
-    return run_plan(HopperPlan(problem, config, H200, interpret=SIMULATOR), operands)
+    plan = HopperPlan(problem, config, H200, interpret=SIMULATOR)
+    return run_plan(plan, products.as_taken(problem, operands))
 
 
-def run_plan(plan: HopperPlan, operands: products.Operands) -> np.ndarray:
-    """Simulates the kernel of a plan, likewise."""
-    kernel, taken = hopper.build(plan), products.as_taken(plan.problem, operands)
+def run_plan(plan: HopperPlan, taken: Sequence[jax.Array]) -> np.ndarray:
+    """Simulates the kernel of a plan with the arrays that it takes, likewise."""
+    kernel = hopper.build(plan)
     try:
         out = np.asarray(jax.jit(kernel)(*taken)).astype(np.float64)
         assert not gpu_callbacks.get_races().races_found
@@ -63,6 +64,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "mirrored": (False, True),
     "cluster": ((1, 1), (2, 1), (1, 2), (2, 2)),
     "persistence": ("static", "dynamic", "none"),
+    "split_k": (1, 2),
     "schedule": ("hilbert", "shuffled", "online_swizzle:3:cols"),
     # Two make the ring wrap after two steps.
     "stages": (2, 3),
@@ -118,7 +120,7 @@ def built(case: covering.Case) -> tuple[Problem, HopperConfig] | None:
             ctas=2 * math.prod(cluster),
             store_columns=32,
             **{name: case[name] for name in ("late_store", "mirrored", "cluster", "persistence")},
-            **{name: case[name] for name in ("stages", "store_slots")},
+            **{name: case[name] for name in ("stages", "store_slots", "split_k")},
         )
         problem = products.transposed(problem, case["layout"])
         config = dataclasses.replace(config, schedule=_schedule(case["schedule"], problem, config))
@@ -189,7 +191,8 @@ def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng):
     problem = Problem(256, 128, 6 * 64, transpose_a=True, pieces=pieces)
     config = dataclasses.replace(SMALL, schedule="raster", ctas=2, late_store=False)
     operands = products.small_integers(problem, rng)
-    out = run_plan(OwnSteps(problem, config, H200, interpret=SIMULATOR), operands)
+    plan = OwnSteps(problem, config, H200, interpret=SIMULATOR)
+    out = run_plan(plan, products.as_taken(problem, operands))
     for number, (first, steps) in enumerate(own_spans):
         row, col = 128 * (number // 2), 64 * (number % 2)
         a, b = (np.asarray(x)[64 * first : 64 * (first + steps)] for x in operands[:2])

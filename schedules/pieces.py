@@ -1,0 +1,124 @@
+"""Work along K: which steps of which tile are computed at a time, as plain data."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from schedules import _check
+from schedules.table import Int32Array, Schedule
+
+FIELDS = ("row", "col", "first step", "steps")
+STEP_LIMIT = 65_536
+"""A packed entry keeps the first step of a piece, and how many it takes, in 16 bits each."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """Pieces of work, in the order in which they are computed.
+
+    The sum of a tile is made of its pieces', in the order of their first steps.
+
+    Attributes:
+        grid: (rows, cols) of output tiles.
+        steps: Steps of k that each tile takes in all.
+        table: int32 `[pieces, 4]`, the row and column of each piece's tile, its first step, and how
+            many steps it takes.
+
+    Raises:
+        ValueError: The pieces do not compute every step of every tile exactly once.
+    """
+
+    grid: tuple[int, int]
+    steps: int
+    table: Int32Array = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        grid = _check.grid_size(*self.grid)
+        steps = _check.positive_int("steps", self.steps)
+        if steps >= STEP_LIMIT:
+            raise ValueError(f"steps must be below {STEP_LIMIT}, got {steps}")
+        table = _checked(grid, steps, self.table)
+        table.flags.writeable = False
+        object.__setattr__(self, "table", table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def order(self) -> Int32Array:
+        """The (row, col) of the tile of each piece."""
+        return self.table[:, :2]
+
+    @property
+    def spans(self) -> Int32Array:
+        """The (first step, steps) of each piece, and which summand of its tile it makes."""
+        _, summand = _by_tile(self.grid, self.table)
+        return np.concatenate([self.table[:, 2:], summand[:, None]], axis=1)
+
+
+def split_k(tiles: Schedule, steps: int, parts: int) -> Pieces:
+    """Cuts every tile into as many pieces of k, which differ by at most one step.
+
+    The first pieces of all tiles come first, in the order of the tiles: what is computed at the
+    same time reads the same part of the operands.
+
+    >>> from schedules import raster
+    >>> split_k(raster(1, 2), steps=5, parts=2).table.tolist()
+    [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 2]]
+
+    Args:
+        tiles: The order of the tiles.
+        steps: Steps of k that each takes.
+        parts: Into how many pieces.
+
+    Raises:
+        ValueError: A number is not positive, or there are more pieces than steps.
+    """
+    steps, parts = _check.positive_int("steps", steps), _check.positive_int("parts", parts)
+    if parts > steps:
+        raise ValueError(f"parts must be at most the {steps} steps of k, got {parts}")
+    part = np.repeat(np.arange(parts), len(tiles))
+    least, longer = divmod(steps, parts)
+    first = part * least + np.minimum(part, longer)
+    length = least + (part < longer)
+    return Pieces(
+        tiles.grid, steps, np.column_stack([np.tile(tiles.order, (parts, 1)), first, length])
+    )
+
+
+def _by_tile(grid: tuple[int, int], table: Int32Array) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pieces tile by tile in the order of their steps, and the place of each there."""
+    tile = table[:, 0].astype(np.int64) * grid[1] + table[:, 1]
+    sorted_by = np.lexsort((table[:, 2], tile))
+    starts = np.searchsorted(tile[sorted_by], tile)
+    place = np.empty(len(table), np.int32)
+    place[sorted_by] = np.arange(len(table), dtype=np.int32)
+    return sorted_by, place - starts.astype(np.int32)
+
+
+def _checked(grid: tuple[int, int], steps: int, given: ArrayLike) -> Int32Array:
+    """Returns the table as int32, or raises unless it has every step of every tile exactly once."""
+    table = np.array(given)
+    if table.ndim != 2 or table.shape[1] != len(FIELDS) or table.dtype.kind not in "iu":
+        raise ValueError(
+            f"table must be an integer array [pieces, {len(FIELDS)}] of {', '.join(FIELDS)},"
+            f" got shape {table.shape} of {table.dtype}"
+        )
+    row, col, first, length = table.T
+    outside = (row < 0) | (row >= grid[0]) | (col < 0) | (col >= grid[1])
+    outside |= (first < 0) | (length < 1) | (first + length > steps)
+    if outside.any():
+        wrong = table[outside.argmax()].tolist()
+        raise ValueError(f"table must stay inside grid={grid} and steps={steps}, got {wrong}")
+    covered = np.zeros((*grid, steps + 1), np.int32)
+    np.add.at(covered, (row, col, first), 1)
+    np.add.at(covered, (row, col, first + length), -1)
+    times = covered.cumsum(axis=-1)[..., :-1]
+    if (times != 1).any():
+        tile_row, tile_col, step = np.argwhere(times != 1)[0].tolist()
+        raise ValueError(
+            f"table must compute every step of every tile exactly once, got step {step} of tile"
+            f" ({tile_row}, {tile_col}) {times[tile_row, tile_col, step]} times"
+        )
+    return table.astype(np.int32)

@@ -1,0 +1,65 @@
+"""Work along K as data: what a table of pieces accepts, and how tiles are cut."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import Pieces, build, split_k
+
+HALVES = [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 2]]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.data())
+def test_pieces_of_a_tile_follow_each_other_and_differ_by_a_step(rows, cols, steps, data):
+    parts = data.draw(st.integers(1, steps))
+    tiles = build("hilbert", rows, cols)
+    pieces = split_k(tiles, steps, parts)
+    assert len(pieces) == parts * len(tiles)
+    # All tiles in their order, part after part.
+    np.testing.assert_array_equal(pieces.order, np.tile(tiles.order, (parts, 1)))
+    first, length, summand = pieces.spans.reshape(parts, len(tiles), 3)[:, 0].T
+    np.testing.assert_array_equal(summand, range(parts))
+    np.testing.assert_array_equal(first, np.cumsum(length) - length)
+    assert length.sum() == steps
+    assert length.max() - length.min() <= 1
+
+
+def test_summands_are_numbered_by_their_steps_whatever_the_order():
+    pieces = Pieces((1, 2), 5, np.array(HALVES)[[3, 0, 2, 1]])
+    assert pieces.spans.tolist() == [[3, 2, 1], [0, 3, 0], [3, 2, 1], [0, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (HALVES[:3], r"exactly once, got step 3 of tile \(0, 1\) 0 times"),
+        ([*HALVES[:3], [0, 1, 4, 1]], r"exactly once, got step 3 of tile \(0, 1\) 0 times"),
+        ([*HALVES[:3], [0, 1, 2, 3]], r"exactly once, got step 2 of tile \(0, 1\) 2 times"),
+        ([*HALVES, [0, 0, 1, 1]], r"exactly once, got step 1 of tile \(0, 0\) 2 times"),
+        ([*HALVES[:3], [0, 1, 3, 3]], r"inside grid=\(1, 2\) and steps=5, got \[0, 1, 3, 3\]"),
+        ([*HALVES, [0, 1, 5, 0]], r"inside grid=\(1, 2\) and steps=5, got \[0, 1, 5, 0\]"),
+        ([*HALVES[:3], [1, 1, 3, 2]], r"inside grid=\(1, 2\) and steps=5, got \[1, 1, 3, 2\]"),
+        (np.array(HALVES, float), "integer array .* first step, steps, got .* float64"),
+        (np.array(HALVES)[:, :3], r"integer array \[pieces, 4\]"),
+    ],
+)
+def test_refuses_tables_that_leave_out_a_piece_or_compute_it_twice(changes: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        Pieces((1, 2), 5, changes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "parts", "message"),
+    [
+        (5, 6, "parts must be at most the 5 steps of k, got 6"),
+        (5, 0, "parts must be an integer of at least 1, got 0"),
+        (0, 1, "steps must be an integer of at least 1, got 0"),
+        (65_536, 1, "steps must be below 65536, got 65536"),
+    ],
+)
+def test_refuses_pieces_that_are_shorter_than_a_step(steps, parts, message):
+    with pytest.raises(ValueError, match=message):
+        split_k(build("raster", 1, 2), steps, parts)
