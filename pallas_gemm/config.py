@@ -10,7 +10,7 @@ import numpy as np
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
-from schedules.spec import parse, resolve
+from schedules.spec import ONLINE, parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
 
@@ -96,7 +96,11 @@ class GemmConfig:
         """Rows and columns of cluster tiles of one product."""
         problem = self.as_computed(problem)
         rows, cols = self.out_tile(problem)
-        return -(-problem.m // (rows * self.cluster[0])), -(-problem.n // (cols * self.cluster[1]))
+        height = rows * self.cluster[0]
+        # Tiles of one group do not reach into the next: each may leave all but one row of a tile.
+        longest = problem.m + (height - 1) * problem.groups
+        whole = longest // height if problem.groups else -(-longest // height)
+        return whole, -(-problem.n // (cols * self.cluster[1]))
 
     def stacked_grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of the whole batch: the grid of the schedule."""
@@ -115,9 +119,13 @@ class GemmConfig:
 
     def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
         """The order of the cluster tiles of the whole batch."""
-        if isinstance(self.schedule, str):
-            return resolve(self.schedule, *self.stacked_grid(problem))
-        return self.schedule
+        if not isinstance(self.schedule, str):
+            return self.schedule
+        name = self.schedule
+        if problem.groups:
+            # How many rows of tiles there are is known when the kernel starts.
+            name = ONLINE + name.removeprefix(ONLINE)
+        return resolve(name, *self.stacked_grid(problem))
 
     def pieces(self, problem: Problem) -> int:
         """How many pieces of work there are: cluster tiles, unless they are cut along k."""
@@ -171,12 +179,14 @@ class GemmConfig:
             return (f"m, n and batch must be positive, got {problem.out_shape}",)
         if isinstance(self.schedule, str):
             try:
-                resolve(self.schedule, *grid)
+                self.resolve_schedule(problem)
             except ValueError as error:
                 # Such as a grid with more rows than an entry of a table has bits for.
                 return (f"schedule: {error}",)
         elif self.schedule.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {self.schedule.grid}",)
+        elif problem.groups and not self.is_online:
+            return ("schedule must be a name or an OnlineSchedule for rows in groups",)
         return ()
 
 

@@ -127,6 +127,10 @@ class Problem:
             those of the pieces side by side.
         shared_a: The products of a batch have one left operand, a matrix.
         shared_b: They have one right operand, or one pair of them.
+        groups: The rows are those of so many groups, one after the other, each with a right operand
+            of its own; how many rows each has is an operand. 0 if there are none.
+        ragged_k: Each product of the batch is a sum over steps of k of its own, one after the other
+            in the operands, which all share; how many each has is an operand.
     """
 
     m: int
@@ -144,6 +148,8 @@ class Problem:
     pieces: tuple[int, ...] = ()
     shared_a: bool = False
     shared_b: bool = False
+    groups: int = 0
+    ragged_k: bool = False
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -165,7 +171,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Multiplications plus additions."""
-        return 2 * self.sums * self.batch * self.m * self.n * self.k
+        products = 1 if self.ragged_k else self.batch
+        return 2 * self.sums * products * self.m * self.n * self.k
 
     @property
     def a_shape(self) -> tuple[int, ...]:
@@ -177,6 +184,8 @@ class Problem:
     def b_shape(self) -> tuple[int, ...]:
         """The shape of the right operand in memory."""
         matrix = (self.n, self.k) if self.transpose_b else (self.k, self.n)
+        if self.groups:
+            return (self.groups, *matrix)
         return matrix if self.shared_b else self._batched(matrix)
 
     @property
@@ -215,4 +224,4 @@ class Problem:
         return np.dtype(np.int32 if integer else np.float32)
 
     def _batched(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return shape if self.batch == 1 else (self.batch, *shape)
+        return shape if self.batch == 1 and not self.ragged_k else (self.batch, *shape)

@@ -43,23 +43,34 @@ class OnlineSchedule:
     def __len__(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    def __call__(self, index: Any) -> tuple[Any, Any]:
-        """Returns the (row, col) of the tile visited at `index`."""
+    def __call__(self, index: Any, rows: Any = None) -> tuple[Any, Any]:
+        """Returns the (row, col) of the tile visited at `index`.
+
+        Args:
+            index: Which, counted from 0.
+            rows: How many rows of the grid there are, if that is known later than the grid, when
+                it may be a number of the running program; None for all.
+        """
+        rows, cols = self.grid[0] if rows is None else rows, self.grid[1]
         if self.along == "rows":
-            return self._banded(index, *self.grid)
-        col, row = self._banded(index, self.grid[1], self.grid[0])
+            return self._banded(index, rows, cols, min(self.group, self.grid[0]))
+        col, row = self._banded(index, cols, rows, min(self.group, cols))
         return row, col
 
-    def _banded(self, index: Any, rows: int, cols: int) -> tuple[Any, Any]:
-        group = min(self.group, rows)
+    def _banded(self, index: Any, rows: Any, cols: Any, group: int) -> tuple[Any, Any]:
         band = index // (cols * group)
         within = index - band * (cols * group)
         if group == 1:
             row, col = band, within
         else:
-            whole, rest = divmod(rows, group)
-            # band // whole is 1 in the narrower last band alone; a bool would need a conversion.
-            height = group if rest == 0 else group + band // whole * (rest - group)
+            # The quotient is 1 in the narrower last band alone; a bool would need a conversion.
+            if isinstance(rows, int):
+                whole, rest = divmod(rows, group)
+                height = group if rest == 0 else group + band // whole * (rest - group)
+            else:
+                whole = rows // group
+                rest = rows - whole * group
+                height = group + (band + 1) // (whole + 1) * (rest - group)
             col = within // height
             row = band * group + within - col * height
         if self.serpentine:

@@ -19,6 +19,7 @@ from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.canonical import Merged, merged
+from pallas_gemm.op.grouped import grouped_p
 from pallas_gemm.op.parts import Part, noted
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
@@ -173,7 +174,7 @@ def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
         source: Any = equation.source_info
         backward = gradient or "transpose(" in str(source.name_stack)
         is_jaxs = equation.primitive is lax.dot_general_p and not _is_ours(source)
-        if is_jaxs or equation.primitive in (product_p, sum_p, projections_p):
+        if is_jaxs or equation.primitive in (product_p, sum_p, projections_p, grouped_p):
             yield from _asked(equation, avals, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _products(inner, backward)

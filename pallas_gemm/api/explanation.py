@@ -312,7 +312,8 @@ def _short_text(problem: Problem) -> str:
     batch = f"{problem.batch} x " if problem.batch != 1 else ""
     dtypes = dict.fromkeys((problem.a_dtype.name, problem.b_dtype.name))
     types = "*".join(_SHORT.get(name, name) for name in dtypes)
-    sizes = f"{batch}{problem.m} x {problem.n} x {problem.k} {problem.layout}"
+    rows = f"{problem.m} ({problem.groups})" if problem.groups else str(problem.m)
+    sizes = f"{batch}{rows} x {problem.n} x {problem.k} {problem.layout}"
     return " ".join([sizes, types, *problem.epilogue.parts])
 
 
@@ -322,6 +323,8 @@ def _problem_text(problem: Problem) -> str:
     dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
     if problem.pieces:
         sizes += f" ({' + '.join(map(str, problem.pieces))})"
+    if problem.groups:
+        sizes += f" in {problem.groups} groups of rows"
     return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *problem.epilogue.parts])
 
 

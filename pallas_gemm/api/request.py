@@ -53,7 +53,7 @@ class Request:
     def result_sharding(self) -> NamedSharding | None:
         """How the result is split where types say so, on an explicit mesh; None elsewhere."""
         operands = self.operands.present()
-        if not any(_explicit_mesh(x) is not None for x in operands):
+        if not is_explicit(*operands):
             return None
         result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
         return result.sharding
@@ -173,6 +173,11 @@ def _explicit_mesh(x: Any) -> Any:
         return None
     mesh = jax.typeof(x).sharding.mesh
     return mesh if mesh.size > 1 and AxisType.Explicit in mesh.axis_types else None
+
+
+def is_explicit(*operands: Any) -> bool:
+    """Whether the type of an operand says how it is split over the devices of a mesh."""
+    return any(_explicit_mesh(x) is not None for x in operands)
 
 
 def _by_xla(

@@ -18,12 +18,14 @@ class Where(NamedTuple):
         col: First column.
         share: Which device's rows these are, counted in the order in which they are computed; None
             if none are exchanged.
+        end: The row after the last one that is stored; None if the result ends there.
     """
 
     batch: Any
     row: Any
     col: Any
     share: Any = None
+    end: Any = None
 
 
 def locate(
@@ -32,9 +34,13 @@ def locate(
     """Where the cluster tile of a piece begins; given the axes of the cluster, this CTA's tile."""
     starts = []
     for axis, (index, tile) in enumerate(zip(piece[:2], config.out_tile(problem), strict=True)):
+        if index is None:
+            own = lax.axis_index(axes[axis]) * tile if axes else 0
+            starts.append(piece.first_row + own)
+            continue
         ctas = index * config.cluster[axis]
         starts.append((ctas + lax.axis_index(axes[axis]) if axes else ctas) * tile)
-    return Where(piece.batch, *starts)
+    return Where(piece.batch, *starts, end=piece.end_row)
 
 
 def matrix(gmem: Any, batch: Any) -> Any:

@@ -36,6 +36,8 @@ class Piece(NamedTuple):
         first_step: The first step of k that goes into the sum; None if all do.
         steps: How many do, one at least. What lies past the end of k is zeros.
         summand: Which summand of its tile's sum it makes; None if it makes the sum.
+        first_row: The first row of the tile, where rows are in groups; None if its number says it.
+        end_row: The row after the last one of its group.
     """
 
     row: Any
@@ -44,6 +46,8 @@ class Piece(NamedTuple):
     first_step: Any = None
     steps: Any = None
     summand: Any = None
+    first_row: Any = None
+    end_row: Any = None
 
 
 class Cut(NamedTuple):
@@ -116,6 +120,27 @@ def _joined(pairs: np.ndarray, bits: int) -> np.ndarray:
     return (high << bits | low).view(np.int32)
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupCoding(Coding):
+    """How pieces are written whose rows are those of a group."""
+
+    words: int = 3
+
+    def pack_group(self, group: Any, col: Any, first_row: Any, end_row: Any) -> tuple[Any, ...]:
+        """Returns the words of pieces."""
+        return group << self.bits | col, first_row, end_row
+
+    def unpack(self, *entry: Any) -> Piece:
+        """See `Coding`."""
+        which, first_row, end_row = entry
+        group, col = _halves(which, self.bits)
+        return Piece(None, col, group, first_row=first_row, end_row=end_row)
+
+    def piece(self, row: Any, col: Any) -> Piece:
+        """A piece of no rows."""
+        return Piece(None, col, row, first_row=row, end_row=row)
+
+
 def _halves(word: Any, bits: int) -> tuple[Any, Any]:
     """Takes a word apart into two numbers of so many bits."""
     mask = jnp.int32((1 << bits) - 1)
@@ -125,6 +150,8 @@ def _halves(word: Any, bits: int) -> tuple[Any, Any]:
 
 def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Coding:
     """How the pieces of a problem are written."""
+    if problem.groups:
+        return GroupCoding()
     return Coding(config.grid(problem)[0] if problem.batch > 1 else None, bits)
 
 

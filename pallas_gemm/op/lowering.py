@@ -20,7 +20,7 @@ from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, ignored, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Call, Signature, SumCall
+from pallas_gemm.planning.call import Call, Signature
 from pallas_gemm.planning.dispatch import Decision
 
 kernel_p = core.Primitive("pallas_gemm_kernel")
@@ -94,25 +94,25 @@ def _lowered_part(
     return mesh_context.lower_off_mesh(ctx, matrices.around(kernel) if kernel else by_xla, operands)
 
 
-def lower_sum(
+def lower_matrices(
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Any],
-    call: SumCall,
-    one_by_one: Callable[..., Any],
+    call: Call,
+    otherwise: Callable[..., Any],
     *,
     gpu: bool,
 ) -> Any:
-    """Lowers what one device computes of a sum of products.
+    """Lowers what one device computes of operands as they are.
 
     Args:
         ctx: As JAX gives it to a lowering rule.
         operands: Of the call, lowered.
         call: What is computed.
-        one_by_one: Computes it from operands where no kernel does.
+        otherwise: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
     """
     kernel = _kernel(_planned(call, gpu), _signature(ctx.avals_in))
-    return mesh_context.lower_off_mesh(ctx, kernel or one_by_one, operands)
+    return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
 
 
 def _planned(call: Call, gpu: bool) -> Call:

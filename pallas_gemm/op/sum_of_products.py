@@ -51,7 +51,7 @@ def _lowered(
     del devices
     apart = functools.partial(one_by_one, call)
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return lowering.lower_sum(ctx, operands, call, apart, gpu=gpu)
+        return lowering.lower_matrices(ctx, operands, call, apart, gpu=gpu)
     return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
 
 

@@ -47,7 +47,14 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     rectangle. Each wave reads the columns of the right operand that it comes to, and the band's
     rows of the left operand, unless both fit into the part of the L2 in which the model of the
     cache (`schedules.model`) finds them again. It reads within 20% of the best such order there.
+
+    Rows in groups share the right operand as far as their group goes: 64 and 32 groups of 256 rows
+    take 1% longer on an H200 in bands of 8 rows of tiles than of 4, and 8 groups of 2048 rows as
+    long in bands of 8 as of 16.
     """
+    if problem.groups:
+        height = config.tile[0] * config.cluster[0]
+        return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
     walks = _walks(problem, config, device)
     first = walks[0]
     if first.under_way == first.across * first.along or first.operands <= first.held:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -157,7 +157,7 @@ class Call:
         """Returns the call with the GPU to plan for."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, target=device))
 
-    def plain(self, out_dtype: Any, alpha: float | None = None) -> "Call":
+    def plain(self, out_dtype: Any, alpha: float | None = None) -> Self:
         """Returns the call for one product of these layouts with nothing but a number to scale it.
 
         Args:
@@ -209,6 +209,40 @@ class SumCall(Call):
         each = [self.each.problem(pair) for pair in self.pairs(signature)]
         sizes = tuple(problem.k for problem in each)
         return dataclasses.replace(each[0], k=sum(sizes), pieces=sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCall(Call):
+    """A product of groups of rows, which are one after the other; their sizes are an operand.
+
+        rows in groups    a[m, k] @ b[group of the row, k, n]         [m, n]
+        k in groups       a[rows of the group].T @ b[the same]        [groups, m, n]
+
+    The operands are a, b (stored `[groups, n, k]` if it is transposed) and the sizes. Rows that are
+    in no group are zeros in the result, or no part of it.
+
+    Attributes:
+        contracted: The groups are of what is contracted: both operands are stored with it first.
+    """
+
+    contracted: bool = False
+
+    def problem(self, signature: Signature) -> Problem:
+        """Returns the problem that operands of these shapes and types pose."""
+        (a_shape, a_dtype), (b_shape, b_dtype), ((groups,), _) = signature
+        types = {"a_dtype": a_dtype, "b_dtype": b_dtype, "out_dtype": self.out_dtype}
+        if self.contracted:
+            return Problem(
+                *(a_shape[1], b_shape[1], a_shape[0]),
+                **types,
+                transpose_a=True,
+                batch=groups,
+                shared_a=True,
+                shared_b=True,
+                ragged_k=True,
+            )
+        m, n = self.matrix_shape(a_shape, b_shape)
+        return Problem(*(m, n, a_shape[1]), **types, transpose_b=self.transpose_b, groups=groups)
 
 
 def _fields(call: Call) -> dict[str, Any]:

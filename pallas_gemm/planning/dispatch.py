@@ -190,7 +190,7 @@ def _why_not(call: Call, problem: Problem, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or plan.source != "heuristics":
+    if options.names_something or plan.source != "heuristics" or in_groups(problem):
         return None
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes this pass as well.
@@ -251,6 +251,9 @@ def _realigned(
     (_, a_dtype), (_, b_dtype), *_ = signature
     if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
         return (why,)
+    if in_groups(problem := call.problem(signature)):
+        # Nothing is done to such operands: what is copied would be as much as XLA does.
+        return tuple(architecture.problem_refusals(problem, device)) or Realigned(problem)
     unfused = _why_unfused(call, signature)
     reasons: list[str] = []
     for fused in (True, False):
@@ -293,7 +296,7 @@ def _config(
     if options.config is not None:
         return _named_config(options, problem, device, architecture), "argument"
     schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated:
+    if schedule is None and not simulated and not in_groups(problem):
         # In pieces or not, it takes the same steps.
         found = tables.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:
@@ -347,7 +350,7 @@ def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     simulator = decision.implementation == "interpret" and _simulator()
     realigned = plan.realigned
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
-    if decision.problem.pieces:
+    if decision.problem.pieces or in_groups(decision.problem):
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)
@@ -367,6 +370,11 @@ def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *oper
             sums.append(realigned.restore(kernel(ready.a, ready.b)))
     result = sums[0] if call.epilogue.is_identity else xla.finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
+
+
+def in_groups(problem: Problem) -> bool:
+    """Whether the sizes of groups are an operand."""
+    return problem.groups > 0 or problem.ragged_k
 
 
 def _simulator() -> Any:

@@ -87,6 +87,9 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
     """
     tiles = math.prod(config.stacked_grid(problem))
     most = device.coresident_clusters(config.cluster_size)
+    if problem.groups:
+        # How many tiles there are is known when the kernel starts.
+        return min(tiles, most) * config.cluster_size
     if tiles > most and 2 * problem.k * problem.sums <= WRITTEN * problem.out_dtype.itemsize:
         return most * config.cluster_size
     waves = math.ceil(tiles / most)

@@ -103,3 +103,13 @@ def test_refuses_what_the_table_builders_refuse(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         builder(*grid, **options)
+
+
+@given(
+    *(sides, sides, st.integers(1, 40), along, st.booleans(), st.integers(0, 30)),
+)
+def test_of_fewer_rows_the_order_is_theirs(rows, cols, group, along, serpentine, more):
+    whole = online_swizzle(rows + more, cols, group=group, along=along, serpentine=serpentine)
+    fewer = swizzle(rows, cols, group=group, along=along, serpentine=serpentine)
+    found = whole(np.arange(rows * cols), np.int32(rows))
+    assert np.array_equal(np.stack(found, axis=1), fewer.order)

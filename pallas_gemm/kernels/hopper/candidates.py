@@ -23,6 +23,8 @@ FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
 MOST_STAGES = 20
 """Enough to cover the latency of memory with the smallest tile."""
+ROWS_OF_GROUPS = 128
+"""Of a tile where groups have as many on average: fewer would be read from the L2 too often."""
 STORE_BOUND_STEPS = 2
 """Steps of k that are over before two store slots are empty again: 32 products of 2048 x 2048 x 128
 take 92 us on an H200 with two slots and four stages, and 84 us with four slots and three stages,
@@ -35,6 +37,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
     for mirrored, rows in itertools.product((False, True), COLUMNS):
         for columns in COLUMNS[rows]:
             if not _is_filled(rows, columns, problem, mirrored=mirrored):
+                continue
+            if rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0:
                 continue
             config = HopperConfig(
                 tile=(rows, columns),

@@ -39,6 +39,8 @@ LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
+MOST_GROUPS = 1 << 15
+"""Groups that an entry of a table numbers."""
 MOST_PIECES = 8
 """Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
 be no more than 4,096 bytes on older drivers."""
@@ -310,7 +312,8 @@ class HopperConfig(GemmConfig):
 
     def form_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns what is illegal about tile and mode, whatever an SM has."""
-        return (*self._tile_refusals(problem), *self._mode_refusals(problem))
+        own = self._group_refusals() if problem.groups else ()
+        return (*self._tile_refusals(problem), *self._mode_refusals(problem), *own)
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         if not problem.transpose_b and self.consumer_tile[1] % 64:
@@ -336,6 +339,18 @@ class HopperConfig(GemmConfig):
         ):
             if sharers > 1 and size % (8 * sharers):
                 yield f"tile {name} must be a multiple of {8 * sharers} to be multicast, got {size}"
+
+    def _group_refusals(self) -> Iterator[str]:
+        if self.persistence == "dynamic" or self.split_k > 1:
+            yield (
+                "rows in groups need persistence='static' and split_k=1, got"
+                f" persistence={self.persistence!r} and split_k={self.split_k}"
+            )
+        if self.consumer_tile[1] % self.store_columns:
+            yield (
+                "tile columns per consumer must be a multiple of store_columns for rows in groups,"
+                f" got tile={self.tile} and store_columns={self.store_columns}"
+            )
 
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.late_store and not self.allows_late_store(problem):
@@ -457,6 +472,10 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
+    if problem.ragged_k:
+        yield "no kernel sums over groups"
+    if problem.groups:
+        yield from _grouped_refusals(problem)
     if len(problem.pieces) > MOST_PIECES:
         yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
     step = STEP_BYTES // problem.a_dtype.itemsize
@@ -470,6 +489,20 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
             "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
             f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
         )
+
+
+def _grouped_refusals(problem: Problem) -> Iterator[str]:
+    if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.pieces:
+        yield "rows in groups are those of one left operand stored [m, k]"
+    if not problem.epilogue.is_identity:
+        yield "rows in groups have no epilogue"
+    if not stored_by_tma(problem):
+        yield (
+            "rows in groups need a result with rows of a multiple of 16 bytes, got"
+            f" {problem.out_shape[-1]} columns of {problem.out_dtype}"
+        )
+    if problem.groups > MOST_GROUPS:
+        yield f"rows must be in at most {MOST_GROUPS} groups, got {problem.groups}"
 
 
 def _transposed_refusals(problem: Problem) -> Iterator[str]:

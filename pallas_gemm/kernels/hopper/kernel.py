@@ -57,8 +57,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, smem, tiles, work
-from pallas_gemm.kernels.hopper import claims, join, late_store, remote, ring, store
+from pallas_gemm.kernels import groups, launch, place, smem, tiles, work
+from pallas_gemm.kernels.hopper import claims, group_rows, join, late_store, remote, ring, store
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -140,14 +140,20 @@ def load_step(cta: Cta, factors: launch.Factors, at: place.Where, target: Target
     plan = cta.plan
 
     def load_left(a: Any, row: Any) -> None:
-        _load(plan.a, (a,), cta.slots.a, row, target)
+        _load(plan.a, (a,), cta.slots.a, row, target, ends_anywhere=at.end is not None)
 
     cta.rows.load(factors.a, at, load_left)
     _load(plan.b, factors.b, cta.slots.b, at.col, target)
 
 
 def _load(
-    operand: OperandPlan, gmem: Sequence[Any], slots: smem.Boxed, start: Any, target: Target
+    operand: OperandPlan,
+    gmem: Sequence[Any],
+    slots: smem.Boxed,
+    start: Any,
+    target: Target,
+    *,
+    ends_anywhere: bool = False,
 ) -> None:
     batch, k_start, slot, full = target
     along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
@@ -160,7 +166,10 @@ def _load(
                 box = slots.box.at[part, slot, pl.ds(0, rows)]
                 copy(matrix.at[pl.ds(start, rows), deep], box, full)
 
-            _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
+            if ends_anywhere:
+                load_rows(operand.tile)
+            else:
+                _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
         elif not operand.paneled:
             copy(matrix.at[deep, along], slots.box.at[part, slot], full)
         else:
@@ -226,6 +235,7 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         late_store.end(cta, me, turns, end.previous)
     if plan.joins and not plan.joins_apart:
         join.join(cta, me)
+    group_rows.zero_the_rest(cta, me)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -332,6 +342,8 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
 def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
+    if plan.problem.groups:
+        return tiles.read(order, worker, plan.coding).walk
     if not plan.claims_tiles:
         return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
     claimant = None
@@ -401,8 +413,11 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     schedule: Any = plan.schedule
-    if plan.claims_tiles:
-        order: Any = claims.order_operand(schedule, plan.workers)
+    if plan.problem.groups:
+        sizes = operands.pop(factors)
+        order: Any = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
+    elif plan.claims_tiles:
+        order = claims.order_operand(schedule, plan.workers)
     else:
         order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)
@@ -412,8 +427,9 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
 def build(plan: HopperPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
-    These are, in this order: a second b if the result is gated, then bias, then residual; or a and
-    b of each piece. If rows are gathered, it returns them beside the result.
+    These are, in this order: a second b if the result is gated, the sizes of groups if there are
+    any, then bias, then residual; or a and b of each piece. If rows are gathered, it returns them
+    beside the result.
     """
     results = remote.results(plan)
     if plan.joins_apart:

@@ -271,6 +271,9 @@ class HopperPlan:
         They are those issued since its slot was last used: by an earlier chunk of the same tile, or
         else by the last chunk of the tile before that had this slot.
         """
+        if self.problem.groups and self.simulated:
+            # The simulator counts copies, of which a chunk may then be none or several.
+            return 0
         slots, chunks = self.config.store_slots, len(self.chunks)
         if chunk >= slots:
             return slots - 1

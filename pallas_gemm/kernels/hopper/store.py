@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue, place, smem
-from pallas_gemm.kernels.hopper import lines
+from pallas_gemm.kernels.hopper import group_rows, lines
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
@@ -112,7 +112,10 @@ def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, values: Any) 
     plgpu.commit_smem()
 
     def copy(out: Any) -> None:
-        plgpu.copy_smem_to_gmem(slot.box, _chunk(plan, out, at, number))
+        if at.end is None:
+            plgpu.copy_smem_to_gmem(slot.box, _chunk(plan, out, at, number))
+        else:
+            group_rows.store(slot.box, out, group_rows.Place(plan.chunks[number], at))
 
     cta.rows.store(cta.out, at, copy)
 

@@ -111,6 +111,7 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
         )
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
+    arrays += [((problem.groups,), jnp.int32)] * (problem.groups > 0)
     own = (problem.batch,) if problem.batch > 1 else ()
     sizes = {"m": (problem.m,), "n": (problem.n,), "": ()}
     arrays += [
@@ -267,6 +268,12 @@ def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
             *[case for case in small if case[0].tile == (64, 64)],
         ]
     )
+
+
+def test_rows_in_groups():
+    groups = dataclasses.replace(PROBLEM, groups=8)
+    tall = dataclasses.replace(EARLY, tile=(256, 192), stages=3, store_columns=32)
+    check_sound([(LATE, groups), (tall, dataclasses.replace(groups, transpose_b=True))])
 
 
 def test_tiles_that_are_no_whole_number_of_strips():

@@ -284,3 +284,38 @@ def test_nan_and_infinity_stay_in_their_rows_and_columns(rng):
     out = run(problem, SMALL, operands)
     expected = products.exact(problem, operands)
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
+
+
+GROUPED: dict[str, tuple[dict[str, Any], Problem, tuple[int, ...]]] = {
+    "late": ({}, Problem(300, 128, 96, groups=4), (37, 0, 140, 1)),
+    "in turns": (
+        {"tile": (64, 64), "pingpong": True, "late_store": False},
+        Problem(200, 128, 96, transpose_b=True, groups=3),
+        (63, 65, 72),
+    ),
+    "multicast": (
+        {"cluster": (2, 1), "schedule": "swizzle:2:cols"},
+        Problem(150, 64, 64, *(3 * [E4M3]), transpose_b=True, groups=2),
+        (0, 9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rows_in_groups(name, rng):
+    changes, problem, sizes = GROUPED[name]
+    operands = products.small_integers(problem, rng)
+    a, b = np.array(operands.a, np.float32), np.array(operands.b, np.float32)
+    b = b.swapaxes(1, 2) if problem.transpose_b else b
+    ends = np.cumsum(sizes)
+    expected = np.zeros(problem.out_shape)
+    for matrix, start, end in zip(b, ends - sizes, ends, strict=True):
+        expected[start:end] = a[start:end] @ matrix
+    # What is in no group shows nowhere.
+    unused = np.array(sizes) == 0
+    poisoned = operands._replace(
+        a=operands.a.at[ends[-1] :].set(jnp.nan), b=operands.b.at[unused].set(jnp.nan)
+    )
+    plan = HopperPlan(problem, dataclasses.replace(SMALL, **changes), H200, interpret=SIMULATOR)
+    out = run_plan(plan, [*poisoned.arrays, jnp.array(sizes)])
+    np.testing.assert_array_equal(out, products.rounded(problem, expected))

@@ -1,0 +1,101 @@
+"""Products of groups of rows as one primitive: each row with its own group's right operand.
+
+Its derivatives are products of groups again, of both modes and any order:
+
+    rows in groups    y = a @ b[group]         da = g @ b[group].T    db = a.T @ g, k in groups
+    k in groups       y[group] = a.T @ b       da = b @ g[group].T    db = a @ g[group]
+
+`group` is that of a row; what is transposed is read so, and not moved.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.planning import xla_groups
+from pallas_gemm.planning.call import GroupedCall, signature_of
+
+grouped_p = core.Primitive("pallas_gemm_grouped")
+
+
+def grouped(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes a product of groups."""
+    return grouped_p.bind(*equally_varying((a, b, sizes)), call=call)
+
+
+@grouped_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, call: GroupedCall) -> Any:
+    result = lowering.type_by(xla_groups.by_jax, call, avals)
+    return result, lowering.effects(call, signature_of(avals))
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, gpu: bool) -> Any:
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        tiles = functools.partial(xla_groups.by_tiles, call)
+        return lowering.lower_matrices(ctx, operands, call, tiles, gpu=gpu)
+    run = functools.partial(xla_groups.by_jax, call)
+    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: GroupedCall) -> tuple[Any, Any]:
+    a, b, sizes = primals
+    da, db, _ = linear.changes(tangents)
+    result = linear.named(grouped(call, a, b, sizes))
+    plain = call.plain(jnp.float32)
+    terms = [] if da is None else [grouped(plain, da, b, sizes)]
+    terms += [] if db is None else [grouped(plain, a, db, sizes)]
+    return result, linear.rounded_sum(terms, result)
+
+
+def _transpose(cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall) -> list[Any]:
+    """Returns the cotangent of the factor that is missing, and None for the others."""
+    missing = [ad.is_undefined_primal(x) for x in (a, b)]
+    linear.check_linear(call, sum(missing))
+    left = missing[0]
+    wanted = (a if left else b).aval
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(wanted) if own else None for own in (*missing, False)]
+    g, other = linear.for_gradient(cotangent, b if left else a)
+
+    def product(a: Any, b: Any, **form: Any) -> jax.Array:
+        plain = call.plain(linear.kept_dtype(wanted.dtype))
+        return grouped(dataclasses.replace(plain, **form), a, b, sizes).astype(wanted.dtype)
+
+    if call.contracted:
+        result = product(other, g, contracted=False, transpose_b=left)
+    elif left:
+        result = product(g, other, transpose_b=not call.transpose_b)
+    else:
+        pair = (g, other) if call.transpose_b else (other, g)
+        result = product(*pair, contracted=True, transpose_b=False)
+    return [result if own else None for own in (*missing, False)]
+
+
+def _batch(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: GroupedCall
+) -> tuple[jax.Array, int]:
+    """Maps it: one after the other, for each has groups of its own."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(own: list[jax.Array]) -> jax.Array:
+        left = iter(own)
+        given = [x if d is None else next(left) for x, d in zip(operands, dims, strict=True)]
+        return grouped(call, *given)
+
+    return lax.map(one, mapped), 0
+
+
+run_as_jax_does(grouped_p)
+ad.primitive_jvps[grouped_p] = _jvp
+ad.primitive_transposes[grouped_p] = _transpose
+batching.primitive_batchers[grouped_p] = _batch
+mlir.register_lowering(grouped_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(grouped_p, functools.partial(_lowered, gpu=True), platform="cuda")

@@ -1,0 +1,48 @@
+"""`ragged_dot` as a program calls it: JAX's arguments, and errors that say what would be legal."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallas_gemm
+
+LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.array([2, 3])
+
+
+@pytest.mark.parametrize("name", ["ragged_dot", "ragged_dot_general"])
+def test_the_arguments_are_those_of_jax(name):
+    ours, stock = (
+        [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(m, name)).parameters.values()
+        ]
+        for m in (pallas_gemm, lax)
+    )
+    assert ours == stock
+
+
+@pytest.mark.parametrize(
+    ("operands", "error", "words"),
+    [
+        ((LHS[0], RHS, SIZES), TypeError, r"lhs must be \[m, k\], got shape \[8\]"),
+        ((LHS, RHS[0], SIZES), TypeError, r"rhs must be \[groups, k, n\], got shape \[8, 4\]"),
+        ((LHS[:, :3], RHS, SIZES), TypeError, r"got 3 in lhs\[6, 3\] \(dimension 1\) and 8 in rhs"),
+        ((LHS, RHS, SIZES[:1]), TypeError, "a size for each group .* which are 2, got 1"),
+        ((LHS, RHS, SIZES[None]), TypeError, r"must be \[groups\], got shape \[1, 2\]"),
+        ((LHS, RHS, LHS[0, :2]), TypeError, "group_sizes must be integers, got float32"),
+        ((LHS, RHS, np.array([2, -3])), ValueError, "must not be negative, got -3 for group 1"),
+        ((LHS, RHS, np.array([2, 5])), ValueError, "at most all 6 rows together, got 7"),
+        ((LHS, "b", SIZES), TypeError, "rhs must be"),
+    ],
+)
+def test_errors_say_what_would_be_legal(operands, error, words):
+    with pytest.raises(error, match=words):
+        pallas_gemm.ragged_dot(*operands)
+
+
+def test_what_jax_does_not_compute_it_refuses():
+    with pytest.raises(NotImplementedError, match="group_offset"):
+        pallas_gemm.ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0]))
