@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm, projections
 from pallas_gemm.api import request
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Operands, Options
+from pallas_gemm.planning.call import DIMENSIONS, Operands, Options
 from pallas_gemm.problem import Epilogue
 from tests import reference
 
@@ -45,6 +45,7 @@ def _drawn(dtype: Any = jnp.float32, front: tuple[int, ...] = ()) -> dict[str, j
     return found | {name: jnp.where(found[name] == 0, 3, found[name]) for name in ("alpha", "beta")}
 
 
+@jax.jit
 def _formula(x: Mapping[str, Any]) -> jax.Array:
     """What `gemm` is to compute, of operands that are alone or all have a batch in front."""
     value = jnp.matmul(x["a"].astype(jnp.float32), x["b"].astype(jnp.float32))
@@ -53,12 +54,15 @@ def _formula(x: Mapping[str, Any]) -> jax.Array:
     return jax.nn.relu(value) + x["beta"][..., None, None] * x["residual"]
 
 
-def _gemm(x: Mapping[str, Any], implementation: str | None = None) -> jax.Array:
+def _gemm(
+    x: Mapping[str, Any], implementation: str | None = None, out_sharding: Any = None
+) -> jax.Array:
     return gemm(
         **x,
         activation="relu",
         preferred_element_type=jnp.float32,
         implementation=implementation,
+        out_sharding=out_sharding,
     )
 
 
@@ -113,25 +117,28 @@ def test_a_kernel_gets_what_belongs_to_each_product(shared: tuple[str, ...]) -> 
     _check(multiply(*asked.operands.present()), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (N,), (1, N), (M, 1), (M, N), (1, M, N), (BATCH, 1, 1)])
-def test_residuals_broadcast_as_in_numpy(shape: tuple[int, ...]) -> None:
-    x, residual = (
-        _drawn(jnp.float32, (BATCH,)),
-        reference.integers(np.random.default_rng(1), shape, jnp.float32),
-    )
+def test_residuals_broadcast_as_in_numpy() -> None:
+    x, rng = _drawn(jnp.float32, (BATCH,)), np.random.default_rng(1)
+    shapes = ((), (N,), (1, N), (M, 1), (M, N), (1, M, N), (BATCH, 1, 1))
+    residuals = [reference.integers(rng, shape, jnp.float32) for shape in shapes]
+
+    @jax.jit
+    def added(b: jax.Array) -> list[jax.Array]:
+        return [gemm(x["a"], b, residual=residual, beta=0.5) for residual in residuals]
+
     for b in (x["b"], x["b"][0]):
-        result = gemm(x["a"], b, residual=residual, beta=0.5)
-        _check(result, _product(x["a"], b) + 0.5 * reference.wide(residual))
+        for result, residual in zip(added(b), residuals, strict=True):
+            _check(result, _product(x["a"], b) + 0.5 * reference.wide(residual))
 
 
-@pytest.mark.parametrize("shape", [(), (1, N), (BATCH, N), (BATCH, 1, N), (1, 1, N)])
-def test_biases_are_added_to_all_rows(shape: tuple[int, ...]) -> None:
-    x, bias = (
-        _drawn(jnp.float32, (BATCH,)),
-        reference.integers(np.random.default_rng(1), shape, jnp.float32),
-    )
-    own = bias if shape != (BATCH, N) else bias[:, None]
-    _check(gemm(x["a"], x["b"], bias=bias), _product(x["a"], x["b"]) + reference.wide(own))
+def test_biases_are_added_to_all_rows() -> None:
+    x, rng = _drawn(jnp.float32, (BATCH,)), np.random.default_rng(1)
+    shapes = ((), (1, N), (BATCH, N), (BATCH, 1, N), (1, 1, N))
+    biases = [reference.integers(rng, shape, jnp.float32) for shape in shapes]
+    results = jax.jit(lambda: [gemm(x["a"], x["b"], bias=bias) for bias in biases])()
+    for result, bias in zip(results, biases, strict=True):
+        own = bias if bias.shape != (BATCH, N) else bias[:, None]
+        _check(result, _product(x["a"], x["b"]) + reference.wide(own))
 
 
 @pytest.mark.parametrize("moving", [("a",), ("alpha", "row_scale"), ("b", "col_scale", "beta"), ()])
@@ -145,19 +152,20 @@ def test_derivatives_in_both_modes(moving: tuple[str, ...]) -> None:
     def exact(own: Any) -> jax.Array:
         return jnp.sum(jnp.square(_formula(x | own)))
 
-    check = np.testing.assert_array_equal
-    jax.tree.map(check, jax.grad(ours)(own), jax.grad(exact)(own))
-    jax.tree.map(check, jax.jvp(ours, (own,), (own,)), jax.jvp(exact, (own,), (own,)))
+    @jax.jit
+    def both(own: Any) -> Any:
+        return [(jax.grad(f)(own), jax.jvp(f, (own,), (own,))) for f in (ours, exact)]
+
+    jax.tree.map(np.testing.assert_array_equal, *both(own))
 
 
 def test_gradients_of_scales_take_no_second_product() -> None:
     x = _drawn()
-    names = ("alpha", "row_scale", "col_scale")
 
     def loss(own: Any) -> jax.Array:
         return jnp.sum(_gemm(x | own))
 
-    own = {name: x[name] for name in names}
+    own = {name: x[name] for name in SCALES}
     text = str(jax.make_jaxpr(jax.grad(loss))(own))
     assert text.count("pallas_gemm[") == 1
 
@@ -169,34 +177,67 @@ def test_gradients_in_a_scan_with_checkpoint() -> None:
         def step(carry: jax.Array, own: Any) -> Any:
             return carry + jnp.sum(jax.checkpoint(run)(own)), None
 
-        return jax.grad(lambda x: jax.lax.scan(step, jnp.float32(0), x)[0])(x)
+        return jax.jit(jax.grad(lambda x: jax.lax.scan(step, jnp.float32(0), x)[0]))(x)
 
     jax.tree.map(np.testing.assert_array_equal, total(_gemm), total(_formula))
 
 
-@pytest.mark.parametrize("split", [("x", None), (None, "x"), ("k", None)], ids=str)
-def test_on_a_mesh(split: tuple[str | None, str | None]) -> None:
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, columns = (None if axis == "k" else axis for axis in split)
-    deep = "x" if "k" in split else None
+MESHES: dict[str, tuple[str | None, ...]] = {
+    # Which axis splits the batch, the rows, the columns, and what is contracted.
+    "rows and columns": (None, "x", "y", None),
+    "contracted": (None, None, None, "x"),
+    "batch and rows": ("x", "y", None, None),
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("split", MESHES)
+def test_on_a_mesh(split: str, kind: str) -> None:
+    batch, rows, columns, deep = MESHES[split]
+    # Each product of a batch has its own of everything but these.
+    shared = ("b", "col_scale") if batch else tuple(SHAPES)
+    x = _drawn(front=(BATCH - 1,))
+    x |= {name: x[name][0] for name in shared}
+    axes = {"m": rows, "n": columns, "k": deep}
     specs = {
-        "a": (rows, deep),
-        "b": (deep, columns),
-        "alpha": (),
-        "beta": (),
-        "row_scale": (rows,),
-        "col_scale": (columns,),
-        "bias": (columns,),
-        "residual": (rows, columns),
+        name: PartitionSpec(*([] if name in shared else [batch]), *(axes[d] for d in own))
+        for name, own in DIMENSIONS.items()
+        if name in x
     }
-    x = _drawn()
-    placed = {
-        name: jax.device_put(v, NamedSharding(mesh, PartitionSpec(*specs[name])))
-        for name, v in x.items()
-    }
-    result, gradients = jax.jit(jax.value_and_grad(lambda x: jnp.sum(_gemm(x))))(placed)
-    expected = jax.value_and_grad(lambda x: jnp.sum(_formula(x)))(x)
-    jax.tree.map(np.testing.assert_array_equal, (result, gradients), expected)
+    lead = () if set(shared) == set(SHAPES) else (batch,)
+    result = PartitionSpec(*lead, rows, columns)
+
+    def local(x: Any) -> jax.Array:
+        if deep is None:
+            return _gemm(x)
+        # A sum of parts has what scales it, and nothing else.
+        part = gemm(*(x[name] for name in "ab"), **{name: x[name] for name in SCALES})
+        return jax.lax.psum(part, deep)
+
+    def run(x: Any) -> jax.Array:
+        if kind == "shard_map":
+            return jax.shard_map(local, in_specs=(specs,), out_specs=result)(x)
+        return _gemm(x, out_sharding=result if kind == "explicit" else None)
+
+    def formula(x: Any) -> jax.Array:
+        whole = {name: x[name][None] if name in shared and lead else x[name] for name in x}
+        if deep is None or kind != "shard_map":
+            return _formula(whole)
+        scales = x["alpha"] * x["row_scale"][:, None] * x["col_scale"][None, :]
+        return scales * jnp.matmul(x["a"], x["b"])
+
+    kinds = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    expected = jax.jit(jax.value_and_grad(lambda x: jnp.sum(formula(x))))(x)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kinds, kinds))
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(v, NamedSharding(mesh, specs[name])) for name, v in x.items()
+        }
+        found = jax.jit(jax.value_and_grad(lambda x: jnp.sum(run(x))))(placed)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+SCALES = ("alpha", "row_scale", "col_scale")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -243,7 +284,6 @@ def test_projections_have_activations_and_what_is_named() -> None:
 def test_types_by_name(name: str) -> None:
     x = _drawn()
     long = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn}
-    assert gemm(x["a"], x["b"], preferred_element_type=name).dtype == long.get(name, np.float16)
-    assert pallas_gemm.matmul(x["a"], x["b"], preferred_element_type=name).dtype == long.get(
-        name, np.float16
-    )
+    for multiply in (gemm, pallas_gemm.matmul):
+        run = functools.partial(multiply, preferred_element_type=name)
+        assert jax.eval_shape(run, x["a"], x["b"]).dtype == long.get(name, np.float16)
