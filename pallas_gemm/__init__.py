@@ -34,6 +34,8 @@ from pallas_gemm.api.grouped import ragged_dot as ragged_dot
 from pallas_gemm.api.grouped import ragged_dot_general as ragged_dot_general
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
+from pallas_gemm.api.symmetric import gram as gram
+from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
 from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule
+from schedules import OnlineSchedule, Schedule, Triangle
 from schedules.spec import ONLINE, parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
@@ -107,6 +107,20 @@ class GemmConfig:
         rows, cols = self.grid(problem)
         return rows * problem.batch, cols
 
+    def triangle(self, problem: Problem) -> Triangle | None:
+        """Which cluster tiles of the stacked grid are computed; None if all of them are."""
+        problem = self.as_computed(problem)
+        if not problem.symmetric:
+            return None
+        tile, cluster = self.out_tile(problem), self.cluster
+        whole = tile[0] * cluster[0], tile[1] * cluster[1]
+        return Triangle(self.grid(problem)[0], whole)
+
+    def tiles(self, problem: Problem) -> int:
+        """How many cluster tiles of the whole batch are computed."""
+        grid, triangle = self.stacked_grid(problem), self.triangle(problem)
+        return math.prod(grid) if triangle is None else triangle.tiles(grid)
+
     @property
     def is_online(self) -> bool:
         """Whether the order is computed by the kernel instead of read from a table."""
@@ -119,9 +133,14 @@ class GemmConfig:
 
     def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
         """The order of the cluster tiles of the whole batch."""
-        if not isinstance(self.schedule, str):
-            return self.schedule
-        name = self.schedule
+        order, triangle = self.schedule, self.triangle(problem)
+        if isinstance(order, str):
+            order = self._named_order(order, problem)
+        if triangle is None or isinstance(order, OnlineSchedule):
+            return order
+        return order.within(triangle)
+
+    def _named_order(self, name: str, problem: Problem) -> Schedule | OnlineSchedule:
         if problem.groups:
             # How many rows of tiles there are is known when the kernel starts.
             name = ONLINE + name.removeprefix(ONLINE)
@@ -129,7 +148,7 @@ class GemmConfig:
 
     def pieces(self, problem: Problem) -> int:
         """How many pieces of work there are: cluster tiles, unless they are cut along k."""
-        return math.prod(self.stacked_grid(problem))
+        return self.tiles(problem)
 
     def workers(self, problem: Problem, device: Device) -> int:
         """How many clusters are launched."""
@@ -177,16 +196,22 @@ class GemmConfig:
         grid = self.stacked_grid(problem)
         if 0 in grid:
             return (f"m, n and batch must be positive, got {problem.out_shape}",)
-        if isinstance(self.schedule, str):
+        order, wanted = self.schedule, self.triangle(problem)
+        if isinstance(order, str):
             try:
-                self.resolve_schedule(problem)
+                order = self._named_order(order, problem)
             except ValueError as error:
                 # Such as a grid with more rows than an entry of a table has bits for.
                 return (f"schedule: {error}",)
-        elif self.schedule.grid != grid:
-            return (f"schedule must be made for the grid {grid}, got {self.schedule.grid}",)
-        elif problem.groups and not self.is_online:
+        elif order.grid != grid:
+            return (f"schedule must be made for the grid {grid}, got {order.grid}",)
+        elif problem.groups and not order.is_online:
             return ("schedule must be a name or an OnlineSchedule for rows in groups",)
+        if isinstance(order, OnlineSchedule):
+            if wanted is not None:
+                return ("a symmetric result needs a schedule that is a table, got an online one",)
+        elif order.triangle not in (None, wanted):
+            return (f"schedule must visit {wanted or 'every tile'}, got one of {order.triangle}",)
         return ()
 
 

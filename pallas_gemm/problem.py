@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +131,10 @@ class Problem:
             of its own; how many rows each has is an operand. 0 if there are none.
         ragged_k: Each product of the batch is a sum over steps of k of its own, one after the other
             in the operands, which all share; how many each has is an operand.
+        symmetric: Why the result is symmetric, and so is its residual, so that what is on and below
+            the diagonal is all that is computed: "gram" of an array and the same transposed, whose
+            sums are equal bit for bit on both sides of the diagonal, or "product" of two symmetric
+            ones that commute. "" if it is not.
     """
 
     m: int
@@ -150,6 +154,7 @@ class Problem:
     shared_b: bool = False
     groups: int = 0
     ragged_k: bool = False
+    symmetric: Literal["", "gram", "product"] = ""
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -172,7 +177,8 @@ class Problem:
     def flops(self) -> int:
         """Multiplications plus additions."""
         products = 1 if self.ragged_k else self.batch
-        return 2 * self.sums * products * self.m * self.n * self.k
+        values = self.m * (self.m + 1) // 2 if self.symmetric else self.m * self.n
+        return 2 * self.sums * products * values * self.k
 
     @property
     def a_shape(self) -> tuple[int, ...]:

@@ -31,3 +31,4 @@ from schedules.swizzle import nested_swizzle as nested_swizzle
 from schedules.swizzle import swizzle as swizzle
 from schedules.table import PADDING as PADDING
 from schedules.table import Schedule as Schedule
+from schedules.triangle import Triangle as Triangle

@@ -44,4 +44,5 @@ def by_die(schedule: Schedule, dies: int) -> Schedule:
     sizes = share_sizes(len(schedule), busy)
     starts = np.cumsum(sizes) - sizes
     order = schedule.order[starts[die] + turn]
-    return Schedule(schedule.grid, order, f"by_die:{dies}:{schedule.name}")
+    name = f"by_die:{dies}:{schedule.name}"
+    return Schedule(schedule.grid, order, name, schedule.triangle)

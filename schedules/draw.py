@@ -42,7 +42,7 @@ def numbers(schedule: Schedule, *, workers: int | None = None, colour: bool = Fa
     """
     positions = schedule.positions()
     digits = len(str(len(schedule) - 1))
-    cells = [[f"{when:>{digits}}" for when in row] for row in positions]
+    cells = [[f"{when if when >= 0 else '':>{digits}}" for when in row] for row in positions]
     return _render(cells, " ", _shades(positions, workers, colour=colour))
 
 
@@ -69,6 +69,7 @@ def waves(schedule: Schedule, workers: int, *, colour: bool = False) -> str:
     workers = _check.worker_count(workers)
     positions = schedule.positions()
     letters = np.array(list(WAVE_LETTERS))[positions // workers % len(WAVE_LETTERS)]
+    letters[positions < 0] = " "
     return _render(letters.tolist(), "", _shades(positions, workers, colour=colour))
 
 
@@ -92,6 +93,7 @@ def path(schedule: Schedule, *, workers: int | None = None, colour: bool = False
     """
     links = _links(schedule)
     glyphs = np.array(list(_LINES))[links]
+    glyphs[schedule.positions() < 0] = " "
     glyphs[tuple(schedule.order[0])] = "○"
     glyphs[tuple(schedule.order[-1])] = "●"
     cells = [
@@ -201,7 +203,8 @@ def _pixels(schedule: Schedule, workers: int | None) -> NDArray[np.generic]:
     """Returns the progress of each tile, or with `workers` the colour of its wave."""
     positions = schedule.positions()
     if workers is None:
-        return positions
+        # What is not visited stays blank.
+        return np.ma.masked_less(positions, 0)
     wave = positions // _check.worker_count(workers)
     # Steps of the golden ratio round the colour circle keep waves that meet apart.
     turn = wave * 0.618 % 1 * 2 * np.pi

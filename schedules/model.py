@@ -84,9 +84,10 @@ class TileByTile:
 
     Attributes:
         prediction: The sums over all tiles.
-        wave: int32 `[rows, cols]`: the wave that computes each tile, counted from 0.
+        wave: int32 `[rows, cols]`: the wave that computes each tile, counted from 0; -1 for none.
         l2_share: `[rows, cols]`: the share of a tile's operands that device memory was not asked
-            for, because the L2 had them or was waiting for them already.
+            for, because the L2 had them or was waiting for them already; NaN for a tile that is not
+            visited.
     """
 
     prediction: Prediction
@@ -179,7 +180,7 @@ def predict_tiles(
     return TileByTile(
         prediction=_summary(problem, runs, crew),
         wave=positions // np.int32(crew.clusters),
-        l2_share=1 - from_memory[positions],
+        l2_share=np.where(positions < 0, np.nan, 1 - from_memory[positions]),
     )
 
 

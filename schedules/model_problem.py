@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,6 +35,9 @@ class Problem:
         itemsize: Bytes of an element of A or B.
         out_itemsize: Bytes of an element of the output.
         batch: How many problems follow each other.
+        matrices: How many of them are stacked along the rows of the grid.
+        symmetric: Both operands are one array, and what is computed of the result, on and below the
+            diagonal, is stored twice.
     """
 
     grid: tuple[int, int]
@@ -45,6 +49,8 @@ class Problem:
     itemsize: int
     out_itemsize: int
     batch: int
+    matrices: int = 1
+    symmetric: bool = False
 
     @classmethod
     def checked(
@@ -66,7 +72,7 @@ class Problem:
         cluster_m, cluster_n = positive_ints("cluster", cluster, 2)
         k = _check.positive_int("k", k)
         _check.true_or_false("multicast", multicast)
-        grid, order = schedule.grid, schedule.order
+        grid, order, triangle = schedule.grid, schedule.order, schedule.triangle
         if multicast:
             tile_m, tile_n = tile_m * cluster_m, tile_n * cluster_n
         else:
@@ -84,6 +90,8 @@ class Problem:
             itemsize=_check.positive_int("itemsize", itemsize),
             out_itemsize=_check.positive_int("out_itemsize", out_itemsize),
             batch=batch,
+            matrices=1 if triangle is None else -(-schedule.rows // triangle.rows),
+            symmetric=triangle is not None,
         )
 
     @property
@@ -98,19 +106,34 @@ class Problem:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of one tile of the output."""
-        return self.tile[0] * self.tile[1] * self.out_itemsize
+        """Bytes that are stored for one tile: of a symmetric output, on average."""
+        whole = self.tile[0] * self.tile[1] * self.out_itemsize
+        return whole * math.prod(self.grid) // len(self.order)
 
     @property
     def operand_bytes(self) -> int:
         """Bytes of A and B."""
         a, b = self.stripe_bytes
-        return self.batch * (self.grid[0] * a + self.grid[1] * b)
+        return self.batch * (self.grid[0] * a + (0 if self.symmetric else self.grid[1] * b))
 
     @property
     def blocks(self) -> int:
         """Blocks that the run touches: stretches of A and B, and output tiles."""
-        return self.batch * sum(self.grid) * self.stretches + self.tiles
+        return self.batch * self._stripes * self.stretches + self.tiles
+
+    @property
+    def _stripes(self) -> int:
+        """Stripes of both operands of one problem."""
+        if not self.symmetric:
+            return sum(self.grid)
+        (rows, cols), (tall, wide) = self.grid, self._parts
+        return self.matrices * max(rows // self.matrices * tall, cols * wide)
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """How many stripes a tile reads of either operand: of one array, they must be as wide."""
+        common = math.gcd(*self.tile)
+        return self.tile[0] // common, self.tile[1] // common
 
     def launch(self, groups: list[int], *, dealt: bool) -> Launch:
         """Returns the run. Its sizes count `1 / stretches` of a byte, so that all are whole.
@@ -119,24 +142,42 @@ class Problem:
             groups: For each worker, the group of SMs it belongs to.
             dealt: Whether the tiles are dealt out beforehand.
         """
-        problem = np.arange(self.batch)[:, None]
-        a_stripe = (problem * self.grid[0] + self.order[:, 0]).ravel()
-        b_stripe = (problem * self.grid[1] + self.order[:, 1]).ravel() + self.batch * self.grid[0]
         both = sum(self.stripe_bytes)
-        a, b = (
+        operands = tuple(
             Stripes((stripe * self.stretches).tolist(), size, size / both, joinable)
-            for stripe, size, joinable in zip(
-                (a_stripe, b_stripe), self.stripe_bytes, self.joinable, strict=True
-            )
+            for stripe, size, joinable in self._read()
         )
         return Launch(
-            operands=(a, b),
+            operands=operands,
             stretches=self.stretches,
             first_output=self.blocks - self.tiles,
             output_size=self.output_bytes * self.stretches,
             groups=groups,
             dealt=dealt,
         )
+
+    def _read(self) -> Iterator[tuple[Int32Array, int, bool]]:
+        """Yields the stripes that every tile reads: their numbers, their size, if they are joined.
+
+        Of a symmetric result, those of B are others of A.
+        """
+        problem = np.arange(self.batch)[:, None]
+        row, col = self.order.T
+        starts: tuple[Any, Any]
+        if not self.symmetric:
+            starts = problem * self.grid[0] + row, problem * self.grid[1] + col
+            starts = starts[0], starts[1] + self.batch * self.grid[0]
+            parts = 1, 1
+        else:
+            matrix, row = np.divmod(row, self.grid[0] // self.matrices)
+            first = problem * self._stripes + matrix * (self._stripes // self.matrices)
+            parts = self._parts
+            starts = first + row * parts[0], first + col * parts[1]
+        for start, part, size, joinable in zip(
+            starts, parts, self.stripe_bytes, self.joinable, strict=True
+        ):
+            for i in range(part):
+                yield (start + i).ravel(), size // part, joinable
 
 
 def positive_ints(argument: str, value: object, count: int) -> tuple[int, ...]:

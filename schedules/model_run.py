@@ -30,7 +30,7 @@ class Launch:
     """What runs: tiles in visiting order, workers, and who gets the next tile.
 
     Attributes:
-        operands: The stripes of A and of B.
+        operands: The stripes of A and of B that a tile reads.
         stretches: Stretches along K of every tile.
         first_output: The block of the first output tile; the others follow in visiting order.
         output_size: Size of the output of one tile.
@@ -38,7 +38,7 @@ class Launch:
         dealt: Whether tile t is worker `t % workers`'s own; else the first that is free takes it.
     """
 
-    operands: tuple[Stripes, Stripes]
+    operands: tuple[Stripes, ...]
     stretches: int
     first_output: int
     output_size: int

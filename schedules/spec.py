@@ -9,6 +9,7 @@ The grammar, with fields in any order after the first:
     hilbert
     clipped_hilbert
     by_die:DIES:ORDER
+    triangle[:MxN]:ORDER
 
 With `online_` before a raster or swizzle, a kernel computes the order instead
 of reading it from a table.
@@ -17,6 +18,10 @@ GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x
 between them. What is left out has the builder's default: "swizzle:12" is
 serpentine, in bands of 12 rows. The name of a schedule made by a builder is the
 text that gives it back.
+
+A triangle is the part of an order that computes a symmetric result: the tiles
+on and below the diagonal, of M by N elements. Without M and N, the grid is that
+of a square.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ from schedules.online import OnlineSchedule, online_raster, online_swizzle
 from schedules.raster import raster
 from schedules.swizzle import log_swizzle, nested_swizzle, swizzle
 from schedules.table import Schedule
+from schedules.triangle import Triangle
 
 ONLINE = "online_"
 """What the name of an order begins with that is computed by arithmetic."""
@@ -142,6 +148,8 @@ def parse(spec: str) -> Builder:
     head, _, rest = spec.partition(":")
     if head == "by_die":
         return _parse_by_die(spec, rest)
+    if head == "triangle":
+        return _parse_triangle(spec, rest)
     if head.startswith(ONLINE):
         name = spec.removeprefix(ONLINE)
         table = parse(name).table
@@ -156,7 +164,8 @@ def _known(spec: str, orders: Mapping[str, object]) -> str:
         return head
     close = difflib.get_close_matches(head, orders, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    names = ", ".join([*orders, *(["by_die:DIES:ORDER"] if orders is BUILDERS else [])])
+    others = ["by_die:DIES:ORDER", "triangle:ORDER"] if orders is BUILDERS else []
+    names = ", ".join([*orders, *others])
     kind = "order" if orders is BUILDERS else "on-line order"
     raise ValueError(f"schedule {spec!r}: there is no {kind} {head!r}; {hint}legal: {names}")
 
@@ -194,6 +203,30 @@ def _parse_by_die(spec: str, rest: str) -> Builder:
 
 def _by_die_of(order: Callable[[int, int], Schedule], dies: int, rows: int, cols: int) -> Schedule:
     return by_die(order(rows, cols), dies)
+
+
+def _parse_triangle(spec: str, rest: str) -> Builder:
+    tile = re.match(f"({_NUMBER})x({_NUMBER}):", rest)
+    inner = rest[tile.end() :] if tile else rest
+    if not inner:
+        raise ValueError(
+            f"schedule {spec!r}: must be triangle:ORDER, as in triangle:hilbert, or with the sizes"
+            " of a tile, as in triangle:128x256:hilbert"
+        )
+    sizes = tuple(map(int, tile.groups())) if tile else None
+    return _tried(spec, functools.partial(_triangle_of, spec, parse(inner).table, sizes))
+
+
+def _triangle_of(
+    spec: str,
+    order: Callable[[int, int], Schedule],
+    tile: tuple[int, ...] | None,
+    rows: int,
+    cols: int,
+) -> Schedule:
+    tall, wide = tile or (cols, rows)
+    inside = order(rows, cols).within(Triangle(rows, (tall, wide)))
+    return dataclasses.replace(inside, name=spec)
 
 
 def _tried(spec: str, table: Callable[[int, int], Schedule]) -> Builder:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedules import _check
+from schedules.triangle import Triangle
 
 Int32Array = NDArray[np.int32]
 
@@ -24,17 +25,21 @@ class Schedule:
 
     Attributes:
         grid: (rows, cols) of output tiles.
-        order: int32 `[rows * cols, 2]`, the (row, col) of each tile in visiting order. Read-only.
+        order: int32 `[tiles, 2]`, the (row, col) of each tile in visiting order. Read-only.
         name: What to call the order in a table; the builders use the text that `parse` reads back.
+        triangle: Which tiles are visited, if only those on and below the diagonal are; None for
+            all.
         is_online: Whether a kernel computes the order instead of reading it from a table.
 
     Raises:
-        ValueError: The grid is not one or `order` does not visit each of its tiles exactly once.
+        ValueError: The grid is not one, or `order` does not visit each tile of it, or of its
+            triangle, exactly once and no other.
     """
 
     grid: tuple[int, int]
     order: Int32Array = dataclasses.field(repr=False)
     name: str = "custom"
+    triangle: Triangle | None = dataclasses.field(default=None, repr=False)
     is_online: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -44,7 +49,7 @@ class Schedule:
             raise ValueError(f"name must be a string, got {self.name!r}")
         grid = _check.grid_size(*self.grid)
         object.__setattr__(self, "grid", grid)
-        object.__setattr__(self, "order", _frozen(_checked_order(grid, self.order)))
+        object.__setattr__(self, "order", _frozen(_checked_order(grid, self.order, self.triangle)))
 
     @property
     def rows(self) -> int:
@@ -64,18 +69,37 @@ class Schedule:
             return True
         if not isinstance(other, Schedule):
             return NotImplemented
-        return self.grid == other.grid and np.array_equal(self.order, other.order)
+        same = (self.grid, self.triangle) == (other.grid, other.triangle)
+        return same and np.array_equal(self.order, other.order)
 
     def __hash__(self) -> int:
         return self._content_hash
 
     @functools.cached_property
     def _content_hash(self) -> int:
-        return hash((self.grid, self.order.tobytes()))
+        return hash((self.grid, self.triangle, self.order.tobytes()))
 
-    def __reduce__(self) -> tuple[type["Schedule"], tuple[tuple[int, int], Int32Array, str]]:
+    def __reduce__(self) -> tuple[type["Schedule"], tuple[Any, ...]]:
         # A hash of bytes is good for one process only, so a pickle must not carry the cached one.
-        return Schedule, (self.grid, self.order, self.name)
+        return Schedule, (self.grid, self.order, self.name, self.triangle)
+
+    def within(self, triangle: Triangle) -> "Schedule":
+        """Returns the same order of those tiles alone that are in a triangle.
+
+        >>> from schedules import Triangle, raster
+        >>> from schedules.draw import numbers
+        >>> print(numbers(raster(4, 4).within(Triangle(4))))
+        0
+        1 2
+        3 4 5
+        6 7 8 9
+        """
+        if triangle == self.triangle:
+            return self
+        inside = triangle.mask(self.grid)[self.order[:, 0], self.order[:, 1]]
+        tall, wide = triangle.tile
+        name = f"triangle:{tall}x{wide}:{self.name}"
+        return Schedule(self.grid, self.order[inside], name, triangle)
 
     def packed(self) -> Int32Array:
         """Returns int32 `[tiles]`: row in the upper 16 bits, column in the lower 16, read-only.
@@ -91,8 +115,8 @@ class Schedule:
         return _frozen((unsigned[:, 0] << 16 | unsigned[:, 1]).view(np.int32))
 
     def positions(self) -> Int32Array:
-        """Returns int32 `[rows, cols]`: when each tile is visited, counted from 0."""
-        when = np.empty(self.grid, np.int32)
+        """Returns int32 `[rows, cols]`: when each tile is visited, counted from 0; else -1."""
+        when = np.full(self.grid, -1, np.int32)
         when[self.order[:, 0], self.order[:, 1]] = np.arange(len(self), dtype=np.int32)
         return when
 
@@ -131,16 +155,20 @@ def share_sizes(tiles: int, workers: int) -> NDArray[np.int64]:
     return tiles // workers + (np.arange(workers) < tiles % workers)
 
 
-def _checked_order(grid: tuple[int, int], order: ArrayLike) -> Int32Array:
-    """Returns `order` as int32, or raises unless it visits each tile of the grid exactly once."""
+def _checked_order(
+    grid: tuple[int, int], order: ArrayLike, triangle: Triangle | None
+) -> Int32Array:
+    """Returns `order` as int32, or raises unless it visits each tile that it must exactly once."""
     rows, cols = grid
+    tiles = rows * cols if triangle is None else triangle.tiles(grid)
+    what = f"grid={grid}" + ("" if triangle is None else f" in {triangle}")
     try:
         given = np.asarray(order)
     except ValueError as error:  # Rows of different lengths.
         raise ValueError(f"order must be an integer array: {error}") from None
-    if given.shape != (rows * cols, 2) or not np.issubdtype(given.dtype, np.integer):
+    if given.shape != (tiles, 2) or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(
-            f"order must be an integer array of shape ({rows * cols}, 2) for grid={grid}, "
+            f"order must be an integer array of shape ({tiles}, 2) for {what}, "
             f"got shape {given.shape} of {given.dtype}"
         )
     outside = np.any((given < 0) | (given >= grid), axis=1)
@@ -148,10 +176,12 @@ def _checked_order(grid: tuple[int, int], order: ArrayLike) -> Int32Array:
         row, col = given[np.argmax(outside)]
         raise ValueError(f"order must stay inside grid={grid}, got tile ({row}, {col})")
     visits = np.bincount(given[:, 0].astype(np.int64) * cols + given[:, 1], minlength=rows * cols)
-    if np.any(visits != 1):
-        wrong = int(np.argmax(visits != 1))
+    # One visit for each tile that is wanted: those few tiles cannot be others as well.
+    wanted = 1 if triangle is None else triangle.mask(grid).ravel().astype(np.int64)
+    if np.any(visits != wanted):
+        wrong = int(np.argmax(visits != wanted))
         raise ValueError(
-            f"order must visit every tile of grid={grid} exactly once, "
+            f"order must visit every tile of {what} exactly once, "
             f"got tile {divmod(wrong, cols)} {visits[wrong]} times"
         )
     return given.astype(np.int32)

@@ -32,6 +32,7 @@ from pallas_gemm.problem import Epilogue, Problem
 
 PROBLEM = Problem(4096, 4096, 4096)
 NT = dataclasses.replace(PROBLEM, transpose_b=True)
+HALF = dataclasses.replace(NT, symmetric="gram")
 EARLY = HopperConfig(late_store=False)
 NO_CLUSTERS = dataclasses.replace(H200, measured_clusters=((1, 132), (2, 66), (4, 0)))
 RESIDUAL = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True))
@@ -91,6 +92,55 @@ CASES = {
     "schedule's grid": Case(
         ("schedule must be made for the grid (32, 16)", "got (32, 32)"),
         config(schedule=schedules.build("raster", 32, 32)),
+    ),
+    "schedule on-line, of half": Case(
+        ("a symmetric result needs a schedule that is a table", "got an online one"),
+        config(stages=3, schedule="online_raster"),
+        HALF,
+    ),
+    "schedule of another half": Case(
+        (
+            "schedule must visit Triangle(rows=32, tile=(1, 2))",
+            "got one of Triangle(rows=32, tile=(1",
+        ),
+        config(stages=3, schedule=schedules.raster(32, 16).within(schedules.Triangle(32))),
+        HALF,
+    ),
+    "schedule of half": Case(
+        ("schedule must visit every tile", "got one of Triangle"),
+        config(schedule=schedules.raster(32, 16).within(schedules.Triangle(32))),
+    ),
+    # A symmetric result.
+    "half of no square": Case(
+        ("a symmetric result is square", "got m=2048 and n=4096"),
+        config(stages=3),
+        dataclasses.replace(HALF, m=2048),
+    ),
+    "half of 32 bits": Case(
+        ("a symmetric result is one of 16 bits", "got float32"),
+        config(tile=(128, 128), stages=3, store_columns=32),
+        dataclasses.replace(HALF, out_dtype=jnp.float32),
+    ),
+    "half of an odd length": Case(
+        ("a symmetric result has rows of a multiple of 16 bytes", "got 4095"),
+        config(stages=3),
+        dataclasses.replace(HALF, m=4095, n=4095),
+    ),
+    "half with a bias": Case(
+        ("a symmetric result has no bias",),
+        config(tile=(128, 128), stages=3),
+        dataclasses.replace(HALF, epilogue=Epilogue(bias=True)),
+    ),
+    "half, mirrored": Case(
+        ("a symmetric product is not mirrored",), config(stages=3, mirrored=True), HALF
+    ),
+    "half in rectangles": Case(
+        ("store_columns must be 64", "got 32 and tile=(128, 256)"),
+        config(stages=3, store_columns=32),
+        dataclasses.replace(HALF, symmetric="product"),
+    ),
+    "half in pieces of k": Case(
+        ("split_k must be 1 for a symmetric result", "got 2"), config(stages=3, split_k=2), HALF
     ),
     # The tile and who computes it.
     "columns of a consumer": Case(

@@ -24,8 +24,9 @@ from pallas_gemm.op.parts import Part, noted
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import sum_p
+from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch, targeting
-from pallas_gemm.planning.call import Call, Signature, SumCall, signature_of
+from pallas_gemm.planning.call import Call, Signature, SumCall, SymmetricCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.
@@ -174,7 +175,8 @@ def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
         source: Any = equation.source_info
         backward = gradient or "transpose(" in str(source.name_stack)
         is_jaxs = equation.primitive is lax.dot_general_p and not _is_ours(source)
-        if is_jaxs or equation.primitive in (product_p, sum_p, projections_p, grouped_p):
+        ours = (product_p, sum_p, projections_p, grouped_p, symmetric_p)
+        if is_jaxs or equation.primitive in ours:
             yield from _asked(equation, avals, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _products(inner, backward)
@@ -220,6 +222,11 @@ def _place(source: Any) -> str | None:
 def _decided(call: Call, asked: _Asked) -> Iterator[Decision]:
     """Yields the decision about a product; about each of a sum that no kernel computes at once."""
     whole = _decided_alone(call, asked.signature, asked.meshes)
+    if isinstance(call, SymmetricCall) and whole.plan is None:
+        # The other half is computed, too.
+        every = _decided_alone(call.whole, asked.signature, asked.meshes)
+        yield dataclasses.replace(every, refused=whole.refused or every.refused)
+        return
     if not isinstance(call, SumCall) or whole.plan is not None:
         yield whole
         return

@@ -314,7 +314,7 @@ def _short_text(problem: Problem) -> str:
     types = "*".join(_SHORT.get(name, name) for name in dtypes)
     rows = f"{problem.m} ({problem.groups})" if problem.groups else str(problem.m)
     sizes = f"{batch}{rows} x {problem.n} x {problem.k} {problem.layout}"
-    return " ".join([sizes, types, *problem.epilogue.parts])
+    return " ".join([sizes, types, *_extras(problem)])
 
 
 def _problem_text(problem: Problem) -> str:
@@ -325,7 +325,11 @@ def _problem_text(problem: Problem) -> str:
         sizes += f" ({' + '.join(map(str, problem.pieces))})"
     if problem.groups:
         sizes += f" in {problem.groups} groups of rows"
-    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *problem.epilogue.parts])
+    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *_extras(problem)])
+
+
+def _extras(problem: Problem) -> tuple[str, ...]:
+    return (*(("symmetric",) if problem.symmetric else ()), *problem.epilogue.parts)
 
 
 def _as_json(group: Group) -> dict[str, Any]:
@@ -343,7 +347,7 @@ def _as_json(group: Group) -> dict[str, Any]:
         "k": problem.k,
         "layout": problem.layout,
         "dtypes": [str(t) for t in (problem.a_dtype, problem.b_dtype, problem.out_dtype)],
-        "epilogue": problem.epilogue.parts,
+        "epilogue": _extras(problem),
         "mesh": decision.mesh,
         "refused": {name: list(reasons) for name, reasons in decision.refused},
     }

@@ -107,7 +107,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _answer(asked)
+    return answer(asked)
 
 
 @compiled("a", "b")
@@ -128,7 +128,7 @@ def matmul(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _answer(asked)
+    return answer(asked)
 
 
 @compiled("lhs", "rhs")
@@ -155,7 +155,7 @@ def dot_general(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _answer(asked)
+    return answer(asked)
 
 
 @compiled(
@@ -242,7 +242,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _answer(asked)
+    return answer(asked)
 
 
 @compiled("a", "weights", "biases")
@@ -303,7 +303,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
     )
     alone = options.names_something or first.call.epilogue.activation is not None
     if alone or not alike:
-        return tuple(map(_answer, asked))
+        return tuple(map(answer, asked))
     for own in asked:
         explanation.note(own)
     dims = tuple(own.contraction for own in asked)
@@ -312,7 +312,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
     return tuple(run(first.call, dims, first.operands.a, rights))
 
 
-def _answer(asked: Request) -> jax.Array:
+def answer(asked: Request) -> jax.Array:
     """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
     explanation.note(asked)
     operands = asked.operands.present()

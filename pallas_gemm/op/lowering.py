@@ -18,9 +18,9 @@ from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, ignored, targeting
+from pallas_gemm.planning import dispatch, ignored, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Call, Signature
+from pallas_gemm.planning.call import Call, Signature, SymmetricCall
 from pallas_gemm.planning.dispatch import Decision
 
 kernel_p = core.Primitive("pallas_gemm_kernel")
@@ -113,6 +113,40 @@ def lower_matrices(
     """
     kernel = _kernel(_planned(call, gpu), _signature(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
+
+
+def lower_symmetric(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    call: SymmetricCall,
+    mirrored: Callable[[Any], Any],
+    *,
+    gpu: bool,
+) -> Any:
+    """Lowers what one device computes of a product whose result is symmetric.
+
+    Args:
+        ctx: As JAX gives it to a lowering rule.
+        operands: Of the call, lowered.
+        call: What is computed.
+        mirrored: Puts what is below the diagonal of a result above it, too.
+        gpu: The program is for a GPU.
+    """
+    planned, signature = _planned(call, gpu), _signature(ctx.avals_in)
+    decision = dispatch.decide(planned, signature)
+    if decision.plan is not None:
+        half = functools.partial(kernel_p.bind, call=planned, decision=decision)
+        return mesh_context.lower_off_mesh(ctx, half, operands)
+    every = call.whole.with_target(planned.options.target)
+    kernel = _kernel(every, signature)
+    whole = kernel or functools.partial(xla.product, every)
+
+    def run(*operands: Any) -> Any:
+        result = whole(*operands)
+        # Kernels add up in one order wherever an element is, XLA's need not.
+        return result if kernel and call.symmetric == "gram" else mirrored(result)
+
+    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def _planned(call: Call, gpu: bool) -> Call:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -243,6 +243,31 @@ class GroupedCall(Call):
             )
         m, n = self.matrix_shape(a_shape, b_shape)
         return Problem(*(m, n, a_shape[1]), **types, transpose_b=self.transpose_b, groups=groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class SymmetricCall(Call):
+    """A product whose result is symmetric, and so is its residual.
+
+    Attributes:
+        symmetric: Why: see `Problem`. Of a "gram", both operands are one array.
+    """
+
+    symmetric: Literal["gram", "product"] = "gram"
+
+    @classmethod
+    def of(cls, call: Call, symmetric: Literal["gram", "product"]) -> "SymmetricCall":
+        """Returns a call whose result is symmetric."""
+        return cls(**_fields(call), symmetric=symmetric)
+
+    @property
+    def whole(self) -> Call:
+        """The call for all of the result, above the diagonal too."""
+        return Call(**_fields(self))
+
+    def problem(self, signature: Signature) -> Problem:
+        """Returns the problem that operands of these shapes and types pose."""
+        return dataclasses.replace(super().problem(signature), symmetric=self.symmetric)
 
 
 def _fields(call: Call) -> dict[str, Any]:

@@ -34,6 +34,8 @@ GPC_BYTES_PER_CYCLE = 490
 """What the tiles of one GPC read from the L2; what several of them read at a time counts once."""
 LATE_STORE_CYCLES = 2000
 """Between two tiles of a CTA where the first is stored while the second is multiplied."""
+MIRRORED_STORE_CYCLES = 6000
+"""The same where each tile is stored twice: 4096 cubed by half, in tiles of 128 x 128."""
 STORE_CYCLES = 0.10
 """Between two tiles elsewhere, for each element of the tile."""
 LAST_STORE_CYCLES = 0.106
@@ -62,12 +64,17 @@ def seconds(
         LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / GPC_BYTES_PER_CYCLE,
     )
-    tiles = math.prod(config.stacked_grid(problem))
+    tiles = config.tiles(problem)
     waves = math.ceil(tiles / config.workers(problem, device))
     steps = math.ceil(problem.k / config.tile_k(problem))
-    overlapped = getattr(config, "late_store", False) or getattr(config, "pingpong", False)
-    between = LATE_STORE_CYCLES if overlapped else STORE_CYCLES * rows * cols
-    cycles = waves * steps * step + (waves - 1) * between + LAST_STORE_CYCLES * rows * cols
+    stored = (2 if problem.symmetric else 1) * rows * cols
+    if getattr(config, "late_store", False):
+        between = MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES
+    elif getattr(config, "pingpong", False):
+        between = LATE_STORE_CYCLES
+    else:
+        between = STORE_CYCLES * stored
+    cycles = waves * steps * step + (waves - 1) * between + LAST_STORE_CYCLES * stored
     used = tiles * config.cluster_size / (waves * device.sms) * multiply / step
     busy = cycles / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))
     memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
@@ -114,8 +121,9 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
 
 def problem_bytes(problem: Problem) -> int:
     """Bytes that any way of computing a problem moves: each operand and the result once."""
+    rights = 0 if problem.symmetric == "gram" else problem.sums
     return (
         math.prod(problem.a_shape) * problem.a_dtype.itemsize
-        + math.prod(problem.b_shape) * problem.b_dtype.itemsize * problem.sums
+        + math.prod(problem.b_shape) * problem.b_dtype.itemsize * rights
         + math.prod(problem.out_shape) * problem.out_dtype.itemsize
     )

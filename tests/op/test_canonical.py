@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from pallas_gemm.api import request
-from pallas_gemm.api.gemm import _answer, dot_general
+from pallas_gemm.api.gemm import answer, dot_general
 from pallas_gemm.op import canonical, contraction
 from pallas_gemm.op.canonical import Form, Side
 from pallas_gemm.op.contraction import Contraction, DimensionNumbers
@@ -141,7 +141,7 @@ def test_dot_general_is_that_of_lax_in_the_simulator(case: Any) -> None:
     rng = np.random.default_rng(0)
     lhs = reference.integers(rng, lhs_shape, jnp.bfloat16)
     rhs = reference.integers(rng, rhs_shape, jnp.bfloat16)
-    ours = _answer(request.of_dot_general(lhs, rhs, numbers, Options(implementation="interpret")))
+    ours = answer(request.of_dot_general(lhs, rhs, numbers, Options(implementation="interpret")))
     np.testing.assert_array_equal(
         reference.wide(ours), reference.wide(lax.dot_general(lhs, rhs, numbers)), strict=True
     )

@@ -215,10 +215,13 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
         )
     if problem.transpose_out:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
-    if problem.pieces:
-        yield f"the Blackwell kernel takes no operands in pieces, got {problem.pieces}"
-    if problem.groups or problem.ragged_k:
-        yield "the Blackwell kernel takes no groups"
+    for asked, missing in (
+        (problem.symmetric, "computes all of a symmetric result, and no half of it"),
+        (problem.pieces, f"takes no operands in pieces, got {problem.pieces}"),
+        (problem.groups or problem.ragged_k, "takes no groups"),
+    ):
+        if asked:
+            yield f"the Blackwell kernel {missing}"
     if problem.kept is not None:
         yield f"the Blackwell kernel stores all rows and columns, got kept={problem.kept}"
     if 0 in (problem.m, problem.n, problem.k, problem.batch):

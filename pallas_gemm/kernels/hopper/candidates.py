@@ -2,12 +2,17 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
+from typing import Any
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig, stored_by_tma
+from pallas_gemm.kernels.hopper.config import (
+    MAX_BARRIERS,
+    WGMMA_ROWS,
+    HopperConfig,
+    stored_by_tma,
+)
 from pallas_gemm.problem import Problem
 
 # Rows of a tile, and its columns: with these, 94 products drawn at random take 0.5% longer on an
@@ -19,6 +24,9 @@ COLUMNS = {
     128: (256, 208, 192, 176, 160, 144, 128, 16),
     64: (256, 192, 160, 128, 64, 32, 16),
 }
+IN_TURNS = (128, 128)
+"""The tile of a symmetric result, which is stored twice, while another is multiplied: a third of
+the products of 4096 cubed would otherwise be beyond the diagonal or in a wave that is not full."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
 MOST_STAGES = 20
@@ -34,28 +42,35 @@ as XLA's do. With four steps, two slots are the better choice."""
 def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
     """Yields, for each tile, the config with as many stages as fit into shared memory."""
     widest = min(64, STEP_BYTES // problem.out_dtype.itemsize)
-    for mirrored, rows in itertools.product((False, True), COLUMNS):
+    for form in _forms(problem):
+        config = HopperConfig(
+            store_columns=widest,
+            # A second one overlaps stores of TMA with the next chunk; threads wait for theirs.
+            store_slots=(4 if _is_short(problem) else 2) if stored_by_tma(problem) else 1,
+            late_store=False,
+            **form,
+        )
+        config = _ordered(config, problem, device)
+        narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
+        ready = deepest(config, problem, device)
+        if _stages(ready) < FEWEST_STAGES:
+            ready = max(ready, deepest(narrow, problem, device), key=_stages)
+        if ready:
+            yield ready
+
+
+def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yields what is particular about each: its tile, and how consumers share it."""
+    ways = (False,) if problem.symmetric else (False, True)
+    for mirrored, rows in itertools.product(ways, COLUMNS):
         for columns in COLUMNS[rows]:
-            if not _is_filled(rows, columns, problem, mirrored=mirrored):
-                continue
             if rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0:
                 continue
-            config = HopperConfig(
-                tile=(rows, columns),
-                consumers=1 if rows == 64 else 2,
-                store_columns=widest,
-                # A second one overlaps stores of TMA with the next chunk; threads wait for theirs.
-                store_slots=(4 if _is_short(problem) else 2) if stored_by_tma(problem) else 1,
-                late_store=False,
-                mirrored=mirrored,
-            )
-            config = _ordered(config, problem, device)
-            narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
-            ready = deepest(config, problem, device)
-            if _stages(ready) < FEWEST_STAGES:
-                ready = max(ready, deepest(narrow, problem, device), key=_stages)
-            if ready:
-                yield ready
+            if _is_filled(rows, columns, problem, mirrored=mirrored):
+                consumers = 1 if rows == WGMMA_ROWS else 2
+                yield {"tile": (rows, columns), "consumers": consumers, "mirrored": mirrored}
+    if problem.symmetric:
+        yield {"tile": IN_TURNS, "pingpong": True}
 
 
 def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> bool:
@@ -75,7 +90,7 @@ def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
     With a tile per CTA there is no next tile to store it under, and half a microsecond is gained by
     not waiting for the first entry of a table (2048 cubed on an H200: 23.5 us instead of 24.0).
     """
-    if math.prod(config.stacked_grid(problem)) <= device.sms:
+    if config.tiles(problem) <= device.sms and not problem.symmetric:
         return dataclasses.replace(config, schedule="online_swizzle:8")
     if _is_short(problem):
         return config

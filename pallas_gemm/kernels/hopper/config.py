@@ -226,12 +226,16 @@ class HopperConfig(GemmConfig):
 
     def stores_per_tile(self, problem: Problem) -> int:
         """How many TMA stores a consumer's tile takes: transposed, one per chunk and 64 rows."""
-        panels = self.consumer_tile[0] // WGMMA_ROWS if problem.transpose_out else 1
+        in_panels = problem.transpose_out or problem.symmetric
+        panels = self.consumer_tile[0] // WGMMA_ROWS if in_panels else 1
         return panels * len(self.store_chunks(problem))
 
     def store_slot_shape(self, problem: Problem) -> tuple[int, int]:
         """The shape of a store slot: lines of the result in memory, and elements of each."""
         lines, length = self.consumer_tile[0], self.store_columns
+        if problem.symmetric:
+            # A chunk, and its mirror image.
+            return 2 * WGMMA_ROWS, length
         if problem.transpose_out:
             lines, length = length, WGMMA_ROWS
         return lines, length + (0 if stored_by_tma(problem) else LINE_PADDING)
@@ -328,6 +332,12 @@ class HopperConfig(GemmConfig):
                 f" {32 // problem.out_dtype.itemsize} columns wide, store_columns="
                 f"{self.store_columns} cuts tile={self.tile} into some of {narrowest}"
             )
+        if problem.symmetric == "product" and (narrowest, self.store_columns) != (64, 64):
+            yield (
+                "a symmetric product is stored in squares of 64: store_columns must be 64, and tile"
+                f" columns per consumer a multiple of it, got {self.store_columns} and"
+                f" tile={self.tile}"
+            )
         if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
             yield (
                 f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"
@@ -370,6 +380,8 @@ class HopperConfig(GemmConfig):
                 f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
                 f" k={problem.k}, got {self.split_k}"
             )
+        if self.split_k > 1 and problem.symmetric:
+            yield f"split_k must be 1 for a symmetric result, got {self.split_k}"
         if self.persistence == "dynamic":
             if self.pingpong:
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
@@ -456,6 +468,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     yield from element_types.refusals(problem, single=True)
     if problem.transpose_out:
         yield from _transposed_refusals(problem)
+    if problem.symmetric:
+        yield from _symmetric_refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield (
             f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
@@ -511,3 +525,19 @@ def _transposed_refusals(problem: Problem) -> Iterator[str]:
     if problem.epilogue.residual or problem.epilogue.gated:
         parts = " and ".join(problem.epilogue.parts)
         yield f"a mirrored product has neither a residual nor a gate, got {parts}"
+
+
+def _symmetric_refusals(problem: Problem) -> Iterator[str]:
+    if problem.m != problem.n:
+        yield f"a symmetric result is square, got m={problem.m} and n={problem.n}"
+    if problem.out_dtype.itemsize != 2:
+        yield f"a symmetric result is one of 16 bits, got {problem.out_dtype}"
+    if not stored_by_tma(problem):
+        yield (
+            "a symmetric result has rows of a multiple of 16 bytes, got"
+            f" {problem.out_shape[-1]} elements of {problem.out_dtype}"
+        )
+    if problem.transpose_out:
+        yield "a symmetric product is not mirrored"
+    if others := set(problem.epilogue.operands) - {"residual", "alpha", "beta"}:
+        yield f"a symmetric result has no {', '.join(sorted(others))}"

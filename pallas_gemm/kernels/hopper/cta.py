@@ -21,12 +21,14 @@ class Smem(NamedTuple):
         out: Store slots for TMA, for each width of a chunk; none if threads store the result and
             no residual is loaded.
         lines: Store slots for threads, or None.
+        mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
     """
 
     a: Any
     b: Any
     out: Any
     lines: Any
+    mirrored: Any = None
 
 
 class Barriers(NamedTuple):
@@ -75,13 +77,16 @@ class Cta(NamedTuple):
 def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     """The buffers and barriers of a CTA."""
     config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
-    by_tma = [plan.store_shape(width) for width in plan.store_widths]
+    transposed = plan.problem.transpose_out
+    by_tma = [plan.store_shape(width, transposed=transposed) for width in plan.store_widths]
     by_tma = by_tma if plan.stored_by_tma or residual else []
+    mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
     buffers = Smem(
         plan.a.ring(config.stages),
         plan.b.ring(config.stages),
         smem.boxed(by_tma, dtype, simulated=plan.simulated) if by_tma else None,
         None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
+        smem.boxed(mirrored, dtype, simulated=plan.simulated) if plan.problem.symmetric else None,
     )
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
@@ -100,9 +105,11 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
 
 def views(plan: HopperPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
-    out = buffers.out
-    out = () if out is None else smem.views(out, simulated=plan.simulated)
-    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, buffers.lines)
+    out, mirrored = (
+        () if slots is None else smem.views(slots, simulated=plan.simulated)
+        for slots in (buffers.out, buffers.mirrored)
+    )
+    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, buffers.lines, mirrored)
 
 
 def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:

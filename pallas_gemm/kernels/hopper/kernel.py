@@ -37,7 +37,7 @@ epilogue of this one; nothing drains the ring before the last tile)
                 tile end: wait for the last WGMMA; arrive empty[s]; finish and round; store chunk by
                           chunk, if it is stored at once (`late_store.py`)
     a chunk     wait until its slot's last store has been read; registers ──▶ slot; TMA store
-                (`store.py`)
+                (`store.py`); of a symmetric result, below the diagonal and, transposed, above it
 
 Several devices (`remote.py`)
     gathered    each CTA computes the tiles of its own device's rows first, then those of the next

@@ -175,12 +175,17 @@ class HopperPlan:
     def chunks(self) -> tuple[Chunk, ...]:
         """The parts in which a consumer stores its part of the result, in this order."""
         rows, _ = self.consumer_out_tile
-        height = WGMMA_ROWS if self.problem.transpose_out else rows
+        height = WGMMA_ROWS if self.problem.transpose_out or self.problem.symmetric else rows
         return tuple(
             Chunk(row, height, start, width)
             for start, width in self.config.store_chunks(self.problem)
             for row in range(0, rows, height)
         )
+
+    @property
+    def chunks_are_squares(self) -> bool:
+        """Whether each chunk on the diagonal of a result is a square that the diagonal halves."""
+        return {chunk.rows for chunk in self.chunks} == set(self.store_widths)
 
     @property
     def consumer_out_tile(self) -> tuple[int, int]:
@@ -238,11 +243,11 @@ class HopperPlan:
         shape = self.config.store_slot_shape(self.problem)
         return self.config.consumers, self.config.store_slots, *shape
 
-    def store_shape(self, width: int) -> tuple[int, ...]:
+    def store_shape(self, width: int, *, transposed: bool) -> tuple[int, ...]:
         """The shape of all store slots, cut up for chunks of `width` columns."""
         slots = self.config.store_slots * (self.config.store_columns // width)
         rows = self.chunks[0].rows
-        chunk = (width, rows) if self.problem.transpose_out else (rows, width)
+        chunk = (width, rows) if transposed else (rows, width)
         return self.config.consumers, slots, *chunk
 
     def store_slot(self, chunk: int) -> int:
@@ -275,10 +280,11 @@ class HopperPlan:
             # The simulator counts copies, of which a chunk may then be none or several.
             return 0
         slots, chunks = self.config.store_slots, len(self.chunks)
+        each = 2 if self.problem.symmetric else 1
         if chunk >= slots:
-            return slots - 1
+            return each * (slots - 1)
         last = max(before for before in range(chunks) if before % slots == chunk % slots)
-        return chunks - 1 - last + chunk
+        return each * (chunks - 1 - last + chunk)
 
     @property
     def full_arrivals(self) -> int:

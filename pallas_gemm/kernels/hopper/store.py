@@ -6,6 +6,7 @@ A chunk waits until its slot's last store has been read. A residual is loaded by
 that its sum will take.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -100,6 +101,7 @@ def _finish_part(cta: Cta, total: Any, at: place.Where, rows: slice, cols: slice
 
 def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
     by = _store_by_tma if cta.plan.stored_by_tma else _store_by_threads
+    by = _store_twice if cta.plan.problem.symmetric else by
     by(cta, me, at, number, values)
 
 
@@ -113,11 +115,37 @@ def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, values: Any) 
 
     def copy(out: Any) -> None:
         if at.end is None:
-            plgpu.copy_smem_to_gmem(slot.box, _chunk(plan, out, at, number))
+            there = _chunk(plan, out, at, number, transposed=plan.problem.transpose_out)
+            plgpu.copy_smem_to_gmem(slot.box, there)
         else:
             group_rows.store(slot.box, out, group_rows.Place(plan.chunks[number], at))
 
     cta.rows.store(cta.out, at, copy)
+
+
+def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+    """Stores a chunk of a symmetric result where it is, and mirrored at the diagonal.
+
+    What is above the diagonal is left to the chunk that it is the mirror image of. A copy that is
+    not made counts as a store in flight, too.
+    """
+    plan, slot, mirrored = cta.plan, _slot(cta, me, number), _slot(cta, me, number, mirrored=True)
+    if not plan.problem.epilogue.residual:
+        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
+    slot.tile[...] = values
+    mirrored.tile.transpose((1, 0))[...] = values
+    plgpu.commit_smem()
+    chunk = plan.chunks[number]
+    below = at.row + chunk.row - at.col - chunk.col
+    here = below > -chunk.rows
+    # A square chunk on the diagonal is its own mirror image; of others, a part is mirrored.
+    there = below > (0 if plan.chunks_are_squares else -chunk.rows)
+    for view, made, transposed in ((slot, here, False), (mirrored, there, True)):
+        target = _chunk(plan, cta.out, at, number, transposed=transposed)
+        if plan.simulated:
+            pl.when(made)(functools.partial(plgpu.copy_smem_to_gmem, view.box, target))
+        else:
+            plgpu.copy_smem_to_gmem(view.box, target, predicate=made)
 
 
 def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
@@ -148,7 +176,7 @@ def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) ->
     for chunk in chunks:
         if chunk < len(plan.chunks):
             plgpu.copy_gmem_to_smem(
-                _chunk(plan, cta.gmem.residual, at, chunk),
+                _chunk(plan, cta.gmem.residual, at, chunk, transposed=plan.problem.transpose_out),
                 _slot(cta, me, chunk).box,
                 cta.barriers.residual.at[_residual_barrier(plan, me, chunk)],
             )
@@ -158,16 +186,17 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
     return me * plan.config.store_slots + chunk % plan.config.store_slots
 
 
-def _slot(cta: Cta, me: Any, number: int) -> smem.Boxed:
-    """Both views of a chunk's slot."""
+def _slot(cta: Cta, me: Any, number: int, *, mirrored: bool = False) -> smem.Boxed:
+    """Both views of a chunk's slot, or of the slot of its mirror image."""
     plan = cta.plan
-    views = cta.slots.out[plan.store_widths.index(plan.chunks[number].cols)]
+    slots = cta.slots.mirrored if mirrored else cta.slots.out
+    views = slots[plan.store_widths.index(plan.chunks[number].cols)]
     return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
 
 
-def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int) -> Any:
+def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int, *, transposed: bool) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
     chunk = plan.chunks[number]
     rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
-    here = (cols, rows) if plan.problem.transpose_out else (rows, cols)
+    here = (cols, rows) if transposed else (rows, cols)
     return place.matrix(gmem, at.batch).at[here]

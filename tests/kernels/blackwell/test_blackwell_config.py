@@ -61,6 +61,10 @@ CASES = {
         ("schedule must be made for the grid (16, 16)", "got (32, 32)"),
         schedule=schedules.build("raster", 32, 32),
     ),
+    "schedule of half": case(
+        ("schedule must visit every tile", "got one of Triangle"),
+        schedule=schedules.raster(16, 16).within(schedules.Triangle(16)),
+    ),
     "computed order": case(
         ("persistence='dynamic' needs a schedule that is a table",),
         persistence="dynamic",

@@ -65,6 +65,7 @@ SILU = Epilogue(activation=jax.nn.silu)
 SILU_AND_RESIDUAL = dataclasses.replace(SILU, residual=True)
 WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
+HALF = dataclasses.replace(NT, symmetric="gram")
 PIECES = dataclasses.replace(NT, pieces=(2048, 1024, 1024))
 FLOAT32 = {"a_dtype": jnp.float32, "b_dtype": jnp.float32, "out_dtype": jnp.float32}
 MODES: dict[str, Case] = {
@@ -99,6 +100,16 @@ MODES: dict[str, Case] = {
     "gated": (EARLY, GATED),
     "pieces": (LATE, PIECES),
     "pieces in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), PIECES),
+    "half": (dataclasses.replace(LATE, store_slots=1), HALF),
+    "half, ragged": (dataclasses.replace(LATE, tile=(128, 144), store_slots=1), HALF),
+    "half, early": (
+        dataclasses.replace(EARLY, store_slots=1),
+        dataclasses.replace(HALF, symmetric="product", epilogue=Epilogue(2.0, 0.5, residual=True)),
+    ),
+    "half in turns": (
+        dataclasses.replace(EARLY, tile=(128, 128), pingpong=True),
+        dataclasses.replace(HALF, symmetric="product", epilogue=Epilogue(2.0, 0.5, residual=True)),
+    ),
 }
 
 
@@ -381,6 +392,8 @@ def test_barriers_are_made_with_the_counts_of_the_protocol(modes):
         # All 128 threads of a warpgroup arrive on a barrier of one CTA.
         expected = [128 * plan.full_arrivals, empty] * config.ring_barriers
         expected += [128 * protocol.baton_arrivals()] * (config.consumers if config.pingpong else 0)
+        if plan.problem.epilogue.residual:
+            expected += [128] * config.consumers * config.store_slots
         assert sorted(made) == sorted(expected), name
 
 
@@ -401,7 +414,8 @@ def test_results_leave_through_shared_memory_alone(modes):
         plan = plan_of(name)
         stores = re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", report.ptx)
         # With `late_store`, beside the next tile, and at the end the last tile's.
-        assert len(stores) == len(plan.chunks) * (2 if plan.config.late_store else 1), name
+        times = (2 if plan.config.late_store else 1) * (2 if plan.problem.symmetric else 1)
+        assert len(stores) == len(plan.chunks) * times, name
         assert "st.global" not in report.ptx, name
 
 

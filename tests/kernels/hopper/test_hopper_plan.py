@@ -35,7 +35,7 @@ def test_narrow_chunks_begin_where_wide_ones_would():
     widths = [(chunk.col, chunk.cols) for chunk in plan.chunks]
     assert widths == [(0, 64), (64, 64), (128, 64), (192, 16)]
     assert [plan.store_slot(chunk) for chunk in range(4)] == [0, 1, 0, 4]
-    assert plan.store_shape(16) == (2, 8, 64, 16)
+    assert plan.store_shape(16, transposed=False) == (2, 8, 64, 16)
 
 
 @pytest.mark.parametrize("k_steps", [1, 2, 3, 5, 8])

@@ -1,0 +1,156 @@
+"""A product whose result is symmetric as one primitive, because a kernel can compute half of it.
+
+    x @ x.T                  the Gram matrix of rows; its operands are x and x
+    a @ b                    of two symmetric matrices that commute
+
+Where no kernel computes half of the result, all of it is computed, and what is above the diagonal
+is replaced by what is below; of a Gram matrix that a kernel of ours computes, it is the same. On a
+mesh of several devices it stays as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.product import (
+    equally_varying,
+    product,
+    product_of_matrices,
+    run_as_jax_does,
+)
+from pallas_gemm.planning import xla
+from pallas_gemm.planning.call import (
+    DIMENSIONS,
+    NO_EPILOGUE,
+    Operands,
+    SymmetricCall,
+    signature_of,
+)
+
+symmetric_p = core.Primitive("pallas_gemm_symmetric")
+
+
+def symmetric(call: SymmetricCall, *operands: jax.Array) -> jax.Array:
+    """Computes what `call` says from matrices, or batches of them, in the order of `Operands`."""
+    devices = mesh_context.device_request(call, operands)
+    return symmetric_p.bind(*equally_varying(operands), call=call, devices=devices)
+
+
+def mirrored(x: jax.Array) -> jax.Array:
+    """Returns a matrix, or several, with what is below the diagonal above it, too."""
+    row, col = (lax.broadcasted_iota(np.int32, x.shape, x.ndim - 2 + axis) for axis in (0, 1))
+    return jnp.where(row >= col, x, jnp.swapaxes(x, -1, -2))
+
+
+@symmetric_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, call: SymmetricCall, **_: Any) -> Any:
+    result = lowering.type_by(xla.product, call.whole, avals)
+    return result, lowering.effects(call, signature_of(avals))
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: SymmetricCall, devices: Any, gpu: bool
+) -> Any:
+    del devices
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        return lowering.lower_symmetric(ctx, operands, call, mirrored, gpu=gpu)
+    whole = functools.partial(product_of_matrices, call.whole)
+    return mlir.lower_fun(whole, multiple_results=False)(ctx, *operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: SymmetricCall, **_: Any) -> tuple[Any, Any]:
+    given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
+    whole = call.whole
+    if call.symmetric == "product":
+        # Symmetric as it is, the right operand is stored either way; how it changes may not be.
+        whole = dataclasses.replace(whole, transpose_b=False)
+    contraction = of_matrices(whole, *(x.ndim for x in primals))
+    result = linear.named(symmetric(call, *primals))
+    of_left = []
+    if moved.a is not None:
+        plain = whole.plain(np.float32, call.epilogue.alpha)
+        of_left = [product(plain, contraction, moved.a, given.b)]
+    if call.symmetric == "gram":
+        # Both operands change alike, so that one term is the other transposed: in reverse mode one
+        # product with `g + g.T`.
+        of_left += [jnp.swapaxes(term, -1, -2) for term in of_left]
+        moved = moved._replace(b=None)
+    terms = linear.affine_change(whole, contraction, given, moved, of_left)
+    terms += _changes_of_scales(call, contraction, given, moved)
+    return result, linear.rounded_sum(terms, result)
+
+
+def _changes_of_scales(
+    call: SymmetricCall, contraction: Contraction, given: Operands, moved: Operands
+) -> list[jax.Array]:
+    """Returns the terms, in float32, that alpha, the residual and beta change."""
+    terms = []
+    ready, change = contraction.aligned(given), contraction.aligned(moved)
+    if moved.alpha is not None:
+        sums = symmetric(
+            dataclasses.replace(call, out_dtype=np.dtype(np.float32), epilogue=NO_EPILOGUE),
+            given.a,
+            given.b,
+        )
+        terms.append(sums * change.alpha.astype(np.float32))
+    if moved.residual is not None:
+        beta = np.float32(call.epilogue.beta) if given.beta is None else ready.beta
+        terms.append(change.residual.astype(np.float32) * beta.astype(np.float32))
+    if moved.beta is not None:
+        terms.append(ready.residual.astype(np.float32) * change.beta.astype(np.float32))
+    return terms
+
+
+def _batch(
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: SymmetricCall, **_: Any
+) -> tuple[jax.Array, int]:
+    """Maps it: a longer batch; what is not mapped is repeated only where it has to be."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    given, mapped = call.unpack(operands), call.unpack(dims)
+    own = {name: getattr(given, name) for name in given._fields if getattr(given, name) is not None}
+    inner = {
+        name: x.ndim - (getattr(mapped, name) is not None) > len(DIMENSIONS[name])
+        for name, x in own.items()
+    }
+    batch = next((_batch_of(own[n], getattr(mapped, n)) for n in inner if inner[n]), None)
+    # Of a batch, at least one factor has its own; both of a "gram" are one array.
+    none = (mapped.a, mapped.b) == (None, None)
+    ready = {}
+    for name, x in own.items():
+        dim = getattr(mapped, name)
+        is_shared = dim is None and not inner[name] and not (none and name in ("a", "b"))
+        ready[name] = x if is_shared else _in_batch(x, dim, size, batch, inner=inner[name])
+    result = symmetric(call, *Operands(**{"a": None, "b": None} | ready).present())
+    return result.reshape(size, *(() if batch is None else (batch,)), *result.shape[-2:]), 0
+
+
+def _batch_of(x: Any, dim: int | None) -> int:
+    """Returns the size of the batch that an operand has beside what is mapped."""
+    return x.shape[1 if dim == 0 else 0]
+
+
+def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: bool) -> jax.Array:
+    """Returns an operand with one dimension in front for what is mapped and the batch."""
+    x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
+    if batch is not None and not inner:
+        x = x[:, None]
+    lead: Sequence[int] = (size,) if batch is None else (size, batch)
+    x = jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+    return x.reshape(-1, *x.shape[len(lead) :])
+
+
+run_as_jax_does(symmetric_p)
+ad.primitive_jvps[symmetric_p] = _jvp
+batching.primitive_batchers[symmetric_p] = _batch
+mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=True), platform="cuda")
