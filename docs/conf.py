@@ -40,13 +40,14 @@ OUTSIDE = {
 
 def read_source(_: Any, name: str, source: list[str]) -> None:
     """Reads a page that lies elsewhere, and points links to such pages at the site's."""
-    folder = OUTSIDE[name].parent if name in OUTSIDE else DOCS
+    here = (DOCS / name).parent
+    folder = OUTSIDE[name].parent if name in OUTSIDE else here
     text = OUTSIDE[name].read_text() if name in OUTSIDE else source[0]
-    pages = {path: f"{page}.md" for page, path in OUTSIDE.items()}
+    pages = {path: DOCS / f"{page}.md" for page, path in OUTSIDE.items()}
 
     def on_the_site(link: re.Match[str]) -> str:
         path = (folder / link[1]).resolve()
-        return f"]({pages.get(path) or os.path.relpath(path, DOCS)}"
+        return f"]({os.path.relpath(pages.get(path, path), here)}"
 
     source[0] = re.sub(r"\]\((?!\w+:|#)([^)#]+)", on_the_site, text)
 

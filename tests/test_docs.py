@@ -9,7 +9,9 @@ import pytest
 
 import pallas_gemm
 import schedules
+from bench import figures
 from pallas_gemm.api import precompile as precompilation
+from schedules import draw
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -45,7 +47,8 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE and blocks(page)]
+ALL = sorted([*DOCS.glob("*.md"), *DOCS.glob("ideas/*.md")])
+PAGES = [page for page in ALL if page.name not in ELSEWHERE and blocks(page)]
 
 
 # On a CPU no kernel has an order.
@@ -77,11 +80,44 @@ def test_a_page_that_is_run_elsewhere_is(page: str) -> None:
     assert f'"{page}"' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.stem)
 def test_a_page_is_in_the_contents(page: pathlib.Path) -> None:
     contents = re.findall(r"```{toctree}\n.*?\n\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
     listed = "\n".join(contents).split()
-    assert page.stem in {*listed, "index"}
+    assert page.relative_to(DOCS).with_suffix("").as_posix() in {*listed, "index"}
+
+
+IDEAS = {page.stem: page.read_text() for page in DOCS.glob("ideas/*.md")}
+
+
+def test_times_of_the_ideas_are_those_of_the_ladder() -> None:
+    measured = {
+        f"{float(row['burst_us']):.1f}, {float(row['burst_ratio']):.3f}"
+        for row in figures.rows("h200_ladder")
+    }
+    shown = {time for page in IDEAS.values() for time in re.findall(r"\d+\.\d, \d\.\d{3}", page)}
+    assert len(shown) > 20
+    assert shown <= measured
+
+
+def test_what_orders_cost_is_what_the_study_measured() -> None:
+    measured = {
+        f"| `{row['order']}` | {float(row['burst_ms']):.3f} | {float(row['burst_ratio']):.3f} |"
+        f" {float(row['counted_dram_read_bytes']) / 1e9:.2f} GB |"
+        for row in figures.rows("h200_study_128x256")
+        if (row["how"], row["persistence"], row["cluster"]) == ("offline", "static", "1x1")
+    }
+    shown = re.findall(r"^\| `.* GB \|$", IDEAS["tile-orders"], re.MULTILINE)
+    assert len(shown) == 4
+    assert set(shown) <= measured
+
+
+def test_the_waves_of_the_ideas_are_those_that_the_schedules_draw() -> None:
+    orders = [schedules.build(name, 8, 16) for name in ("swizzle:4", "raster", "hilbert")]
+    drawn = zip(*(draw.waves(order, 32).splitlines() for order in orders), strict=True)
+    lines = ["      ".join(line) for line in drawn if line[0].isdigit()]
+    assert len(lines) == 8
+    assert "\n".join(lines) in IDEAS["tile-orders"]
 
 
 def test_dir_shows_what_is_public() -> None:
