@@ -141,8 +141,8 @@ class GemmConfig:
         return order.within(triangle)
 
     def _named_order(self, name: str, problem: Problem) -> Schedule | OnlineSchedule:
-        if problem.groups:
-            # How many rows of tiles there are is known when the kernel starts.
+        if problem.groups or problem.ragged_k:
+            # Which tiles there are, and of which groups, is known when the kernel starts.
             name = ONLINE + name.removeprefix(ONLINE)
         return resolve(name, *self.stacked_grid(problem))
 
@@ -205,8 +205,8 @@ class GemmConfig:
                 return (f"schedule: {error}",)
         elif order.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {order.grid}",)
-        elif problem.groups and not order.is_online:
-            return ("schedule must be a name or an OnlineSchedule for rows in groups",)
+        elif (problem.groups or problem.ragged_k) and not order.is_online:
+            return ("schedule must be a name or an OnlineSchedule for groups",)
         if isinstance(order, OnlineSchedule):
             if wanted is not None:
                 return ("a symmetric result needs a schedule that is a table, got an online one",)

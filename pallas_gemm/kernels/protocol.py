@@ -21,6 +21,11 @@ def empty_arrivals_in_cluster(per_cta: int, cluster: tuple[int, int]) -> int:
     return per_cta * (rows + cols - 1)
 
 
+def masked_arrivals(consumers: int) -> int:
+    """Each consumer, when it has zeroed its part of a slot."""
+    return consumers
+
+
 def baton_arrivals() -> int:
     """A ping-pong consumer hands the baton to exactly one other."""
     return 1

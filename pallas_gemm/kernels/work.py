@@ -3,6 +3,8 @@
     an entry of a table    row (16 bits) | col (16 bits)
     its second word        first k step (16 bits) | k steps (16 bits)       where they differ
     its third word         which summand of its tile's sum a piece makes    where there are several
+    of rows in groups      group | col, first row, end of the group
+    of sums over groups    row | col, group, its first contracted element, its end
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
@@ -38,6 +40,8 @@ class Piece(NamedTuple):
         summand: Which summand of its tile's sum it makes; None if it makes the sum.
         first_row: The first row of the tile, where rows are in groups; None if its number says it.
         end_row: The row after the last one of its group.
+        first_k: The first contracted element of the piece's group, where those are in groups.
+        end_k: The one after its last.
     """
 
     row: Any
@@ -48,6 +52,8 @@ class Piece(NamedTuple):
     summand: Any = None
     first_row: Any = None
     end_row: Any = None
+    first_k: Any = None
+    end_k: Any = None
 
 
 class Cut(NamedTuple):
@@ -141,6 +147,35 @@ class GroupCoding(Coding):
         return Piece(None, col, row, first_row=row, end_row=row)
 
 
+@dataclasses.dataclass(frozen=True)
+class SumCoding(Coding):
+    """How pieces are written that are sums over a group.
+
+    Attributes:
+        tile_k: Contracted elements per step.
+    """
+
+    words: int = 4
+    tile_k: int = 64
+
+    def pack_sum(self, row: Any, col: Any, group: Any, first_k: Any, end_k: Any) -> tuple[Any, ...]:
+        """Returns the words of pieces."""
+        return row << self.bits | col, group, first_k, end_k
+
+    def unpack(self, *entry: Any) -> Piece:
+        """See `Coding`; a group without elements takes a step, of which nothing counts."""
+        which, group, first, end = entry
+        row, col = _halves(which, self.bits)
+        steps = lax.div(end - aligned(first) + (self.tile_k - 1), jnp.int32(self.tile_k))
+        steps = lax.max(steps, jnp.int32(1))
+        return Piece(row, col, group, jnp.int32(0), steps, first_k=first, end_k=end)
+
+
+def aligned(first_k: Any) -> Any:
+    """Where the loads of a group begin: operands stored [k, m] are read in rows of 8."""
+    return first_k & jnp.int32(-8)
+
+
 def _halves(word: Any, bits: int) -> tuple[Any, Any]:
     """Takes a word apart into two numbers of so many bits."""
     mask = jnp.int32((1 << bits) - 1)
@@ -152,6 +187,8 @@ def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Codi
     """How the pieces of a problem are written."""
     if problem.groups:
         return GroupCoding()
+    if problem.ragged_k:
+        return SumCoding(tile_k=config.tile_k(problem))
     return Coding(config.grid(problem)[0] if problem.batch > 1 else None, bits)
 
 

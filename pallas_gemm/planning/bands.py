@@ -55,6 +55,8 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     if problem.groups:
         height = config.tile[0] * config.cluster[0]
         return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
+    if problem.ragged_k:
+        return "swizzle:8"
     walks = _walks(problem, config, device)
     first = walks[0]
     if first.under_way == first.across * first.along or first.operands <= first.held:

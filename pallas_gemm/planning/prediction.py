@@ -66,7 +66,9 @@ def seconds(
     )
     tiles = config.tiles(problem)
     waves = math.ceil(tiles / config.workers(problem, device))
-    steps = math.ceil(problem.k / config.tile_k(problem))
+    # A sum over a group takes as many steps as the group is long, on average.
+    length = problem.k / (problem.batch if problem.ragged_k else 1)
+    steps = math.ceil(length / config.tile_k(problem))
     stored = (2 if problem.symmetric else 1) * rows * cols
     if getattr(config, "late_store", False):
         between = MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES

@@ -68,3 +68,29 @@ def test_the_grid_has_room_for_the_worst_sizes():
     config = HopperConfig(tile=(HEIGHT, 64))
     sizes = np.array([1, 129, 1, 129, 440])
     assert (-(-sizes // HEIGHT)).sum() == config.grid(PROBLEM)[0]
+
+
+def test_sums_are_dealt_with_the_largest_group_first():
+    problem = Problem(
+        *(200, 128, 300), transpose_a=True, batch=3, shared_a=True, shared_b=True, ragged_k=True
+    )
+    config = HopperConfig(tile=(HEIGHT, 64), schedule="swizzle:2", late_store=False, ctas=5)
+    workers = config.workers(problem, H200)
+    schedule = config.resolve_schedule(problem)
+    sizes = np.array([13, 0, 257])
+    table = groups.order_operand(config, problem, schedule, workers, jnp.array(sizes))
+    found = []
+    for row in np.asarray(table):
+        for turn, words in enumerate(row[1:-1].reshape(-1, 4)[: row[0]]):
+            piece = work.SumCoding().unpack(*map(jnp.int32, words))
+            group = int(piece.batch)
+            assert (piece.first_k, piece.end_k) == (sum(sizes[:group]), sum(sizes[: group + 1]))
+            # Loads begin with a row of 8, and the last step reaches the end.
+            reach = int(work.aligned(piece.first_k) + piece.steps * 64)
+            assert piece.end_k <= reach
+            assert piece.steps == 1 or reach - 64 < piece.end_k
+            found.append((turn, group, int(piece.row), int(piece.col)))
+    assert len(found) == len({tile[1:] for tile in found}) == len(schedule)
+    turns = {group: [turn for turn, own, *_ in found if own == group] for group in range(3)}
+    assert max(turns[2]) <= min(turns[0])
+    assert max(turns[0]) <= min(turns[1])

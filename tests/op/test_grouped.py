@@ -164,10 +164,12 @@ def test_a_kernel_computes_groups_on_a_hopper_gpu():
         return ragged_dot(lhs, rhs, sizes).astype(jnp.float32).sum()
 
     with target("h200"):
-        told = explain(jax.grad(loss), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-    assert [product.implementation for product in told.products] == ["hopper"] * 2
-    assert [product.problem.transpose_b for product in told.products] == [False, True]
-    assert {product.problem.groups for product in told.products} == {64}
+        told = explain(jax.grad(loss, (0, 1)), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert [product.implementation for product in told.products] == ["hopper"] * 3
+    # Forward, and the gradients of the matrices and of the rows.
+    assert [product.problem.layout for product in told.products] == ["NN", "TN", "NT"]
+    assert [product.problem.groups for product in told.products] == [64, 0, 64]
+    assert told.products[1].problem.ragged_k
 
 
 def test_the_kernel_is_simulated():

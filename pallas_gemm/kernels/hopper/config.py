@@ -316,7 +316,7 @@ class HopperConfig(GemmConfig):
 
     def form_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns what is illegal about tile and mode, whatever an SM has."""
-        own = self._group_refusals() if problem.groups else ()
+        own = self._group_refusals(problem) if problem.groups or problem.ragged_k else ()
         return (*self._tile_refusals(problem), *self._mode_refusals(problem), *own)
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
@@ -350,13 +350,20 @@ class HopperConfig(GemmConfig):
             if sharers > 1 and size % (8 * sharers):
                 yield f"tile {name} must be a multiple of {8 * sharers} to be multicast, got {size}"
 
-    def _group_refusals(self) -> Iterator[str]:
+    def _group_refusals(self, problem: Problem) -> Iterator[str]:
         if self.persistence == "dynamic" or self.split_k > 1:
             yield (
-                "rows in groups need persistence='static' and split_k=1, got"
+                "groups need persistence='static' and split_k=1, got"
                 f" persistence={self.persistence!r} and split_k={self.split_k}"
             )
-        if self.consumer_tile[1] % self.store_columns:
+        if problem.ragged_k:
+            if self.pingpong or self.cluster_size > 1 or not self.split_rows:
+                yield (
+                    "sums over groups need cooperative consumers that share the rows of a tile, and"
+                    f" no cluster, got pingpong={self.pingpong}, tile={self.tile} and"
+                    f" cluster={self.cluster}"
+                )
+        elif self.consumer_tile[1] % self.store_columns:
             yield (
                 "tile columns per consumer must be a multiple of store_columns for rows in groups,"
                 f" got tile={self.tile} and store_columns={self.store_columns}"
@@ -410,6 +417,7 @@ class HopperConfig(GemmConfig):
         return (
             not self.pingpong
             and self.split_k == 1
+            and not problem.ragged_k
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2
@@ -486,8 +494,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
-    if problem.ragged_k:
-        yield "no kernel sums over groups"
+    if problem.ragged_k and (problem.transpose_out or problem.pieces or problem.sums > 1):
+        yield "sums over groups are of two operands stored [k, m] and [k, n]"
     if problem.groups:
         yield from _grouped_refusals(problem)
     if len(problem.pieces) > MOST_PIECES:

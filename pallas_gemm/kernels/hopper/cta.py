@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, smem, work
+from pallas_gemm.kernels import launch, place, protocol, smem, work
 from pallas_gemm.kernels.hopper import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
@@ -38,6 +38,7 @@ class Barriers(NamedTuple):
     empty: Any
     baton: Any
     residual: Any
+    masked: Any = None
 
 
 class Join(NamedTuple):
@@ -98,6 +99,9 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         baton=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
         residual=plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
         if residual
+        else None,
+        masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
+        if plan.problem.ragged_k
         else None,
     )
     return buffers, barriers

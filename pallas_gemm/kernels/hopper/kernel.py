@@ -22,6 +22,8 @@ Barriers (`protocol.py` derives the arrival counts)
     baton[w]      the other ping-pong consumer, when it has      ping-pong consumer w, before the
                   issued the last WGMMA of its tile              first WGMMA of its tile
     residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
+    masked        every consumer, when it has zeroed its part    every consumer, before its WGMMA of
+                  of what is no group's (`group_sums.py`)        that step
 
     Each ping-pong consumer has `full` and `empty` barriers of its own; `ring.py` says why.
 
@@ -58,7 +60,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, launch, place, smem, tiles, work
-from pallas_gemm.kernels.hopper import claims, group_rows, join, late_store, remote, ring, store
+from pallas_gemm.kernels.hopper import (
+    claims,
+    group_rows,
+    group_sums,
+    join,
+    late_store,
+    remote,
+    ring,
+    store,
+)
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -108,7 +119,10 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
                 plgpu.barrier_wait(barriers.empty.at[last])
 
             full = barriers.full.at[ring.barrier(plan, head.slot, reader)]
-            load_step(cta, factors, at, Target(at.batch, k * plan.tile_k, head.slot, full))
+            k_start = k * plan.tile_k
+            if piece.first_k is not None:
+                k_start = work.aligned(piece.first_k) + k_start
+            load_step(cta, factors, at, Target(at.batch, k_start, head.slot, full))
             return ring.advance(plan, head, reader)
 
         before = 0
@@ -218,7 +232,7 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         if not plan.joins:
             store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
-        steps = Steps(turn, progress.slot, piece.steps)
+        steps = Steps(turn, progress.slot, piece.steps, (piece.first_k, piece.end_k))
         total, slot = pl.run_scoped(
             lambda acc: multiply(cta, me, steps, acc, stores),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
@@ -262,11 +276,13 @@ class Steps(NamedTuple):
         turn: The number of the tile in its worker's sequence.
         slot: The slot of its first step; None if the turn says it.
         count: How many steps it takes, one at least; None for all of them.
+        within: The first contracted element that counts, and the one after the last; None for all.
     """
 
     turn: Any
     slot: Any = None
     count: Any = None
+    within: tuple[Any, Any] = (None, None)
 
 
 def multiply(
@@ -278,8 +294,9 @@ def multiply(
     """
     plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
-    def issue(slot: Any) -> None:
+    def issue(slot: Any, k: Any) -> None:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
+        group_sums.mask(cta, me, slot, k, steps.within)
         _issue_wgmma(cta, me, acc, slot)
 
     def release(slot: Any) -> None:
@@ -287,7 +304,7 @@ def multiply(
 
     def advance(k: Any, kept: Any) -> Any:
         before, slot = ring.step(plan, turn, k, kept)
-        issue(slot)
+        issue(slot, k)
         plgpu.wgmma_wait(plan.wgmmas_per_step)
         release(before)
         return ring.keep(plan, slot)
@@ -295,7 +312,7 @@ def multiply(
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.baton.at[me])
     slot = ring.first_slot(plan, turn, steps.slot)
-    issue(slot)
+    issue(slot, 0)
     kept, issued = ring.keep(plan, slot), 1
     for k, store_chunk in stores:
         if k == issued:
@@ -342,7 +359,7 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
 def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
-    if plan.problem.groups:
+    if plan.problem.groups or plan.problem.ragged_k:
         return tiles.read(order, worker, plan.coding).walk
     if not plan.claims_tiles:
         return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
@@ -413,7 +430,7 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     schedule: Any = plan.schedule
-    if plan.problem.groups:
+    if plan.problem.groups or plan.problem.ragged_k:
         sizes = operands.pop(factors)
         order: Any = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
     elif plan.claims_tiles:

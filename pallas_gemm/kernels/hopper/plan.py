@@ -144,7 +144,7 @@ class HopperPlan:
     @property
     def own_steps(self) -> bool:
         """Whether each piece of work says which steps of k it takes."""
-        return self.joins or self.spans is not None
+        return self.joins or self.spans is not None or self.problem.ragged_k
 
     @functools.cached_property
     def coding(self) -> work.Coding:

@@ -122,7 +122,8 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
         )
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
-    arrays += [((problem.groups,), jnp.int32)] * (problem.groups > 0)
+    if problem.groups or problem.ragged_k:
+        arrays.append(((problem.groups or problem.batch,), jnp.int32))
     own = (problem.batch,) if problem.batch > 1 else ()
     sizes = {"m": (problem.m,), "n": (problem.n,), "": ()}
     arrays += [
@@ -281,10 +282,11 @@ def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
     )
 
 
-def test_rows_in_groups():
-    groups = dataclasses.replace(PROBLEM, groups=8)
-    tall = dataclasses.replace(EARLY, tile=(256, 192), stages=3, store_columns=32)
-    check_sound([(LATE, groups), (tall, dataclasses.replace(groups, transpose_b=True))])
+def test_groups():
+    rows = dataclasses.replace(PROBLEM, groups=8)
+    shared = {"batch": 8, "shared_a": True, "shared_b": True}
+    sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
+    check_sound([(LATE, rows), (EARLY, sums)])
 
 
 def test_tiles_that_are_no_whole_number_of_strips():

@@ -319,3 +319,30 @@ def test_rows_in_groups(name, rng):
     plan = HopperPlan(problem, dataclasses.replace(SMALL, **changes), H200, interpret=SIMULATOR)
     out = run_plan(plan, [*poisoned.arrays, jnp.array(sizes)])
     np.testing.assert_array_equal(out, products.rounded(problem, expected))
+
+
+# The simulator multiplies with NumPy, which warns of what this test is about.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_sums_over_groups(rng):
+    problem = Problem(
+        *(128, 64, 72),
+        transpose_a=True,
+        batch=3,
+        shared_a=True,
+        shared_b=True,
+        ragged_k=True,
+    )
+    sizes, config = (21, 0, 40), dataclasses.replace(SMALL, late_store=False, ctas=2)
+    operands = products.small_integers(problem, rng)
+    a, b = (np.array(x, np.float32) for x in operands[:2])
+    ends = np.cumsum(sizes)
+    expected = np.zeros(problem.out_shape)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        expected[group] = a[start:end].T @ b[start:end]
+    poisoned = [
+        x.at[ends[-1] :].set(value)
+        for x, value in zip(operands[:2], (jnp.nan, jnp.inf), strict=True)
+    ]
+    plan = HopperPlan(problem, config, H200, interpret=SIMULATOR)
+    out = run_plan(plan, [*poisoned, jnp.array(sizes)])
+    np.testing.assert_array_equal(out, products.rounded(problem, expected))
