@@ -54,12 +54,30 @@ class Device:
         return self.machine.gpcs * ((self.sms // self.machine.gpcs - 1) // whole)
 
 
-H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), machines.H100)
-H200 = Device("NVIDIA H200", (9, 0), machines.H200)
-B200 = Device("NVIDIA B200", (10, 0), machines.B200)
+HOPPER, BLACKWELL, BLACKWELL_ULTRA = (9, 0), (10, 0), (10, 3)
 
-DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": H200, "b200": B200})
-"""The presets, by the names that `offline.py` also uses."""
+H100 = Device("NVIDIA H100 80GB HBM3", HOPPER, machines.H100)
+H200 = Device("NVIDIA H200", HOPPER, machines.H200)
+B200 = Device("NVIDIA B200", BLACKWELL, machines.B200)
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "h100": H100,
+        "h200": H200,
+        "b200": B200,
+        "h100_pcie": Device("NVIDIA H100 PCIe", HOPPER, machines.H100_PCIE),
+        "h100_nvl": Device("NVIDIA H100 NVL", HOPPER, machines.H100_NVL),
+        "h800": Device("NVIDIA H800", HOPPER, machines.H800),
+        "h200_nvl": Device("NVIDIA H200 NVL", HOPPER, machines.H200_NVL),
+        "h20": Device("NVIDIA H20", HOPPER, machines.H20),
+        "gh200": Device("NVIDIA GH200 480GB", HOPPER, machines.GH200),
+        "gh200_144g": Device("NVIDIA GH200 144G HBM3e", HOPPER, machines.GH200_144G),
+        "gb200": Device("NVIDIA GB200", BLACKWELL, machines.GB200),
+        "b300": Device("NVIDIA B300 SXM6 AC", BLACKWELL_ULTRA, machines.B300),
+        "gb300": Device("NVIDIA GB300", BLACKWELL_ULTRA, machines.GB300),
+    }
+)
+"""The presets, by the names that `offline.py` also uses; the kinds are what the driver says."""
 
 
 def device_named(name: str) -> Device:
@@ -69,7 +87,7 @@ def device_named(name: str) -> Device:
         ValueError: There is none of that name.
     """
     for short, device in DEVICES.items():
-        if str(name).lower() in (short, device.kind.lower()):
+        if str(name).lower() in (short, short.replace("_", "-"), device.kind.lower()):
             return device
     kinds = ", ".join(repr(d.kind) for d in DEVICES.values())
     raise ValueError(f"device must be one of {', '.join(DEVICES)} or {kinds}, got {name!r}")

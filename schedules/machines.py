@@ -1,6 +1,7 @@
 """`Machine`: the hardware numbers that decide what an order of tiles costs, with their sources."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -26,6 +27,8 @@ class Machine:
             mean. It is what a static schedule cannot even out.
         resident_clusters: Cluster size to how many clusters of that size run at the same time,
             where that was measured; elsewhere as many as the SMs allow.
+        tensor_share: What its tensor cores do of what others of their generation do in a cycle.
+        is_measured: Whether orders and kernels of this project were timed on one.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Machine:
     resident_clusters: Mapping[int, int] = dataclasses.field(
         default=MappingProxyType({}), hash=False
     )
+    tensor_share: float = 1.0
+    is_measured: bool = False
 
     def __post_init__(self) -> None:
         _check.positive_int("sms", self.sms)
@@ -103,6 +108,7 @@ H200 = Machine(
     resident_clusters=MappingProxyType(
         {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}
     ),
+    is_measured=True,
 )
 
 # Two dies: the B200 matmul article names the latency between them as a reason for SMs to run apart.
@@ -121,10 +127,56 @@ B200 = Machine(
     speed_spread=0.065,
 )
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {machine.name.lower(): machine for machine in (H100, H200, B200)}
+# The same dies with other numbers of SMs, clocks and memories; nobody here has had one. SMs, L2,
+# bandwidth and clock of the H100 PCIe, GB200 and GB300: XLA's descriptions of them. Of the others,
+# what drivers report where people print it (H200 NVL: 132 SMs, 1,785 MHz; GH200: 132 SMs, 60 MB of
+# L2; H20: 78 SMs, 60 MB; B300: 148 SMs, 2,032 MHz, where XLA's description has 158), bandwidths
+# from data sheets. The H800 is an H100 with fewer links; the H20 does 148 TFLOP/s with 16 bits, of
+# the 633 that its SMs and its clock would allow.
+H100_PCIE = dataclasses.replace(
+    H100, name="H100 PCIe", sms=114, dram_bytes_per_second=2.039e12, clock_hz=1.755e9
 )
-"""Every preset by its name in lower case."""
+H100_NVL = dataclasses.replace(
+    H100, name="H100 NVL", dram_bytes_per_second=3.938e12, clock_hz=1.785e9
+)
+H800 = dataclasses.replace(H100, name="H800")
+_NOT_MEASURED = dataclasses.replace(H200, resident_clusters={}, is_measured=False)
+H200_NVL = dataclasses.replace(_NOT_MEASURED, name="H200 NVL", clock_hz=1.785e9)
+H20 = dataclasses.replace(
+    _NOT_MEASURED, name="H20", sms=78, dram_bytes_per_second=4.0e12, tensor_share=148 / 633
+)
+GH200 = dataclasses.replace(_NOT_MEASURED, name="GH200", dram_bytes_per_second=4.0e12)
+GH200_144G = dataclasses.replace(_NOT_MEASURED, name="GH200 144G", dram_bytes_per_second=4.9e12)
+GB200 = dataclasses.replace(
+    B200,
+    name="GB200",
+    sms=152,
+    l2_bytes=135_528_448,
+    dram_bytes_per_second=7.928e12,
+    clock_hz=2.062e9,
+)
+B300 = dataclasses.replace(GB200, name="B300", sms=148, clock_hz=2.032e9)
+GB300 = dataclasses.replace(GB200, name="GB300", clock_hz=2.07e9)
+
+_ALL = (
+    H100,
+    H100_PCIE,
+    H100_NVL,
+    H800,
+    H200,
+    H200_NVL,
+    H20,
+    GH200,
+    GH200_144G,
+    B200,
+    GB200,
+    B300,
+    GB300,
+)
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {machine.name.lower().replace(" ", "_"): machine for machine in _ALL}
+)
+"""Every preset by its name in lower case, with underscores."""
 
 
 def machine_named(name: str) -> Machine:
@@ -133,6 +185,7 @@ def machine_named(name: str) -> Machine:
     Raises:
         ValueError: There is none of that name.
     """
-    if isinstance(name, str) and name.lower() in MACHINES:
-        return MACHINES[name.lower()]
+    plain = re.sub("[ -]", "_", name.lower()) if isinstance(name, str) else None
+    if plain in MACHINES:
+        return MACHINES[plain]
     raise ValueError(f"machine must be one of {', '.join(MACHINES)}, got {name!r}")

@@ -1,12 +1,13 @@
 """The presets agree with what the offline compiler is told, and guesses about clusters are low."""
 
 import dataclasses
-import importlib.resources
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import offline
+from pallas_gemm import explain, matmul, offline, target
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import DEVICES, H200, Device, device_named
 
@@ -15,7 +16,7 @@ SIZES = sorted({rows * cols for rows, cols in CLUSTERS})
 
 def described(target: str) -> tuple[str, int, int, int, tuple[int, int]]:
     """Name, SMs, shared memory of a block, L2 and compute capability as the compiler is told."""
-    text = (importlib.resources.files("pallas_gemm") / "targets" / f"{target}.txtpb").read_text()
+    text = offline.described(target)
 
     def only(pattern: str) -> str:
         (found,) = re.findall(pattern, text)
@@ -63,6 +64,43 @@ def test_presets_are_what_the_compiler_is_told(target):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "sms", "capability"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, (9, 0)),
+        ("NVIDIA H100 PCIe", 114, (9, 0)),
+        ("NVIDIA H100 NVL", 132, (9, 0)),
+        ("NVIDIA H200", 132, (9, 0)),
+        ("NVIDIA H200 NVL", 132, (9, 0)),
+        ("NVIDIA H800", 132, (9, 0)),
+        ("NVIDIA H20", 78, (9, 0)),
+        ("NVIDIA GH200 480GB", 132, (9, 0)),
+        ("NVIDIA GH200 144G HBM3e", 132, (9, 0)),
+        ("NVIDIA B200", 148, (10, 0)),
+        ("NVIDIA GB200", 152, (10, 0)),
+        ("NVIDIA B300 SXM6 AC", 148, (10, 3)),
+        ("NVIDIA GB300", 152, (10, 3)),
+    ],
+)
+def test_the_chips_of_both_families_are_known_by_what_the_driver_calls_them(kind, sms, capability):
+    device = device_named(kind)
+    assert (device.sms, device.compute_capability) == (sms, capability)
+    with target(kind):
+        decided = explain(
+            matmul, *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+        ).implementation
+    assert decided == ("hopper" if capability == (9, 0) else "blackwell")
+
+
+def test_one_chip_was_measured_and_explain_says_so_of_others():
+    assert [name for name, device in DEVICES.items() if device.machine.is_measured] == ["h200"]
+    operands = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    for name in ("h200", "h20"):
+        with target(name):
+            said = str(explain(matmul, *operands))
+        assert ("on which nobody has measured yet" in said) == (name == "h20")
+
+
 @pytest.mark.parametrize("target", DEVICES)
 def test_a_preset_is_found_by_its_name_and_by_what_jax_calls_it(target):
     device = DEVICES[target]
@@ -71,7 +109,7 @@ def test_a_preset_is_found_by_its_name_and_by_what_jax_calls_it(target):
 
 
 def test_an_unknown_name_is_refused_with_the_legal_ones():
-    with pytest.raises(ValueError, match=r"h100, h200, b200 or 'NVIDIA .*, got 'a100'"):
+    with pytest.raises(ValueError, match=r"h100, h200, b200, .* or 'NVIDIA .*, got 'a100'"):
         device_named("a100")
 
 

@@ -13,9 +13,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("schedules", "pallas_gemm", "bench", "examples")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("schedules", "pallas_gemm._version", "pallas_gemm.offline"),
+    ("schedules", "pallas_gemm._version"),
     ("pallas_gemm.problem", "pallas_gemm.device"),
-    ("pallas_gemm.config",),
+    ("pallas_gemm.config", "pallas_gemm.offline"),
     ("pallas_gemm.kernels",),
     ("pallas_gemm.kernels.hopper", "pallas_gemm.kernels.blackwell"),
     ("pallas_gemm.planning",),

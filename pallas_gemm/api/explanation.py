@@ -269,7 +269,8 @@ def _group_text(group: Group) -> str:
     if decision.mesh is not None:
         rows.append(("mesh", decision.mesh))
     if (plan := decision.plan) is not None:
-        rows.append(("for", plan.device.kind))
+        known = "" if plan.device.machine.is_measured else ", on which nobody has measured yet"
+        rows.append(("for", f"{plan.device.kind}{known}"))
         rows.append(("config", repr(plan.config)))
         rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
         if plan.realigned.unfused is not None:

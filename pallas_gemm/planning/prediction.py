@@ -56,7 +56,8 @@ def seconds(
     """Predicts the time of a kernel."""
     rows, cols = config.tile
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
-    multiply = rows * cols * STEP_BYTES / architecture.flops_per_cycle
+    per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
+    multiply = rows * cols * STEP_BYTES / per_cycle
     neighbours = bands.rows_of_neighbours(problem, config, device) * STEP_BYTES
     step = STEP_CYCLES + max(
         multiply,
@@ -93,7 +94,8 @@ def at_best(problem: Problem, device: Device, architecture: Architecture) -> flo
         return math.inf
     machine = device.machine
     # 820 TFLOP/s on an H200, as cuBLAS and our kernel reach in bursts of large products.
-    flops = 0.77 * architecture.flops_per_cycle * machine.sms * machine.clock_hz
+    per_cycle = architecture.flops_per_cycle * machine.tensor_share
+    flops = 0.77 * per_cycle * machine.sms * machine.clock_hz
     busy = problem.flops * problem.a_dtype.itemsize / 2 / flops
     memory = problem_bytes(problem) / (0.9 * machine.dram_bytes_per_second)
     return LAUNCH_SECONDS + math.hypot(busy, memory)

@@ -109,5 +109,7 @@ def _described(kind: str, capability: tuple[int, int] | None, sms: int | None) -
         return None
     alike = [device for device in DEVICES.values() if device.compute_capability == capability]
     model = alike[0] if alike else next(iter(DEVICES.values()))
-    machine = dataclasses.replace(model.machine, name=kind, sms=sms, resident_clusters={})
+    machine = dataclasses.replace(
+        model.machine, name=kind, sms=sms, resident_clusters={}, is_measured=False
+    )
     return dataclasses.replace(model, kind=kind, compute_capability=capability, machine=machine)
