@@ -321,9 +321,7 @@ def test_impossible_machines_are_refused(fields: dict[str, Any], message: str) -
 
 def test_machines_are_found_by_name() -> None:
     assert model.machine_named("h200") is model.machine_named("H200") is H200
-    with pytest.raises(
-        ValueError, match=r"one of h100, .*, gb300, got 'A100'"
-    ):
+    with pytest.raises(ValueError, match=r"one of h100, .*, gb300, got 'A100'"):
         model.machine_named("A100")
 
 
