@@ -135,6 +135,7 @@ class Problem:
             the diagonal is all that is computed: "gram" of an array and the same transposed, whose
             sums are equal bit for bit on both sides of the diagonal, or "product" of two symmetric
             ones that commute. "" if it is not.
+        residual_dtype: Element type of the residual, where it is not the result's; else None.
     """
 
     m: int
@@ -155,10 +156,15 @@ class Problem:
     groups: int = 0
     ragged_k: bool = False
     symmetric: Literal["", "gram", "product"] = ""
+    residual_dtype: Any = None
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
             object.__setattr__(self, field, np.dtype(element_type(getattr(self, field))))
+        if self.residual_dtype is not None:
+            own = np.dtype(element_type(self.residual_dtype))
+            is_own = self.epilogue.residual and own != self.out_dtype
+            object.__setattr__(self, "residual_dtype", own if is_own else None)
         for field in ("m", "n", "k", "batch"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
@@ -201,10 +207,20 @@ class Problem:
         return self._batched((cols, rows) if self.transpose_out else (rows, cols))
 
     @property
+    def added_dtype(self) -> np.dtype:
+        """Element type of the residual."""
+        return self.residual_dtype or self.out_dtype
+
+    @property
+    def stored_dtypes(self) -> tuple[np.dtype, ...]:
+        """Types of what passes through store slots: the result, and a residual of its own type."""
+        return (self.out_dtype, *([self.residual_dtype] if self.residual_dtype else []))
+
+    @property
     def residual_shape(self) -> tuple[int, ...]:
         """The shape of the residual: the result's, with rows of a multiple of 16 bytes."""
         *lead, length = self.out_shape
-        whole = ROW_BYTES // self.out_dtype.itemsize
+        whole = ROW_BYTES // self.added_dtype.itemsize
         return (*lead, -(-length // whole) * whole)
 
     def mirrored(self) -> "Problem":

@@ -166,7 +166,7 @@ class _Product:
         called = OF_GATE if self.extras.gated else {}
         sizes = {"m": problem.m, "n": problem.n}
         for name in self.extras.operands:
-            dtype = problem.out_dtype if name == "residual" else jnp.float32
+            dtype = problem.added_dtype if name == "residual" else jnp.float32
             own = tuple(sizes[letter] for letter in DIMENSIONS[name])
             whole = problem.out_shape if name == "residual" else own
             found[called.get(name, name)] = shape(whole, dtype)

@@ -40,6 +40,9 @@ def refusals(problem: Problem, *, single: bool) -> Iterator[str]:
         names = ", ".join(sorted(map(str, results)))
         what = str(a) if bare else f"{a} with an epilogue"
         yield f"the result of {what} must be one of {names}, got {problem.out_dtype}"
+    if problem.residual_dtype is not None and problem.residual_dtype not in FLOATS:
+        names = ", ".join(sorted(map(str, FLOATS)))
+        yield f"the residual must be one of {names}, got {problem.residual_dtype}"
 
 
 def _cast(operands: AbstractSet[np.dtype]) -> str:

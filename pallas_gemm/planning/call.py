@@ -133,7 +133,7 @@ class Call:
         """Returns the problem that operands of these shapes and types pose."""
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
         m, n = self.matrix_shape(a_shape, b_shape)
-        deep = -2 if self.transpose_a else -1
+        deep, residual = -2 if self.transpose_a else -1, self.unpack(signature).residual
         batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
         batch = batches[0] if batches else 1
         # A symbolic size is no kernel's, and may not be compared.
@@ -151,6 +151,7 @@ class Call:
             epilogue=self.epilogue,
             shared_a=many and len(a_shape) == 2,
             shared_b=many and len(b_shape) == 2,
+            residual_dtype=residual and residual[1],
         )
 
     def with_target(self, device: Device | None) -> "Call":

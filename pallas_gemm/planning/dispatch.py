@@ -272,7 +272,7 @@ def _realigned(
     if in_groups(problem := call.problem(signature)):
         # Nothing is done to such operands: what is copied would be as much as XLA does.
         return tuple(architecture.problem_refusals(problem, device)) or Realigned(problem)
-    unfused = _why_unfused(call, signature)
+    unfused = activations.kernel_refusal(call.epilogue.activation)
     reasons: list[str] = []
     for fused in (True, False):
         # Operands in pieces have no epilogue.
@@ -285,17 +285,6 @@ def _realigned(
             return dataclasses.replace(realigned, unfused=why)
         reasons += architecture.problem_refusals(variant.problem(own), device)
     return tuple(dict.fromkeys(reasons))
-
-
-def _why_unfused(call: Call, signature: Signature) -> str | None:
-    """Returns why no kernel can apply an epilogue, None if one might."""
-    residual = call.unpack(signature).residual
-    if residual is not None and residual[1] != call.out_dtype:
-        return (
-            f"the residual is {residual[1]} and the result {call.out_dtype}; a residual of"
-            f" {call.out_dtype}, or a result of {residual[1]}, would fit"
-        )
-    return activations.kernel_refusal(call.epilogue.activation)
 
 
 def sums_only(call: Call, signature: Signature) -> Call:

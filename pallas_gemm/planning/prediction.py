@@ -118,7 +118,7 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
     if realigned.unfused is None:
         return 0.0
     each = problem.sums * realigned.problem.out_dtype.itemsize + problem.out_dtype.itemsize
-    each += problem.epilogue.residual * problem.out_dtype.itemsize
+    each += problem.epilogue.residual * problem.added_dtype.itemsize
     bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
     return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
 

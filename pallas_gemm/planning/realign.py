@@ -205,7 +205,7 @@ def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Ste
     changes += [(name, *right, before.b_dtype) for name in ("b", "up")[: before.sums]]
     if before.epilogue.residual:
         residual = before.out_shape, after.residual_shape
-        changes.append(("residual", *residual, False, before.out_dtype))
+        changes.append(("residual", *residual, False, before.added_dtype))
     steps = []
     for name, have, want, flipped, dtype in changes:
         turned = (*have[:-2], have[-1], have[-2]) if flipped else have

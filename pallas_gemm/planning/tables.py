@@ -79,7 +79,8 @@ class Key:
         parts = {
             "bias": epilogue.bias,
             "activation": epilogue.activation is not None,
-            "residual": epilogue.residual,
+            "residual": epilogue.residual and problem.residual_dtype is None,
+            f"residual:{problem.residual_dtype}": problem.residual_dtype is not None,
             "gated": epilogue.gated,
         }
         return cls(

@@ -502,7 +502,8 @@ def _exact_dtype(problem: Problem) -> np.dtype:
 
 def operand_shapes(problem: Problem) -> Operands:
     """Returns shape and type of each operand, as a kernel takes it."""
-    epilogue, out = problem.epilogue, problem.out_dtype
+    epilogue = problem.epilogue
+    types = {"bias": problem.out_dtype, "residual": problem.added_dtype}
     b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
     sizes: dict[str, int] = dict(zip("mn", problem.out_shape[-2:], strict=True))
     extras = {
@@ -510,7 +511,7 @@ def operand_shapes(problem: Problem) -> Operands:
             problem.residual_shape
             if name == "residual"
             else tuple(sizes[letter] for letter in DIMENSIONS[name]),
-            out if name in ("bias", "residual") else np.dtype(np.float32),
+            types.get(name, np.dtype(np.float32)),
         )
         for name in epilogue.operands
     }

@@ -28,13 +28,12 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
 
     Where there are more tiles than run at once, they go to whichever cluster is free.
     """
+    widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for tile, cluster in SHAPES:
         config = BlackwellConfig(
             tile=tile,
             cluster=cluster,
-            store_columns=math.gcd(
-                tile[1] // problem.sums, min(64, STEP_BYTES // problem.out_dtype.itemsize)
-            ),
+            store_columns=math.gcd(tile[1] // problem.sums, widest),
         )
         tiles = math.prod(config.stacked_grid(problem))
         if tiles > config.workers(problem, device):

@@ -119,7 +119,7 @@ class BlackwellConfig(GemmConfig):
         buffers = (
             self.tile[0] * depth * problem.a_dtype.itemsize,
             problem.sums * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
-            stores * problem.out_dtype.itemsize,
+            *(stores * dtype.itemsize for dtype in problem.stored_dtypes),
             8 * (2 * self.stages + 2 * self.accumulators + self.store_slots + 4),
             16 * 2,
         )
@@ -181,13 +181,13 @@ class BlackwellConfig(GemmConfig):
                 f"store_columns must divide the {columns} columns of a tile of the result,"
                 f" got {self.store_columns}"
             )
-        narrowest = NARROWEST_BOX // problem.out_dtype.itemsize
-        widest = STEP_BYTES // problem.out_dtype.itemsize
-        if not self.direct_store and not narrowest <= self.store_columns <= widest:
-            yield (
-                f"store_columns must be from {narrowest} to {widest} for {problem.out_dtype}, got"
-                f" {self.store_columns}"
-            )
+        for dtype in problem.stored_dtypes:
+            narrowest, widest = (bytes_ // dtype.itemsize for bytes_ in (NARROWEST_BOX, STEP_BYTES))
+            if not self.direct_store and not narrowest <= self.store_columns <= widest:
+                yield (
+                    f"store_columns must be from {narrowest} to {widest} for {dtype}, got"
+                    f" {self.store_columns}"
+                )
 
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.persistence == "dynamic" and self.is_online:

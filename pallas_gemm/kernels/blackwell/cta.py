@@ -14,11 +14,19 @@ from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 
 
 class Smem(NamedTuple):
-    """The ring of operand slots, and the store slots of the epilogue if it has any."""
+    """The ring of operand slots, and the store slots of the epilogue if it has any.
+
+    Attributes:
+        a: Slots of the left operand.
+        b: Slots of the right operand.
+        out: Store slots, or None.
+        residual: Slots of a residual of another type than the result's, like `out`.
+    """
 
     a: Any
     b: Any
     out: Any
+    residual: Any = None
 
 
 class Barriers(NamedTuple):
@@ -58,12 +66,12 @@ def scratch(plan: BlackwellPlan) -> Scratch:
     """The buffers and barriers of a CTA, and its requests for tiles."""
     config, problem = plan.config, plan.problem
     stores = (config.store_slots, config.tile[0], config.store_columns)
+    boxed = functools.partial(smem.boxed, [stores], simulated=plan.simulated)
     buffers = Smem(
         plan.a.ring(config.stages),
         plan.b.ring(config.stages),
-        None
-        if config.direct_store
-        else smem.boxed([stores], problem.out_dtype, simulated=plan.simulated),
+        None if config.direct_store else boxed(problem.out_dtype),
+        None if problem.residual_dtype is None else boxed(problem.residual_dtype),
     )
     sums = plgpu.TMEM(
         (config.tile[0], config.accumulators * config.tile[1]),
@@ -97,9 +105,11 @@ def _barriers(plan: BlackwellPlan) -> Barriers:
 
 def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
-    out = buffers.out
-    out = None if out is None else smem.views(out, simulated=plan.simulated)[0]
-    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out)
+    out, residual = (
+        None if slots is None else smem.views(slots, simulated=plan.simulated)[0]
+        for slots in (buffers.out, buffers.residual)
+    )
+    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, residual)
 
 
 def slot_of(plan: BlackwellPlan, step: Any) -> Any:

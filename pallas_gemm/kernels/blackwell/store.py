@@ -3,7 +3,7 @@
     tensor memory ──▶ registers ──▶ store slot in shared memory ──▶ TMA ──▶ the result
 
 A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
-that its sum will take.
+that its sum will take, or, of another type than the result, into one of its own.
 """
 
 import functools
@@ -61,7 +61,7 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
     slot = _store_slot(plan, turn, chunk)
     if plan.problem.epilogue.residual:
         plgpu.barrier_wait(cta.barriers.residual.at[slot])
-        residual = cta.slots.out.tile[slot]
+        residual = (cta.slots.residual or cta.slots.out).tile[slot]
         values = epilogue.add_residual(plan.problem, cta.gmem, at.batch, values, residual)
     else:
         await_store_slot(plan)
@@ -88,7 +88,7 @@ def _store_directly(out: Any, values: Any, *, simulated: bool) -> None:
 
 
 def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) -> None:
-    """Starts to load chunks of the residual into the store slots that will hold their sums."""
+    """Starts to load chunks of the residual, into the slots that wait for their sums."""
     plan = cta.plan
     if not plan.problem.epilogue.residual:
         return
@@ -97,7 +97,7 @@ def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) 
         slot = _store_slot(plan, turn, chunk)
         plgpu.copy_gmem_to_smem(
             _chunk(plan, cta.gmem.residual, at, chunk),
-            cta.slots.out.box.at[slot],
+            (cta.slots.residual or cta.slots.out).box.at[slot],
             cta.barriers.residual.at[slot],
         )
 

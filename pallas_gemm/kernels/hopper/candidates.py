@@ -41,7 +41,7 @@ as XLA's do. With four steps, two slots are the better choice."""
 
 def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
     """Yields, for each tile, the config with as many stages as fit into shared memory."""
-    widest = min(64, STEP_BYTES // problem.out_dtype.itemsize)
+    widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for form in _forms(problem):
         config = HopperConfig(
             store_columns=widest,

@@ -159,7 +159,7 @@ class HopperConfig(GemmConfig):
         values = rows * columns // WARPGROUP
         residual = 0
         if problem.epilogue.residual:
-            residual = rows * self.store_columns * problem.out_dtype.itemsize // (4 * WARPGROUP)
+            residual = rows * self.store_columns * problem.added_dtype.itemsize // (4 * WARPGROUP)
         taken = self.accumulator_registers + residual + values * epilogue_arrays(problem.epilogue)
         taken += vector_registers(problem, rows, columns)
         return self.most_registers - taken
@@ -244,15 +244,16 @@ class HopperConfig(GemmConfig):
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
         problem = self.as_computed(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
-        slots = self.consumers * self.store_slots * problem.out_dtype.itemsize
-        stores = slots * math.prod(self.store_slot_shape(problem))
-        # What threads store is kept separate from the residual, which TMA loads.
-        separate = problem.epilogue.residual and not stored_by_tma(problem)
+        slots = self.consumers * self.store_slots
+        stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
+        # A residual takes the slots of its type that TMA stores from; else it has its own.
+        of_its_own = not stored_by_tma(problem) or problem.residual_dtype is not None
+        residual = slots * self.consumer_tile[0] * self.store_columns * problem.added_dtype.itemsize
         buffers = (
             tile_m * depth * problem.a_dtype.itemsize,
             tile_n * depth * problem.b_dtype.itemsize,
             stores,
-            separate * slots * self.consumer_tile[0] * self.store_columns,
+            problem.epilogue.residual * of_its_own * residual,
             8 * (2 * self.ring_barriers + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
@@ -326,22 +327,23 @@ class HopperConfig(GemmConfig):
                 f" got tile={self.tile}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
-        if narrowest * problem.out_dtype.itemsize < 32:
-            yield (
-                f"chunks of a {problem.out_dtype} result must be at least"
-                f" {32 // problem.out_dtype.itemsize} columns wide, store_columns="
-                f"{self.store_columns} cuts tile={self.tile} into some of {narrowest}"
-            )
+        for dtype, what in zip(problem.stored_dtypes, ("result", "residual"), strict=False):
+            if narrowest * dtype.itemsize < 32:
+                yield (
+                    f"chunks of a {dtype} {what} must be at least {32 // dtype.itemsize} columns"
+                    f" wide, store_columns={self.store_columns} cuts tile={self.tile} into some of"
+                    f" {narrowest}"
+                )
+            if self.store_columns * dtype.itemsize > STEP_BYTES:
+                yield (
+                    f"store_columns must be at most {STEP_BYTES // dtype.itemsize} for {dtype}, got"
+                    f" {self.store_columns}"
+                )
         if problem.symmetric == "product" and (narrowest, self.store_columns) != (64, 64):
             yield (
                 "a symmetric product is stored in squares of 64: store_columns must be 64, and tile"
                 f" columns per consumer a multiple of it, got {self.store_columns} and"
                 f" tile={self.tile}"
-            )
-        if self.store_columns * problem.out_dtype.itemsize > STEP_BYTES:
-            yield (
-                f"store_columns must be at most {STEP_BYTES // problem.out_dtype.itemsize} for"
-                f" {problem.out_dtype}, got {self.store_columns}"
             )
         for name, size, sharers in (
             ("rows", self.tile[0], self.cluster[1]),
@@ -547,5 +549,7 @@ def _symmetric_refusals(problem: Problem) -> Iterator[str]:
         )
     if problem.transpose_out:
         yield "a symmetric product is not mirrored"
+    if problem.residual_dtype is not None:
+        yield f"a symmetric result has a residual of its type, got {problem.residual_dtype}"
     if others := set(problem.epilogue.operands) - {"residual", "alpha", "beta"}:
         yield f"a symmetric result has no {', '.join(sorted(others))}"

@@ -1,5 +1,6 @@
 """What the roles of one CTA share: shared memory, barriers, and where the CTA's tiles lie."""
 
+import functools
 from typing import Any, NamedTuple
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,9 +20,10 @@ class Smem(NamedTuple):
         a: Slots of the left operand.
         b: Slots of the right operand.
         out: Store slots for TMA, for each width of a chunk; none if threads store the result and
-            no residual is loaded.
+            no residual of its type is loaded.
         lines: Store slots for threads, or None.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
+        residual: Slots of a residual of another type than the result's, like `out`.
     """
 
     a: Any
@@ -29,6 +31,7 @@ class Smem(NamedTuple):
     out: Any
     lines: Any
     mirrored: Any = None
+    residual: Any = None
 
 
 class Barriers(NamedTuple):
@@ -80,14 +83,17 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
     transposed = plan.problem.transpose_out
     by_tma = [plan.store_shape(width, transposed=transposed) for width in plan.store_widths]
-    by_tma = by_tma if plan.stored_by_tma or residual else []
+    boxed = functools.partial(smem.boxed, simulated=plan.simulated)
+    own = plan.problem.residual_dtype
+    uses_out = plan.stored_by_tma or (residual and own is None)
     mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
     buffers = Smem(
         plan.a.ring(config.stages),
         plan.b.ring(config.stages),
-        smem.boxed(by_tma, dtype, simulated=plan.simulated) if by_tma else None,
+        boxed(by_tma, dtype) if uses_out else None,
         None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
-        smem.boxed(mirrored, dtype, simulated=plan.simulated) if plan.problem.symmetric else None,
+        boxed(mirrored, dtype) if plan.problem.symmetric else None,
+        None if own is None else boxed(by_tma, own),
     )
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
@@ -109,11 +115,12 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
 
 def views(plan: HopperPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
-    out, mirrored = (
+    out, mirrored, residual = (
         () if slots is None else smem.views(slots, simulated=plan.simulated)
-        for slots in (buffers.out, buffers.mirrored)
+        for slots in (buffers.out, buffers.mirrored, buffers.residual)
     )
-    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, buffers.lines, mirrored)
+    a, b = plan.a.views(buffers.a), plan.b.views(buffers.b)
+    return Smem(a, b, out, buffers.lines, mirrored, residual)
 
 
 def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:

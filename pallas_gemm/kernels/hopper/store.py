@@ -3,7 +3,7 @@
     registers ──▶ store slot in shared memory ──▶ TMA, or the threads themselves ──▶ the result
 
 A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
-that its sum will take.
+that its sum will take, or, of another type than the result, into one of its own.
 """
 
 import functools
@@ -76,7 +76,7 @@ def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
         if plan.problem.epilogue.residual:
             if residual is None:
                 plgpu.barrier_wait(cta.barriers.residual.at[_residual_barrier(plan, me, number)])
-                residual = _slot(cta, me, number).tile[...]
+                residual = _residual_slot(cta, me, number).tile[...]
             part = residual[:, strip]
             batch = tile.at.batch
             values = epilogue.add_residual(plan.problem, cta.gmem, batch, values, part)
@@ -168,7 +168,7 @@ def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: A
 
 
 def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
-    """Starts to load chunks of the residual into the store slots that will hold their sums."""
+    """Starts to load chunks of the residual, into the slots that wait for their sums."""
     plan = cta.plan
     if not plan.problem.epilogue.residual:
         return
@@ -177,7 +177,7 @@ def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) ->
         if chunk < len(plan.chunks):
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, cta.gmem.residual, at, chunk, transposed=plan.problem.transpose_out),
-                _slot(cta, me, chunk).box,
+                _residual_slot(cta, me, chunk).box,
                 cta.barriers.residual.at[_residual_barrier(plan, me, chunk)],
             )
 
@@ -188,8 +188,16 @@ def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
 
 def _slot(cta: Cta, me: Any, number: int, *, mirrored: bool = False) -> smem.Boxed:
     """Both views of a chunk's slot, or of the slot of its mirror image."""
+    return _slot_among(cta, me, number, cta.slots.mirrored if mirrored else cta.slots.out)
+
+
+def _residual_slot(cta: Cta, me: Any, number: int) -> smem.Boxed:
+    """Both views of the slot that a chunk's residual is loaded into."""
+    return _slot_among(cta, me, number, cta.slots.residual or cta.slots.out)
+
+
+def _slot_among(cta: Cta, me: Any, number: int, slots: Any) -> smem.Boxed:
     plan = cta.plan
-    slots = cta.slots.mirrored if mirrored else cta.slots.out
     views = slots[plan.store_widths.index(plan.chunks[number].cols)]
     return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
 
