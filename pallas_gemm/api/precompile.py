@@ -22,10 +22,11 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
+from pallas_gemm.api.grouped import ragged_dot_general
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_report, targets
 from pallas_gemm.op.sum_of_products import sum_of_products
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
@@ -161,6 +162,10 @@ class _Product:
             pairs = [_Product(piece, self.extras, {}).operands() for piece in each]
             return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
         right = shape(problem.b_shape, problem.b_dtype)
+        if dispatch.in_groups(problem):
+            sizes = shape((problem.groups or problem.batch,), jnp.int32)
+            left = shape(problem.a_shape, problem.a_dtype)
+            return {"lhs": left, "rhs": right, "group_sizes": sizes}
         found = {"a": shape(problem.a_shape, problem.a_dtype)}
         found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
         called = OF_GATE if self.extras.gated else {}
@@ -176,6 +181,11 @@ class _Product:
         if self.problem.pieces:
             # JAX has put the names of the operands into another order.
             return sum_of_products(self._sum(), *(operands[name] for name in self.operands()))
+        if dispatch.in_groups(self.problem):
+            numbers = xla_groups.numbers(self.problem.ragged_k, self.problem.transpose_b)
+            left, right, sizes = (operands[name] for name in self.operands())
+            precision, dtype = self.options.get("precision"), self.problem.out_dtype
+            return ragged_dot_general(left, right, sizes, numbers, precision, dtype)
         multiply: Any = gated_gemm if self.extras.gated else gemm
         return multiply(**operands, **self.options)
 

@@ -23,12 +23,17 @@ TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
+def numbers(contracted: bool, transpose_b: bool) -> lax.RaggedDotDimensionNumbers:
+    """Returns what JAX's own function is told of the dimensions."""
+    if contracted:
+        return CONTRACTED
+    return TRANSPOSED if transpose_b else ROWS
+
+
 def by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
     """Computes a call by JAX's own function."""
-    rows = TRANSPOSED if call.transpose_b else ROWS
     return lax.ragged_dot_general(
-        *(a, b, sizes),
-        CONTRACTED if call.contracted else rows,
+        *(a, b, sizes, numbers(call.contracted, call.transpose_b)),
         precision=call.precision,
         preferred_element_type=call.out_dtype,
     )

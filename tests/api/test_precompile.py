@@ -154,3 +154,19 @@ def test_operands_in_pieces() -> None:
     [product] = precompile([problem], "b200")
     assert (product.implementation, product.report) == ("xla", None)
     assert "no operands in pieces" in str(product.decision.refused)
+
+
+def test_products_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        return pallas_gemm.ragged_dot(rows, matrices, sizes).astype(jnp.float32).sum()
+
+    shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 256), jnp.bfloat16), ((4,), jnp.int32)
+    seen = _recorded(monkeypatch)
+    with pallas_gemm.target("h200"):
+        told = explain(jax.grad(loss, (0, 1)), *(jax.ShapeDtypeStruct(*own) for own in shapes))
+    problems = [decision.problem for decision in told.products]
+    assert len(set(problems)) == 3
+    done = precompile(problems, "h200")
+    assert [product.decision.problem for product in done] == problems
+    assert {decision.problem for _, decision in seen} == set(problems)
+    assert {product.implementation for product in done} == {"hopper"}
