@@ -131,7 +131,7 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
     others = [
         along_rows,
         _with_more_slots(config, problem, device),
-        _changed(config, persistence="dynamic"),
+        _changed(config, persistence="static" if config.persistence == "dynamic" else "dynamic"),
         tabled[0],
         _changed(config, ctas=None),
         along_cols,

@@ -136,6 +136,14 @@ def test_what_is_tried_differs_in_every_way_that_predictions_are_blind_to() -> N
     assert any(config.schedule != first.schedule for config in same_tile)
 
 
+def test_blackwells_tiles_are_tried_dealt_out_and_taken_over() -> None:
+    (blackwell,) = (known for known in ARCHITECTURES if known.name == "blackwell")
+    for k, first in ((256, "static"), (4096, "dynamic")):
+        configs = tuning_space.configs(Problem(8192, 8192, k), B200, blackwell)
+        assert configs[0].persistence == first
+        assert {config.persistence for config in configs} == {"static", "dynamic"}
+
+
 def test_nothing_hopeless_is_tried() -> None:
     problem = Problem(8192, 8192, 8192)
     predicted = [prediction.seconds(problem, c, H200, HOPPER) for c in tried(problem)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import schedules
 from bench.blackwell_ladder import STEPS
 from pallas_gemm import config as config_module
-from pallas_gemm.device import B200, H200, Device
+from pallas_gemm.device import B200, DEVICES, H200, Device
 from pallas_gemm.kernels.blackwell import config as blackwell_config
 from pallas_gemm.kernels.blackwell.candidates import MOST_STAGES, candidates
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
@@ -25,7 +25,7 @@ NN = dataclasses.replace(NT, transpose_b=False)
 FLOAT32 = dataclasses.replace(NT, out_dtype=jnp.float32)
 GATED = dataclasses.replace(NT, epilogue=Epilogue(gated=True))
 RESIDUAL = dataclasses.replace(NT, epilogue=Epilogue(residual=True))
-B300 = dataclasses.replace(B200, kind="NVIDIA B300", compute_capability=(10, 3))
+B300 = DEVICES["b300"]
 RTX = dataclasses.replace(B200, kind="NVIDIA RTX 5090", compute_capability=(12, 0))
 
 
@@ -145,7 +145,7 @@ CASES = {
         store_columns=32,
     ),
     "integers": case(
-        ("only compute capability 10.0 multiplies int8", "NVIDIA B300 has 10.3"),
+        ("only compute capability 10.0 multiplies int8", "NVIDIA B300 SXM6 AC has 10.3"),
         of_type(jnp.int8, jnp.int32),
         device=B300,
         store_columns=32,

@@ -17,7 +17,7 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import Explanation, explain, gated_gemm, gemm, offline
-from pallas_gemm.device import B200, Device
+from pallas_gemm.device import B200, DEVICES, Device
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
@@ -26,7 +26,7 @@ from pallas_gemm.problem import Problem
 from tests import blackwell_simulator, reference
 from tests.reference import Formula
 
-B300 = dataclasses.replace(B200, kind="NVIDIA B300", compute_capability=(10, 3))
+B300 = DEVICES["b300"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 SMALL = BlackwellConfig(
