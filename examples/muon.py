@@ -1,0 +1,201 @@
+"""Muon with symmetric products, beside optax's own on a transformer of the examples.
+
+    python examples/muon.py                       seconds, on any computer
+    python examples/muon.py --preset=small        a GPU
+
+Muon's step is five of Newton and Schulz: of each, `x @ x.T` and its square are symmetric, and half
+of them is computed. The yardstick is `optax.contrib.muon`, whose update must be the same but for
+roundings. Weights of one shape are stacked, and orthogonalised at once. Times are those of the
+kernels of a call, in turns.
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+if __package__ in (None, ""):
+    # Started as a script: the packages lie beside this file's folder, not in it.
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from optax import contrib
+from rich.console import Console
+from rich.table import Table
+
+from examples.sequences import Task
+from examples.settings import PRESETS, Settings
+from examples.training import APIS
+from pallas_gemm import gemm, gram, symmetric_matmul
+from pallas_gemm.tuning.measure import Settings as Turns
+from pallas_gemm.tuning.measure import Variant, measure
+from pallas_gemm.tuning.timing import KernelMeter
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+BETA = 0.95
+EPSILON = 1e-8
+
+
+def orthogonalised(x: jax.Array) -> jax.Array:
+    """Returns `u @ v.T`, about, of `u @ s @ v.T`; of each matrix, if there are several."""
+    first, second, third = COEFFICIENTS
+    if x.shape[-2] > x.shape[-1]:
+        return jnp.swapaxes(orthogonalised(jnp.swapaxes(x, -1, -2)), -1, -2)
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + EPSILON).astype(x.dtype)
+    for _ in range(STEPS):
+        a = gram(x)
+        b = symmetric_matmul(a, a, alpha=third, beta=second, residual=a)
+        x = gemm(b, x, beta=first, residual=x)
+    return x
+
+
+def orthogonalised_together(tree: Any) -> Any:
+    """Returns each matrix of a tree orthogonalised, those of one shape as one batch."""
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[Any, list[int]] = {}
+    for place, x in enumerate(leaves):
+        alike.setdefault((x.shape, x.dtype), []).append(place)
+    for places in alike.values():
+        done = orthogonalised(jnp.stack([leaves[place] for place in places]))
+        for place, x in zip(places, done, strict=True):
+            leaves[place] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+class State(NamedTuple):
+    """The steps that were made, and the mean of gradients."""
+
+    count: Any
+    mean: Any
+
+
+def scale_by_muon() -> optax.GradientTransformation:
+    """Returns what `optax.contrib.scale_by_muon` does by default."""
+
+    def init(params: Any) -> State:
+        return State(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, State]:
+        del params
+        mean = optax.tree.update_moment(updates, state.mean, BETA, 1)
+        count = optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mean, BETA, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, BETA, count)
+        nesterov = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, ahead, now)
+        return orthogonalised_together(nesterov), State(count, mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def muon(learning_rate: float) -> optax.GradientTransformation:
+    """Returns what `optax.contrib.muon` does by default: Muon of matrices, AdamW of the rest."""
+
+    def widened(update: jax.Array) -> jax.Array:
+        rows, cols = update.shape
+        return update * jnp.sqrt(max(1.0, cols / rows)).astype(update.dtype)
+
+    matrices = optax.chain(
+        scale_by_muon(),
+        optax.stateless(lambda updates, _: jax.tree.map(widened, updates)),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return optax.partition(
+        {"muon": matrices, "adam": optax.adamw(learning_rate, nesterov=True, weight_decay=0.0)},
+        lambda params: jax.tree.map(lambda x: "muon" if x.ndim == 2 else "adam", params),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "optax": contrib.muon,
+    "pallas_gemm": muon,
+}
+
+
+def loss(settings: Settings, params: Any, tokens: jax.Array) -> jax.Array:
+    """Returns the loss of the examples' transformer in layers of `pallas_gemm`."""
+    logits = APIS["linen"].apply(settings, "fused", "xla", params, tokens[:, :-1])
+    wide = logits.astype(jnp.promote_types(settings.type(), jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(wide, tokens[:, 1:]).mean()
+
+
+def first_update(name: str, settings: Settings, params: Any, gradients: Any) -> Any:
+    """Returns what an optimizer adds to the parameters in its first step."""
+    optimizer = OPTIMIZERS[name](settings.learning_rate)
+    return optimizer.update(gradients, optimizer.init(params), params)[0]
+
+
+def step(name: str, settings: Settings, params: Any, tokens: jax.Array) -> Any:
+    """Returns the parameters after their first step."""
+    gradients = jax.grad(functools.partial(loss, settings))(params, tokens)
+    return optax.apply_updates(params, first_update(name, settings, params, gradients))
+
+
+def drawn(settings: Settings, seed: int) -> Any:
+    """Returns numbers of the shapes of the parameters."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(functools.partial(APIS["linen"].init, settings), jax.random.key(0))
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.02 * rng.standard_normal(x.shape), settings.type()), shapes
+    )
+
+
+@jax.jit
+def error(found: Any, exact: Any) -> jax.Array:
+    """Returns the largest error of an update, in units of the norm of what it is of."""
+    each = jax.tree.map(
+        lambda x, y: jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y), found, exact
+    )
+    return jnp.max(jnp.stack(jax.tree.leaves(each)))
+
+
+def run(settings: Settings, console: Console) -> dict[str, float]:
+    """Compares both optimizers and shows them; returns the error of each."""
+    params, gradients = (drawn(settings, seed) for seed in (0, 1))
+    tokens = jnp.asarray(Task(settings.vocabulary).batch(0, settings.batch, settings.sequence))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, gradients))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(functools.partial(first_update, "optax", settings))(*wide)
+    errors, parts = {}, {"update": [], "step": []}
+    for name in OPTIMIZERS:
+        update = jax.jit(functools.partial(first_update, name, settings))
+        whole = jax.jit(functools.partial(step, name, settings))
+        errors[name] = float(error(update(params, gradients), exact))
+        for part, call in (("update", update), ("step", whole)):
+            given = (params, gradients if part == "update" else tokens)
+            launch = functools.partial(lambda _, call, given: call(*given), call=call, given=given)
+            parts[part].append(Variant(name, launch, jax.block_until_ready))
+    times = {}
+    if jax.default_backend() == "gpu":
+        turns = Turns(burst_rounds=5, sustained_rounds=0, energy_seconds=0)
+        meter = KernelMeter()
+        times = {
+            part: measure(variants, meter, turns, baseline="optax")
+            for part, variants in parts.items()
+        }
+    table = Table("optimizer", "error of an update", *(f"{part}, ms" for part in times))
+    for name, own in errors.items():
+        bursts = [found[name].burst for found in times.values()]
+        shown = [f"{1e3 * b.seconds.median:.3f} ({b.ratio.median:.2f}x)" for b in bursts if b]
+        table.add_row(name, f"{own:.2g}", *shown)
+    console.print(table)
+    if not times:
+        console.print("No GPU: errors only.")
+    return errors
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs what the command line asks for."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(arguments[1:])}")
+    run(PRESETS[str(flags.FLAGS["preset"].value)], Console())
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.")
+    app.run(main)

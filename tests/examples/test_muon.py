@@ -1,0 +1,39 @@
+"""The example of Muon: its update is that of optax."""
+
+import dataclasses
+import functools
+import io
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from examples import muon
+from examples.settings import PRESETS
+
+
+def test_its_update_is_that_of_optax(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of one iteration: a product takes as long to compile as it did the first time.
+    monkeypatch.setattr(muon, "STEPS", 1)
+    monkeypatch.setitem(muon.OPTIMIZERS, "optax", functools.partial(muon.contrib.muon, ns_steps=1))
+    console = Console(record=True, width=100, file=io.StringIO())
+    settings = dataclasses.replace(PRESETS["tiny"], blocks=1, sequence=16, dtype="bfloat16")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        errors = muon.run(settings, console)
+    text = console.export_text()
+    assert all(f"{error:.2g}" in text for error in errors.values())
+    # No speed is shown where there is no GPU.
+    assert "No GPU" in text
+    assert "ms" not in text
+    assert 0 < errors["pallas_gemm"] <= 2 * errors["optax"]
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (2, 8, 24)])
+def test_what_is_orthogonalised_has_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    x = jax.random.normal(jax.random.key(0), shape)
+    run = jax.jit(muon.orthogonalised)
+    values = np.linalg.svd(np.asarray(run(x)), compute_uv=False)
+    assert np.all((values > 0.6) & (values < 1.3))
+    # In other units, it is the same.
+    np.testing.assert_allclose(run(7 * x), run(x), atol=1e-5)
