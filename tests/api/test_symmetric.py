@@ -174,6 +174,9 @@ def test_half_of_it_is_what_a_kernel_computes():
     found = _explained(4096, 4096)
     assert (found.implementation, found.problem.symmetric) == ("hopper", "gram")
     assert found.problem.flops == 4096 * 4097 * 4096
+    # A tile is stored while another is multiplied, and four waves are full.
+    config = found.plan.config
+    assert (config.tile, config.pingpong, config.schedule) == ((128, 128), True, "swizzle:8")
     assert found.plan.config.tiles(found.problem) < 0.6 * np.prod(
         found.plan.config.stacked_grid(found.problem)
     )
