@@ -106,7 +106,8 @@ def size_case(size: int) -> str:
 
 def listing() -> Iterator[str]:
     """Yields what the program would time, and the article's figures; nothing of it was run here."""
-    yield f"{'step':22} | article, x cuBLAS at {', '.join(map(str, SIZES))} | configuration"
+    sizes = " ".join(f"{size:6}" for size in SIZES)
+    yield f"{'x cuBLAS in the article at':26} {sizes}"
     for name, config in STEPS.items():
         ratios = " ".join(f"{article_ratio(name, size):6.3f}" for size in SIZES)
         changed = {
@@ -114,7 +115,9 @@ def listing() -> Iterator[str]:
             for field in dataclasses.fields(config)
             if getattr(config, field.name) != field.default
         }
-        yield f"{name:22} | {ratios} | {', '.join(f'{k}={v}' for k, v in changed.items())}"
+        yield f"{name:26} {ratios}"
+        text = " ".join(f"{k}={v}".replace(" ", "") for k, v in changed.items())
+        yield from command.wrapped(f"    {text}", indent=4)
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -5,8 +5,10 @@ import math
 import os
 import pathlib
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 from absl import app, flags
 from rich.console import Console
@@ -21,7 +23,7 @@ from rich.progress import (
 
 from pallas_gemm.tuning.timing import TimingError
 
-WIDTH = 120
+WIDTH = 80
 """Columns of every table."""
 
 HELP = frozenset(("-h", "-help", "--help"))
@@ -73,9 +75,25 @@ def complain(program: str, message: str) -> None:
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def console() -> Console:
-    """Returns where tables go: as wide as they are, and printed as they are."""
-    return Console(width=WIDTH, highlight=False, soft_wrap=True, markup=False)
+def console(file: IO[str] | None = None) -> Console:
+    """Returns where tables go, which fit, and sentences, which are wrapped.
+
+    Args:
+        file: Where both go; None for the standard output.
+    """
+    return Console(file=file, width=WIDTH, highlight=False, markup=False)
+
+
+def wrapped(text: str, indent: int) -> list[str]:
+    """Returns a line as several that fit, all but the first indented."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
 
 
 def progress_bar() -> Progress:

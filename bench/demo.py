@@ -210,11 +210,11 @@ def show_timing(console: Console) -> None:
     gemm_bench.define_flags(values)
     values([gemm_bench.PROGRAM, *arguments])
     options = gemm_bench.options_from(values)
-    # The table is wider than most terminals, and must not be wrapped.
-    wide = Console(file=console.file, width=command.WIDTH, soft_wrap=True, highlight=False)
-    found = session.run(options, machine.open_bench(options), wide)
+    # A narrower terminal may not wrap the table.
+    tables = command.console(console.file)
+    found = session.run(options, machine.open_bench(options), tables)
     for line in report.summary_lines(found.rows):
-        wide.print(line, markup=False)
+        tables.print(line)
 
 
 def show_simulation(console: Console) -> None:

@@ -131,10 +131,11 @@ def listing() -> str:
     lines = []
     for name, cases in shapes.SUITES.items():
         lines.append(f"{name}:")
-        lines += [f"    {case.name:36} {case.source}" for case in cases]
+        for case in cases:
+            lines += command.wrapped(f"    {case.name:24} {case.source}", indent=29)
     lines.append("peers:")
     for name, make in peers.PEERS.items():
-        lines.append(f"    {name:8} {make().absent() or 'present'}")
+        lines += command.wrapped(f"    {name:8} {make().absent() or 'present'}", indent=13)
     return "\n".join(lines)
 
 

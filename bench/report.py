@@ -1,4 +1,4 @@
-"""What a benchmark found: a table of at most 120 columns, CSV, JSON; and two runs compared."""
+"""What a benchmark found: a table, CSV, JSON; and two runs compared."""
 
 import csv
 import dataclasses
@@ -17,7 +17,8 @@ Status = Literal["ok", "refused", "failed", "wrong"]
 Mode = Literal["burst", "sustained"]
 MODES: tuple[Mode, ...] = ("burst", "sustained")
 
-_NOTE_WIDTH = 18
+_PEER = 15
+_MODE = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +114,11 @@ def opening(environment: Mapping[str, Any], limits: Limits) -> str:
 
 def header() -> str:
     """Returns the two lines above the table."""
-    block = f"{'us':>8} {'+-%':>4} {'TF/s':>6} {'x XLA':>6} {'+-%':>4} {'lim%':>4}"
-    first = f"{'':8} |{'burst':^37} |{'sustained':^37} |"
-    second = f"{'peer':8} |{block} |{block} | {'MHz':>4} {'mJ':>7} note"
-    return f"{first.rstrip()}\n{second}"
+    names = (
+        f"{'peer':{_PEER}} {'mode':{_MODE}} {'us':>8} {'+-%':>4} {'TF/s':>6} {'x XLA':>6}"
+        f" {'+-%':>4} {'lim%':>4} {'MHz':>5} {'mJ':>8}"
+    )
+    return f"{names}\n{'-' * len(names)}"
 
 
 def case_line(row: Row) -> str:
@@ -125,23 +127,25 @@ def case_line(row: Row) -> str:
     return line[:WIDTH]
 
 
-def row_line(row: Row, limits: Limits) -> str:
-    """Returns one line of the table."""
+def row_lines(row: Row, limits: Limits) -> list[str]:
+    """Returns what the table says of a row: a line for each mode, and its note."""
     if row.result is None:
-        return f"{row.peer:8} | {row.status}: {row.note}"[:WIDTH].rstrip()
-    blocks = [_block(row, mode, limits) for mode in MODES]
-    sustained = row.result.sustained
-    clock = sustained.clock_hz / 1e6 if sustained and sustained.clock_hz else None
-    joules = row.result.joules
-    energy = joules * 1e3 if joules is not None else None
-    gauges = f"{_figure(clock, 4, 0)} {_figure(energy, 7, 2 if energy and energy < 100 else 1)}"
-    line = f"{row.peer:8} |{blocks[0]} |{blocks[1]} | {gauges} {row.note[:_NOTE_WIDTH]}"
-    return line.rstrip()
+        return [f"{row.peer:{_PEER}} {row.status}: {row.note}"[:WIDTH].rstrip()]
+    # A name that is too long has a line of its own.
+    lines, name = ([], row.peer) if len(row.peer) <= _PEER else ([row.peer[:WIDTH]], "")
+    for mode in MODES:
+        timing = row.timing(mode)
+        if timing is not None:
+            lines.append(f"{name:{_PEER}} {mode:{_MODE}} {_figures(row, mode, timing, limits)}")
+            name = ""
+    if row.note:
+        lines.append(f"{'':{_PEER}} {row.note}"[:WIDTH])
+    return lines
 
 
 def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Returns, for each peer and mode, the geometric mean and the worst ratio to XLA."""
-    lines = []
+    lines = [f"{'x XLA':10} {'mode':{_MODE}} {'mean':>6} {'worst':>6} {'cases':>5}  worst at"]
     for peer in dict.fromkeys(row.peer for row in rows if row.peer != "xla"):
         for mode in MODES:
             ratios = ratios_of(rows, peer, mode)
@@ -149,11 +153,9 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
                 continue
             worst = min(ratios, key=lambda case: ratios[case])
             mean = geometric_mean(list(ratios.values()))
-            lines.append(
-                f"{peer:8} {mode:9} geometric mean {mean:.3f} x XLA,"
-                f" worst {ratios[worst]:.3f} at {worst} ({len(ratios)} cases)"
-            )
-    return lines
+            figures = f"{mean:6.3f} {ratios[worst]:6.3f} {len(ratios):5}"
+            lines.append(f"{peer:10} {mode:{_MODE}} {figures}  {worst}")
+    return lines if len(lines) > 1 else []
 
 
 def ratios_of(rows: Sequence[Row], peer: str, mode: Mode) -> dict[str, float]:
@@ -264,13 +266,13 @@ def why_not_writable(paths: Iterable[pathlib.Path]) -> str | None:
     return None
 
 
-def _block(row: Row, mode: Mode, limits: Limits) -> str:
-    timing = row.timing(mode)
-    if timing is None:
-        return f"{'-':>8}" + " " * 29
+def _figures(row: Row, mode: Mode, timing: Timing, limits: Limits) -> str:
     us = timing.seconds.median * 1e6
     share = limits.share(row, mode)
     ratio_spread = None if row.peer == "xla" else timing.ratio.share * 100
+    # Energy is that of sustained work.
+    joules = row.result.joules if row.result and mode == "sustained" else None
+    energy = joules * 1e3 if joules is not None else None
     return " ".join(
         (
             _figure(us, 8, 1 if us >= 100 else 2),
@@ -279,6 +281,8 @@ def _block(row: Row, mode: Mode, limits: Limits) -> str:
             _figure(timing.ratio.median, 6, 3),
             _figure(ratio_spread, 4, 1),
             _figure(share * 100 if share else None, 4, 0),
+            _figure(timing.clock_hz / 1e6 if timing.clock_hz else None, 5, 0),
+            _figure(energy, 8, 2 if energy and energy < 100 else 1),
         )
     )
 

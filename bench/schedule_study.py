@@ -260,7 +260,7 @@ def timed_rows(
                 console.print(f"{persistence}: failed: {contest.reason(error)}")
                 results = {}
             done += [dataclasses.replace(row, result=results.get(row.launch.name)) for row in table]
-            _show(done[-len(table) :], console)
+            _show(done[-len(table) :], console, study.time_lines, study.traffic_lines)
             _write(done, options)
     return done
 
@@ -290,8 +290,8 @@ def counted_rows(
 ) -> list[study.Row]:
     """Reads the counters of each kind of persistence in a run of its own.
 
-    Tables and CSV are printed and written anew after each. A run that fails or takes too long
-    leaves its rows without counters.
+    Their tables are printed, and the CSV is written anew, after each. A run that fails or takes too
+    long leaves its rows without counters.
 
     Args:
         rows: All launches that the options ask for, in order.
@@ -324,15 +324,16 @@ def counted_rows(
             continue
         for place, seen in zip(places, counted, strict=True):
             done[place] = dataclasses.replace(done[place], counters=seen)
-        _show([done[place] for place in places], console)
+        _show([done[place] for place in places], console, study.traffic_lines)
         _write(done, options)
     return done
 
 
-def _show(rows: Sequence[study.Row], console: Console) -> None:
+def _show(rows: Sequence[study.Row], console: Console, *kinds: study.Lines) -> None:
     for table in study.tables(rows).values():
-        for line in study.table_lines(table):
-            console.print(line)
+        for lines in kinds:
+            for line in lines(table):
+                console.print(line)
 
 
 def _write(rows: Sequence[study.Row], options: Options) -> None:

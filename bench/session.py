@@ -96,7 +96,8 @@ def run(
             rows += found
             console.print(report.case_line(found[0]))
             for row in found:
-                console.print(report.row_line(row, limits))
+                for line in report.row_lines(row, limits):
+                    console.print(line)
             save(report.Report(bench.environment, limits, rows))
             bar.advance(cases)
     return report.Report(bench.environment, limits, rows)

@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import io
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.peers import Kernel, Peer, Xla
@@ -153,27 +153,45 @@ def tables(rows: Sequence[Row]) -> dict[tuple[str, tuple[int, int]], list[Row]]:
     return found
 
 
-def table_lines(rows: Sequence[Row]) -> list[str]:
-    """Returns one table, at most 120 columns wide."""
-    (persistence, cluster), title = rows[0].launch.place, []
+Lines = Callable[[Sequence[Row]], list[str]]
+"""What is printed of the rows of a table."""
+
+
+def time_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns the times of a table's launches."""
+    timed = f"{'ms':>7} {'x XLA':>6} {'+-%':>4}"
+    return [
+        f"{_title(rows)}: time",
+        f"{'':26}|{'burst':^19}|{'sustained':^29}".rstrip(),
+        f"{'order':18} {'how':7}|{timed}|{timed} {'MHz':>4}{'mJ':>5}",
+        *map(_times, rows),
+    ]
+
+
+def traffic_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns what a table's launches move, as predicted and as counted."""
+    traffic = f"{'hit%':>4} {'Msect':>6} {'GB':>6}"
+    return [
+        f"{_title(rows)}: L2 and memory",
+        f"{'':26}|{'model':^18}|{'counted':^24}".rstrip(),
+        f"{'order':18} {'how':7}|{traffic}|{traffic} {'stall':>5}",
+        *map(_traffic, rows),
+    ]
+
+
+def _title(rows: Sequence[Row]) -> str:
+    """Says what the launches of a table share."""
+    (persistence, cluster), config = rows[0].launch.place, rows[0].launch.config
     words = {"none": "not persistent", "static": "static", "dynamic": "dynamic"}[persistence]
-    config = rows[0].launch.config
-    title.append(
+    return (
         f"{words}, cluster {cluster[0]}x{cluster[1]}, tile {config.tile[0]}x{config.tile[1]},"
         f" {config.stages} stages"
     )
-    title.append(f"{'':26}|{'burst':^19}|{'sustained':^29}|{'model':^18}|{'counted':^24}")
-    title.append(
-        f"{'order':18} {'how':7}|{'ms':>7} {'x XLA':>6} {'+-%':>4}|{'ms':>7} {'x XLA':>6}"
-        f" {'+-%':>4} {'MHz':>4}{'mJ':>5}|{'hit%':>4} {'Msect':>6} {'GB':>6}|{'hit%':>4}"
-        f" {'Msect':>6} {'GB':>6} {'stall':>5}"
-    )
-    return title + [_line(row) for row in rows]
 
 
 def choice_lines(rows: Sequence[Row]) -> list[str]:
     """Returns, for each table, the best order measured and how far off the model's choice is."""
-    lines = []
+    lines = [f"{'launches':12} {'mode':9} {'best measured':18} {'the model chooses':18} {'slower'}"]
     for (persistence, cluster), table in tables(rows).items():
         offline = [row for row in table if not row.launch.online and row.result]
         if len(offline) < 2:
@@ -188,11 +206,9 @@ def choice_lines(rows: Sequence[Row]) -> list[str]:
                 continue
             best = max(timed, key=lambda row: getattr(row.result, mode).ratio.median)
             loss = _ratio(best, mode) / _ratio(by_model, mode) - 1
-            lines.append(
-                f"{persistence:8} {cluster[0]}x{cluster[1]} {mode:9} best {best.launch.order:16}"
-                f" model chooses {by_model.launch.order:16} {loss:.2%} slower"
-            )
-    return lines
+            orders = f"{best.launch.order:18} {by_model.launch.order:18}"
+            lines.append(f"{persistence:8} {cluster[0]}x{cluster[1]} {mode:9} {orders} {loss:6.2%}")
+    return lines if len(lines) > 1 else []
 
 
 def to_csv(rows: Iterable[Row]) -> str:
@@ -262,19 +278,25 @@ def _ratio(row: Row, mode: str) -> float:
     return getattr(row.result, mode).ratio.median
 
 
-def _line(row: Row) -> str:
-    launch, seen = row.launch, row.prediction
-    how = "online" if launch.online else "offline"
+def _name(launch: Launch) -> str:
+    return f"{launch.order:18} {'online' if launch.online else 'offline':7}"
+
+
+def _times(row: Row) -> str:
     burst = row.result.burst if row.result else None
     sustained = row.result.sustained if row.result else None
     clock = f"{sustained.clock_hz / 1e6:4.0f}" if sustained and sustained.clock_hz else f"{'-':>4}"
     joules = row.result.joules if row.result else None
     energy = f"{joules * 1e3:5.0f}" if joules is not None else f"{'-':>5}"
+    return f"{_name(row.launch)}|{_timed(burst)}|{_timed(sustained)} {clock}{energy}"
+
+
+def _traffic(row: Row) -> str:
+    seen = row.prediction
     return (
-        f"{launch.order:18} {how:7}|{_timed(burst)}|{_timed(sustained)} {clock}{energy}"
-        f"|{seen.l2_hit_rate * 100:4.0f} {seen.l2_sectors / 1e6:6.0f}"
+        f"{_name(row.launch)}|{seen.l2_hit_rate * 100:4.0f} {seen.l2_sectors / 1e6:6.0f}"
         f" {seen.dram_read_bytes / 1e9:6.2f}|{_counted(row.counters)}"
-    ).rstrip()
+    )
 
 
 def _timed(timing: Timing | None) -> str:

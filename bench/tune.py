@@ -160,7 +160,7 @@ def _run(values: flags.FlagValues) -> int:
         table, found = kept(tuned, table, output, options.csv)
     for line in summary_lines(found):
         console.print(line)
-    console.print(f"{len(table)} entries in {output}")
+    console.print(f"{len(table)} entries in {output}", soft_wrap=True)
     return 0
 
 

@@ -1,12 +1,15 @@
-"""Trains a feed-forward layer, puts it into 8 bits, and shows what that costs and saves.
+"""Trains a feed-forward layer, puts it into 8 bits, and shows what that costs.
 
-    python examples/quantise_layer.py                     seconds, on any computer
-    python examples/quantise_layer.py --width=4096 --hidden=14336 --rows=4096     a GPU
+    python examples/quantise_layer.py
+        seconds, on any computer
+    python examples/quantise_layer.py --width=4096 --hidden=14336 --rows=4096
+        on a GPU
 
-The layer learns in stock layers of Flax. The same parameters are then loaded into layers of
-`pallas_gemm.flax.linen`: as they are, into 8-bit floats that are scaled in each call, and into
-weights that are stored in 8 bits with a scale for each column. Errors are of the outputs' norm,
-against the layer in float32. Times are those of the kernels of a call, all in turns.
+The layer learns in stock layers of Flax. The same parameters are then loaded
+into layers of `pallas_gemm.flax.linen`: as they are, into 8-bit floats that are
+scaled in each call, and into weights that are stored in 8 bits with a scale for
+each column. Errors are of the outputs' norm, against the layer in float32.
+Times are those of the kernels of a call, all in turns.
 """
 
 import functools

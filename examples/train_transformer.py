@@ -1,15 +1,18 @@
-"""Trains a small transformer with Flax, with and without the multiply, and compares the two.
+"""Trains a small transformer with and without the multiply, and compares the two.
 
-    python examples/train_transformer.py                             seconds, on any computer
+    python examples/train_transformer.py
+        seconds, on any computer
     python examples/train_transformer.py --api=nnx --op=pallas_gemm
-    python examples/train_transformer.py --preset=1b                 a billion parameters, one GPU
+    python examples/train_transformer.py --preset=1b
+        a billion parameters, one GPU
     python examples/train_transformer.py --preset=small --mesh=data:2,model:2
     python examples/train_transformer.py --cpu_devices=8 --mesh=data:2,model:4
 
-Both start from the same parameters and see the same examples, so their losses should agree as far
-as the roundings of their types let them. They take turns of a few steps, in each round once in this
-order and once in the other; times are medians over the rounds, without the first. `host` is how
-long Python needs to start a step, and `memory` what the compiled step takes on each device.
+Both start from the same parameters and see the same examples, so their losses
+should agree as far as the roundings of their types let them. They take turns of
+a few steps, in each round once in this order and once in the other; times are
+medians over the rounds, without the first. `host` is how long Python needs to
+start a step, and `memory` what the compiled step takes on each device.
 """
 
 import dataclasses

@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -243,7 +244,7 @@ def test_a_session_times_who_is_right_and_says_why_others_are_not() -> None:
     assert timing.ratio.median == pytest.approx(1.25)
     assert rows["ours"].flops_per_second("burst") == pytest.approx(SMALL.flops / 0.8e-3)
     assert rows["broken"].note == "RuntimeError: no luck"
-    assert "choosy   | refused: multiples of 128 only" in text
+    assert "choosy          refused: multiples of 128 only" in text
     assert "quack is absent: quack-kernels is not installed" in text
     assert session.failed(list(rows.values()))
     assert not session.failed([rows["xla"], rows["ours"], rows["broken"], rows["choosy"]])
@@ -310,14 +311,29 @@ def test_tables_fit_their_width() -> None:
         *report.opening(environment, limits).splitlines(),
         *report.header().splitlines(),
         report.case_line(row),
-        report.row_line(row, limits),
-        report.row_line(refused, limits),
-        report.row_line(dataclasses.replace(row, peer="xla", note=""), limits),
+        *report.row_lines(row, limits),
+        *report.row_lines(refused, limits),
+        *report.row_lines(dataclasses.replace(row, peer="p" * 99), limits),
+        *report.summary_lines([row, dataclasses.replace(row, peer="xla")]),
     ]
-    assert max(map(len, lines)) <= command.WIDTH
-    # The columns stand below their names.
-    bars = [[i for i, x in enumerate(line) if x == "|"] for line in lines[3:5] + lines[6:7]]
-    assert bars[0] == bars[1] == bars[2]
+    assert max(map(len, lines)) <= command.WIDTH == 80
+
+
+def test_figures_stand_below_their_names() -> None:
+    limits = report.Limits({"e4m3": {"burst": 1.5e15, "sustained": 1.4e15}}, 4.8e12)
+    names, _ = report.header().splitlines()
+    ends = [word.end() for word in re.finditer(r"x XLA|\S+", names)]
+    for peer in ("ours", "one tile per CTA, 128x128"):
+        *first, burst, sustained, note = report.row_lines(
+            dataclasses.replace(wide_row(), peer=peer), limits
+        )
+        assert first == ([] if peer == "ours" else [peer])
+        shared = ["12345.6", "20.3", "810.0", "1.234", "12.2"]
+        assert burst.split()[-8:] == [*shared, "54", "1980", "-"]
+        assert sustained.split()[-8:] == [*shared, "58", "1980", "12345.6"]
+        found = [word.end() for word in re.finditer(r"\S+", sustained)]
+        assert found[-8:] == ends[-8:]
+        assert note.strip().startswith("nnn")
 
 
 def made_up_report(ratio: float = 1.25) -> report.Report:
@@ -369,10 +385,10 @@ def test_what_is_no_earlier_run_is_noticed_before_the_run(text: str) -> None:
 
 
 def test_the_summary_has_the_mean_and_the_worst_of_each_peer() -> None:
-    (burst, sustained) = report.summary_lines(made_up_report().rows)
-    assert "ours     burst     geometric mean 1.250 x XLA, worst 1.250 at" in burst
-    assert "(2 cases)" in sustained
-    assert max(map(len, (burst, sustained))) <= command.WIDTH
+    names, burst, sustained = report.summary_lines(made_up_report().rows)
+    assert names.split() == ["x", "XLA", "mode", "mean", "worst", "cases", "worst", "at"]
+    assert burst.split() == ["ours", "burst", "1.250", "1.250", "2", "64x64x64"]
+    assert sustained.split()[:2] == ["ours", "sustained"]
 
 
 def test_a_file_is_written_whole_or_not_at_all(
@@ -435,12 +451,14 @@ def test_a_whole_run_writes_every_file_and_is_compared_with_the_next(
     assert run(1.25, *(f"--{flag}={path}" for flag, path in paths.items())) == 0
     first = capsys.readouterr().out
     assert "quack is absent: quack-kernels is not installed" in first
-    assert "ours     burst     geometric mean 1.250 x XLA" in first
+    assert "ours       burst      1.250  1.250     2  64x32x128" in first
+    assert max(map(len, first.splitlines())) <= command.WIDTH
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
     assert written == ["plots/ratios.png", "plots/roofline.png", "rows.csv", "run.json"]
     assert len(list(csv.DictReader(io.StringIO(paths["csv"].read_text())))) == 4
     assert run(1.25 * 1.01, f"--against={paths['json']}") == 0
-    assert "differ from the earlier run by 1.00% in the median" in capsys.readouterr().out
+    second = " ".join(capsys.readouterr().out.split())
+    assert "differ from the earlier run by 1.00% in the median" in second
 
 
 BAD_REQUESTS = {
