@@ -23,6 +23,7 @@ from pallas_gemm.api.explain import explain
 from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.grouped import ragged_dot_general
+from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_report, targets
 from pallas_gemm.op.sum_of_products import sum_of_products
@@ -187,7 +188,15 @@ class _Product:
             precision, dtype = self.options.get("precision"), self.problem.out_dtype
             return ragged_dot_general(left, right, sizes, numbers, precision, dtype)
         multiply: Any = gated_gemm if self.extras.gated else gemm
-        return multiply(**operands, **self.options)
+        options = self.options
+        if self.problem.symmetric:
+            multiply = symmetric_matmul
+            kept = ("preferred_element_type", "alpha", "beta", *_HOW)
+            options = {name: options[name] for name in kept if name in options}
+        if self.problem.symmetric == "gram":
+            multiply, options["transpose"] = gram, self.problem.transpose_a
+            operands = {"x": operands["a"]} | {n: operands[n] for n in operands if n not in "ab"}
+        return multiply(**operands, **options)
 
     def _sum(self) -> SumCall:
         """Returns the call for operands in pieces, which no public function takes."""

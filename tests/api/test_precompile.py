@@ -170,3 +170,18 @@ def test_products_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [product.decision.problem for product in done] == problems
     assert {decision.problem for _, decision in seen} == set(problems)
     assert {product.implementation for product in done} == {"hopper"}
+
+
+def test_half_of_a_symmetric_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompilation, "_report", lambda *_: None)
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+
+    def step(x: jax.Array) -> jax.Array:
+        a = pallas_gemm.gram(x, transpose=True, alpha=0.5)
+        return pallas_gemm.symmetric_matmul(a, a, residual=a, beta=2.0)
+
+    with pallas_gemm.target("h200"):
+        planned = explain(step, x).products
+    assert [decision.problem.symmetric for decision in planned] == ["gram", "product"]
+    problems = [decision.problem for decision in planned]
+    assert [done.decision for done in precompile(problems, "h200")] == list(planned)
