@@ -21,6 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from pallas_gemm.planning import driver
 from pallas_gemm.tuning.timing import TimingError
 
 WIDTH = 80
@@ -53,6 +54,7 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
         if len(rest) > 1:
             complain(program, f"unexpected argument {rest[1]!r}; every option begins with --")
             sys.exit(BAD_REQUEST)
+        driver.skip_check_without_driver()
         return rest
 
     return parse

@@ -9,7 +9,6 @@ their titles.
 
 import os
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +18,8 @@ if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-# Before JAX is imported: where there is no GPU it need not look for one, and the simulator waits
-# inside the thread pool of the CPU backend, which must not want a second thread for a product.
-if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before JAX is imported: the simulator waits inside the thread pool of the CPU backend, which must
+# not want a second thread for a product.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 
 import jax

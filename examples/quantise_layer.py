@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_gemm.flax import linen as fused
+from pallas_gemm.planning import driver
 from pallas_gemm.tuning.measure import Settings, Variant, measure
 from pallas_gemm.tuning.timing import KernelMeter
 
@@ -151,6 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs what the command line asks for."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(arguments[1:])}")
+    driver.skip_check_without_driver()
     sizes: dict[str, Any] = {name: flags.FLAGS[name].value for name in SIZES}
     run(**sizes, console=Console())
 

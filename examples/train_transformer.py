@@ -37,6 +37,7 @@ from examples import contest
 from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import APIS, Trainee, Trainer, mesh_of
+from pallas_gemm.planning import driver
 
 POINTS = 8
 """Rows of the table of losses."""
@@ -176,6 +177,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the program."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}; every option begins with --")
+    driver.skip_check_without_driver()
     options = flags.FLAGS
     if value(options, "cpu_devices") is not None:
         jax.config.update("jax_platforms", "cpu")
