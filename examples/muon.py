@@ -1,12 +1,13 @@
-"""Muon with symmetric products, beside optax's own on a transformer of the examples.
+"""Muon with symmetric products, beside optax's own on a transformer.
 
     python examples/muon.py                       seconds, on any computer
     python examples/muon.py --preset=small        a GPU
 
-Muon's step is five of Newton and Schulz: of each, `x @ x.T` and its square are symmetric, and half
-of them is computed. The yardstick is `optax.contrib.muon`, whose update must be the same but for
-roundings. Weights of one shape are stacked, and orthogonalised at once. Times are those of the
-kernels of a call, in turns.
+Muon's step is five of Newton and Schulz: of each, `x @ x.T` and its square are
+symmetric, and half of them is computed. The yardstick is `optax.contrib.muon`,
+whose update must be the same but for roundings. Weights of one shape are
+stacked, and orthogonalised at once. Times are those of the kernels of a call,
+in turns.
 """
 
 import functools
@@ -32,6 +33,7 @@ from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import APIS
 from pallas_gemm import gemm, gram, symmetric_matmul
+from pallas_gemm.planning import driver
 from pallas_gemm.tuning.measure import Settings as Turns
 from pallas_gemm.tuning.measure import Variant, measure
 from pallas_gemm.tuning.timing import KernelMeter
@@ -193,6 +195,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs what the command line asks for."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(arguments[1:])}")
+    driver.skip_check_without_driver()
     run(PRESETS[str(flags.FLAGS["preset"].value)], Console())
 
 
