@@ -26,19 +26,19 @@ def _integers(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array
 LHS, RHS, G = _integers(M, K), _integers(GROUPS, K, N, seed=1), _integers(M, N, seed=2)
 
 
-def _group_of(sizes: Any) -> np.ndarray:
+def _group_of(sizes: Any, rows: int = M) -> np.ndarray:
     """The group of each row; the number of groups for those in none."""
-    group = np.full(M, GROUPS)
-    group[: sum(sizes)] = np.repeat(np.arange(GROUPS), sizes)
+    group = np.full(rows, len(sizes))
+    group[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
     return group
 
 
 def _exact(sizes: Any, lhs: Any, rhs: Any, g: Any) -> tuple[np.ndarray, ...]:
     """The result and both gradients."""
     lhs, rhs, g = (np.asarray(x, np.float64) for x in (lhs, rhs, g))
-    out, of_lhs, of_rhs = np.zeros((M, N)), np.zeros((M, K)), np.zeros((GROUPS, K, N))
-    for row, group in enumerate(_group_of(sizes)):
-        if group < GROUPS:
+    out, of_lhs, of_rhs = np.zeros(g.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
+    for row, group in enumerate(_group_of(sizes, len(lhs))):
+        if group < len(sizes):
             out[row] = lhs[row] @ rhs[group]
             of_lhs[row] = rhs[group] @ g[row]
             of_rhs[group] += np.outer(lhs[row], g[row])
@@ -182,3 +182,29 @@ def test_the_kernel_is_simulated():
     )
     expected = _exact(sizes, LHS, RHS, G)[0]
     np.testing.assert_array_equal(out[:, :N].astype(jnp.float32), expected)
+
+
+@pytest.mark.gpu("hopper")
+@pytest.mark.parametrize(
+    "sizes",
+    [(257, 0, 63, 1, 64, 415), (0, 0, 800, 0, 0, 0), (1, 7, 8, 9, 0, 128), (0,) * 6],
+    ids=["uneven", "one", "few", "none"],
+)
+def test_the_kernel_is_exact_whatever_is_in_no_group(sizes):
+    lhs, rhs, g = (
+        _integers(*shape, seed=seed)
+        for seed, shape in enumerate([(800, 192), (6, 192, 320), (800, 320)])
+    )
+    expected = _exact(sizes, lhs, rhs, g)
+    outside, empty = _group_of(sizes, 800) == 6, np.array(sizes) == 0
+    poisoned = (
+        lhs.at[outside].set(jnp.nan),
+        rhs.at[empty].set(jnp.nan),
+        g.at[outside].set(jnp.inf),
+    )
+    lhs, rhs, g = (x.astype(jnp.bfloat16) for x in poisoned)
+    step = _step.lower(lhs, rhs, jnp.array(sizes), g)
+    assert step.as_text().count("mosaic_gpu") >= 3
+    for own, exact in zip(_step(lhs, rhs, jnp.array(sizes), g), expected, strict=True):
+        # All of these sums are exact in bfloat16, or rounded once.
+        np.testing.assert_array_equal(own, jnp.asarray(exact, jnp.bfloat16))
