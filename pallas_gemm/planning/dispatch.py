@@ -303,7 +303,7 @@ def _config(
     if options.config is not None:
         return _named_config(options, problem, device, architecture), "argument"
     schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated and not (problem.symmetric or in_groups(problem)):
+    if schedule is None and not simulated and not in_groups(problem):
         # In pieces or not, it takes the same steps.
         found = tables.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:

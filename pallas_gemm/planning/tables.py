@@ -61,7 +61,8 @@ class Key:
         k: The contracted size.
         layout: Such as "NT".
         dtypes: Names of the element types of both operands and of the result.
-        epilogue: The parts of the epilogue that take time, such as "bias activation".
+        epilogue: The parts of the epilogue that take time, such as "bias activation", and "gram" or
+            "product" where half of a symmetric result is computed.
     """
 
     batch: int
@@ -82,6 +83,7 @@ class Key:
             "residual": epilogue.residual and problem.residual_dtype is None,
             f"residual:{problem.residual_dtype}": problem.residual_dtype is not None,
             "gated": epilogue.gated,
+            problem.symmetric: bool(problem.symmetric),
         }
         return cls(
             problem.batch,

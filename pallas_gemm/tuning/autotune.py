@@ -527,7 +527,18 @@ def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
     shapes = operand_shapes(problem).present()
     keys = jax.random.split(key, len(shapes))
-    return tuple(accuracy.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True))
+    drawn = [accuracy.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True)]
+    if problem.symmetric:
+        # A Gram matrix is of one array, and a square is the one product of any two that commute.
+        a = drawn[0] if problem.symmetric == "gram" else _mean_with_its_transpose(drawn[0])
+        drawn[:2] = a, a
+        place = 2 + (*problem.epilogue.operands, "residual").index("residual")
+        drawn[place : place + 1] = map(_mean_with_its_transpose, drawn[place : place + 1])
+    return tuple(drawn)
+
+
+def _mean_with_its_transpose(x: jax.Array) -> jax.Array:
+    return (x + jnp.swapaxes(x, -1, -2)) / 2
 
 
 def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:

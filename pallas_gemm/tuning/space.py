@@ -8,7 +8,6 @@ another order, cluster, kind of persistence or store.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -82,7 +81,7 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
         except ValueError:
             # Too large for the registers of its consumers.
             continue
-        if math.prod(config.stacked_grid(problem)) <= device.sms:
+        if config.tiles(problem) <= device.sms and not problem.symmetric:
             # A tile for each CTA: a table would only be waited for.
             config = dataclasses.replace(config, schedule="online_swizzle:8")
         late = config.allows_late_store(config.as_computed(problem))

@@ -291,6 +291,14 @@ def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
         dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu)),
         dataclasses.replace(PROBLEM, epilogue=Epilogue(bias=True, residual=True, beta=0.5)),
         dataclasses.replace(PROBLEM, batch=3, transpose_a=True),
+        Problem(
+            256,
+            256,
+            256,
+            transpose_b=True,
+            epilogue=Epilogue(residual=True, beta=0.5),
+            symmetric="product",
+        ),
         Problem(256, 256, 512, jnp.int8, jnp.int8, jnp.int32, transpose_b=True),
         Problem(256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, transpose_b=True),
     ],
@@ -414,6 +422,24 @@ def test_the_products_of_a_function_are_those_of_its_program() -> None:
         (512, 2048, 1024, "NN"),
         (1024, 2048, 512, "TN"),
     ]
+
+
+@pytest.mark.parametrize("kind", ["gram", "product"])
+def test_operands_of_a_symmetric_result_make_one(kind: str) -> None:
+    problem = Problem(
+        *(64, 64, 64),
+        transpose_b=True,
+        epilogue=Epilogue(alpha=None, residual=True),
+        symmetric=kind,  # type: ignore[arg-type]
+    )
+    a, b, residual, alpha = tuning._drawn(problem, jax.random.key(0))
+    assert (a == b).all()
+    assert (residual == residual.T).all()
+    assert (a == a.T).all() == (kind == "product")
+    assert alpha.shape == ()
+    # What was tuned for all of a result is not taken for half of it.
+    keys = {tables.Key.of(dataclasses.replace(problem, symmetric=own)) for own in ("", kind)}
+    assert len(keys) == 2
 
 
 def test_autotune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
