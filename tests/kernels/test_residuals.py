@@ -1,5 +1,6 @@
 """A residual of another type than the result's: added in float32, and not rounded before."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from tests import reference
         ("h200", jnp.bfloat16, jnp.float32),
         ("h200", jnp.float32, jnp.bfloat16),
         ("b200", jnp.bfloat16, jnp.float32),
+        pytest.param("", jnp.bfloat16, jnp.float32, marks=pytest.mark.gpu("hopper")),
+        pytest.param("", jnp.float8_e4m3fn, jnp.float32, marks=pytest.mark.gpu("hopper")),
     ],
     ids=str,
 )
@@ -37,10 +40,10 @@ def test_a_residual_of_another_type_is_added_in_the_kernel(
             beta=0.5,
             activation="relu",
             preferred_element_type=out,
-            implementation="interpret",
+            implementation="interpret" if target else "hopper",
         )
 
-    with pallas_gemm.target(target):
+    with pallas_gemm.target(target) if target else contextlib.nullcontext():
         plan = explain(product, a, b, residual).plan
         result = product(a, b, residual)
     assert plan is not None
