@@ -131,6 +131,11 @@ CASES = {
         config(tile=(128, 128), stages=3),
         dataclasses.replace(HALF, epilogue=Epilogue(bias=True)),
     ),
+    "half with a wide residual": Case(
+        ("a symmetric result has a residual of its type", "got float32"),
+        config(tile=(128, 128), stages=3, store_columns=32),
+        dataclasses.replace(HALF, epilogue=Epilogue(residual=True), residual_dtype=jnp.float32),
+    ),
     "half, mirrored": Case(
         ("a symmetric product is not mirrored",), config(stages=3, mirrored=True), HALF
     ),
@@ -298,6 +303,16 @@ CASES = {
         ("the result of int8 with an epilogue must be one of bfloat16, ", "float8_e5m2, got int32"),
         config(store_columns=32, tile=(128, 128)),
         nt(jnp.int8, out_dtype=jnp.int32, epilogue=Epilogue(alpha=2.0)),
+    ),
+    "residual of integers": Case(
+        ("the residual must be one of bfloat16, ", "got int32"),
+        config(store_columns=32, tile=(128, 128)),
+        dataclasses.replace(RESIDUAL, residual_dtype=jnp.int32),
+    ),
+    "columns of a wide residual": Case(
+        ("store_columns must be at most 32 for float32, got 64",),
+        config(tile=(128, 128)),
+        dataclasses.replace(RESIDUAL, residual_dtype=jnp.float32),
     ),
 }
 
