@@ -29,11 +29,11 @@ from optax import contrib
 from rich.console import Console
 from rich.table import Table
 
+from bench import command
 from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import APIS
 from pallas_gemm import gemm, gram, symmetric_matmul
-from pallas_gemm.planning import driver
 from pallas_gemm.tuning.measure import Settings as Turns
 from pallas_gemm.tuning.measure import Variant, measure
 from pallas_gemm.tuning.timing import KernelMeter
@@ -191,14 +191,11 @@ def run(settings: Settings, console: Console) -> dict[str, float]:
     return errors
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs what the command line asks for."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(arguments[1:])}")
-    driver.skip_check_without_driver()
     run(PRESETS[str(flags.FLAGS["preset"].value)], Console())
 
 
 if __name__ == "__main__":
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.")
-    app.run(main)
+    app.run(main, flags_parser=command.parser("muon"))

@@ -30,8 +30,8 @@ from flax import linen as nn
 from rich.console import Console
 from rich.table import Table
 
+from bench import command
 from pallas_gemm.flax import linen as fused
-from pallas_gemm.planning import driver
 from pallas_gemm.tuning.measure import Settings, Variant, measure
 from pallas_gemm.tuning.timing import KernelMeter
 
@@ -148,11 +148,8 @@ def run(width: int, hidden: int, rows: int, steps: int, console: Console) -> dic
     return errors
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs what the command line asks for."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(arguments[1:])}")
-    driver.skip_check_without_driver()
     sizes: dict[str, Any] = {name: flags.FLAGS[name].value for name in SIZES}
     run(**sizes, console=Console())
 
@@ -162,4 +159,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("hidden", 512, "Columns between the layers.", 1)
     flags.DEFINE_integer("rows", 1024, "Inputs.", 1)
     flags.DEFINE_integer("steps", 100, "Steps of training.", 0)
-    app.run(main)
+    app.run(main, flags_parser=command.parser("quantise_layer"))

@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench import command
 from examples import contest
 from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import APIS, Trainee, Trainer, mesh_of
-from pallas_gemm.planning import driver
 
 POINTS = 8
 """Rows of the table of losses."""
@@ -173,11 +173,8 @@ def run(trainer: Trainer, options: flags.FlagValues, console: Console) -> dict[s
     return found
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs the program."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}; every option begins with --")
-    driver.skip_check_without_driver()
     options = flags.FLAGS
     if value(options, "cpu_devices") is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -192,4 +189,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     define_flags(flags.FLAGS)
-    app.run(main)
+    app.run(main, flags_parser=command.parser("train_transformer"))
