@@ -1,6 +1,7 @@
 """The public functions whose result is symmetric, so that half of the work is enough."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -211,10 +212,9 @@ def _check_residual(asked: Request, residual: Any, transpose: bool) -> None:
 def _of_matrices(call: SymmetricCall, asked: Request) -> jax.Array:
     """Computes it with all leading dimensions as one."""
     lead = asked.operands.a.shape[:-2]
+    size = math.prod(lead)
     merged = {
-        name: x
-        if not lead or x.ndim == len(DIMENSIONS[name])
-        else x.reshape(-1, *x.shape[len(lead) :])
+        name: x.reshape(size, *x.shape[len(lead) :]) if x.ndim > len(DIMENSIONS[name]) else x
         for name, x in asked.operands._asdict().items()
         if x is not None
     }

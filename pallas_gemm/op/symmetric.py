@@ -10,6 +10,7 @@ mesh of several devices it stays as it is.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,7 +147,7 @@ def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: b
         x = x[:, None]
     lead: Sequence[int] = (size,) if batch is None else (size, batch)
     x = jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
-    return x.reshape(-1, *x.shape[len(lead) :])
+    return x.reshape(math.prod(lead), *x.shape[len(lead) :])
 
 
 run_as_jax_does(symmetric_p)

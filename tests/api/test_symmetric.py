@@ -50,6 +50,14 @@ def test_a_gram_matrix(transpose, implementation):
     np.testing.assert_array_equal(result, _exact(X, RESIDUAL, 0.5, 0.5)[None])
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4), (2, 4, 0), (0, 4, 3)])
+def test_empty_dimensions(shape):
+    x = jnp.ones(shape)
+    np.testing.assert_array_equal(gram(x), x @ jnp.swapaxes(x, -1, -2))
+    if len(shape) > 2:
+        np.testing.assert_array_equal(jax.vmap(gram)(x), gram(x))
+
+
 def test_what_commutes():
     square = _exact(X)
     np.testing.assert_array_equal(symmetric_matmul(square, square), square @ square)
