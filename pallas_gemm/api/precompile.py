@@ -25,7 +25,7 @@ from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.grouped import ragged_dot_general
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.offline import Report, compile_report, targets
+from pallas_gemm.offline import Report, compile_reports, targets
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
@@ -254,8 +254,12 @@ def _is_size(size: Any) -> bool:
 
 
 def _report(target: str, product: _Product, decision: Decision) -> Report | None:
-    """Compiles the kernel of a product; None where XLA computes it."""
+    """Compiles the kernel of a product; None where XLA computes it.
+
+    Of one that is cut along k, the report is on the kernel that multiplies.
+    """
     if decision.plan is None:
         return None
     with planning_for(target):
-        return compile_report(product, product.operands(), target=target)
+        reports = compile_reports(product, product.operands(), target=target)
+    return max(reports, key=lambda report: report.shared_memory_bytes, default=None)

@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
         col_scale: What scales their columns, likewise.
         up_scale: What scales the columns of the other sums of a gated result.
         up_bias: What is added to them.
-        summands: Sums of pieces of k that another kernel has left to be joined.
+        summands: Sums of pieces of k, which another kernel has left to be joined.
     """
 
     factors: tuple[Factors, ...]

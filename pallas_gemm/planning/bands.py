@@ -80,9 +80,16 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
 def rows_of_neighbours(problem: Problem, config: GemmConfig, device: Device) -> float:
     """Returns how many rows of both operands the tiles of one GPC read, on average.
 
-    An order that is no band counts as a compact patch.
+    An order that is no band counts as a compact patch. Of tiles that are cut along k, neighbours
+    read as many parts as it takes tiles to make a GPC's pieces.
     """
     by_rows, by_cols = _walks(problem, config, device)
+    parts = max(1.0, by_rows.neighbours / (by_rows.across * by_rows.along))
+    return parts * _rows_of_a_part(config, by_rows, by_cols)
+
+
+def _rows_of_a_part(config: GemmConfig, by_rows: "_Walk", by_cols: "_Walk") -> float:
+    """Returns how many rows of both operands the tiles of one GPC read in one part of k."""
     name, *parts = str(getattr(config.schedule, "name", config.schedule)).split(":")
     name = name.removeprefix(ONLINE)
     numbers = [int(part) for part in parts if part.isdigit()]
@@ -96,10 +103,11 @@ def rows_of_neighbours(problem: Problem, config: GemmConfig, device: Device) -> 
 
 def _walks(problem: Problem, config: GemmConfig, device: Device) -> tuple["_Walk", "_Walk"]:
     rows, cols = config.stacked_grid(problem)
-    under_way = min(config.workers(problem, device), rows * cols)
+    workers = config.workers(problem, device)
+    under_way = min(workers, rows * cols)
     height, width = (n * size for n, size in zip(config.tile, config.cluster, strict=True))
     held = HELD_SHARE * device.machine.l2_bytes / (problem.k * problem.a_dtype.itemsize)
-    neighbours = max(1.0, under_way / device.machine.gpcs)
+    neighbours = max(1.0, workers / device.machine.gpcs)
     return (
         _Walk(rows, cols, height, width, under_way, held, neighbours),
         _Walk(cols, rows, width, height, under_way, held, neighbours),

@@ -85,7 +85,7 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
     of them write a result faster than some: 32 products of 2048 x 2048 x 128 take 84 us on an H200
     with 132 CTAs, and 88 us with 128.
     """
-    tiles = config.tiles(problem)
+    tiles = config.pieces(problem)
     most = device.coresident_clusters(config.cluster_size)
     if problem.groups:
         # How many tiles there are is known when the kernel starts.

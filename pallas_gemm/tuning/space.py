@@ -136,6 +136,10 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
         along_cols,
         *tabled[1:],
     ]
+    if (parts := getattr(config, "split_k", 1)) > 1:
+        others[:0] = [
+            _changed(config, split_k=other, ctas=None) for other in (max(1, parts // 2), 2 * parts)
+        ]
     same = _changed(config, ctas=None)
     if same.workers(problem, device) == config.workers(problem, device):
         others.remove(same)

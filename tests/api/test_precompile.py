@@ -64,8 +64,9 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def instead(f: Any, operands: Any, *, target: str) -> Any:
         seen.append((target, explain(f, operands).products[0]))
+        return ()
 
-    monkeypatch.setattr(precompilation, "compile_report", instead)
+    monkeypatch.setattr(precompilation, "compile_reports", instead)
     return seen
 
 
@@ -146,9 +147,13 @@ def test_an_unknown_option_is_named() -> None:
 
 @needs_compiler
 def test_operands_in_pieces() -> None:
-    problem = Problem(512, 1024, 1024, transpose_b=True, pieces=(512, 512))
+    problem = Problem(256, 256, 16384, transpose_b=True, pieces=(8192, 8192))
     [product] = precompile([problem], "h200")
     assert (product.implementation, product.spill_bytes) == ("hopper", 0)
+    # It is cut along k, and another kernel joins it, which has no ring.
+    assert product.config is not None
+    assert product.config.pieces(problem) > product.config.tiles(problem)
+    assert product.shared_memory_bytes > 200_000
     assert product.decision.problem == problem
     # Which takes them apart, so that there is no kernel of the whole.
     [product] = precompile([problem], "b200")

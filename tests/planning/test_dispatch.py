@@ -101,7 +101,7 @@ def test_a_measured_rule_gives_its_reason(why: Any) -> None:
 
 
 def test_what_xla_does_faster_is_left_to_it_unless_something_is_named() -> None:
-    size = (512, 512, 65536)
+    size = (4096, 4096, 512)
     decision = _decided(*size)
     assert decision.implementation == "xla"
     assert "XLA is faster" in dict(decision.refused)["hopper"][0]

@@ -118,6 +118,36 @@ def test_few_rows_are_mirrored_into_few_columns() -> None:
     assert best.tile[1] == 16
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(128, 128, 65536, transpose_a=True),
+        Problem(256, 256, 32768, transpose_a=True),
+        Problem(512, 512, 16384, transpose_b=True),
+        Problem(768, 1536, 24576),
+        Problem(512, 512, 16384, transpose_a=True, out_dtype=jnp.float32),
+        Problem(256, 256, 16384, transpose_a=True, batch=2),
+        Problem(512, 512, 16384, transpose_a=True, pieces=(8192, 8192)),
+    ],
+    ids=str,
+)
+def test_few_tiles_with_a_long_k_are_cut_along_k(problem: Problem) -> None:
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert best.split_k > 1
+    # All SMs are busy but for a few, and there is a chunk for each to join.
+    assert best.workers(problem, H200) * best.cluster_size >= 0.9 * H200.sms
+
+
+@pytest.mark.parametrize(
+    "size", [(4096, 4096, 4096), (16, 8192, 8192), (16, 4096, 14336), (2048, 2048, 2048)], ids=str
+)
+def test_what_keeps_the_sms_or_the_memory_busy_is_not_cut(size: tuple[int, int, int]) -> None:
+    best = heuristics.best(Problem(*size), H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert best.split_k == 1
+
+
 def test_each_candidate_has_as_many_stages_as_fit() -> None:
     problem = Problem(8192, 8192, 8192)
     for config in hopper_candidates.candidates(problem, H100):

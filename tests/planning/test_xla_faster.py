@@ -72,9 +72,10 @@ def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
 def test_idle_sms_count_from_so_much_on() -> None:
     problem = Problem(512, 512, 8192)
     at_best = 1e-4
-    limit = xla_faster.IDLE * at_best
-    assert xla_faster.why_xla(problem, 0.999 * limit, at_best) is None
-    assert xla_faster.why_xla(problem, 1.001 * limit, at_best) is not None
+    for is_cut, most in ((False, xla_faster.IDLE), (True, xla_faster.IDLE_CUT)):
+        below, above = (share * most * at_best for share in (0.999, 1.001))
+        assert xla_faster.why_xla(problem, below, at_best, is_cut=is_cut) is None
+        assert xla_faster.why_xla(problem, above, at_best, is_cut=is_cut) is not None
 
 
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:

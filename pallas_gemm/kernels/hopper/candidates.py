@@ -9,7 +9,6 @@ from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.hopper.config import (
     MAX_BARRIERS,
-    WGMMA_ROWS,
     HopperConfig,
     stored_by_tma,
 )
@@ -21,14 +20,28 @@ from pallas_gemm.problem import Problem
 # consumer take 4 to 10% longer than one of 256.
 COLUMNS = {
     256: (208, 192),
+    192: (192,),
     128: (256, 208, 192, 176, 160, 144, 128, 16),
     64: (256, 192, 160, 128, 64, 32, 16),
 }
 IN_TURNS = (128, 128)
 """The tile of a symmetric result, which is stored twice, while another is multiplied: a third of
 the products of 4096 cubed would otherwise be beyond the diagonal or in a wave that is not full."""
+CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
+"""Warpgroups that share a tile of so many rows."""
+ONLY_CUT = 192
+"""Rows of tiles that only count where their k loop is cut: with 4 pieces of k, 768 x 1536 in such
+tiles keeps 128 SMs busy."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
+FEWEST_ROWS_CUT = 64
+"""And columns: 8 x 9984 x 8192, 16 x 4096 x 14336 and 32 x 6144 x 4096 are no faster when cut."""
+FEWEST_STEPS = 8
+"""Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
+MOST_WAVES = 3
+"""Of pieces of k: each takes part of the L2 until it is joined."""
+FULLER = 1.05
+"""What more waves must gain in busy SMs."""
 MOST_STAGES = 20
 """Enough to cover the latency of memory with the smallest tile."""
 ROWS_OF_GROUPS = 128
@@ -55,8 +68,10 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
         ready = deepest(config, problem, device)
         if _stages(ready) < FEWEST_STAGES:
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
-        if ready:
+        if ready and config.tile[0] != ONLY_CUT:
             yield ready
+        if ready and _may_be_cut(problem):
+            yield from _cut(ready, problem, device)
 
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -67,10 +82,45 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
             if rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0:
                 continue
             if _is_filled(rows, columns, problem, mirrored=mirrored):
-                consumers = 1 if rows == WGMMA_ROWS else 2
+                consumers = CONSUMERS[rows]
                 yield {"tile": (rows, columns), "consumers": consumers, "mirrored": mirrored}
     if problem.symmetric:
         yield {"tile": IN_TURNS, "pingpong": True}
+
+
+def _may_be_cut(problem: Problem) -> bool:
+    """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
+    enough = min(problem.m, problem.n) >= FEWEST_ROWS_CUT
+    return enough and not (problem.groups or problem.ragged_k or problem.symmetric)
+
+
+def _cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
+    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy.
+
+    Into as many pieces as make a wave; or two or three, if they leave fewer SMs idle.
+    """
+    tiles, fit = config.pieces(problem), device.coresident_clusters(config.cluster_size)
+    most = -(-problem.k // config.tile_k(problem)) // FEWEST_STEPS
+    fullest = 0.0
+    for waves in range(1, MOST_WAVES + 1):
+        parts = min(waves * fit // tiles, most)
+        share = parts * tiles / (waves * fit)
+        if parts > 1 and share > fullest * FULLER:
+            fullest = share
+            cut = dataclasses.replace(
+                config, split_k=parts, late_store=False, schedule="online_swizzle:8"
+            )
+            yield deepest(_joined_by_all(cut, problem, fit), problem, device) or cut
+
+
+def _joined_by_all(config: HopperConfig, problem: Problem, workers: int) -> HopperConfig:
+    """Returns the config with chunks so narrow that there is one for each worker, if possible."""
+    chunks = config.tiles(problem) * config.stores_per_tile(problem)
+    narrowest = max(16, 32 // problem.out_dtype.itemsize)
+    columns = config.store_columns
+    while columns > narrowest and chunks < workers:
+        columns, chunks = columns // 2, 2 * chunks
+    return dataclasses.replace(config, store_columns=columns)
 
 
 def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> bool:

@@ -67,9 +67,8 @@ class HopperConfig(GemmConfig):
         mirrored: Compute the transposed product and transpose it on the way out. A right operand
             stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
             few columns, of which a tile may have as few as 16.
-        split_k: Into how many pieces the k loop of each tile is cut, each for another cluster. They
-            hand their sums over in float32, and all clusters together add them up, always in the
-            same order.
+        split_k: Into how many pieces the k loop of each tile is cut, which different clusters
+            compute. A second kernel adds up their sums, in float32 and always in the same order.
     """
 
     stages: int = FITTING
@@ -244,7 +243,8 @@ class HopperConfig(GemmConfig):
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
         problem = self.as_computed(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
-        slots = self.consumers * self.store_slots
+        # What is cut along k is stored by another kernel.
+        slots = self.consumers * self.store_slots * (self.split_k == 1)
         stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
         # A residual takes the slots of its type that TMA stores from; else it has its own.
         of_its_own = not stored_by_tma(problem) or problem.residual_dtype is not None

@@ -26,10 +26,10 @@ class Smem(NamedTuple):
         residual: Slots of a residual of another type than the result's, like `out`.
     """
 
-    a: Any
-    b: Any
-    out: Any
-    lines: Any
+    a: Any = None
+    b: Any = None
+    out: Any = None
+    lines: Any = None
     mirrored: Any = None
     residual: Any = None
 
@@ -37,23 +37,11 @@ class Smem(NamedTuple):
 class Barriers(NamedTuple):
     """See the table in the docstring of `kernel.py`; None for what a kernel has not."""
 
-    full: Any
-    empty: Any
-    baton: Any
-    residual: Any
+    full: Any = None
+    empty: Any = None
+    baton: Any = None
+    residual: Any = None
     masked: Any = None
-
-
-class Join(NamedTuple):
-    """Where pieces of k hand their sums over; see `join.py`.
-
-    Attributes:
-        summands: The sums of all pieces in global memory; None if tiles are not cut along k.
-        arrived: For each cluster tile, how many parts of them there are; None if nobody counts.
-    """
-
-    summands: Any = None
-    arrived: Any = None
 
 
 class Cta(NamedTuple):
@@ -66,7 +54,7 @@ class Cta(NamedTuple):
         rows: Where rows of the left operand come from, and rows of the result go to.
         slots: Both views of every buffer in shared memory.
         barriers: The barriers.
-        join: Where pieces of k hand their sums over.
+        summands: The sums of all pieces in global memory, if tiles are cut along k; see `join.py`.
     """
 
     plan: HopperPlan
@@ -75,26 +63,15 @@ class Cta(NamedTuple):
     rows: remote.Rows
     slots: Smem
     barriers: Barriers
-    join: Join = Join()
+    summands: Any = None
 
 
 def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     """The buffers and barriers of a CTA."""
-    config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
-    transposed = plan.problem.transpose_out
-    by_tma = [plan.store_shape(width, transposed=transposed) for width in plan.store_widths]
-    boxed = functools.partial(smem.boxed, simulated=plan.simulated)
-    own = plan.problem.residual_dtype
-    uses_out = plan.stored_by_tma or (residual and own is None)
-    mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
-    buffers = Smem(
-        plan.a.ring(config.stages),
-        plan.b.ring(config.stages),
-        boxed(by_tma, dtype) if uses_out else None,
-        None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
-        boxed(mirrored, dtype) if plan.problem.symmetric else None,
-        None if own is None else boxed(by_tma, own),
-    )
+    config = plan.config
+    # What is cut along k is stored by another kernel.
+    stores, residual = (Smem(), None) if plan.joins else store_scratch(plan)
+    buffers = stores._replace(a=plan.a.ring(config.stages), b=plan.b.ring(config.stages))
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
         empty=plgpu.ClusterBarrier(
@@ -103,9 +80,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
             num_barriers=config.ring_barriers,
         ),
         baton=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
-        residual=plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
-        if residual
-        else None,
+        residual=residual,
         masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
         if plan.problem.ragged_k
         else None,
@@ -113,13 +88,35 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     return buffers, barriers
 
 
+def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
+    """The buffers of the epilogue, and the barrier of what it loads, if it loads anything."""
+    config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
+    transposed = plan.problem.transpose_out
+    by_tma = [plan.store_shape(width, transposed=transposed) for width in plan.store_widths]
+    boxed = functools.partial(smem.boxed, simulated=plan.simulated)
+    own = plan.problem.residual_dtype
+    uses_out = plan.stored_by_tma or (residual and own is None)
+    mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
+    buffers = Smem(
+        out=boxed(by_tma, dtype) if uses_out else None,
+        lines=None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
+        mirrored=boxed(mirrored, dtype) if plan.problem.symmetric else None,
+        residual=None if own is None else boxed(by_tma, own),
+    )
+    loaded = plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
+    return buffers, loaded if residual else None
+
+
 def views(plan: HopperPlan, buffers: Smem) -> Smem:
-    """Both views of every buffer that was made as `scratch` says."""
+    """Both views of every buffer that was made as `scratch` or `store_scratch` says."""
     out, mirrored, residual = (
         () if slots is None else smem.views(slots, simulated=plan.simulated)
         for slots in (buffers.out, buffers.mirrored, buffers.residual)
     )
-    a, b = plan.a.views(buffers.a), plan.b.views(buffers.b)
+    a, b = (
+        None if slots is None else operand.views(slots)
+        for operand, slots in ((plan.a, buffers.a), (plan.b, buffers.b))
+    )
     return Smem(a, b, out, buffers.lines, mirrored, residual)
 
 

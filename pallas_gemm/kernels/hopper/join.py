@@ -1,35 +1,43 @@
-"""How the sum of a tile that several workers computed is joined (`HopperConfig.split_k`).
+"""How the sum of a tile that is cut along k is joined (`HopperConfig.split_k`): in a second kernel.
 
-    a piece is computed    its consumers store what they hold in global memory, in float32: summands
-                           of the tile's sum, which stay in the L2. Each then adds one to
-                           `arrived[tile]`
-    all pieces of a        each consumer of all workers takes its share of all chunks. It waits
-    worker are computed    until all summands of a chunk's tile have arrived, adds up those of the
-                           chunk, finishes, rounds and stores it
+    kernel        who                       does
+    the first     each consumer, for each   registers ──▶ a summand of the tile's sum in global
+                  piece of work             memory, float32; so few that they stay in the L2
+    the second    a warpgroup for each      adds up the summands of its chunk in the order of
+                  chunk of the result       their steps; finishes, rounds and stores it
 
-Summands are added in the order of their steps, whoever arrives first: results are the same in every
-run. No worker waits before it has computed all of its own pieces, and all workers run at the same
-time, so that none waits for ever. `arrived` is made of zeros for every call, which stays pure.
-
-The simulator runs one worker after the other and has no semaphores. There, a second kernel joins
-what the first one has left in global memory (`HopperPlan.joins_apart`); what it adds and stores is
-the same code.
+Results are the same in every run, whichever piece is computed first. Had the clusters of one kernel
+to await each other instead, they would count arrivals from zero, and it takes a kernel to make that
+zero: on an H200, 512 x 512 x 16384 takes as long.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, work
-from pallas_gemm.kernels.hopper import store
+from pallas_gemm.kernels.hopper import remote, store
 from pallas_gemm.kernels.hopper.config import WARPGROUP
-from pallas_gemm.kernels.hopper.cta import CLUSTER, Cta, Join, part_of_tile
-from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.cta import (
+    CLUSTER,
+    Barriers,
+    Cta,
+    Smem,
+    part_of_tile,
+    store_scratch,
+    views,
+)
+from pallas_gemm.kernels.hopper.plan import BLOCK, HopperPlan
 
 LOADED_REGISTERS = 128
 """Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
@@ -37,123 +45,126 @@ LOADED_REGISTERS = 128
 
 
 def hand_over(cta: Cta, me: Any, piece: work.Piece, total: Any) -> None:
-    """Hands a consumer's part of the sum of a piece over to whoever joins it."""
-    plan, tile = cta.plan, _number(cta.plan, piece)
-    row, col = _corner(plan, me)
-    rows, cols = plan.config.consumer_tile
+    """Stores a consumer's part of the sum of a piece as a summand."""
+    plan = cta.plan
+    rows, cols = plan.config.grid(plan.problem)
+    row = piece.row if piece.batch is None else piece.batch * rows + piece.row
     rank = lax.axis_index(CLUSTER[0]) * plan.config.cluster[1] + lax.axis_index(CLUSTER[1])
-    summand = cta.join.summands.at[tile, piece.summand, rank]
-    summand[pl.ds(row, rows), pl.ds(col, cols)] = total
-    if cta.join.arrived is not None:
-        plgpu.commit_smem()  # All threads of the consumer have stored, whichever signals.
-        plgpu.semaphore_signal(cta.join.arrived.at[tile], memory_scope="gpu")
+    whose = row * cols + piece.col, piece.summand, rank
+    corner, size = _corner(plan, me), plan.config.consumer_tile
+    _write(plan, _blocks(cta, whose, *zip(corner, size, strict=True)), total)
 
 
-def join(cta: Cta, me: Any) -> None:
-    """Joins this consumer's share of the chunks of all tiles."""
-    plan, config = cta.plan, cta.plan.config
-    counts = (len(plan.chunks), config.consumers, config.cluster_size, plan.tiles)
-    chunks = math.prod(counts)
-    ctas = plan.workers * config.cluster_size
-    rank = lax.axis_index(CLUSTER[0]) * config.cluster[1] + lax.axis_index(CLUSTER[1])
-    # Chunks that follow each other go to different SMs.
-    mine = (me * config.cluster_size + rank) * plan.workers + lax.axis_index(launch.WORKER)
-    every = config.consumers * ctas
+def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
+    """Returns the kernel that joins what the kernel of a plan has handed over."""
+    ctas = math.prod(_counts(plan)) // plan.config.consumers
+    buffers, residual = store_scratch(plan)
+    return launch.kernel(
+        functools.partial(_body, plan),
+        name="pallas_gemm_hopper_join",
+        grid=launch.Grid(ctas, dict.fromkeys(CLUSTER, 1), plan.config.consumers),
+        results=jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
+        scratch=(buffers, Barriers(residual=residual)),
+        interpret=plan.interpret,
+        approx_math=plan.approx_math,
+    )
 
-    @pl.loop(0, lax.div(chunks - mine + every - 1, jnp.int32(every)))
-    def _one_chunk(turn: Any) -> None:
-        rest, (number, consumer, of_cluster) = mine + turn * every, (None,) * 3
-        number, rest = lax.rem(rest, jnp.int32(counts[0])), lax.div(rest, jnp.int32(counts[0]))
-        consumer, rest = lax.rem(rest, jnp.int32(counts[1])), lax.div(rest, jnp.int32(counts[1]))
-        of_cluster, tile = lax.rem(rest, jnp.int32(counts[2])), lax.div(rest, jnp.int32(counts[2]))
-        at = _place(plan, tile, of_cluster, consumer)
-        if cta.join.arrived is not None:
-            everyone = config.split_k * config.cluster_size * config.consumers
-            plgpu.semaphore_wait(
-                cta.join.arrived.at[tile], everyone, decrement=False, memory_scope="gpu"
-            )
-        # Chunks come in no order here, so that the last one's slot may be that of this one.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
-        summands = Summands(cta, tile, of_cluster, _corner(plan, consumer))
-        for chunk in range(len(plan.chunks)):
 
-            @pl.when(number == chunk)
-            def _this_chunk(chunk: int = chunk) -> None:
-                store.fetch_residual(cta, me, at, (chunk,))
-                store.store_chunk(cta, me, store.Tile(summands, at), chunk)
+def _body(
+    plan: HopperPlan, gmem: launch.Inputs, out: Any, buffers: Smem, barriers: Barriers
+) -> None:
+    """What each warpgroup of a CTA does: it joins one chunk."""
+    slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
+    cta = Cta(plan, gmem, out, remote.Rows(), slots, barriers, gmem.summands)
+    chunks, consumers, ctas, _ = _counts(plan)
+    number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
+    rest, number = _divided(number, chunks)
+    rest, consumer = _divided(rest, consumers)
+    tile, rank = _divided(rest, ctas)
+    at, corner = _place(plan, tile, rank, consumer), _corner(plan, consumer)
+
+    def join_one_of(alike: range) -> None:
+        # One part of the program is for all of them: the first one, moved to where it is.
+        first = plan.chunks[alike.start]
+        across, down = _divided(number - alike.start, plan.consumer_out_tile[0] // first.rows)
+        down, across = down * first.rows, across * first.cols
+        here = at._replace(row=at.row + down, col=at.col + across)
+        sums = Summands(cta, (tile, rank), (corner[0] + down, corner[1] + across))
+        store.fetch_residual(cta, me, here, (alike.start,))
+        store.store_chunk(cta, me, store.Tile(sums, here), alike.start)
+
+    for alike in _alike(plan):
+        here = (number >= alike.start) & (number < alike.stop)
+        pl.when(here)(functools.partial(join_one_of, alike))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Summands:
-    """A consumer's part of a tile, of which each element's sum is made when it is asked for.
+    """A part of a tile, of which each element's sum is made when it is asked for.
 
     Attributes:
         cta: All that the CTA knows.
-        tile: Number of the cluster tile.
-        of_cluster: Whose tile it is, of the CTAs of the cluster.
+        tile: Number of the cluster tile, and whose tile it is of the CTAs of the cluster.
         corner: Row and column of the part in that tile.
     """
 
     cta: Cta
-    tile: Any
-    of_cluster: Any
+    tile: tuple[Any, Any]
     corner: tuple[Any, Any]
 
     def __getitem__(self, index: tuple[slice, slice]) -> Any:
         """Adds up the summands of some rows and columns, in the order of their steps."""
-        rows, cols = index
-        count = self.cta.plan.config.split_k
-        size = rows.stop - rows.start, cols.stop - cols.start
-        row, col = self.corner[0] + rows.start, self.corner[1] + cols.start
+        plan, (tile, rank) = self.cta.plan, self.tile
+        sizes = [part.stop - part.start for part in index]
+        starts = [corner + part.start for corner, part in zip(self.corner, index, strict=True)]
 
         def load(summand: Any) -> Any:
-            there = self.cta.join.summands.at[self.tile, summand, self.of_cluster]
-            part = there.at[pl.ds(row, size[0]), pl.ds(col, size[1])]
-            return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
+            whose = tile, summand, rank
+            return _read(plan, _blocks(self.cta, whose, *zip(starts, sizes, strict=True)))
 
         def add(first: Any, together: int, total: Any) -> Any:
             for part in [load(first + summand) for summand in range(together)]:
                 total = total + part
             return total
 
-        together = max(1, LOADED_REGISTERS * WARPGROUP // (size[0] * size[1]))
-        whole, rest = divmod(count - 1, together)
+        others = plan.config.split_k - 1
+        most = max(1, LOADED_REGISTERS * WARPGROUP // math.prod(sizes))
+        together = -(-others // -(-others // most))
+        whole, rest = divmod(others, together)
         total = load(0)
         if whole == 1:
             total = add(1, together, total)
-        elif whole:
+        else:
             total = lax.fori_loop(0, whole, lambda i, t: add(1 + i * together, together, t), total)
         return add(1 + whole * together, rest, total)
 
 
-def place_of_summands(plan: HopperPlan, summands: Any) -> Join:
-    """Where pieces hand their sums over, given the memory for it."""
-    if not plan.joins:
-        return Join()
-    if plan.joins_apart:
-        return Join(summands, None)
-    return Join(summands, pl.get_global(plgpu.SemaphoreType.REGULAR((plan.tiles,))))
+def _counts(plan: HopperPlan) -> tuple[int, int, int, int]:
+    """Chunks of a consumer's part of a tile, consumers, CTAs of a cluster, and cluster tiles."""
+    config = plan.config
+    return len(plan.chunks), config.consumers, config.cluster_size, config.tiles(plan.problem)
 
 
-def _number(plan: HopperPlan, piece: work.Piece) -> Any:
-    """The number of a piece's cluster tile in the grid of the whole batch."""
-    rows, cols = plan.config.grid(plan.problem)
-    row = piece.row if piece.batch is None else piece.batch * rows + piece.row
-    return row * cols + piece.col
+def _alike(plan: HopperPlan) -> list[range]:
+    """Chunks that follow each other and differ only in where they lie.
+
+    What threads store is clipped at the end of the lines, for each chunk elsewhere.
+    """
+    chunks = range(len(plan.chunks))
+    if not plan.stored_by_tma:
+        return [range(chunk, chunk + 1) for chunk in chunks]
+    firsts = [n for n in chunks if not n or plan.chunks[n].cols != plan.chunks[n - 1].cols]
+    return list(itertools.starmap(range, itertools.pairwise([*firsts, len(chunks)])))
 
 
-def _place(plan: HopperPlan, tile: Any, of_cluster: Any, consumer: Any) -> place.Where:
+def _place(plan: HopperPlan, tile: Any, rank: Any, consumer: Any) -> place.Where:
     """Where in the result a consumer's part of a CTA's tile lies."""
-    cols = jnp.int32(plan.config.stacked_grid(plan.problem)[1])
-    piece = plan.coding.piece(lax.div(tile, cols), lax.rem(tile, cols))
+    piece = plan.coding.piece(*_divided(tile, plan.config.stacked_grid(plan.problem)[1]))
     at = place.locate(plan.config, plan.problem, piece)
     rows, columns = plan.config.out_tile(plan.problem)
-    across = jnp.int32(plan.config.cluster[1])
-    at = at._replace(
-        row=at.row + lax.div(of_cluster, across) * rows,
-        col=at.col + lax.rem(of_cluster, across) * columns,
-    )
+    down, along = _divided(rank, plan.config.cluster[1])
+    at = at._replace(row=at.row + down * rows, col=at.col + along * columns)
     return part_of_tile(plan, at, consumer)
 
 
@@ -161,3 +172,50 @@ def _corner(plan: HopperPlan, consumer: Any) -> tuple[Any, Any]:
     """Row and column of a consumer's part of a CTA's sums."""
     rows, cols = plan.config.consumer_tile
     return (consumer * rows, 0) if plan.config.split_rows else (0, consumer * cols)
+
+
+def _blocks(cta: Cta, whose: tuple[Any, ...], rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
+    """The part of a summand that begins at a row and a column, and has so many."""
+    summand = cta.summands.at[whose]
+    if cta.plan.simulated:
+        return summand.at[pl.ds(*rows), pl.ds(*cols)]
+    down, along = (pl.ds(start // BLOCK, size // BLOCK) for start, size in (rows, cols))
+    return summand.at[down, along]
+
+
+def _write(plan: HopperPlan, blocks: Any, values: Any) -> None:
+    """Stores a part of a summand."""
+    if plan.simulated:
+        blocks[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def emit(_: Any, blocks: Any, values: Any) -> None:
+        values.store_tiled(blocks, swizzle=16, optimized=False)
+
+    emit(blocks, values)
+
+
+def _read(plan: HopperPlan, blocks: Any) -> Any:
+    """Loads a part of a summand."""
+    if plan.simulated:
+        return plgpu.load(blocks, layout=plgpu.Layout.WGMMA, optimized=False)
+    dtype, shape = plan.problem.accumulator_dtype, tuple(n * BLOCK for n in blocks.shape[:2])
+    signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def emit(_: Any, blocks: Any) -> Any:
+        return mgpu.FragmentedArray.load_tiled(
+            blocks, swizzle=16, is_signed=signed, layout=mgpu.WGMMA_LAYOUT, optimized=False
+        )
+
+    return emit(blocks)
+
+
+def _divided(dividend: Any, divisor: int) -> tuple[Any, Any]:
+    """Divides what is not negative, and known only to the running program."""
+    by = jnp.int32(divisor)
+    return lax.div(dividend, by), lax.rem(dividend, by)

@@ -41,6 +41,9 @@ epilogue of this one; nothing drains the ring before the last tile)
     a chunk     wait until its slot's last store has been read; registers ──▶ slot; TMA store
                 (`store.py`); of a symmetric result, below the diagonal and, transposed, above it
 
+Tiles that are cut along k (`join.py`)
+    a piece     takes its own steps, and leaves its sum in global memory; another kernel joins them
+
 Several devices (`remote.py`)
     gathered    each CTA computes the tiles of its own device's rows first, then those of the next
                 device, whose arrival the producer awaits
@@ -247,8 +250,6 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         start = Progress(late_store.start(cta, me), ring.upcoming(plan))
         turns, end = walk(one_tile, start)
         late_store.end(cta, me, turns, end.previous)
-    if plan.joins and not plan.joins_apart:
-        join.join(cta, me)
     group_rows.zero_the_rest(cta, me)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -370,9 +371,18 @@ def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
 
 
-def _body(plan: HopperPlan, gmem: launch.Inputs, *refs: Any) -> None:
+def _body(
+    plan: HopperPlan,
+    gmem: launch.Inputs,
+    out: Any,
+    every: Any,
+    summands: Any,
+    buffers: Smem,
+    barriers: Barriers,
+) -> None:
     """What each warpgroup of a CTA does."""
-    cta, registers = _cta(plan, gmem, *refs), plan.config.registers
+    rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
+    cta, registers = Cta(plan, gmem, out, rows, slots, barriers, summands), plan.config.registers
 
     def produce() -> None:
         if registers:
@@ -393,31 +403,6 @@ def _body(plan: HopperPlan, gmem: launch.Inputs, *refs: Any) -> None:
         consumer(cta, _walk(plan, gmem.order, producing=False))
 
     lax.cond(lax.axis_index(launch.WARPGROUP) == plan.config.consumers, produce, consume)
-
-
-def _joining_body(plan: HopperPlan, gmem: launch.Inputs, *refs: Any) -> None:
-    """What each warpgroup does in the kernel that joins what another one has computed."""
-    cta, me = _cta(plan, gmem, *refs), lax.axis_index(launch.WARPGROUP)
-
-    @pl.when(me < plan.config.consumers)
-    def _join() -> None:
-        join.join(cta, me)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _cta(
-    plan: HopperPlan,
-    gmem: launch.Inputs,
-    out: Any,
-    every: Any,
-    summands: Any,
-    buffers: Smem,
-    barriers: Barriers,
-) -> Cta:
-    """What the roles of a CTA know, given what a kernel takes, returns and has to itself."""
-    rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
-    joined = join.place_of_summands(plan, gmem.summands if summands is None else summands)
-    return Cta(plan, gmem, out, rows, slots, barriers, joined)
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
@@ -448,35 +433,23 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     any, then bias, then residual; or a and b of each piece. If rows are gathered, it returns them
     beside the result.
     """
-    results = remote.results(plan)
-    if plan.joins_apart:
-        multiply = _launched(plan, _body, results._replace(out=None))
-        add_up = _launched(plan, _joining_body, results._replace(summands=None))
-    else:
-        multiply = _launched(plan, _body, results)
+    cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
+    kernel = launch.kernel(
+        functools.partial(_body, plan),
+        name="pallas_gemm_hopper",
+        grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
+        results=remote.results(plan),
+        scratch=scratch(plan),
+        interpret=plan.interpret,
+        approx_math=plan.approx_math,
+    )
+    joined = join.kernel(plan) if plan.joins else None
 
     def run(*given: jax.Array) -> Any:
         inputs = _inputs(plan, given)
-        out, every, summands = multiply(inputs)
-        if plan.joins_apart:
-            out, *_ = add_up(inputs._replace(summands=summands))
+        out, every, summands = kernel(inputs)
+        if joined:
+            return joined(inputs._replace(factors=(), order=None, summands=summands))
         return out if every is None else (out, every)
 
     return run
-
-
-def _launched(
-    plan: HopperPlan, body: Callable[..., None], results: remote.Results
-) -> Callable[[launch.Inputs], remote.Results]:
-    """Returns the kernel whose warpgroups run `body(plan, inputs, *results, *scratch)`."""
-    cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
-    return launch.kernel(
-        functools.partial(body, plan),
-        name="pallas_gemm_hopper",
-        grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
-        results=results,
-        scratch=scratch(plan),
-        interpret=plan.interpret,
-        # The instructions for exp and tanh err by less than rounding to 16 bits does.
-        approx_math=plan.problem.out_dtype.itemsize <= 2,
-    )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,9 @@ from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Pieces, Schedule, split_k
+
+BLOCK = 8
+"""Rows and columns of sums that a warp stores at once: in memory, they follow each other."""
 
 
 class Chunk(NamedTuple):
@@ -116,11 +118,6 @@ class HopperPlan:
         """Whether the sum of a tile is made of several pieces'."""
         return self.config.split_k > 1
 
-    @property
-    def joins_apart(self) -> bool:
-        """Whether another kernel joins them: in the simulator, where no worker awaits another."""
-        return self.joins and self.simulated
-
     @functools.cached_property
     def pieces(self) -> Schedule | Pieces | OnlineSchedule:
         """The pieces of work, in order: tiles, unless they are cut along k."""
@@ -212,14 +209,19 @@ class HopperPlan:
         return self.exchange.size > 1 and not self.exchange.gathers
 
     @property
-    def tiles(self) -> int:
-        """How many cluster tiles there are."""
-        return math.prod(self.config.stacked_grid(self.problem))
+    def approx_math(self) -> bool:
+        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
+        return self.problem.out_dtype.itemsize <= 2
 
     @property
     def summands_shape(self) -> tuple[int, ...]:
-        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column]."""
-        return self.tiles, self.config.split_k, self.config.cluster_size, *self.config.tile
+        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column].
+
+        On a GPU, rows and columns are those of blocks, whose own follow.
+        """
+        rows, cols = self.config.tile
+        sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
+        return self.config.tiles(self.problem), self.config.split_k, self.config.cluster_size, *sums
 
     @property
     def store_widths(self) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ class Results(NamedTuple):
     """What a kernel returns.
 
     Attributes:
-        out: The result.
+        out: The result; None if another kernel joins it.
         every: The gathered rows if it gathers any.
-        summands: The sums of pieces of k, if it joins any: what is left of the work in between.
+        summands: The sums of pieces of k for that other kernel.
     """
 
     out: Any
@@ -113,10 +113,10 @@ class Rows(NamedTuple):
 
 def results(plan: HopperPlan) -> Results:
     """The types of what a kernel returns."""
-    out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
     if plan.joins:
         wide = plan.problem.accumulator_dtype
-        return Results(out, summands=jax.ShapeDtypeStruct(plan.summands_shape, wide))
+        return Results(None, summands=jax.ShapeDtypeStruct(plan.summands_shape, wide))
+    out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
     if not plan.gathers:
         return Results(out)
     return Results(out, jax.ShapeDtypeStruct(plan.problem.a_shape, plan.problem.a_dtype))
