@@ -59,8 +59,8 @@ def test_every_choice_is_legal(
     choices = heuristics.rank(problem, H200, HOPPER)
     assert choices
     assert heuristics.best(problem, H200, HOPPER) == choices[0]
-    seconds = [prediction.seconds(problem, config, H200, HOPPER) for config in choices]
-    assert seconds == sorted(seconds)
+    scores = [heuristics.score(problem, config, H200, HOPPER) for config in choices]
+    assert scores == sorted(scores)
     for choice in choices:
         assert choice.refusals(problem, H200) == ()
         assert choice.workers(problem, H200) <= H200.sms
@@ -140,7 +140,15 @@ def test_few_tiles_with_a_long_k_are_cut_along_k(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [(4096, 4096, 4096), (16, 8192, 8192), (16, 4096, 14336), (2048, 2048, 2048)], ids=str
+    "size",
+    [
+        (4096, 4096, 4096),
+        (16, 8192, 8192),
+        (16, 4096, 14336),
+        (2048, 2048, 2048),
+        (1024, 1024, 32768),
+    ],
+    ids=str,
 )
 def test_what_keeps_the_sms_or_the_memory_busy_is_not_cut(size: tuple[int, int, int]) -> None:
     best = heuristics.best(Problem(*size), H200, HOPPER)

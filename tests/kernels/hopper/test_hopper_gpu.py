@@ -66,6 +66,25 @@ def test_operands_in_pieces(pieces, config, layout, rng):
 
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(EARLY, split_k=7, cluster=(2, 1)),
+        dataclasses.replace(EARLY, split_k=7, mirrored=True, schedule="online_swizzle:2"),
+    ],
+    ids=["clusters", "mirrored"],
+)
+def test_tiles_that_are_cut_along_k(config, layout, rng):
+    problem = products.transposed(Problem(576, 576, 5000, batch=2), layout)
+    check_exact(problem, config, rng)
+    operands = products.as_taken(problem, products.normal(problem, rng))
+    run = compiled(problem, config)
+    first = np.asarray(run(*operands))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(*operands)), first)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layouts_with_ragged_edges(layout, config, rng):
     n = 1088 if layout[1] == "N" else 1000
