@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
+from jax.sharding import AxisType
 
 from pallas_gemm.api.gemm import dot_general, gemm
 from pallas_gemm.kernels import activations
@@ -152,21 +153,37 @@ def dense(
             transpose_b=True,
             preferred_element_type=dtype,
             implementation=options.get("implementation"),
+            out_sharding=_split_as(saved.inputs),
         )
         rows = tuple(range(g.ndim - 1))
         of_kernel = dot_general(
-            saved.inputs, g8, ((rows, rows), ((), ())), preferred_element_type=jnp.float32
+            saved.inputs,
+            g8,
+            ((rows, rows), ((), ())),
+            preferred_element_type=jnp.float32,
+            out_sharding=_split_as(saved.kernel),
         )
         of_kernel = (of_kernel * (scale * saved.scales[0])).astype(dtype)
         of_bias = None
         if saved.bias is not None:
             of_bias = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(saved.bias.dtype)
+            if (spec := _split_as(saved.bias)) is not None:
+                of_bias = jax.sharding.reshard(of_bias, spec)
         states = saved.states._replace(output_grad=new)
         return (of_inputs, of_kernel, of_bias), of_residual, states
 
     quantised = jax.custom_vjp(run)
     quantised.defvjp(forward, backward)
     return quantised(tuple(operands), residual, states)
+
+
+def _split_as(x: jax.Array) -> Any:
+    """Returns how an array is split on an explicit mesh, as its gradient is to be; None elsewhere.
+
+    Both gradients are sums over what may be split.
+    """
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def _saved(operands: Sequence[Any], residual: Any, states: States) -> _Saved:

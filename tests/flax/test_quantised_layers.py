@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx as stock_nnx
 from flax.linen import fp8_ops
+from jax.sharding import AxisType
 
 import pallas_gemm
 from pallas_gemm import explain
@@ -241,3 +242,42 @@ def test_states_accumulate_as_flaxs_do() -> None:
     found = jax.jit(jax.grad(loss))(own)["Fp8DirectDotGeneralOp_0"]
     # Of both uses, the larger.
     assert float(found["input_amax_history"][0]) == 6
+
+
+@pytest.mark.parametrize("make", [nnx.QuantisedLinear, nnx.Fp8Linear])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_layers_of_8_bits_run_on_a_mesh(kind: AxisType, make: Any) -> None:
+    # Of these, quantising leaves nothing away: the scales are powers of two.
+    peak = 127 if make is nnx.QuantisedLinear else 7
+    x, g = (_integers(4, size, seed=size).at[:, 0].set(peak) for size in (INPUTS, FEATURES))
+    g = g.at[0, 0].set(7) if peak == 7 else g
+    kernel = np.asarray(_integers(INPUTS, FEATURES).at[0].set(peak))
+    options: dict[str, Any] = {
+        "kernel_init": lambda *_: jnp.zeros(kernel.shape) + kernel,
+        "rngs": stock_nnx.Rngs(0),
+    }
+
+    def trained(layer: Any, x: jax.Array, g: jax.Array) -> Any:
+        graph, params, rest = stock_nnx.split(layer, stock_nnx.Param, ...)
+
+        def result(params: Any, x: jax.Array) -> jax.Array:
+            return stock_nnx.merge(graph, params, rest)(x)
+
+        y, pull = jax.vjp(result, params, x)
+        return y, jax.tree.leaves(pull(g))
+
+    alone = jax.jit(trained)(make(INPUTS, FEATURES, **options), x, g)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        metadata: Any = {"out_sharding": (None, "model")}
+        layer = make(INPUTS, FEATURES, kernel_metadata=metadata, **options)
+        placed = (
+            jax.device_put(value, jax.NamedSharding(mesh, spec))
+            for value, spec in ((x, jax.P("data")), (g, jax.P("data", "model")))
+        )
+        found = jax.jit(trained)(layer, *placed)
+    if kind is AxisType.Explicit:
+        assert jax.typeof(found[0]).sharding.spec == jax.P("data", "model")
+    jax.tree.map(np.testing.assert_array_equal, found, alone)
+    np.testing.assert_array_equal(found[0], x @ kernel)
+    np.testing.assert_array_equal(found[1][-1], g @ kernel.T)
