@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 from pallas_gemm.api.gemm import dot_general, gemm
 from pallas_gemm.kernels import activations
+from pallas_gemm.op.product import equally_varying
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SCALINGS = ("current", "delayed")
@@ -174,7 +175,9 @@ def dense(
 
     quantised = jax.custom_vjp(run)
     quantised.defvjp(forward, backward)
-    return quantised(tuple(operands), residual, states)
+    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
+    given, tree = jax.tree.flatten((tuple(operands), residual))
+    return quantised(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
 
 
 def _split_as(x: jax.Array) -> Any:

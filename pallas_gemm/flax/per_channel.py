@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.gemm import gemm
+from pallas_gemm.op.product import equally_varying
 
 INT8_MAX = 127
 """Of both signs alike."""
@@ -74,7 +75,9 @@ def dense(
         lambda *given: (rounded(*given), given),
         lambda given, g: jax.vjp(straight, *given)[1](g),
     )
-    return run(inputs, kernel, bias, residual)
+    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
+    given, tree = jax.tree.flatten((inputs, kernel, bias, residual))
+    return run(*jax.tree.unflatten(tree, equally_varying(tuple(given))))
 
 
 def _scaled(

@@ -281,3 +281,20 @@ def test_layers_of_8_bits_run_on_a_mesh(kind: AxisType, make: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, alone)
     np.testing.assert_array_equal(found[0], x @ kernel)
     np.testing.assert_array_equal(found[1][-1], g @ kernel.T)
+
+
+@pytest.mark.parametrize("make", [nnx.QuantisedLinear, nnx.Fp8Linear])
+def test_gradients_in_shard_map_are_summed_over_devices(make: Any) -> None:
+    x, g = _integers(4, INPUTS), _integers(4, FEATURES, seed=1)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    layer = make(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0))
+    graph, params, rest = stock_nnx.split(layer, stock_nnx.Param, ...)
+
+    def local(params: Any, x: jax.Array, g: jax.Array) -> jax.Array:
+        y = stock_nnx.merge(graph, params, rest)(x)
+        return jax.lax.psum(jnp.sum(y * g), "data")
+
+    rows = jax.P("data")
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), rows, rows), out_specs=jax.P())
+    found = jax.jit(jax.grad(loss))(params, x, g)
+    np.testing.assert_array_equal(found["bias"][...], jnp.sum(g, axis=0))
