@@ -33,6 +33,8 @@ from pallas_gemm.problem import Epilogue, Problem
 PROBLEM = Problem(4096, 4096, 4096)
 NT = dataclasses.replace(PROBLEM, transpose_b=True)
 HALF = dataclasses.replace(NT, symmetric="gram")
+GROUPS = dataclasses.replace(NT, groups=8)
+SUMS_OVER_GROUPS = dataclasses.replace(PROBLEM, transpose_a=True, batch=8, ragged_k=True)
 EARLY = HopperConfig(late_store=False)
 NO_CLUSTERS = dataclasses.replace(H200, measured_clusters=((1, 132), (2, 66), (4, 0)))
 RESIDUAL = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True))
@@ -146,6 +148,47 @@ CASES = {
     ),
     "half in pieces of k": Case(
         ("split_k must be 1 for a symmetric result", "got 2"), config(stages=3, split_k=2), HALF
+    ),
+    # Groups.
+    "groups, claimed": Case(
+        ("groups need persistence='static' and split_k=1", "persistence='dynamic'"),
+        config(persistence="dynamic"),
+        GROUPS,
+    ),
+    "groups, left operand transposed": Case(
+        ("rows in groups are those of one left operand stored [m, k]",),
+        config(),
+        dataclasses.replace(GROUPS, transpose_a=True),
+    ),
+    "groups with an epilogue": Case(
+        ("rows in groups have no epilogue",),
+        config(),
+        dataclasses.replace(GROUPS, epilogue=Epilogue(bias=True)),
+    ),
+    "groups with odd rows": Case(
+        ("rows in groups need a result with rows of a multiple of 16 bytes", "got 4092 columns"),
+        config(stages=3),
+        dataclasses.replace(GROUPS, n=4092),
+    ),
+    "groups, too many": Case(
+        (f"rows must be in at most {hopper_config.MOST_GROUPS} groups", "got 40000"),
+        config(),
+        dataclasses.replace(GROUPS, groups=40000),
+    ),
+    "groups in chunks": Case(
+        ("tile columns per consumer must be a multiple of store_columns for rows in groups", "176"),
+        config(tile=(128, 176)),
+        GROUPS,
+    ),
+    "sums over groups in turns": Case(
+        ("sums over groups need cooperative consumers", "got pingpong=True"),
+        config(tile=(128, 128), pingpong=True),
+        SUMS_OVER_GROUPS,
+    ),
+    "sums over groups, in pieces": Case(
+        ("sums over groups are of two operands stored [k, m] and [k, n]",),
+        config(),
+        dataclasses.replace(SUMS_OVER_GROUPS, pieces=(2048, 2048)),
     ),
     # The tile and who computes it.
     "columns of a consumer": Case(
