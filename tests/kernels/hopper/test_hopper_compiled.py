@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -334,14 +334,29 @@ ODD_MODES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def odd_modes() -> dict[str, offline.Report]:
-    numbered = told_apart(list(ODD_MODES.values()))
-    names = dict(zip(numbered.values(), ODD_MODES, strict=True))
-    return {names[case]: report for case, report in compiled(list(ODD_MODES.values()))}
+def reports_of(modes: Mapping[str, Case]) -> dict[str, offline.Report]:
+    numbered = told_apart(list(modes.values()))
+    names = dict(zip(numbered.values(), modes, strict=True))
+    return {names[case]: report for case, report in compiled(list(modes.values()))}
 
 
-def test_odd_rows_are_stored_as_wide_as_they_are_aligned(odd_modes):
+Check = Callable[[dict[str, offline.Report]], None]
+OF_EVERY_MODE: list[Check] = []
+OF_ODD_ROWS: list[Check] = []
+
+
+def of_every_mode(check: Check) -> Check:
+    OF_EVERY_MODE.append(check)
+    return check
+
+
+def of_odd_rows(check: Check) -> Check:
+    OF_ODD_ROWS.append(check)
+    return check
+
+
+@of_odd_rows
+def odd_rows_are_stored_as_wide_as_they_are_aligned(odd_modes):
     alone = {"4 bytes": "b32", "8 bytes": "v2.b32", "float32": "b32", "float8": "b8"}
     for name, report in odd_modes.items():
         assert not report.spill_bytes, name
@@ -356,14 +371,8 @@ def plan_of(name: str) -> HopperPlan:
     return HopperPlan(problem, config, H200)
 
 
-@pytest.fixture(scope="module")
-def modes() -> dict[str, offline.Report]:
-    numbered = told_apart(list(MODES.values()))
-    names = dict(zip(numbered.values(), MODES, strict=True))
-    return {names[case]: report for case, report in compiled(list(MODES.values()))}
-
-
-def test_every_mode_is_sound(modes):
+@of_every_mode
+def every_mode_is_sound(modes):
     unsound = {
         name: (report.spill_bytes, report.serialized)
         for name, report in modes.items()
@@ -372,7 +381,8 @@ def test_every_mode_is_sound(modes):
     assert unsound == {}
 
 
-def test_registers_are_reallocated_and_suffice(modes):
+@of_every_mode
+def registers_are_reallocated_and_suffice(modes):
     for name, report in modes.items():
         config, _ = MODES[name]
         moved = re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", report.ptx)
@@ -385,7 +395,8 @@ def test_registers_are_reallocated_and_suffice(modes):
         assert config.accumulator_registers < consumer, name
 
 
-def test_each_operand_is_multicast_to_those_that_share_it(modes):
+@of_every_mode
+def each_operand_is_multicast_to_those_that_share_it(modes):
     for cluster in CLUSTERS:
         report = modes["cluster {}x{}".format(*cluster)]
         # In layout NN, a is loaded in boxes of 2 dimensions and b in boxes of 4. Some releases of
@@ -399,7 +410,8 @@ def test_each_operand_is_multicast_to_those_that_share_it(modes):
         assert math.prod(report.cluster) == math.prod(cluster)
 
 
-def test_barriers_are_made_with_the_counts_of_the_protocol(modes):
+@of_every_mode
+def barriers_are_made_with_the_counts_of_the_protocol(modes):
     for name, report in modes.items():
         plan = plan_of(name)
         config, ptx = plan.config, report.ptx
@@ -425,7 +437,8 @@ def _constant(operand: str, ptx: str) -> str:
     return value
 
 
-def test_results_leave_through_shared_memory_alone(modes):
+@of_every_mode
+def results_leave_through_shared_memory_alone(modes):
     for name, report in modes.items():
         plan = plan_of(name)
         stores = re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", report.ptx)
@@ -435,27 +448,34 @@ def test_results_leave_through_shared_memory_alone(modes):
         assert "st.global" not in report.ptx, name
 
 
-def test_a_step_is_in_flight_while_the_next_is_issued(modes):
+@of_every_mode
+def a_step_is_in_flight_while_the_next_is_issued(modes):
     for name, report in modes.items():
         waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", report.ptx)
         assert {int(groups) for groups in waits} == {0, plan_of(name).wgmmas_per_step}, name
 
 
-def test_tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
+@of_every_mode
+def tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
     for name, report in modes.items():
         claimed = "atom.relaxed.gpu.global.add" in report.ptx
         assert claimed == (MODES[name][0].persistence == "dynamic")
         assert ("st.relaxed.gpu.global" in report.ptx) == claimed
 
 
-def test_functions_are_approximate_in_results_of_16_bits_alone(modes):
+@of_every_mode
+def functions_are_approximate_in_results_of_16_bits_alone(modes):
     assert "tanh.approx" in modes["not persistent"].ptx
     assert "tanh.approx" not in modes["float32"].ptx
 
 
-@pytest.mark.parametrize(("name", "tiles"), [("claimed", 512), ("claimed in clusters", 128)])
-def test_claims_end_with_the_last_tile_and_wait_for_their_own_turn(name, tiles, modes):
-    report, (config, problem) = modes[name], MODES[name]
+@of_every_mode
+def claims_end_with_the_last_tile(modes):
+    for name, tiles in (("claimed", 512), ("claimed in clusters", 128)):
+        claims_are_sound(modes[name], *MODES[name], tiles)
+
+
+def claims_are_sound(report, config, problem, tiles):
     ptx, workers = report.ptx, math.prod(report.grid) // config.cluster_size
     (bound,) = re.findall(r"setp\.lt\.u32 inside, number, (\S+);\s", ptx)
     (first,) = re.findall(r"add\.u32 number, number, (\S+);\s", ptx)
@@ -467,7 +487,8 @@ def test_claims_end_with_the_last_tile_and_wait_for_their_own_turn(name, tiles, 
     assert len(waits) == len(re.findall(r"ld\.relaxed\S+ \S+ \[\S+\];\s+bra RESOLVE;", ptx)) == 2
 
 
-def test_threads_wait_before_they_write_a_line_slot_and_before_they_read_it(odd_modes):
+@of_odd_rows
+def threads_wait_before_they_write_a_line_slot_and_before_they_read_it(odd_modes):
     steps = r"\b(bar\.sync|stmatrix|st\.shared|ld\.shared|wgmma\.mma)"
     # Beside a slot that is written, a residual's is read.
     for name in ODD_MODES.keys() - {"residual"}:
@@ -477,19 +498,22 @@ def test_threads_wait_before_they_write_a_line_slot_and_before_they_read_it(odd_
         assert all(order[at - 1] == order[at + 1] == "bar.sync" for at in written), name
 
 
-def test_the_order_is_read_from_a_table_or_computed(modes):
+@of_every_mode
+def the_order_is_read_from_a_table_or_computed(modes):
     assert "ld.global" in modes["early"].ptx
     assert "ld.global" not in modes["on-line"].ptx
 
 
-def test_no_slot_of_the_ring_costs_a_division(modes):
+@of_every_mode
+def no_slot_of_the_ring_costs_a_division(modes):
     # A divisor that is known when a kernel is traced makes it a multiplication, of 64 bits maybe.
     for name, report in modes.items():
         assert not re.findall(r"(?:mul\.hi|mul\.lo|div|rem)\.[su]64", report.ptx), name
         assert not re.findall(r"(?:div|rem)\.[su]32", report.ptx), name
 
 
-def test_the_grid_is_as_large_as_the_persistence_says(modes):
+@of_every_mode
+def the_grid_is_as_large_as_the_persistence_says(modes):
     tiles = (4096 // 128) * (4096 // 256)
     assert math.prod(modes["not persistent"].grid) == tiles
     assert all(
@@ -497,6 +521,21 @@ def test_the_grid_is_as_large_as_the_persistence_says(modes):
         for name, report in modes.items()
         if name != "not persistent"
     )
+
+
+# One test each: what is compiled for it is compiled once, whichever worker has it.
+def test_every_mode(subtests):
+    reports = reports_of(MODES)
+    for check in OF_EVERY_MODE:
+        with subtests.test(check.__name__):
+            check(reports)
+
+
+def test_odd_rows(subtests):
+    reports = reports_of(ODD_MODES)
+    for check in OF_ODD_ROWS:
+        with subtests.test(check.__name__):
+            check(reports)
 
 
 def cpu_seconds() -> float:
