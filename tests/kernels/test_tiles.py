@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedules
@@ -77,6 +77,7 @@ def test_turns_can_be_shared(tiles_of_worker, every):
     ]
 
 
+@settings(max_examples=25)
 @given(grids, workers, st.randoms())
 def test_the_words_of_a_dealt_entry_stay_together(grid, workers, random):
     schedule = schedules.build("hilbert", *grid)
