@@ -131,8 +131,9 @@ B200 = Machine(
 # bandwidth and clock of the H100 PCIe, GB200 and GB300: XLA's descriptions of them. Of the others,
 # what drivers report where people print it (H200 NVL: 132 SMs, 1,785 MHz; GH200: 132 SMs, 60 MB of
 # L2; H20: 78 SMs, 60 MB; B300: 148 SMs, 2,032 MHz, where XLA's description has 158), bandwidths
-# from data sheets. The H800 is an H100 with fewer links; the H20 does 148 TFLOP/s with 16 bits, of
-# the 633 that its SMs and its clock would allow.
+# from data sheets; the H100 NVL is taken to have the clock of the H200 NVL. The H800 is an H100
+# with fewer links; the H20 does 148 TFLOP/s with 16 bits, of the 633 that its SMs and its clock
+# would allow.
 H100_PCIE = dataclasses.replace(
     H100, name="H100 PCIe", sms=114, dram_bytes_per_second=2.039e12, clock_hz=1.755e9
 )

@@ -101,6 +101,18 @@ def test_one_chip_was_measured_and_explain_says_so_of_others():
         assert ("on which nobody has measured yet" in said) == (name == "h20")
 
 
+def test_tensor_cores_that_do_less_in_a_cycle_are_predicted_to_take_longer():
+    operands = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16),) * 2
+    seconds = {}
+    for name in ("h200_nvl", "h20"):
+        with target(name):
+            plan = explain(matmul, *operands).plan
+        assert plan is not None
+        seconds[name] = plan.seconds
+    # 148 TFLOP/s at most, beside some 750.
+    assert seconds["h20"] > 2 * 8192**3 / 148e12 > 3 * seconds["h200_nvl"]
+
+
 @pytest.mark.parametrize("target", DEVICES)
 def test_a_preset_is_found_by_its_name_and_by_what_jax_calls_it(target):
     device = DEVICES[target]

@@ -51,12 +51,7 @@ class Dense(nn.Dense):
         fused.refuse_dot_general(
             self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
         )
-        shape = (inputs.shape[-1], self.features)
-        param_dtype = element_type(self.param_dtype)
-        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        kernel, bias = _parameters(self, inputs)
         operands = self.promote_dtype(inputs, kernel, bias, dtype=element_type(self.dtype))
         return fused.dense(
             operands,
@@ -184,12 +179,7 @@ class Fp8Dense(Dense):
         fused.refuse_dot_general(
             self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
         )
-        shape = (inputs.shape[-1], self.features)
-        param_dtype = element_type(self.param_dtype)
-        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        kernel, bias = _parameters(self, inputs)
         states = fp8.States()
         if fp8.check_scaling(self.scaling):
             own = fp8_ops.Fp8DirectDotGeneralOp(self.amax_history_length)
@@ -204,12 +194,17 @@ class _Parameters(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
-        shape = (inputs.shape[-1], self.features)
-        param_dtype = element_type(self.param_dtype)
-        kernel = self.param("kernel", self.kernel_init, shape, param_dtype)
-        if not self.use_bias:
-            return kernel, None
-        return kernel, self.param("bias", self.bias_init, shape[1:], param_dtype)
+        return _parameters(self, inputs)
+
+
+def _parameters(layer: nn.Dense, inputs: jax.Array) -> tuple[Any, Any]:
+    """Makes or reads the kernel of a stock layer and its bias, None if it has none."""
+    shape = (inputs.shape[-1], layer.features)
+    param_dtype = element_type(layer.param_dtype)
+    kernel = layer.param("kernel", layer.kernel_init, shape, param_dtype)
+    if not layer.use_bias:
+        return kernel, None
+    return kernel, layer.param("bias", layer.bias_init, shape[1:], param_dtype)
 
 
 def projections(  # noqa: PLR0913 - each is a keyword

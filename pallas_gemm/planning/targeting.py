@@ -100,15 +100,20 @@ def _present(kind: str, capability: tuple[int, int], sms: int, ordinal: int) -> 
 
 @functools.lru_cache(maxsize=64)
 def _described(kind: str, capability: tuple[int, int] | None, sms: int | None) -> Device | None:
-    """Returns the preset of a kind of GPU, or one like it for a kind that has none."""
+    """Returns the preset of a kind of GPU, or one like it for a kind that has none.
+
+    The number of SMs is the driver's where it is known: a part of a GPU has fewer than its kind.
+    """
     try:
-        return device_named(kind)
+        model = device_named(kind)
+        if sms is None or sms == model.sms:
+            return model
+        capability = model.compute_capability
     except ValueError:
-        pass
-    if capability is None or sms is None:
-        return None
-    alike = [device for device in DEVICES.values() if device.compute_capability == capability]
-    model = alike[0] if alike else next(iter(DEVICES.values()))
+        if capability is None or sms is None:
+            return None
+        alike = (known for known in DEVICES.values() if known.compute_capability == capability)
+        model = next(alike, next(iter(DEVICES.values())))
     machine = dataclasses.replace(
         model.machine, name=kind, sms=sms, resident_clusters={}, is_measured=False
     )

@@ -110,9 +110,9 @@ def _gpu(kind: str, capability: str, sms: int) -> Any:
 
 def test_devices_of_jax_are_described() -> None:
     assert _kind(targeting.device_of(_gpu("NVIDIA H200", "9.0", 132))) == H200.kind
-    other = targeting.device_of(_gpu("NVIDIA H900", "9.0", 128))
+    other = targeting.device_of(_gpu("NVIDIA GH200 480GB", "9.0", 128))
     assert other is not None
-    assert (other.kind, other.compute_capability, other.sms) == ("NVIDIA H900", (9, 0), 128)
+    assert (other.kind, other.compute_capability, other.sms) == ("NVIDIA GH200 480GB", (9, 0), 128)
     old = targeting.device_of(_gpu("NVIDIA A100-SXM4-80GB", "8.0", 108))
     assert old is not None
     assert (old.compute_capability, old.sms) == ((8, 0), 108)
