@@ -1,0 +1,131 @@
+"""What the layers of experts share: which rows are whose, and the way there and back.
+
+    tokens ──▶ copies, a row for each choice ──▶ sorted by expert ──▶ experts ──▶ back ──▶ sum
+      │                                               ▲                                    ▲
+      └──▶ router ──▶ weights, choices ───────────────┴──────────── weights ───────────────┘
+
+Every expert takes what chose it: none has a capacity, no token is dropped, and nothing is padded.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_gemm.api.grouped import ragged_dot
+from pallas_gemm.kernels import activations
+
+ROUTER_PRECISION = "highest"
+"""A GPU would round the operands of float32 products otherwise."""
+
+KERNEL_INIT = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+"""That of the stock layers, for each expert."""
+
+Compute = Callable[[jax.Array, jax.Array], jax.Array]
+"""Takes rows, sorted by expert, and how many rows each expert has; returns as many rows."""
+
+
+class Choice(NamedTuple):
+    """Which experts compute a token.
+
+    Attributes:
+        weights: What the result of each counts, `[tokens, top_k]`.
+        experts: Their numbers, of the same shape.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+
+
+Routing = Callable[[jax.Array, int], Choice]
+"""Takes the logits `[tokens, experts]` and how many experts a token has; returns its choice."""
+
+
+def softmax_of_best(logits: jax.Array, top_k: int) -> Choice:
+    """Chooses the experts of the largest logits; weights are the softmax of these, as in Mixtral.
+
+    So they are where all experts' softmax is scaled to a sum of one over the best.
+
+    Args:
+        logits: `[tokens, experts]`.
+        top_k: How many experts a token has.
+    """
+    best, experts = lax.top_k(logits, top_k)
+    return Choice(jax.nn.softmax(best), experts)
+
+
+def apply(inputs: jax.Array, choice: Choice, experts: int, compute: Compute) -> jax.Array:
+    """Returns the weighted sums of what experts make of each token.
+
+    Args:
+        inputs: `[..., inputs]`.
+        choice: Of each token.
+        experts: How many there are.
+        compute: What they do.
+
+    Returns:
+        `[..., features]`, of the type of what `compute` returns. Sums are in float32 at least.
+    """
+    weights, chosen = choice
+    of_row = chosen.reshape(-1)
+    sizes = (of_row[:, None] == lax.broadcasted_iota(of_row.dtype, (1, experts), 1)).sum(
+        axis=0, dtype=jnp.int32
+    )
+    order = jnp.argsort(of_row, stable=True)
+    # A permutation's derivative is one too, and adds nothing up; that of repeating is a plain sum.
+    copies = jnp.repeat(rows(inputs), chosen.shape[1], axis=0)
+    results = compute(_permuted(copies, order), sizes)
+    places = jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), **_PERMUTED)
+    each = wide(_permuted(results, places).reshape(*chosen.shape, results.shape[-1]))
+    total = (each * weights[..., None].astype(each.dtype)).sum(axis=1)
+    return total.astype(results.dtype).reshape(*inputs.shape[:-1], results.shape[-1])
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """Returns an array in two dimensions."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns an array in float32 at least."""
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
+_PERMUTED: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
+
+
+def _permuted(x: jax.Array, places: jax.Array) -> jax.Array:
+    return x.at[places].get(**_PERMUTED)
+
+
+def gated(kernels: tuple[Any, Any, Any], activation: Any, precision: Any) -> Compute:
+    """Returns what experts of gated layers compute: `(activation(x @ gate) * (x @ up)) @ down`.
+
+    Args:
+        kernels: Of gate, up and down, a matrix for each expert.
+        activation: As for `gemm`.
+        precision: As for `ragged_dot`.
+    """
+    gate, up, down = kernels
+    function = activations.resolve(activation) or (lambda x: x)
+
+    def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        opened = function(ragged_dot(rows, gate, sizes, precision))
+        return ragged_dot(opened * ragged_dot(rows, up, sizes, precision), down, sizes, precision)
+
+    return compute
+
+
+def check(num_experts: int, top_k: int) -> None:
+    """Checks the numbers of a layer.
+
+    Raises:
+        ValueError: A token cannot have so many experts.
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(
+            f"top_k must be from 1 to num_experts, which is {num_experts}, got {top_k}"
+        )

@@ -1,0 +1,136 @@
+"""Layers of experts: what a dense program of the same parameters computes, of linen and of nnx."""
+
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx as stock_nnx
+
+import pallas_gemm
+from pallas_gemm import explain
+from pallas_gemm.flax import linen, nnx, routed
+from tests import layers
+
+EXPERTS, INPUTS, HIDDEN, TOP_K = 4, 16, 24, 2
+X = (2, 9, INPUTS)
+SHAPES = {
+    "gate": (EXPERTS, INPUTS, HIDDEN),
+    "up": (EXPERTS, INPUTS, HIDDEN),
+    "down": (EXPERTS, HIDDEN, INPUTS),
+}
+SIZES: dict[str, int] = {"num_experts": EXPERTS, "hidden_features": HIDDEN}
+KEY = jax.random.key(0)
+
+
+def _dense(params: Any, x: jax.Array) -> jax.Array:
+    """Every token by every expert, of which those that it chose count."""
+    kernels = {name: layer["kernel"] for name, layer in params.items()}
+    wide = np.promote_types(x.dtype, np.float32)
+    logits = jnp.einsum("bsd,de->bse", x.astype(wide), kernels["router"].astype(wide))
+    best, chosen = jax.lax.top_k(logits, TOP_K)
+    counts = jax.nn.softmax(best)[..., None] * jax.nn.one_hot(chosen, EXPERTS, dtype=wide)
+    gate, up = (jnp.einsum("bsd,edh->bseh", x, kernels[name]) for name in ("gate", "up"))
+    each = jnp.einsum("bseh,ehd->bsed", jax.nn.silu(gate) * up, kernels["down"])
+    return (each.astype(wide) * counts.sum(2)[..., None]).sum(2).astype(x.dtype)
+
+
+def _merged(params: Any, **options: Any) -> nnx.Experts:
+    """Returns the layer of nnx with parameters of the layer of linen."""
+    layer = nnx.Experts(INPUTS, **SIZES, **options, rngs=stock_nnx.Rngs(0))
+    stock_nnx.update(layer, params)
+    return layer
+
+
+PARAMS: Any = linen.Experts(**SIZES).init(KEY, jnp.ones(X))["params"]
+
+
+def test_parameters_are_named_as_those_of_stock_layers_in_linen_and_nnx() -> None:
+    router = nn.Dense(EXPERTS, use_bias=False).init(KEY, jnp.ones(X))["params"]
+    layers.assert_same_structure(PARAMS["router"], router)
+    assert {name: PARAMS[name]["kernel"].shape for name in SHAPES} == SHAPES
+    # As of a stock layer of one expert: an expert more makes no input smaller.
+    for name, (_, inputs, _) in SHAPES.items():
+        assert abs(PARAMS[name]["kernel"].std() * np.sqrt(inputs) - 1) < 0.1
+    ours = nnx.Experts(INPUTS, **SIZES, rngs=stock_nnx.Rngs(0))
+    layers.assert_same_structure(stock_nnx.to_pure_dict(stock_nnx.state(ours)), PARAMS)
+
+
+def test_result_and_gradients_are_those_of_all_experts_of_all_tokens() -> None:
+    def ours(params: Any, x: Any) -> Any:
+        return linen.Experts(**SIZES).apply({"params": params}, x)
+
+    # The router's kernel, of bfloat16 here, is multiplied with float32.
+    with jax.numpy_dtype_promotion("standard"):
+        layers.assert_trained_as_well(ours, _dense, PARAMS, layers.normal(*X))
+
+
+def test_both_interfaces_compute_the_same_also_in_jit() -> None:
+    x = layers.normal(*X)
+    expected: Any = linen.Experts(**SIZES).apply({"params": PARAMS}, x, with_logits=True)
+    assert expected[1].shape == (*X[:-1], EXPERTS)
+    found = stock_nnx.jit(lambda layer, x: layer(x, with_logits=True))(_merged(PARAMS), x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def _to_the_last(logits: jax.Array, top_k: int) -> routed.Choice:
+    """Sends every token to the last expert, and to it alone."""
+    shape = (logits.shape[0], top_k)
+    return routed.Choice(jnp.ones(shape), jnp.full(shape, logits.shape[1] - 1))
+
+
+def test_one_expert_may_get_all_tokens_and_none_is_dropped() -> None:
+    x = layers.normal(*X)
+    layer = _merged(PARAMS, routing=_to_the_last, activation=None, top_k=1)
+    gate, up, down = (PARAMS[name]["kernel"][-1] for name in SHAPES)
+    np.testing.assert_array_equal(layer(x), ((x @ gate) * (x @ up)) @ down)
+
+
+def test_the_router_is_in_float32_and_the_rest_as_told() -> None:
+    options: Any = {"dtype": "bf16", "param_dtype": "bf16"}
+    model, x = linen.Experts(**SIZES, **options), jnp.zeros(X, jnp.bfloat16)
+    params = jax.eval_shape(model.init, KEY, x)
+    types = {name: layer["kernel"].dtype for name, layer in params["params"].items()}
+    assert types == dict.fromkeys(SHAPES, jnp.bfloat16) | {"router": jnp.float32}
+    results = jax.eval_shape(lambda *given: model.apply(*given, with_logits=True), params, x)
+    assert [result.dtype for result in results] == [jnp.bfloat16, jnp.float32]
+    ours = nnx.Experts(INPUTS, **SIZES, **options, rngs=stock_nnx.Rngs(0))
+    assert {name: getattr(ours, name).kernel.dtype for name in types} == types
+    assert jax.eval_shape(ours, x).dtype == jnp.bfloat16
+
+
+def test_kernels_may_be_split_by_expert_over_a_mesh() -> None:
+    split: Any = nn.with_partitioning(routed.KERNEL_INIT, ("expert", None, "model"))
+    params = jax.eval_shape(linen.Experts(**SIZES, kernel_init=split).init, KEY, jnp.ones(X))
+    specs = flax.core.unfreeze(nn.get_partition_spec(params))["params"]
+    named = jax.P("expert", None, "model")
+    assert specs == {name: {"kernel": named} for name in SHAPES} | {"router": {"kernel": jax.P()}}
+
+
+def test_all_products_of_a_training_step_are_the_kernels() -> None:
+    model: Any = linen.Experts(
+        num_experts=8, hidden_features=14336, dtype="bf16", param_dtype="bf16"
+    )
+    x = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
+    params = jax.eval_shape(model.init, KEY, x)
+    with pallas_gemm.target("h200"):
+        explained = explain(
+            jax.grad(lambda *given: model.apply(*given).sum(dtype=jnp.float32), (0, 1)), params, x
+        )
+    grouped = [product for product in explained.products if product.problem.groups]
+    sums = [product for product in explained.products if product.problem.ragged_k]
+    # Gate, up and down; of each the rows' gradient and the kernels'.
+    assert (len(grouped), len(sums)) == (6, 3)
+    assert {product.implementation for product in (*grouped, *sums)} == {"hopper"}
+
+
+@pytest.mark.parametrize("top_k", [0, EXPERTS + 1])
+def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: int) -> None:
+    message = f"top_k must be from 1 to num_experts, which is {EXPERTS}, got {top_k}"
+    with pytest.raises(ValueError, match=message):
+        nnx.Experts(INPUTS, **SIZES, top_k=top_k, rngs=stock_nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        linen.Experts(**SIZES, top_k=top_k).init(KEY, jnp.ones(X))
