@@ -235,7 +235,9 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         if not plan.joins:
             store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
-        steps = Steps(turn, progress.slot, piece.steps, (piece.first_k, piece.end_k))
+        has_rows = None if at.end is None else at.row < at.end
+        within = piece.first_k, piece.end_k
+        steps = Steps(turn, progress.slot, piece.steps, within, has_rows)
         total, slot = pl.run_scoped(
             lambda acc: multiply(cta, me, steps, acc, stores),
             plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
@@ -278,12 +280,15 @@ class Steps(NamedTuple):
         slot: The slot of its first step; None if the turn says it.
         count: How many steps it takes, one at least; None for all of them.
         within: The first contracted element that counts, and the one after the last; None for all.
+        has_rows: Whether the consumer has any rows of the tile's group, or else nothing to
+            multiply; None if it has.
     """
 
     turn: Any
     slot: Any = None
     count: Any = None
     within: tuple[Any, Any] = (None, None)
+    has_rows: Any = None
 
 
 def multiply(
@@ -298,7 +303,10 @@ def multiply(
     def issue(slot: Any, k: Any) -> None:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
         group_sums.mask(cta, me, slot, k, steps.within)
-        _issue_wgmma(cta, me, acc, slot)
+        if steps.has_rows is None:
+            _issue_wgmma(cta, me, acc, slot)
+        else:
+            pl.when(steps.has_rows)(lambda: _issue_wgmma(cta, me, acc, slot))
 
     def release(slot: Any) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
