@@ -116,6 +116,11 @@ def _views(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], tup
     return {
         "rows": (lambda x, w: gemm(x[8 : 8 + SIZE], w), (shape(SIZE + 8, SIZE), square)),
         "odd rows": (lambda x, w: gemm(x[3 : 3 + SIZE], w), (shape(odd, odd), shape(odd, SIZE))),
+        "one row": (lambda x, w: gemm(x[:, 8 : 8 + SIZE], w), (shape(1, SIZE + 16), square)),
+        "one column": (
+            lambda x, w: gemm(x[8 : 8 + SIZE], w, transpose_a=True),
+            (shape(SIZE + 16, 1), square),
+        ),
         "weights": (layers, (square, shape(4, SIZE, SIZE))),
         "results": (each, (shape(4, SIZE, SIZE), square)),
         "odd results": (each, (shape(4, SIZE, odd), shape(odd, odd))),

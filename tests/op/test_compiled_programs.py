@@ -74,6 +74,8 @@ def test_a_policy_keeps_kernels_from_running_twice(contents: dict[str, dict[str,
         # Elsewhere a kernel would refuse, when it is run, an array that begins anywhere.
         ("odd rows", []),
         ("odd results", []),
+        ("one row", []),
+        ("one column", []),
         ("bias", []),
     ],
 )
