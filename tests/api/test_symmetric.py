@@ -205,6 +205,18 @@ def test_else_all_of_it_is_and_why():
     assert "no half of it" in dict(other.refused)["blackwell"][0]
 
 
+def test_a_batch_of_one_whose_whole_a_kernel_computes():
+    def commuting(x: jax.Array) -> jax.Array:
+        return symmetric_matmul(x, x, residual=x)
+
+    x = jax.ShapeDtypeStruct((1, 256, 256), jnp.bfloat16)
+    with target("h200"):
+        (found,) = explain(commuting, x).products
+        lowered = jax.jit(commuting).trace(x).lower(lowering_platforms=("cuda",))
+    assert (found.implementation, found.problem.symmetric) == ("hopper", "")
+    assert lowered.out_info.shape == (1, 256, 256)
+
+
 def test_rows_of_any_number():
     # Its rows are made longer, and what is too much of the result is sliced off.
     found = _explained(4001, 4096)
