@@ -27,20 +27,13 @@ if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 import jax
-import numpy as np
 from absl import app, flags
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from bench import command
-from examples import contest
-from examples.sequences import Task
+from examples import comparison
 from examples.settings import PRESETS, Settings
-from examples.training import APIS, Trainee, Trainer, mesh_of
-
-POINTS = 8
-"""Rows of the table of losses."""
+from examples.training import APIS, Trainer, mesh_of
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -99,75 +92,21 @@ def trainer_of(options: flags.FlagValues) -> Trainer:
     if attention == "auto":
         fits = jax.default_backend() == "gpu" and settings.type().itemsize == 2
         attention = "cudnn" if fits else "xla"
-    return Trainer(settings, value(options, "api"), attention, mesh_of(value(options, "mesh")))
-
-
-def report(trainees: Sequence[Trainee], times: Sequence[contest.Times]) -> dict[str, Any]:
-    """Returns what was found, as plain data."""
-    found: dict[str, Any] = {
-        trainee.name: {
-            "ms_per_step": own.step * 1e3,
-            "host_ms": own.host * 1e3,
-            "memory_bytes": trainee.memory,
-            "has_kernels": trainee.has_kernels,
-            "losses": trainee.curve.tolist(),
-            "rounds_ms": [seconds * 1e3 for seconds in own.steps],
-        }
-        for trainee, own in zip(trainees, times, strict=True)
-    }
-    if len(trainees) == 2:
-        found["stock/pallas_gemm"] = contest.ratio(times[1], times[0])
-        found["largest_difference"] = float(np.abs(trainees[0].curve - trainees[1].curve).max())
-    return found
-
-
-def show(console: Console, found: dict[str, Any], names: Sequence[str], settings: Settings) -> None:
-    """Prints the losses and the times."""
-    losses = Table("step", *(f"loss of {name}" for name in names))
-    count = len(found[names[0]]["losses"])
-    for step in sorted({*np.linspace(0, count - 1, min(POINTS, count)).astype(int).tolist()}):
-        losses.add_row(str(step), *(f"{found[name]['losses'][step]:.4f}" for name in names))
-    console.print(losses)
-    best = Task(settings.vocabulary).best_loss
-    console.print(f"Who knows the rule has a loss of {best:.4f}.")
-    table = Table("", "ms per step", "TFLOP/s of products", "host ms", "memory GB")
-    for name in names:
-        own = found[name]
-        speed = settings.product_flops / own["ms_per_step"] / 1e9
-        table.add_row(
-            name,
-            f"{own['ms_per_step']:.2f}",
-            f"{speed:.3g}",
-            f"{own['host_ms']:.2f}",
-            f"{own['memory_bytes'] / 1e9:.3g}",
-        )
-    console.print(table)
-    if len(names) == 2:
-        compared = f"stock / pallas_gemm: {found['stock/pallas_gemm']:.3f}x in time per step"
-        if not found["pallas_gemm"]["has_kernels"]:
-            compared = "XLA computes all products here, of both: their times say nothing"
-        console.print(f"{compared}; losses differ by at most {found['largest_difference']:.2g}.")
+    mesh = mesh_of(value(options, "mesh"))
+    return Trainer(settings, value(options, "api"), attention, mesh=mesh)
 
 
 def run(trainer: Trainer, options: flags.FlagValues, console: Console) -> dict[str, Any]:
     """Trains, and prints and returns what was found."""
     rounds, steps = value(options, "rounds"), value(options, "steps")
     kinds = {"stock": "stock", "pallas_gemm": value(options, "layers")}
-    asked = value(options, "op")
-    names = [name for name in kinds if asked in ("both", name)]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=len(names) * (rounds + 1))
-        trainees = []
-        for name in names:
-            trainees.append(trainer.trainee(name, kinds[name]))
-            progress.advance(task)
-        progress.update(task, description="training")
-        times = contest.hold(trainees, trainer.batch, rounds, steps, lambda: progress.advance(task))
-    found = report(trainees, times)
+    op = value(options, "op")
+    asked = {name: kind for name, kind in kinds.items() if op in ("both", name)}
+    found = comparison.compare(trainer, asked, rounds, steps, console)
     where = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     mesh = f"mesh {options['mesh'].value} of {where}" if trainer.mesh else f"one of {where}"
     console.print(f"{options['preset'].value} {options['api'].value} on {mesh}")
-    show(console, found, names, trainer.settings)
+    comparison.show(console, found, list(asked), trainer.settings)
     if value(options, "json") is not None:
         pathlib.Path(value(options, "json")).write_text(json.dumps(found, indent=2) + "\n")
     return found

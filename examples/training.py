@@ -1,7 +1,9 @@
-"""Training steps of the example's transformer, with any layers, on one device or a mesh."""
+"""Training steps of the examples' models, with any layers, on one device or a mesh."""
 
+import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,20 +68,28 @@ class Trainee:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
+class Training(abc.ABC):
     """What all trainees of a comparison share.
 
     Attributes:
         settings: The sizes.
-        api: "linen" or "nnx".
-        attention: Implementation of `jax.nn.dot_product_attention`.
-        mesh: Of axes "data" and "model", either or both; None for one device.
+        mesh: Where parameters and examples lie; None for one device.
     """
 
-    settings: Settings
-    api: str
-    attention: Attention
-    mesh: Mesh | None = None
+    settings: Any
+    mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
+
+    @abc.abstractmethod
+    def params(self) -> Any:
+        """Returns the parameters; they are those of all kinds of layers."""
+
+    @abc.abstractmethod
+    def loss(self, layers: str, params: Any, tokens: jax.Array) -> jax.Array:
+        """Returns what a model with layers of a kind makes of a batch."""
+
+    @abc.abstractmethod
+    def placement(self, names: Sequence[str]) -> jax.P:
+        """Returns how a parameter is split, by the names on its path."""
 
     def trainee(self, name: str, layers: str) -> Trainee:
         """Makes the parameters, the same for all trainees, and compiles a step."""
@@ -95,13 +105,13 @@ class Trainer:
         tokens = Task(settings.vocabulary).batch(step, settings.batch, settings.sequence)
         if self.mesh is None:
             return jnp.asarray(tokens)
-        spec = jax.P("data") if "data" in self.mesh.axis_names else jax.P()
-        return jax.device_put(tokens, NamedSharding(self.mesh, spec))
+        axes = [name for name in self.mesh.axis_names if name != "model"]
+        return jax.device_put(tokens, NamedSharding(self.mesh, jax.P(*axes)))
 
     @functools.cached_property
     def _initial(self) -> jax.stages.Compiled:
         """What makes parameters and the optimiser's state where they belong."""
-        placed = jax.tree.map_with_path(self._placement, jax.eval_shape(self._init))
+        placed = jax.tree.map_with_path(self._sharding, jax.eval_shape(self._init))
         return jax.jit(self._init, out_shardings=placed).lower().compile()
 
     @property
@@ -109,33 +119,62 @@ class Trainer:
         return optax.adamw(self.settings.learning_rate)
 
     def _init(self) -> Any:
-        params = APIS[self.api].init(self.settings, jax.random.key(0))
+        params = self.params()
         return params, self._optimizer.init(params)
-
-    def _loss(self, layers: str, params: Any, tokens: jax.Array) -> jax.Array:
-        apply = APIS[self.api].apply
-        logits = apply(self.settings, layers, self.attention, params, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.promote_types(self.settings.type(), jnp.float32)), tokens[:, 1:]
-        )
-        return losses.mean()
 
     def _step(self, layers: str, state: Any, tokens: jax.Array) -> Any:
         params, moments = state
-        loss, gradients = jax.value_and_grad(functools.partial(self._loss, layers))(params, tokens)
+        loss, gradients = jax.value_and_grad(functools.partial(self.loss, layers))(params, tokens)
         updates, moments = self._optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), loss
 
-    def _placement(self, path: Any, _: Any) -> NamedSharding | None:
+    def _sharding(self, path: Any, _: Any) -> NamedSharding | None:
         if self.mesh is None:
             return None
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return NamedSharding(self.mesh, self.placement(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer(Training):
+    """Trains transformers.
+
+    Attributes:
+        settings: The sizes.
+        api: "linen" or "nnx".
+        attention: Implementation of `jax.nn.dot_product_attention`.
+        mesh: Of axes "data" and "model", either or both; None for one device.
+    """
+
+    settings: Settings
+    api: str
+    attention: Attention
+
+    def params(self) -> Any:
+        """Returns the parameters of any kind of layers."""
+        return APIS[self.api].init(self.settings, jax.random.key(0))
+
+    def loss(self, layers: str, params: Any, tokens: jax.Array) -> jax.Array:
+        """Returns the mean over tokens of how unlikely the model thought each."""
+        apply = APIS[self.api].apply
+        return mean_loss(
+            apply(self.settings, layers, self.attention, params, tokens[:, :-1]), tokens[:, 1:]
+        )
+
+    def placement(self, names: Sequence[str]) -> jax.P:
+        """Returns how a parameter is split over the axis "model"."""
         layer = names[names.index("kernel") - 1] if "kernel" in names else ""
-        spec = jax.P()
-        if "model" in self.mesh.axis_names:
-            spec = jax.P(None, "model") if layer in BY_COLUMNS else spec
-            spec = jax.P("model", None) if layer in BY_ROWS else spec
-        return NamedSharding(self.mesh, spec)
+        if self.mesh is None or "model" not in self.mesh.axis_names:
+            return jax.P()
+        if layer in BY_COLUMNS:
+            return jax.P(None, "model")
+        return jax.P("model", None) if layer in BY_ROWS else jax.P()
+
+
+def mean_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the mean over tokens of how unlikely logits make each, in float32 at least."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(wide, tokens).mean()
 
 
 def mesh_of(text: str) -> Mesh | None:

@@ -1,6 +1,6 @@
 """Layers for `flax.linen`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -412,10 +412,20 @@ class Experts(nn.Module):
             for name, shape in shapes.items()
         ]
         inputs, *kernels = self.promote_dtype(inputs, *kernels, dtype=element_type(self.dtype))
-        compute = routed.gated(tuple(kernels), self.activation, self.precision)
         choice = self.routing(routed.rows(logits), self.top_k)
-        result = routed.apply(inputs, choice, self.num_experts, compute)
+        result = self.mix(inputs, choice, kernels)
         return (result, logits) if with_logits else result
+
+    def mix(self, inputs: jax.Array, choice: routed.Choice, kernels: Sequence[Any]) -> jax.Array:
+        """Returns the weighted sums; a subclass may send the rows to where their experts are.
+
+        Args:
+            inputs: As for the layer, of the type of the computation.
+            choice: Of each token.
+            kernels: Gate, up and down of all experts, of the same type.
+        """
+        compute = routed.gated(kernels, self.activation, self.precision)
+        return routed.apply(inputs, choice, self.num_experts, compute)
 
 
 class _Kernel(nn.Module):

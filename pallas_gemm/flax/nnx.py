@@ -437,10 +437,20 @@ class Experts(nnx.Module):
         logits = self.router(routed.wide(inputs))
         kernels = (layer.kernel[...] for layer in (self.gate, self.up, self.down))
         operands = self.promote_dtype((inputs, *kernels), dtype=self.dtype)
-        compute = routed.gated(operands[1:], self.activation, self.precision)
         choice = self.routing(routed.rows(logits), self.top_k)
-        result = routed.apply(operands[0], choice, self.num_experts, compute)
+        result = self.mix(operands[0], choice, operands[1:])
         return (result, logits) if with_logits else result
+
+    def mix(self, inputs: jax.Array, choice: routed.Choice, kernels: Sequence[Any]) -> jax.Array:
+        """Returns the weighted sums; a subclass may send the rows to where their experts are.
+
+        Args:
+            inputs: As for the layer, of the type of the computation.
+            choice: Of each token.
+            kernels: Gate, up and down of all experts, of the same type.
+        """
+        compute = routed.gated(kernels, self.activation, self.precision)
+        return routed.apply(inputs, choice, self.num_experts, compute)
 
 
 class _Kernel(nnx.Module):

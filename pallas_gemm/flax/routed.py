@@ -7,7 +7,7 @@
 Every expert takes what chose it: none has a capacity, no token is dropped, and nothing is padded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,18 +70,29 @@ def apply(inputs: jax.Array, choice: Choice, experts: int, compute: Compute) -> 
         `[..., features]`, of the type of what `compute` returns. Sums are in float32 at least.
     """
     weights, chosen = choice
-    of_row = chosen.reshape(-1)
-    sizes = (of_row[:, None] == lax.broadcasted_iota(of_row.dtype, (1, experts), 1)).sum(
-        axis=0, dtype=jnp.int32
-    )
-    order = jnp.argsort(of_row, stable=True)
-    # A permutation's derivative is one too, and adds nothing up; that of repeating is a plain sum.
     copies = jnp.repeat(rows(inputs), chosen.shape[1], axis=0)
-    results = compute(_permuted(copies, order), sizes)
-    places = jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), **_PERMUTED)
-    each = wide(_permuted(results, places).reshape(*chosen.shape, results.shape[-1]))
+    results = in_groups(copies, chosen.reshape(-1), experts, compute)
+    each = wide(results.reshape(*chosen.shape, results.shape[1]))
     total = (each * weights[..., None].astype(each.dtype)).sum(axis=1)
-    return total.astype(results.dtype).reshape(*inputs.shape[:-1], results.shape[-1])
+    return total.astype(results.dtype).reshape(*inputs.shape[:-1], results.shape[1])
+
+
+def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> jax.Array:
+    """Returns what is computed of rows in the order of their groups, in the order of the rows.
+
+    A permutation's derivative is one too: nothing is added up.
+
+    Args:
+        x: The rows.
+        group: The number of each one's group; `groups` of those in none, which come last.
+        groups: How many there are.
+        compute: What is computed.
+    """
+    is_own = group[:, None] == lax.broadcasted_iota(group.dtype, (1, groups), 1)
+    order = jnp.argsort(group, stable=True)
+    results = compute(_permuted(x, order), is_own.sum(axis=0, dtype=jnp.int32))
+    places = jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), **_PERMUTED)
+    return _permuted(results, places)
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -101,7 +112,7 @@ def _permuted(x: jax.Array, places: jax.Array) -> jax.Array:
     return x.at[places].get(**_PERMUTED)
 
 
-def gated(kernels: tuple[Any, Any, Any], activation: Any, precision: Any) -> Compute:
+def gated(kernels: Sequence[Any], activation: Any, precision: Any) -> Compute:
     """Returns what experts of gated layers compute: `(activation(x @ gate) * (x @ up)) @ down`.
 
     Args:
