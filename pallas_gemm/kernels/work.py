@@ -170,6 +170,10 @@ class SumCoding(Coding):
         steps = lax.max(steps, jnp.int32(1))
         return Piece(row, col, group, jnp.int32(0), steps, first_k=first, end_k=end)
 
+    def piece(self, row: Any, col: Any) -> Piece:
+        """A piece of the first group."""
+        return Piece(row, col, jnp.int32(0))
+
 
 def aligned(first_k: Any) -> Any:
     """Where the loads of a group begin: operands stored [k, m] are read in rows of 8."""

@@ -419,7 +419,6 @@ class HopperConfig(GemmConfig):
         return (
             not self.pingpong
             and self.split_k == 1
-            and not problem.ragged_k
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2

@@ -324,7 +324,9 @@ def multiply(
     issue(slot, 0)
     kept, issued = ring.keep(plan, slot), 1
     for k, store_chunk in stores:
-        if k == issued:
+        if steps.count is not None and k >= issued:
+            kept = lax.fori_loop(issued, lax.min(k + 1, steps.count), advance, kept)
+        elif k == issued:
             kept = advance(jnp.int32(k), kept)
         elif k > issued:
             kept = lax.fori_loop(issued, k + 1, advance, kept)

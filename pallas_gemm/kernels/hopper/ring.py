@@ -56,7 +56,7 @@ def step(plan: HopperPlan, turn: Scalar, k: Scalar, kept: Scalar | None) -> tupl
 
 def keep(plan: HopperPlan, slot: Scalar) -> Scalar | None:
     """What a consumer keeps from step to step: its slot, or None if it divides."""
-    return None if plan.config.late_store else slot
+    return None if plan.config.late_store and not plan.own_steps else slot
 
 
 def last_slot(plan: HopperPlan, turn: Scalar, kept: Scalar | None) -> Scalar:
