@@ -4,14 +4,15 @@
     sums over groups    sizes ──▶ where each group is, the largest first ──▶ an order ──────┴▶ table
 
 A tile has rows of one group alone, so that the sizes say how many rows of tiles there are; their
-number has a bound (`GemmConfig.grid`), which is what the table has room for. XLA makes three small
-kernels of this: where groups end, the group of each word of the table, and the words.
+number has a bound (`GemmConfig.grid`), which is what the table has room for. XLA makes two small
+kernels of this: where groups end, and the table.
 """
 
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_gemm.config import GemmConfig
@@ -33,17 +34,23 @@ class Bounds(NamedTuple):
         rows: The row after the last one of each group.
         sizes: How many rows each has.
         tiles: The row of tiles after the last one of each group.
+        place: How many groups are larger than each, or as large and before it.
+        all_rows: How many rows all groups have together: the same for each.
+        all_tiles: How many rows of tiles, likewise.
     """
 
     rows: jax.Array
     sizes: jax.Array
     tiles: jax.Array
+    place: jax.Array
+    all_rows: jax.Array
+    all_tiles: jax.Array
 
 
 class Tiles(NamedTuple):
     """Rows of tiles: of each, its group, its first row, and the row after the last of its group.
 
-    What is beyond the last row of tiles counts as the last group's, of whose rows it has none.
+    What is beyond the last row of tiles has no rows.
     """
 
     group: jax.Array
@@ -51,36 +58,57 @@ class Tiles(NamedTuple):
     end: jax.Array
 
 
-class _Columns(NamedTuple):
+class _Cells(NamedTuple):
     """The columns of a table, for each worker: the number of its pieces, then words of each piece.
+
+    An axis more is that of groups, of which one says what a column holds: summed over it, a table
+    takes a single kernel, and the bounds of groups are read there and nowhere else.
 
     Attributes:
         worker: Whose they are.
         column: Which columns they are.
         place: Of each column, which place in the order the piece has.
         word: Which of its words.
+        group: Which group would have to say it.
     """
 
     worker: jax.Array
     column: jax.Array
     place: jax.Array
     word: jax.Array
+    group: jax.Array
 
     @classmethod
-    def of(cls, order: OnlineSchedule, workers: int, words: int) -> Self:
+    def of(cls, order: OnlineSchedule, workers: int, words: int, groups: int) -> Self:
         """Returns those of a table that has room for a whole order, and for one column more."""
-        shape = (workers, words * (-(-len(order) // workers) + PADDING) + 2)
-        worker, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        turn, word = jnp.divmod(jnp.maximum(column - 1, 0), words)
-        return cls(worker, column, worker + workers * turn, word)
+        width = words * (-(-len(order) // workers) + PADDING) + 2
+        shape = (workers, width, groups)
+        worker, column, group = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+        turn, word = np.divmod(np.maximum(np.arange(width, dtype=np.int32) - 1, 0), words)
+        turn, word = (lax.broadcast_in_dim(jnp.asarray(x), shape, (1,)) for x in (turn, word))
+        return cls(worker, column, worker + workers * turn, word, group)
 
-    def filled(self, pieces: Any, words: tuple[jax.Array, ...], last: jax.Array) -> jax.Array:
-        """Returns the table: pieces dealt in turn, and the same in every last column."""
-        workers, width = self.column.shape
-        count = (pieces - self.worker + workers - 1) // workers
-        table = jnp.where(self.column == 0, count, lax.select_n(self.word, *words))
-        last = lax.broadcast_in_dim(last, table.shape, ())
-        return jnp.where(self.column == width - 1, last, table)
+    def each(self, bounds: Bounds) -> Bounds:
+        """Returns the bounds, of each cell those of its group."""
+        shape = self.group.shape
+        return Bounds(*(lax.broadcast_in_dim(x, shape, (2,)) for x in bounds))
+
+    def table(self, own: Any, words: tuple[Any, ...], pieces: Any, last: Any) -> jax.Array:
+        """Returns the table: pieces dealt in turn, and the same in every last column.
+
+        Args:
+            own: Which cells are of the piece's group.
+            words: What each of these says for each word.
+            pieces: How many pieces there are.
+            last: What is in the last column.
+        """
+        workers, width, _ = self.group.shape
+        nothing, first = jnp.zeros_like(self.group), self.group == 0
+        count = lax.div(pieces - self.worker + (workers - 1), jnp.int32(workers))
+        cells = jnp.where(own, lax.select_n(self.word, *words), nothing)
+        cells = jnp.where(self.column == 0, jnp.where(first, count, nothing), cells)
+        cells = jnp.where(self.column == width - 1, jnp.where(first, last, nothing), cells)
+        return cells.sum(axis=2, dtype=jnp.int32)
 
 
 def order_operand(
@@ -99,15 +127,16 @@ def _told_rows(
     config: GemmConfig, problem: Problem, order: OnlineSchedule, workers: int, sizes: jax.Array
 ) -> jax.Array:
     """Returns the operand for rows in groups: only tiles that there are, in the order of these."""
-    height = config.out_tile(problem)[0] * config.cluster[0]
-    ends = bounds(sizes, problem.m, height)
-    rows, coding = jnp.minimum(ends.tiles[-1], order.grid[0]), work.GroupCoding()
-    columns = _Columns.of(order, workers, coding.words)
+    height, coding = config.out_tile(problem)[0] * config.cluster[0], work.GroupCoding()
+    cells = _Cells.of(order, workers, coding.words, problem.groups)
+    each = cells.each(bounds(sizes, problem.m, height))
+    rows = jnp.minimum(each.all_tiles, order.grid[0])
     # The row of tiles of a place past the end may be any.
-    row, col = order(columns.place, jnp.maximum(rows, 1))
-    tiles = tiles_of(ends, height, row)
-    words = coding.pack_group(tiles.group, col, tiles.first, jnp.minimum(tiles.end, problem.m))
-    return columns.filled(rows * order.grid[1], words, jnp.minimum(ends.rows[-1], problem.m))
+    row, col = _visited(order, cells.place, jnp.maximum(rows, 1))
+    own, first = _in_group(each, height, row)
+    words = coding.pack_group(cells.group, col, first, jnp.minimum(each.rows, problem.m))
+    last = jnp.minimum(each.all_rows, problem.m)
+    return cells.table(own, words, rows * order.grid[1], last)
 
 
 def _told_sums(
@@ -117,26 +146,23 @@ def _told_sums(
 
     The largest group comes first, so that what workers are dealt differs by a small one at most.
     """
-    ends, coding = bounds(sizes, problem.k, 1), work.SumCoding()
-    columns = _Columns.of(order, workers, coding.words)
-    stacked, col = order(columns.place)
-    place, row = jnp.divmod(stacked, config.grid(problem)[0])
-    group = _by_size(ends.sizes)[jnp.minimum(place, problem.batch - 1)]
-    end = ends.rows[group]
-    start = end - ends.sizes[group]
-    words = coding.pack_sum(row, col, group, *(jnp.minimum(x, problem.k) for x in (start, end)))
-    return columns.filled(len(order), words, jnp.minimum(ends.rows[-1], problem.k))
+    coding = work.SumCoding()
+    cells = _Cells.of(order, workers, coding.words, problem.batch)
+    each = cells.each(bounds(sizes, problem.k, 1))
+    stacked, col = _visited(order, cells.place)
+    height = jnp.int32(config.grid(problem)[0])
+    start, end = (jnp.minimum(x, problem.k) for x in (each.rows - each.sizes, each.rows))
+    words = coding.pack_sum(lax.rem(stacked, height), col, cells.group, start, end)
+    own = lax.div(stacked, height) == each.place
+    return cells.table(own, words, len(order), jnp.minimum(each.all_rows, problem.k))
 
 
-def _by_size(sizes: jax.Array) -> jax.Array:
-    """Returns the groups, the largest first."""
-    square = (sizes.shape[0],) * 2
-    own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
-    mine, others = (lax.broadcast_in_dim(sizes, square, (axis,)) for axis in (0, 1))
-    before = (others > mine) | ((others == mine) & (other < own))
-    place = before.sum(axis=1, dtype=jnp.int32)
-    here = lax.broadcast_in_dim(place, square, (1,)) == own
-    return jnp.where(here, other, jnp.zeros_like(other)).sum(axis=1, dtype=jnp.int32)
+def _visited(
+    order: OnlineSchedule, place: jax.Array, rows: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which tiles are at places of an order: without signs, a quotient is one operation."""
+    row, col = order(place.astype(jnp.uint32), None if rows is None else rows.astype(jnp.uint32))
+    return row.astype(jnp.int32), col.astype(jnp.int32)
 
 
 def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
@@ -149,30 +175,43 @@ def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
     sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
     square = (sizes.shape[0],) * 2
     own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
-
-    def counted(x: jax.Array) -> jax.Array:
-        return jnp.where(other <= own, lax.broadcast_in_dim(x, square, (1,)), jnp.zeros_like(own))
-
-    # One reduction of both is one kernel.
-    row_ends, tile_ends = lax.reduce(
-        (counted(sizes), counted(_tiles(sizes, height))),
-        (jnp.int32(0),) * 2,
-        lambda xs, ys: (xs[0] + ys[0], xs[1] + ys[1]),
+    mine, others = (lax.broadcast_in_dim(sizes, square, (axis,)) for axis in (0, 1))
+    before, nothing = other < own, jnp.zeros_like(own)
+    larger = (others > mine) | ((others == mine) & before)
+    tiles, until = _tiles(others, height), before | (other == own)
+    # One reduction of all is one kernel.
+    row_ends, tile_ends, place, all_rows, all_tiles = lax.reduce(
+        (
+            jnp.where(until, others, nothing),
+            jnp.where(until, tiles, nothing),
+            larger.astype(jnp.int32),
+            others,
+            tiles,
+        ),
+        (jnp.int32(0),) * 5,
+        lambda xs, ys: tuple(x + y for x, y in zip(xs, ys, strict=True)),
         (1,),
     )
-    return Bounds(row_ends, sizes, tile_ends)
+    return Bounds(row_ends, sizes, tile_ends, place, all_rows, all_tiles)
 
 
 def tiles_of(ends: Bounds, height: int, which: jax.Array) -> Tiles:
     """Returns rows of tiles by their numbers."""
     shape = (*which.shape, ends.tiles.shape[0])
-    each_group = lax.broadcast_in_dim(ends.tiles, shape, (which.ndim,))
-    is_before = each_group <= lax.broadcast_in_dim(which, shape, tuple(range(which.ndim)))
-    group = jnp.minimum(is_before.sum(axis=-1, dtype=jnp.int32), shape[-1] - 1)
-    end, size = ends.rows[group], ends.sizes[group]
-    tile = which - (ends.tiles[group] - _tiles(size, height))
-    return Tiles(group, end - size + tile * height, end)
+    each = Bounds(*(lax.broadcast_in_dim(x, shape, (which.ndim,)) for x in ends))
+    number = lax.broadcast_in_dim(which, shape, tuple(range(which.ndim)))
+    own, first = _in_group(each, height, number)
+    group = lax.broadcasted_iota(jnp.int32, shape, which.ndim)
+    found = (jnp.where(own, x, jnp.zeros_like(x)) for x in (group, first, each.rows))
+    return Tiles(*(x.sum(axis=-1, dtype=jnp.int32) for x in found))
+
+
+def _in_group(each: Bounds, height: int, which: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which of rows of tiles are each group's, and where these then begin."""
+    start = each.tiles - _tiles(each.sizes, height)
+    own = (start <= which) & (which < each.tiles)
+    return own, each.rows - each.sizes + (which - start) * height
 
 
 def _tiles(sizes: jax.Array, height: int) -> jax.Array:
-    return (sizes + (height - 1)) // height
+    return lax.div(sizes + (height - 1), jnp.int32(height))
