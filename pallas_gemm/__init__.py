@@ -30,6 +30,7 @@ from pallas_gemm.api.gemm import gated_gemm as gated_gemm
 from pallas_gemm.api.gemm import gemm as gemm
 from pallas_gemm.api.gemm import matmul as matmul
 from pallas_gemm.api.gemm import projections as projections
+from pallas_gemm.api.grouped import grouped_gemm as grouped_gemm
 from pallas_gemm.api.grouped import ragged_dot as ragged_dot
 from pallas_gemm.api.grouped import ragged_dot_general as ragged_dot_general
 from pallas_gemm.api.precompile import Precompiled as Precompiled

@@ -160,10 +160,10 @@ CASES = {
         config(),
         dataclasses.replace(GROUPS, transpose_a=True),
     ),
-    "groups with an epilogue": Case(
-        ("rows in groups have no epilogue",),
+    "groups with a residual": Case(
+        ("rows in groups have no residual",),
         config(),
-        dataclasses.replace(GROUPS, epilogue=Epilogue(bias=True)),
+        dataclasses.replace(GROUPS, epilogue=Epilogue(residual=True)),
     ),
     "groups with odd rows": Case(
         ("rows in groups need a result with rows of a multiple of 16 bytes", "got 4092 columns"),

@@ -1,5 +1,6 @@
 """Products of groups of rows: what mixture-of-experts layers are made of."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,18 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.api import arguments, request
+from pallas_gemm.api import arguments, extras, request
 from pallas_gemm.api.eager import compiled
-from pallas_gemm.kernels import element_types
+from pallas_gemm.api.gemm import Activation, Order
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped import grouped
+from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning.call import GroupedCall, Options
+from pallas_gemm.planning.call import GroupedCall, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.planning.xla_groups import ROWS
-from pallas_gemm.problem import element_type
+from pallas_gemm.problem import Epilogue, element_type
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
+OF_LAX = ("lhs", "rhs")
+BY_ITSELF = Options()
+GROUPED_GEMM = (
+    *("a", "b", "group_sizes", "up", "bias", "up_bias"),
+    *("row_scale", "col_scale", "up_scale"),
+)
+"""What of a function's arguments are arrays."""
 
 
 @compiled(*ARRAYS)
@@ -53,9 +64,7 @@ def ragged_dot(
         TypeError: The operands are of shapes or types that have no such product.
         ValueError: Sizes that are known while tracing are negative, or more than there are rows.
     """
-    for name, x, rank, like in (("lhs", lhs, 2, "[m, k]"), ("rhs", rhs, 3, "[groups, k, n]")):
-        if np.ndim(x) != rank:
-            raise TypeError(f"{name} must be {like}, got shape {list(np.shape(x))}")
+    _check_ranks(("lhs", lhs), ("rhs", rhs))
     given = (lhs, rhs, group_sizes, ROWS, precision, preferred_element_type)
     return _general(*given, group_offset, out_sharding)
 
@@ -97,6 +106,88 @@ def ragged_dot_general(
     return _general(*given, group_offset, out_sharding)
 
 
+@compiled(*GROUPED_GEMM)
+def grouped_gemm(  # noqa: PLR0913 - each is a keyword
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    up: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: Activation = None,
+    alpha: float | jax.Array = 1,
+    row_scale: jax.Array | None = None,
+    col_scale: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    transpose_b: bool = False,
+    schedule: Order = None,
+    config: GemmConfig | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes `activation(a @ b[group] + bias[group])`, rounded once: `ragged_dot` with more.
+
+    With everything that there is, the result is `activation(value) * up_value`, where `value` is
+    `alpha * row_scale[:, None] * col_scale * (a @ b[group]) + bias` and `up_value` the same of up,
+    `up_scale` and `up_bias`. Rows in no group are zeros.
+
+    Args:
+        a: The rows, `[m, k]`, those of a group together, one group after the other.
+        b: A matrix for each group, `[groups, k, n]`.
+        group_sizes: How many rows each group has.
+        up: A second matrix for each group, which makes the result a gated one.
+        bias: One value per column, `[n]`, or of each group, `[groups, n]`.
+        up_bias: The same for the product with `up`.
+        activation: As for `gemm`.
+        alpha: A number, or one for each group, `[groups]`.
+        row_scale: One value per row, `[m]`.
+        col_scale: As `bias`.
+        up_scale: As `bias`, for the product with `up`.
+        preferred_element_type: As for `gemm`.
+        precision: As for `gemm`.
+        transpose_b: The matrices are stored `[groups, n, k]`.
+        schedule: As for `gemm`, by name or an `OnlineSchedule`.
+        config: As for `gemm`.
+        implementation: As for `gemm`.
+
+    Returns:
+        The result, `[m, n]`.
+
+    Raises:
+        TypeError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
+        ValueError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
+    """
+    a, b, sizes = _arrays(a, b, group_sizes, ("a", "b"))
+    _check_ranks(("a", a), ("b", b))
+    transpose_b = arguments.flag("transpose_b", transpose_b)
+    _check(a, b, sizes, contracted=False, transposed=transpose_b, names=("a", "b"))
+    _check_values(group_sizes, a.shape[0])
+    for name, x in (("up_bias", up_bias), ("up_scale", up_scale)):
+        if up is None and x is not None:
+            raise ValueError(f"{name} has no meaning without up")
+    up = None if up is None else _up(up, b)
+    matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
+    given = Operands(a, b, up, bias, None, None, None, None, col_scale, up_scale, up_bias)
+    epilogue, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
+    row_scale = extras.vector("row_scale", row_scale, "m", matrices._replace(lead=()))
+    epilogue = dataclasses.replace(
+        epilogue, activation=activations.resolve(activation), row_scale=row_scale is not None
+    )
+    options = arguments.options(implementation, config, schedule)
+    call = _call(a, b, sizes, preferred_element_type, precision, options)
+    call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=epilogue)
+    named = taken._replace(row_scale=row_scale)
+    last = [getattr(named, name) for name in epilogue.operands]
+    operands = (a, b, *([] if up is None else [up]), sizes, *last)
+    types = {np.dtype(a.dtype), np.dtype(b.dtype)}
+    if element_types.why_no_kernel(types, call.out_dtype) or request.is_explicit(*operands):
+        return xla_groups.by_jax(call, *operands)
+    dispatch.check(call, signature_of(operands))
+    return grouped(call, *operands)
+
+
 def _general(
     lhs: Any,
     rhs: Any,
@@ -120,22 +211,27 @@ def _general(
     contracted, transposed = form
     _check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
     _check_values(group_sizes, lhs.shape[0])
-    resolved = precisions.resolve(precision)
-    dtype = arguments.result_type(lhs, rhs, preferred, lax.dot, resolved).dtype
     operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
-    call = GroupedCall(
-        dtype,
-        transpose_b=transposed,
-        precision=resolved,
-        options=Options(target=known_target(lhs, rhs, sizes)),
-        contracted=contracted,
-    )
+    call = _call(lhs, rhs, sizes, preferred, precision)
+    call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
     if element_types.why_no_kernel(operands, call.out_dtype) or request.is_explicit(lhs, rhs):
         return lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
     return grouped(call, lhs, rhs, sizes)
 
 
-def _arrays(lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Any, Any, Any]:
+def _call(
+    a: Any, b: Any, sizes: Any, preferred: Any, precision: Any, options: Options = BY_ITSELF
+) -> GroupedCall:
+    """Returns the call for operands of these types."""
+    resolved = precisions.resolve(precision)
+    options = dataclasses.replace(options, target=known_target(a, b, sizes))
+    dtype = arguments.result_type(a, b, element_type(preferred), lax.dot, resolved).dtype
+    return GroupedCall(dtype, precision=resolved, options=options)
+
+
+def _arrays(
+    lhs: Any, rhs: Any, group_sizes: Any, names: tuple[str, str] = OF_LAX
+) -> tuple[Any, Any, Any]:
     """Returns the operands as arrays.
 
     Raises:
@@ -144,7 +240,30 @@ def _arrays(lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Any, Any, Any]:
     sizes = arguments.array("group_sizes", group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers, got {sizes.dtype}")
-    return arguments.array("lhs", lhs), arguments.array("rhs", rhs), sizes
+    return arguments.array(names[0], lhs), arguments.array(names[1], rhs), sizes
+
+
+def _up(x: Any, b: Any) -> Any:
+    """Checks the second matrices: like the first.
+
+    Raises:
+        TypeError: They are of another shape or type.
+    """
+    x = arguments.array("up", x)
+    if (x.shape, x.dtype) != (b.shape, b.dtype):
+        raise TypeError(f"up must be as b, {b.dtype}{list(b.shape)}, got {x.dtype}{list(x.shape)}")
+    return x
+
+
+def _check_ranks(*operands: tuple[str, Any]) -> None:
+    """Checks that there are rows, and a matrix for each group.
+
+    Raises:
+        TypeError: There are not.
+    """
+    for (name, x), rank, like in zip(operands, (2, 3), ("[m, k]", "[groups, k, n]"), strict=True):
+        if np.ndim(x) != rank:
+            raise TypeError(f"{name} must be {like}, got shape {list(np.shape(x))}")
 
 
 def _form(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | None:
@@ -160,24 +279,33 @@ def _form(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | Non
     return None
 
 
-def _check(lhs: Any, rhs: Any, sizes: Any, *, contracted: bool, transposed: bool) -> None:
+def _check(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    *,
+    contracted: bool,
+    transposed: bool,
+    names: tuple[str, str] = OF_LAX,
+) -> None:
     """Checks shapes.
 
     Raises:
         TypeError: They have no such product.
     """
+    left, right = names
     if sizes.ndim != 1:
         raise TypeError(f"group_sizes must be [groups], got shape {list(sizes.shape)}")
     axes = (0, 0) if contracted else (1, 2 if transposed else 1)
     if lhs.shape[axes[0]] != rhs.shape[axes[1]]:
         raise TypeError(
-            "lhs and rhs must agree in the contracted size, got"
-            f" {lhs.shape[axes[0]]} in lhs{list(lhs.shape)} (dimension {axes[0]}) and"
-            f" {rhs.shape[axes[1]]} in rhs{list(rhs.shape)} (dimension {axes[1]})"
+            f"{left} and {right} must agree in the contracted size, got"
+            f" {lhs.shape[axes[0]]} in {left}{list(lhs.shape)} (dimension {axes[0]}) and"
+            f" {rhs.shape[axes[1]]} in {right}{list(rhs.shape)} (dimension {axes[1]})"
         )
     if not contracted and sizes.shape[0] != rhs.shape[0]:
         raise TypeError(
-            f"group_sizes must have a size for each group of rhs{list(rhs.shape)}, which are"
+            f"group_sizes must have a size for each group of {right}{list(rhs.shape)}, which are"
             f" {rhs.shape[0]}, got {sizes.shape[0]}"
         )
 

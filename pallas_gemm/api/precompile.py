@@ -22,7 +22,7 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
-from pallas_gemm.api.grouped import ragged_dot_general
+from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, compile_reports, targets
@@ -163,13 +163,16 @@ class _Product:
             pairs = [_Product(piece, self.extras, {}).operands() for piece in each]
             return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
         right = shape(problem.b_shape, problem.b_dtype)
-        if dispatch.in_groups(problem):
-            sizes = shape((problem.groups or problem.batch,), jnp.int32)
-            left = shape(problem.a_shape, problem.a_dtype)
-            return {"lhs": left, "rhs": right, "group_sizes": sizes}
-        found = {"a": shape(problem.a_shape, problem.a_dtype)}
-        found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
-        called = OF_GATE if self.extras.gated else {}
+        left = shape(problem.a_shape, problem.a_dtype)
+        if problem.ragged_k:
+            return {"lhs": left, "rhs": right, "group_sizes": shape((problem.batch,), jnp.int32)}
+        found = {"a": left}
+        if problem.groups:
+            found |= {"b": right} | ({"up": right} if self.extras.gated else {})
+            found["group_sizes"] = shape((problem.groups,), jnp.int32)
+        else:
+            found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
+        called = OF_GATE if "w_gate" in found else {}
         sizes = {"m": problem.m, "n": problem.n}
         for name in self.extras.operands:
             dtype = problem.added_dtype if name == "residual" else jnp.float32
@@ -182,13 +185,21 @@ class _Product:
         if self.problem.pieces:
             # JAX has put the names of the operands into another order.
             return sum_of_products(self._sum(), *(operands[name] for name in self.operands()))
-        if dispatch.in_groups(self.problem):
-            numbers = xla_groups.numbers(self.problem.ragged_k, self.problem.transpose_b)
-            left, right, sizes = (operands[name] for name in self.operands())
+        if self.problem.ragged_k:
             precision, dtype = self.options.get("precision"), self.problem.out_dtype
-            return ragged_dot_general(left, right, sizes, numbers, precision, dtype)
+            numbers = xla_groups.CONTRACTED
+            return ragged_dot_general(
+                **operands,
+                ragged_dot_dimension_numbers=numbers,
+                precision=precision,
+                preferred_element_type=dtype,
+            )
         multiply: Any = gated_gemm if self.extras.gated else gemm
         options = self.options
+        if self.problem.groups:
+            multiply = grouped_gemm
+            none = ("transpose_a", "beta")
+            options = {name: x for name, x in options.items() if name not in none}
         if self.problem.symmetric:
             multiply = symmetric_matmul
             kept = ("preferred_element_type", "alpha", "beta", *_HOW)

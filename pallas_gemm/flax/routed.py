@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.api.grouped import ragged_dot
-from pallas_gemm.kernels import activations
+from pallas_gemm.api.grouped import grouped_gemm
 
 ROUTER_PRECISION = "highest"
 """A GPU would round the operands of float32 products otherwise."""
@@ -118,14 +117,13 @@ def gated(kernels: Sequence[Any], activation: Any, precision: Any) -> Compute:
     Args:
         kernels: Of gate, up and down, a matrix for each expert.
         activation: As for `gemm`.
-        precision: As for `ragged_dot`.
+        precision: As for `gemm`.
     """
     gate, up, down = kernels
-    function = activations.resolve(activation) or (lambda x: x)
 
     def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        opened = function(ragged_dot(rows, gate, sizes, precision))
-        return ragged_dot(opened * ragged_dot(rows, up, sizes, precision), down, sizes, precision)
+        hidden = grouped_gemm(rows, gate, sizes, up=up, activation=activation, precision=precision)
+        return grouped_gemm(hidden, down, sizes, precision=precision)
 
     return compute
 

@@ -26,9 +26,9 @@ from pallas_gemm.planning.call import GroupedCall, signature_of
 grouped_p = core.Primitive("pallas_gemm_grouped")
 
 
-def grouped(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a product of groups."""
-    return grouped_p.bind(*equally_varying((a, b, sizes)), call=call)
+    return grouped_p.bind(*equally_varying(operands), call=call)
 
 
 @grouped_p.def_effectful_abstract_eval
@@ -46,6 +46,8 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, g
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall) -> tuple[Any, Any]:
+    if not call.epilogue.is_identity:
+        return _jvp_of_epilogue(call, primals, linear.changes(tangents))
     a, b, sizes = primals
     da, db, _ = linear.changes(tangents)
     result = linear.named(grouped(call, a, b, sizes))
@@ -53,6 +55,31 @@ def _jvp(primals: Any, tangents: Any, *, call: GroupedCall) -> tuple[Any, Any]:
     terms = [] if da is None else [grouped(plain, da, b, sizes)]
     terms += [] if db is None else [grouped(plain, a, db, sizes)]
     return result, linear.rounded_sum(terms, result)
+
+
+def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[Any, Any]:
+    """Derives a product with an epilogue as one without, and the pass that applies it.
+
+    What an activation, or a gate, is applied to has to be there, so that it is the result's type
+    and no product is computed twice; otherwise the result is the kernel's.
+    """
+    is_affine = call.epilogue.activation is None and not call.epilogue.gated
+    places = [place for place, change in enumerate(moved) if change is not None]
+
+    def alone(*own: jax.Array) -> jax.Array:
+        operands = list(given)
+        for place, x in zip(places, own, strict=True):
+            operands[place] = x
+        dtype = None if is_affine else call.out_dtype
+        return xla_groups.finished(call, _plainly, *operands, dtype=dtype)
+
+    changes = [moved[place] for place in places]
+    result, change = jax.jvp(alone, [given[place] for place in places], changes)
+    return linear.named(grouped(call, *given) if is_affine else result), change
+
+
+def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
+    return grouped(call.plain(call.out_dtype), *operands)
 
 
 def _transpose(cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall) -> list[Any]:

@@ -219,8 +219,9 @@ class GroupedCall(Call):
         rows in groups    a[m, k] @ b[group of the row, k, n]         [m, n]
         k in groups       a[rows of the group].T @ b[the same]        [groups, m, n]
 
-    The operands are a, b (stored `[groups, n, k]` if it is transposed) and the sizes. Rows that are
-    in no group are zeros in the result, or no part of it.
+    The operands are a, b (stored `[groups, n, k]` if it is transposed), up if it is gated, the
+    sizes, and what the epilogue takes: what has values of columns, or none, may have a group's own,
+    one dimension more. Rows that are in no group are zeros in the result, or no part of it.
 
     Attributes:
         contracted: The groups are of what is contracted: both operands are stored with it first.
@@ -228,9 +229,22 @@ class GroupedCall(Call):
 
     contracted: bool = False
 
+    def unpack(self, operands: Sequence[Any]) -> Operands:
+        """Gives each operand but the sizes its name."""
+        return super().unpack((*operands[: self._factors], *operands[self._factors + 1 :]))
+
+    def sizes(self, operands: Sequence[Any]) -> Any:
+        """Returns the sizes of the groups among the operands."""
+        return operands[self._factors]
+
+    @property
+    def _factors(self) -> int:
+        return 3 if self.epilogue.gated else 2
+
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
-        (a_shape, a_dtype), (b_shape, b_dtype), ((groups,), _) = signature
+        (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
+        ((groups,), _) = self.sizes(signature)
         types = {"a_dtype": a_dtype, "b_dtype": b_dtype, "out_dtype": self.out_dtype}
         if self.contracted:
             return Problem(
@@ -243,7 +257,8 @@ class GroupedCall(Call):
                 ragged_k=True,
             )
         m, n = self.matrix_shape(a_shape, b_shape)
-        return Problem(*(m, n, a_shape[1]), **types, transpose_b=self.transpose_b, groups=groups)
+        form = {"transpose_b": self.transpose_b, "epilogue": self.epilogue}
+        return Problem(*(m, n, a_shape[1]), **types, **form, groups=groups)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,30 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
-from pallas_gemm.planning import heuristics, precision, prediction, tables, xla, xla_faster
+from pallas_gemm.planning import (
+    heuristics,
+    precision,
+    prediction,
+    tables,
+    xla,
+    xla_faster,
+    xla_groups,
+)
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
-from pallas_gemm.planning.call import Call, Options, Signature, SymmetricCall
+from pallas_gemm.planning.call import (
+    NO_EPILOGUE,
+    Call,
+    GroupedCall,
+    Options,
+    Signature,
+    SymmetricCall,
+)
 from pallas_gemm.planning.realign import Realigned, realign
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -270,10 +286,16 @@ def _realigned(
     (_, a_dtype), (_, b_dtype), *_ = signature
     if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
         return (why,)
+    unfused = activations.kernel_refusal(call.epilogue.activation)
     if in_groups(problem := call.problem(signature)):
         # Nothing is done to such operands: what is copied would be as much as XLA does.
-        return tuple(architecture.problem_refusals(problem, device)) or Realigned(problem)
-    unfused = activations.kernel_refusal(call.epilogue.activation)
+        refused = (unfused,) if unfused else tuple(architecture.problem_refusals(problem, device))
+        bare = dataclasses.replace(problem, epilogue=NO_EPILOGUE, out_dtype=_sums(call, signature))
+        if not refused:
+            return Realigned(problem)
+        if problem.epilogue.is_identity or architecture.problem_refusals(bare, device):
+            return refused
+        return Realigned(bare, unfused="; ".join(refused))
     reasons: list[str] = []
     for fused in (True, False):
         # Operands in pieces have no epilogue.
@@ -290,8 +312,11 @@ def _realigned(
 
 def sums_only(call: Call, signature: Signature) -> Call:
     """Returns the call for the sums that XLA applies an epilogue to."""
-    wide = xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
-    return call.sums(wide)
+    return call.sums(_sums(call, signature))
+
+
+def _sums(call: Call, signature: Signature) -> np.dtype:
+    return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
 
 
 def _config(
@@ -358,7 +383,10 @@ def implement(decision: Decision, call: Call) -> Callable[..., Any]:
     simulator = decision.implementation == "interpret" and _simulator()
     realigned = plan.realigned
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
-    if decision.problem.pieces or in_groups(decision.problem):
+    if isinstance(call, GroupedCall):
+        whole = realigned.unfused is None
+        return kernel if whole else functools.partial(_unfused_groups, call, kernel)
+    if decision.problem.pieces:
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)
@@ -378,6 +406,10 @@ def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *oper
             sums.append(realigned.restore(kernel(ready.a, ready.b)))
     result = sums[0] if call.epilogue.is_identity else xla.finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
+
+
+def _unfused_groups(call: GroupedCall, kernel: Callable[..., Any], *operands: Any) -> Any:
+    return xla_groups.finished(call, lambda _, *factors: kernel(*factors), *operands)
 
 
 def in_groups(problem: Problem) -> bool:

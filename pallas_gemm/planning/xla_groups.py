@@ -5,6 +5,7 @@ operand; here each row is multiplied once. It is what the program does where no 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import GroupedCall
+from pallas_gemm.planning.call import DIMENSIONS, GroupedCall, Operands
+
+Products = Callable[..., jax.Array]
+"""Takes a call without an epilogue, a, b and the sizes."""
 
 SHORTEST, LONGEST = 128, 1024
 """Rows of a tile: about as many as a group has, if it is as long as others."""
@@ -30,8 +34,71 @@ def numbers(contracted: bool, transpose_b: bool) -> lax.RaggedDotDimensionNumber
     return TRANSPOSED if transpose_b else ROWS
 
 
-def by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+def by_jax(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a call by JAX's own function."""
+    return finished(call, _by_jax, *operands)
+
+
+def by_tiles(call: GroupedCall, *operands: jax.Array) -> jax.Array:
+    """Computes a call tile by tile."""
+    return finished(call, _by_tiles, *operands)
+
+
+def finished(
+    call: GroupedCall, products: Products, *operands: jax.Array, dtype: Any = None
+) -> jax.Array:
+    """Computes a call from products without an epilogue, which one pass over them applies.
+
+    Args:
+        call: What is computed.
+        products: Computes a call without an epilogue from a, b and the sizes.
+        *operands: Of the call.
+        dtype: Type of the products; None for that of sums.
+    """
+    if call.epilogue.is_identity:
+        return products(call, *operands)
+    given, sizes = call.unpack(operands), call.sizes(operands)
+    wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
+    plain = call.sums(wide if dtype is None else dtype)
+    sums = [products(plain, given.a, b, sizes) for b in (given.b, given.up) if b is not None]
+    (rows, _), (groups,) = sums[0].shape, sizes.shape
+    ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).rows, (rows, groups), (1,))
+    is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
+    group = is_before.sum(axis=1, dtype=jnp.int32)
+    values = xla.finish(call.epilogue, sums, _of_rows(given, jnp.minimum(group, groups - 1)))
+    is_any = lax.broadcast_in_dim(group < groups, values.shape, (0,))
+    return jnp.where(is_any, values, jnp.zeros_like(values)).astype(call.out_dtype)
+
+
+def _of_rows(given: Operands, group: jax.Array) -> Operands:
+    """Returns operands with what each group has of its own as what its rows have."""
+    found = {}
+    for name in ("alpha", "col_scale", "bias", "up_scale", "up_bias"):
+        x = getattr(given, name)
+        if x is not None and x.ndim > len(DIMENSIONS[name]):
+            of_row = _taken(x, group)
+            found[name] = of_row if of_row.ndim == 2 else lax.expand_dims(of_row, (1,))
+    return given._replace(**found)
+
+
+@jax.custom_jvp
+def _taken(x: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns what the group of each row has.
+
+    As a derivative it is a product, for the other way round it is a sum: rows would be added up one
+    by one.
+    """
+    return x[group]
+
+
+@_taken.defjvp
+def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, group), (change, _) = primals, tangents
+    is_own = jax.nn.one_hot(group, x.shape[0], dtype=change.dtype)
+    return _taken(x, group), jnp.matmul(is_own, change, precision="highest")
+
+
+def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(
         *(a, b, sizes, numbers(call.contracted, call.transpose_b)),
         precision=call.precision,
@@ -39,10 +106,9 @@ def by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> j
     )
 
 
-def by_tiles(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Computes a call tile by tile."""
+def _by_tiles(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
     if any(is_symbolic_dim(size) for size in (*a.shape, *b.shape)):
-        return by_jax(call, a, b, sizes)
+        return _by_jax(call, a, b, sizes)
     problem = call.problem(((a.shape, a.dtype), (b.shape, b.dtype), (sizes.shape, sizes.dtype)))
     wide = xla.wide_dtype(a.dtype, b.dtype, call.out_dtype)
     result = jnp.zeros(problem.out_shape, wide if call.contracted else call.out_dtype)

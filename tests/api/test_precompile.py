@@ -165,12 +165,17 @@ def test_products_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
         return pallas_gemm.ragged_dot(rows, matrices, sizes).astype(jnp.float32).sum()
 
+    def gated(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        options: Any = {"activation": "silu", "bias": jnp.ones((4, 256)), "up": matrices}
+        return pallas_gemm.grouped_gemm(rows, matrices, sizes, **options)
+
     shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 256), jnp.bfloat16), ((4,), jnp.int32)
     seen = _recorded(monkeypatch)
+    given = [jax.ShapeDtypeStruct(*own) for own in shapes]
     with pallas_gemm.target("h200"):
-        told = explain(jax.grad(loss, (0, 1)), *(jax.ShapeDtypeStruct(*own) for own in shapes))
-    problems = [decision.problem for decision in told.products]
-    assert len(set(problems)) == 3
+        told = explain(jax.grad(loss, (0, 1)), *given).products + explain(gated, *given).products
+    problems = [decision.problem for decision in told]
+    assert len(set(problems)) == 4
     done = precompile(problems, "h200")
     assert [product.decision.problem for product in done] == problems
     assert {decision.problem for _, decision in seen} == set(problems)

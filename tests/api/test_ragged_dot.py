@@ -25,6 +25,27 @@ def test_the_arguments_are_those_of_jax(name):
 
 
 @pytest.mark.parametrize(
+    ("extras", "error", "words"),
+    [
+        ({"up": RHS[:, :, :2]}, TypeError, r"up must be as b, float32\[2, 8, 4\], got .*8, 2\]"),
+        ({"up_bias": jnp.ones(4)}, ValueError, "up_bias has no meaning without up"),
+        ({"bias": jnp.ones(3)}, ValueError, r"bias must have .* \[4\] or \[2, 4\], got \[3\]"),
+        ({"row_scale": jnp.ones((2, 6))}, ValueError, r"row_scale must .* \[6\], got \[2, 6\]"),
+        ({"alpha": jnp.ones(3)}, ValueError, r"alpha must be a number or .* \[2\], .* got \[3\]"),
+        ({"activation": "relux"}, ValueError, "did you mean 'relu'"),
+        (
+            {"transpose_b": True},
+            TypeError,
+            r"a and b must agree .* 4 in b\[2, 8, 4\] \(dimension 2\)",
+        ),
+    ],
+)
+def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
+    with pytest.raises(error, match=words):
+        pallas_gemm.grouped_gemm(LHS, RHS, SIZES, **extras)
+
+
+@pytest.mark.parametrize(
     ("operands", "error", "words"),
     [
         ((LHS[0], RHS, SIZES), TypeError, r"lhs must be \[m, k\], got shape \[8\]"),

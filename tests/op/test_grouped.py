@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_gemm import explain, ragged_dot, ragged_dot_general, target
-from pallas_gemm.op.grouped import grouped
-from pallas_gemm.planning.call import GroupedCall, Options
+from pallas_gemm import explain, grouped_gemm, ragged_dot, ragged_dot_general, target
+from pallas_gemm.planning.dispatch import Decision
 from tests import reference
 
 M, K, N, GROUPS = 300, 24, 40, 4
@@ -172,16 +171,96 @@ def test_a_kernel_computes_groups_on_a_hopper_gpu():
     assert told.products[1].problem.ragged_k
 
 
-def test_the_kernel_is_simulated():
+EXTRAS = {
+    "up": _integers(GROUPS, K, N, seed=3),
+    "bias": _integers(GROUPS, N, seed=4),
+    "up_bias": _integers(N, seed=5),
+    "col_scale": _integers(GROUPS, N, seed=6),
+    "up_scale": _integers(N, seed=7),
+    "row_scale": _integers(M, seed=8),
+    "alpha": _integers(GROUPS, seed=9),
+}
+"""What all groups share, and what each has of its own."""
+
+
+def _finished(sizes: Any, lhs: Any, rhs: Any, extras: Any) -> jax.Array:
+    """The result with everything that there is, every row by every group."""
+    group = _group_of(sizes)
+    of_row = {n: x[np.minimum(group, GROUPS - 1)] for n, x in extras.items() if len(x) == GROUPS}
+    named = extras | of_row
+    factor = named["alpha"][:, None] * named["row_scale"][:, None]
+
+    def value(matrices: Any, scale: Any, bias: Any) -> jax.Array:
+        sums = jnp.einsum("mk,gkn->gmn", lhs, matrices)[np.minimum(group, GROUPS - 1), np.arange(M)]
+        return factor * jnp.broadcast_to(scale, sums.shape) * sums + bias
+
+    gate = value(rhs, named["col_scale"], named["bias"])
+    up = value(extras["up"], named["up_scale"], jnp.broadcast_to(named["up_bias"], gate.shape))
+    return jnp.where((group < GROUPS)[:, None], jax.nn.relu(gate) * up, 0)
+
+
+def test_an_epilogue_and_its_gradients_are_exact():
+    sizes = SIZES["uneven"]
+
+    @jax.jit
+    def both(lhs: Any, rhs: Any, extras: Any) -> Any:
+        def ours(lhs: Any, rhs: Any, extras: Any) -> Any:
+            return grouped_gemm(lhs, rhs, jnp.array(sizes), activation="relu", **extras)
+
+        def stock(*operands: Any) -> Any:
+            return _finished(sizes, *operands)
+
+        return [(f(lhs, rhs, extras), jax.vjp(f, lhs, rhs, extras)[1](G)) for f in (ours, stock)]
+
+    jax.tree.map(np.testing.assert_array_equal, *both(LHS, RHS, EXTRAS))
+
+
+def test_the_kernel_is_simulated_with_everything_that_follows():
     lhs, rhs, _ = _poisoned(sizes := SIZES["uneven"])
-    call = GroupedCall(jnp.bfloat16, options=Options(implementation="interpret"))
-    # The right operand of the kernel has a multiple of 64 columns.
-    wide = jnp.pad(rhs, ((0, 0), (0, 0), (0, 64 - N))).astype(jnp.bfloat16)
-    out = jax.jit(functools.partial(grouped, call))(
-        lhs.astype(jnp.bfloat16), wide, jnp.array(sizes)
-    )
-    expected = _exact(sizes, LHS, RHS, G)[0]
-    np.testing.assert_array_equal(out[:, :N].astype(jnp.float32), expected)
+
+    def wide(x: Any) -> jax.Array:
+        # The right operand of the kernel has a multiple of 64 columns.
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, 64 - N)])
+
+    extras = {n: wide(x) if x.shape[-1] == N else x for n, x in EXTRAS.items()}
+    extras["up"] = extras["up"].astype(jnp.bfloat16)
+    options: Any = {"activation": "relu", "implementation": "interpret"}
+    matrices = wide(rhs).astype(jnp.bfloat16)
+    out = grouped_gemm(lhs.astype(jnp.bfloat16), matrices, jnp.array(sizes), **extras, **options)
+    expected = _finished(sizes, LHS, RHS, EXTRAS)
+    np.testing.assert_array_equal(out[:, :N], expected.astype(jnp.bfloat16))
+
+
+def _unfused(decision: Decision) -> str | None:
+    """Why XLA applies the epilogue."""
+    assert decision.plan is not None
+    return decision.plan.realigned.unfused
+
+
+def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two():
+    shape = jax.ShapeDtypeStruct
+    rows, matrices = shape((4096, 1024), jnp.bfloat16), shape((8, 1024, 2048), jnp.bfloat16)
+    given = rows, matrices, matrices, shape((8, 2048), jnp.float32), shape((8,), jnp.int32)
+
+    def multiply(activation: Any, *given: Any) -> Any:
+        a, b, up, bias, sizes = given
+        return grouped_gemm(a, b, sizes, up=up, bias=bias, activation=activation)
+
+    def loss(*given: Any) -> Any:
+        return multiply("silu", *given).astype(jnp.float32).sum()
+
+    with target("h200"):
+        [alone] = explain(functools.partial(multiply, "silu"), *given).products
+        derived = explain(jax.grad(loss, (0, 1, 2, 3)), *given).products
+        # What the kernel cannot apply, XLA does, in one pass.
+        [left] = explain(functools.partial(multiply, jax.scipy.special.gammaln), *given).products
+    assert alone.problem.epilogue.parts == ("bias", "gated", "silu")
+    assert (alone.implementation, _unfused(alone)) == ("hopper", None)
+    grouped = [own for own in derived if own.problem.groups or own.problem.ragged_k]
+    assert len(grouped) == 6
+    assert {own.implementation for own in grouped} == {"hopper"}
+    assert left.implementation == "hopper"
+    assert "lgamma" in str(_unfused(left))
 
 
 @pytest.mark.gpu("hopper")
@@ -208,3 +287,28 @@ def test_the_kernel_is_exact_whatever_is_in_no_group(sizes):
     for own, exact in zip(_step(lhs, rhs, jnp.array(sizes), g), expected, strict=True):
         # All of these sums are exact in bfloat16, or rounded once.
         np.testing.assert_array_equal(own, jnp.asarray(exact, jnp.bfloat16))
+
+
+@pytest.mark.gpu("hopper")
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_the_kernel_applies_what_follows_on_a_gpu(gated):
+    sizes = (257, 0, 63, 1, 64, 400)
+    shapes = {"bias": (6, 320), "col_scale": (6, 320), "row_scale": (800,), "alpha": (6,)}
+    extras = {name: _integers(*shape, seed=len(name)) for name, shape in shapes.items()}
+    lhs, rhs, up = (_integers(*shape) for shape in [(800, 192), (6, 192, 320), (6, 192, 320)])
+    group = _group_of(sizes, 800)
+    of_row = {n: x[np.minimum(group, 5)] for n, x in extras.items() if n != "row_scale"}
+    plain = _exact(sizes, lhs, rhs, jnp.zeros((800, 320)))[0]
+    factor = (of_row["alpha"] * extras["row_scale"])[:, None] * of_row["col_scale"]
+    expected = np.maximum(factor * plain + of_row["bias"], 0)
+    if gated:
+        extras["up"] = up.astype(jnp.bfloat16)
+        second = _exact(sizes, lhs, up, jnp.zeros((800, 320)))[0]
+        expected = expected * (of_row["alpha"] * extras["row_scale"])[:, None] * second
+    expected = np.where((group < 6)[:, None], expected, 0)
+    lhs = lhs.at[group == 6].set(jnp.nan)
+    multiply = jax.jit(functools.partial(grouped_gemm, activation="relu"))
+    given = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), jnp.array(sizes)
+    assert "mosaic_gpu" in multiply.lower(*given, **extras).as_text()
+    out = multiply(*given, **extras)
+    np.testing.assert_array_equal(out, jnp.asarray(expected, jnp.float32).astype(jnp.bfloat16))

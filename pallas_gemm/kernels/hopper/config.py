@@ -517,8 +517,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
 def _grouped_refusals(problem: Problem) -> Iterator[str]:
     if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.pieces:
         yield "rows in groups are those of one left operand stored [m, k]"
-    if not problem.epilogue.is_identity:
-        yield "rows in groups have no epilogue"
+    if problem.epilogue.residual:
+        yield "rows in groups have no residual"
     if not stored_by_tma(problem):
         yield (
             "rows in groups need a result with rows of a multiple of 16 bytes, got"
