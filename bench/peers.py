@@ -5,6 +5,7 @@ way to compute the case, or several of which the fastest is taken. Only what is 
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_gemm
-from bench import workers
+from bench import jax_ragged, workers
 from bench.products import Formula, Operands, Results, formula, operand_shapes, plain
 from bench.shapes import Case
 from bench.workers import Program
@@ -151,7 +152,7 @@ class Kernel(JaxPeer):
 
     def refusal(self, case: Case) -> str | None:
         """Returns why no configuration can compute the case, or None."""
-        if case.epilogue != "none" or case.direction != "forward":
+        if case.epilogue != "none" or case.direction != "forward" or case.groups:
             return "a bare product only"
         reasons = [config.refusals(case.problem, self._device) for config in self._configs(case)]
         if not reasons:
@@ -172,7 +173,7 @@ class Kernel(JaxPeer):
 
 
 class JaxHopper(JaxPeer):
-    """The Hopper example kernel that ships with JAX, the best of a grid of its own configs."""
+    """The Hopper example kernels that ship with JAX, the best of a grid of their own configs."""
 
     name = "jax"
 
@@ -181,10 +182,13 @@ class JaxHopper(JaxPeer):
 
     def absent(self) -> str | None:
         """Returns why it cannot be used here, or None."""
-        return missing("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", "jax")
+        modules = ("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", *jax_ragged.MODULES)
+        return next(filter(None, (missing(module, "jax") for module in modules)), None)
 
     def refusal(self, case: Case) -> str | None:
         """Returns why it cannot compute a case, or None."""
+        if case.groups:
+            return jax_ragged.refusal(case, full=self._full_grid)
         if case.dtype not in ("bf16", "f16"):
             return "16-bit types only"
         if case.layout != "NN" or case.batch > 1:
@@ -195,6 +199,14 @@ class JaxHopper(JaxPeer):
 
     def candidates(self, case: Case) -> Sequence[Candidate]:
         """Returns a candidate for each of its configs that divides the case."""
+        if case.groups:
+            return [
+                Candidate.of(
+                    choice.label,
+                    Program(jax_ragged.formula, (case, choice), (operand_shapes(case),)),
+                )
+                for choice in jax_ragged.choices(case, full=self._full_grid)
+            ]
         choices = [choice for choice in self._grid(case) if choice.divides(case)]
         # What its kernel would ask this process's device.
         sms = getattr(jax.devices()[0], "core_count", None)
@@ -306,6 +318,8 @@ class Torch:
 
     def refusal(self, case: Case) -> str | None:
         """Returns why it cannot compute a case, or None."""
+        if case.groups and case.dtype != "bf16":
+            return "its grouped product takes bfloat16 only"
         if case.dtype not in ("bf16", "f16", "f32"):
             return "its @ takes no 8-bit types"
         return None
@@ -320,7 +334,11 @@ class Torch:
 
         # XLA multiplies float32 in TF32 unless told otherwise; so does torch then.
         torch.backends.cuda.matmul.allow_tf32 = True
-        return {name: torch.from_dlpack(x) for name, x in operands.items()}
+        tensors = {name: torch.from_dlpack(x) for name, x in operands.items()}
+        if "sizes" in tensors:
+            # It takes where groups end.
+            tensors["ends"] = torch.cumsum(tensors["sizes"], 0, dtype=torch.int32)
+        return tensors
 
     def wait(self, results: Any) -> None:  # noqa: ARG002 - waits for everything
         """Returns when all that was launched has been computed."""
@@ -341,6 +359,10 @@ class Triton(Torch):
     def absent(self) -> str | None:
         """Returns why it cannot be used here, or None."""
         return super().absent() or missing("triton", "triton")
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        return "no groups" if case.groups else super().refusal(case)
 
     def candidates(self, case: Case) -> Sequence[Candidate]:
         """Returns the compiled program; its first call autotunes, which takes a while."""
@@ -370,7 +392,7 @@ class Quack(Torch):
         """Returns why it cannot compute a case, or None."""
         if case.dtype not in ("bf16", "f16"):
             return "16-bit types only"
-        if case.epilogue != "none" or case.direction != "forward":
+        if case.epilogue != "none" or case.direction != "forward" or case.groups:
             return "a bare product only"
         aligned = all(shape.shape[-1] % 8 == 0 for shape in operand_shapes(case).values())
         return None if aligned and case.n % 8 == 0 else "rows must be multiples of 16 bytes"
@@ -426,6 +448,10 @@ def compiled(compute: Callable[[Operands], Results], case: Case) -> Runner:
 def fused(case: Case) -> Callable[[Operands], Results]:
     """Returns a case as a user of `pallas_gemm` writes it, with the epilogue in the call."""
     op: Any = pallas_gemm
+    if case.groups:
+        dtype, transposed = case.problem.out_dtype, case.problem.transpose_b
+        options = {"preferred_element_type": dtype, "transpose_b": transposed}
+        return formula(case, functools.partial(op.grouped_gemm, **options))
     where: dict[str, Any] = {
         "transpose_a": case.problem.transpose_a,
         "transpose_b": case.problem.transpose_b,
@@ -450,6 +476,11 @@ def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a case as a user of torch writes it."""
     torch = _torch()
 
+    def multiply(operands: Mapping[str, Any], a: Any, b: Any) -> Any:
+        if case.groups:
+            return torch._grouped_mm(a, b, offs=operands["ends"])  # noqa: SLF001 - its only name
+        return torch.matmul(a, b)
+
     def forward(operands: Mapping[str, Any]) -> Any:
         a, b = _upright_tensors(case, operands["a"], operands["b"])
         match case.epilogue:
@@ -463,12 +494,12 @@ def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
             case "swiglu":
                 gate = torch.nn.functional.silu(torch.matmul(a, b))
                 return gate * torch.matmul(a, _upright_tensors(case, a, operands["up"])[1])
-        return torch.matmul(a, b)
+        return multiply(operands, a, b)
 
     def backward(operands: Mapping[str, Any]) -> tuple[Any, Any]:
         a, b = _upright_tensors(case, operands["a"], operands["b"])
-        by_a = torch.matmul(operands["cotangent"], b.mT)
-        by_b = torch.matmul(a.mT, operands["cotangent"])
+        by_a = multiply(operands, operands["cotangent"], b.mT)
+        by_b = multiply(operands, a.mT, operands["cotangent"])
         # As the operands are stored.
         return (
             by_a.mT if case.problem.transpose_a else by_a,

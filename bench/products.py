@@ -1,9 +1,11 @@
 """What a case computes: its operands, its formula in plain JAX, and whether a result is right."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from bench.shapes import Case
 from pallas_gemm.tuning import accuracy
@@ -27,6 +29,8 @@ def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["residual"] = (problem.out_shape, out)
     if case.epilogue == "swiglu":
         shapes["up"] = (problem.b_shape, b)
+    if case.groups:
+        shapes["sizes"] = ((case.groups,), jnp.int32)
     if case.direction != "forward":
         shapes["cotangent"] = (problem.out_shape, out)
     return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
@@ -38,11 +42,14 @@ def operand_bytes(case: Case) -> int:
 
 
 def make_operands(case: Case, key: jax.Array) -> Operands:
-    """Returns operands drawn from N(0, 1), for the power that a GPU draws depends on its data."""
+    """Returns operands drawn from N(0, 1), for the power that a GPU draws depends on its data.
+
+    Sizes of groups are the case's.
+    """
     shapes = operand_shapes(case)
     keys = jax.random.split(key, len(shapes))
     return {
-        name: normal(key, shape.shape, shape.dtype)
+        name: jnp.asarray(case.sizes) if name == "sizes" else normal(key, shape.shape, shape.dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -50,8 +57,10 @@ def make_operands(case: Case, key: jax.Array) -> Operands:
 def plain(case: Case) -> Formula:
     """Returns what a user of JAX would write, to be put under `jax.jit`."""
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.matmul(*_upright(case, a, b), preferred_element_type=case.problem.out_dtype)
+    def product(a: jax.Array, b: jax.Array, *sizes: jax.Array) -> jax.Array:
+        multiply: Callable[..., jax.Array] = lax.ragged_dot if case.groups else jnp.matmul
+        dtype = case.problem.out_dtype
+        return multiply(*_upright(case, a, b), *sizes, preferred_element_type=dtype)
 
     return formula(case, product)
 
@@ -59,18 +68,42 @@ def plain(case: Case) -> Formula:
 def exact(case: Case) -> Formula:
     """Returns the reference: everything in float32 (integers in int32), and not rounded."""
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.matmul(*_upright(case, a, b), precision="highest")
+    def product(a: jax.Array, b: jax.Array, *sizes: jax.Array) -> jax.Array:
+        multiply = _by_groups if case.groups else jnp.matmul
+        return multiply(*_upright(case, a, b), *sizes, precision="highest")
 
     compute = formula(case, product)
     return lambda operands: compute(accuracy.widened(operands))
 
 
-def formula(case: Case, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Formula:
-    """Returns a case's formula on top of a matrix multiply of two operands as they are stored."""
+def _by_groups(a: jax.Array, b: jax.Array, sizes: jax.Array, precision: Any) -> jax.Array:
+    """Computes a product of groups, group by group: all rows by its matrix, and its own count."""
+    ends = jnp.cumsum(sizes)
+    row = lax.broadcasted_iota(ends.dtype, (a.shape[0], 1), 0)
+
+    # What is derived computes its rows anew, for those of all groups would fill the memory.
+    @jax.checkpoint
+    def add(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        matrix, size, end = group
+        is_own = (end - size <= row) & (row < end)
+        rows = jnp.where(is_own, a, jnp.zeros_like(a))
+        return total + jnp.matmul(rows, matrix, precision=precision), None
+
+    shape = (a.shape[0], b.shape[2])
+    return lax.scan(add, jnp.zeros(shape, a.dtype), (b, sizes, ends))[0]
+
+
+def formula(case: Case, product: Callable[..., jax.Array]) -> Formula:
+    """Returns a case's formula on top of a matrix multiply of two operands as they are stored.
+
+    Args:
+        case: What to compute.
+        product: Takes both operands, and the sizes of groups if there are any.
+    """
 
     def forward(operands: Operands) -> jax.Array:
-        total = product(operands["a"], operands["b"])
+        sizes = [operands["sizes"]] if case.groups else []
+        total = product(operands["a"], operands["b"], *sizes)
         match case.epilogue:
             case "bias":
                 return total + operands["bias"][None]
@@ -85,7 +118,9 @@ def formula(case: Case, product: Callable[[jax.Array, jax.Array], jax.Array]) ->
     def run(operands: Operands) -> Results:
         if case.direction == "forward":
             return (forward(operands),)
-        result, pull = jax.vjp(product, operands["a"], operands["b"])
+        result, pull = jax.vjp(
+            lambda a, b: forward(operands | {"a": a, "b": b}), operands["a"], operands["b"]
+        )
         gradients = pull(operands["cotangent"].astype(result.dtype))
         return gradients if case.direction == "backward" else (result, *gradients)
 

@@ -7,6 +7,8 @@ The text of a case is `MxNxK`, followed by what is not the default:
     2048x2048x128:b32:f16        a batch of 32, in f16
     8192x8192x8192:bias_gelu     with an epilogue
     8192x8192x8192:backward      the gradients of both operands
+    16384x4096x4096:g8           rows in 8 groups, each with a right operand of its own
+    16384x4096x4096:g8:zipf      of which group r has 1/r of the rows
 """
 
 import dataclasses
@@ -35,6 +37,7 @@ DTYPES: Mapping[str, tuple[Any, Any]] = MappingProxyType(
 LAYOUTS = ("NN", "NT", "TN", "TT")
 EPILOGUES = ("none", "bias", "bias_gelu", "residual", "swiglu")
 DIRECTIONS = ("forward", "backward", "both")
+ROUTINGS = ("uniform", "zipf", "one", "empty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Case:
         epilogue: What is fused: "bias" (a row vector), "bias_gelu" (and the tanh form of gelu),
             "residual" (a matrix is added), "swiglu" (silu(a @ gate) * (a @ up)).
         direction: "forward"; "backward" for the gradients of both operands; or "both".
+        groups: How many groups the rows are in; 0 for none.
+        routing: How they are dealt out: "uniform", "zipf" (group r has 1/r of the rows), "one" (has
+            all), "empty" (every other group is, and the others are alike).
         source: The model that it comes from, or what it is there to show.
     """
 
@@ -62,6 +68,8 @@ class Case:
     batch: int = 1
     epilogue: str = "none"
     direction: str = "forward"
+    groups: int = 0
+    routing: str = "uniform"
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +81,7 @@ class Case:
             ("layout", LAYOUTS),
             ("epilogue", EPILOGUES),
             ("direction", DIRECTIONS),
+            ("routing", ROUTINGS),
         ):
             if getattr(self, field) not in legal:
                 raise ValueError(
@@ -82,6 +91,13 @@ class Case:
             raise ValueError(f"direction={self.direction!r} is measured without an epilogue only")
         if self.batch > 1 and self.epilogue != "none":
             raise ValueError(f"epilogue={self.epilogue!r} is measured without a batch only")
+        if self.groups and (self.batch, self.epilogue, self.layout[0]) != (1, "none", "N"):
+            raise ValueError(
+                "groups are measured with a row-major left operand, and without an epilogue or a"
+                f" batch only, got {self.name}"
+            )
+        if self.routing != "uniform" and not self.groups:
+            raise ValueError(f"routing={self.routing!r} is one of groups, of which there are none")
 
     @property
     def name(self) -> str:
@@ -90,6 +106,8 @@ class Case:
             (self.dtype, "bf16"),
             (self.layout, "NN"),
             (f"b{self.batch}", "b1"),
+            (f"g{self.groups}", "g0"),
+            (self.routing, "uniform"),
             (self.epilogue, "none"),
             (self.direction, "forward"),
         ]
@@ -110,7 +128,21 @@ class Case:
             transpose_a=self.layout[0] == "T",
             transpose_b=self.layout[1] == "T",
             batch=self.batch,
+            groups=self.groups,
         )
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many rows each group has."""
+        group = np.arange(self.groups)
+        share = {
+            "uniform": np.ones(self.groups),
+            "zipf": 1 / (group + 1),
+            "one": group == self.groups // 2,
+            "empty": group % 2 == 0,
+        }[self.routing]
+        ends = np.round(self.m * np.cumsum(share) / share.sum())
+        return np.diff(ends, prepend=0).astype(np.int32)
 
     @property
     def products(self) -> int:
@@ -156,11 +188,12 @@ def parse(text: str) -> Case:
     for option in options:
         field = _field_of(option)
         if field is None:
-            legal = ", ".join([*DTYPES, *LAYOUTS, *EPILOGUES, *DIRECTIONS, "b32 for a batch"])
+            named = [*DTYPES, *LAYOUTS, *EPILOGUES, *DIRECTIONS, *ROUTINGS]
+            legal = ", ".join([*named, "b32 for a batch", "g8 for groups"])
             raise ValueError(f"shape {text!r}: {option!r} is no option; legal are {legal}")
         if field in fields:
             raise ValueError(f"shape {text!r}: {option!r} sets {field} a second time")
-        fields[field] = int(option[1:]) if field == "batch" else option
+        fields[field] = int(option[1:]) if field in ("batch", "groups") else option
     m, n, k = map(int, found.groups())
     return Case(m, n, k, **fields)
 
@@ -183,10 +216,12 @@ def _field_of(option: str) -> str | None:
         ("layout", LAYOUTS),
         ("epilogue", EPILOGUES),
         ("direction", DIRECTIONS),
+        ("routing", ROUTINGS),
     ):
         if option in legal:
             return field
-    return "batch" if re.fullmatch(r"b[1-9]\d{0,4}", option) else None
+    counted = {"b": "batch", "g": "groups"}
+    return counted.get(option[:1]) if re.fullmatch(r"[bg][1-9]\d{0,4}", option) else None
 
 
 def _square(size: int, **fields: Any) -> Case:
@@ -309,6 +344,32 @@ _GRADIENTS = (
     _square(8192, direction="both"),
     Case(4096, 14336, 4096, direction="backward", source="Llama 3 8B gate"),
 )
+# Rows are 8192 tokens of Mixtral 8x7B with two experts each, a device's share of 8192 tokens of
+# DeepSeek-V3 (8 of 256 experts, over 8 devices), 4096 tokens of Qwen3-30B-A3B (8 of 128) and 4096
+# of gpt-oss-20b (4 of 32); of each the gate, the up projection beside it where a model has them in
+# one matrix, and down.
+_EXPERTS: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {
+    "experts, square": ((16384, 4096, 4096, 8), (16384, 2048, 2048, 64)),
+    "Mixtral 8x7B gate": ((16384, 14336, 4096, 8),),
+    "Mixtral 8x7B down": ((16384, 4096, 14336, 8),),
+    "DeepSeek-V3 gate": ((8192, 2048, 7168, 32),),
+    "DeepSeek-V3 down": ((8192, 7168, 2048, 32),),
+    "Qwen3-30B gate": ((32768, 768, 2048, 128),),
+    "Qwen3-30B down": ((32768, 2048, 768, 128),),
+    "gpt-oss-20b gate and up": ((16384, 5760, 2880, 32),),
+    "gpt-oss-20b down": ((16384, 2880, 2880, 32),),
+}
+_GROUPED = tuple(
+    Case(m, n, k, groups=groups, routing=routing, direction=direction, source=source)
+    for source, shapes in _EXPERTS.items()
+    for m, n, k, groups in shapes
+    for direction in ("forward", "backward")
+    for routing in ("uniform", "zipf")
+) + tuple(
+    Case(16384, 2048, 2048, groups=64, routing=routing, direction=direction, source="routing")
+    for direction in ("forward", "backward")
+    for routing in ("one", "empty")
+)
 _SHORT = (
     _square(1024),
     _square(2048),
@@ -341,6 +402,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = MappingProxyType(
         "layouts": _LAYOUTS,
         "epilogues": _EPILOGUES,
         "gradients": _GRADIENTS,
+        "grouped": _GROUPED,
     }
 )
 """The suites by name; "short" is the one that a person runs first."""

@@ -153,6 +153,8 @@ def test_every_case_of_a_suite_is_legal_and_there_once(name: str) -> None:
         ("8x8x8:NT:TN", "'TN' sets layout a second time"),
         ("8x8x8:bias:backward", "direction='backward' is measured without an epilogue only"),
         ("8x8x8:b2:bias", "epilogue='bias' is measured without a batch only"),
+        ("8x8x8:g2:TN", "groups are measured with a row-major left operand.*got 8x8x8:TN:g2"),
+        ("8x8x8:zipf", "routing='zipf' is one of groups, of which there are none"),
     ],
 )
 def test_text_that_is_no_case_is_refused(text: str, message: str) -> None:
@@ -198,6 +200,47 @@ def test_the_formulas_agree_with_numpy(case: Case) -> None:
         (result,) = formula(operands)
         assert result.dtype == case.problem.out_dtype
         np.testing.assert_allclose(result.astype(jnp.float32), expected, rtol=0.02, atol=0.1)
+
+
+def test_rows_are_dealt_to_groups_as_the_case_says() -> None:
+    dealt = {
+        routing: Case(100, 8, 8, groups=4, routing=routing).sizes.tolist()
+        for routing in shapes.ROUTINGS
+    }
+    assert dealt == {
+        "uniform": [25, 25, 25, 25],
+        "zipf": [48, 24, 16, 12],
+        "one": [0, 0, 100, 0],
+        "empty": [50, 0, 50, 0],
+    }
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_the_formulas_of_groups_agree_with_numpy(layout: str) -> None:
+    case = Case(40, 16, 8, groups=4, routing="zipf", layout=layout, direction="both")
+    operands = products.make_operands(case, jax.random.key(1))
+    a, b, g = (np.asarray(operands[name], np.float64) for name in ("a", "b", "cotangent"))
+    group = np.repeat(np.arange(4), case.sizes)
+    upright = b.swapaxes(1, 2) if layout == "NT" else b
+    out, by_a = (np.einsum(f"mi,m{x}->mj", y, upright[group]) for x, y in (("ij", a), ("ji", g)))
+    by_b = np.stack([a[group == i].T @ g[group == i] for i in range(4)])
+    expected = out, by_a, by_b.swapaxes(1, 2) if layout == "NT" else by_b
+    for formula in (products.exact(case), products.plain(case), peers.fused(case)):
+        for result, exact in zip(jax.jit(formula)(operands), expected, strict=True):
+            np.testing.assert_allclose(result.astype(jnp.float32), exact, rtol=0.02, atol=0.1)
+
+
+def test_jaxs_kernels_of_groups_take_what_their_tiles_divide() -> None:
+    case, jax_peer = Case(16384, 4096, 4096, groups=8), peers.JaxHopper()
+    labels = [candidate.label for candidate in jax_peer.candidates(case)]
+    assert labels == ["64x128/4/1", "64x128/4/4", "128x128/4/1", "128x128/4/4"]
+    backward = dataclasses.replace(case, direction="backward", n=2880, k=2880)
+    assert [candidate.label for candidate in jax_peer.candidates(backward)] == ["64x192/4/1"]
+    odd = dataclasses.replace(case, n=4104)
+    assert jax_peer.refusal(odd) == "sizes must be multiples of its tiles"
+    program: Any = jax_peer.candidates(case)[0].program
+    results = jax.eval_shape(program.make(*program.args), *program.operands)
+    assert [result.shape for result in results] == [(16384, 4096)]
 
 
 @pytest.mark.parametrize("layout", shapes.LAYOUTS)
