@@ -131,19 +131,19 @@ def test_the_layers_run_the_kernel_and_float32_does_what_the_table_says() -> Non
     assert block
     names: dict[str, Any] = {}
     exec(block[1], names)
-    assert [_computes(layer) for layer in names["layers"]] == ["hopper"] * 3
-    stock, fused, _ = names["layers"]
+    assert [_computes(layer) for layer in names["layers"]] == ["hopper"] * 4
+    stock, fused, *_ = names["layers"]
     assert _computes(stock.clone(dtype=None)) == "xla"
     assert _computes(fused.clone(dtype=None)) == "hopper"
 
 
 def _computes(layer: Any) -> str:
-    """Returns what computes the product of a layer on an H200."""
+    """Returns what computes the largest product of a layer on an H200; a router's is small."""
     x = jax.ShapeDtypeStruct((4096, 4096), np.float32)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
     with target("h200"):
-        (product,) = explain(layer.apply, params, x).products
-    return product.implementation
+        products = explain(layer.apply, params, x).products
+    return max(products, key=lambda product: product.problem.flops).implementation
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", README))))
