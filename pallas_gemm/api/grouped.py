@@ -54,7 +54,8 @@ def ragged_dot(
         group_sizes: How many rows each group has; what is left of m are zeros in the result.
         precision: As for `lax.ragged_dot`.
         preferred_element_type: Type of the result.
-        group_offset: None; JAX does not compute anything else either.
+        group_offset: The group that the first matrix is of, `[1]`: rows of other groups than those
+            of the matrices are zeros. JAX knows it and does not compute it. Rows are moved for it.
         out_sharding: As for `lax.ragged_dot`, which then computes it.
 
     Returns:
@@ -92,7 +93,7 @@ def ragged_dot_general(
         ragged_dot_dimension_numbers: As for `lax.ragged_dot_general`.
         precision: As for `ragged_dot`.
         preferred_element_type: As for `ragged_dot`.
-        group_offset: As for `ragged_dot`.
+        group_offset: As for `ragged_dot`, where each group has a matrix.
         out_sharding: As for `ragged_dot`.
 
     Returns:
@@ -203,7 +204,12 @@ def _general(
     preferred = element_type(preferred)
     form = _form(numbers, lhs.ndim, rhs.ndim)
     if group_offset is not None:
-        raise NotImplementedError("group_offset must be None: JAX does not compute it either")
+        if form is None or form[0]:
+            raise NotImplementedError("group_offset must be None where groups have no matrices")
+        _check_values(group_sizes, lhs.shape[0])
+        lhs, sizes, places = _from_group(lhs, sizes, group_offset, rhs.shape[0])
+        last = numbers, precision, preferred, None, out_sharding
+        return _taken(_general(lhs, rhs, sizes, *last), places)
     if form is None or out_sharding is not None:
         return lax.ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
@@ -227,6 +233,34 @@ def _call(
     options = dataclasses.replace(options, target=known_target(a, b, sizes))
     dtype = arguments.result_type(a, b, element_type(preferred), lax.dot, resolved).dtype
     return GroupedCall(dtype, precision=resolved, options=options)
+
+
+def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[Any, Any, Any]:
+    """Returns rows with those of some groups first, these groups' sizes, and where each row is.
+
+    Raises:
+        TypeError: The offset is no integer of shape `[1]`, or there are fewer sizes than matrices.
+    """
+    offset = arguments.array("group_offset", group_offset)
+    if offset.shape != (1,) or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(
+            f"group_offset must be an integer of shape [1], got {offset.dtype}{list(offset.shape)}"
+        )
+    if sizes.shape[0] < groups:
+        raise TypeError(
+            f"group_sizes must have a size for each of {groups} groups of rhs, got {sizes.shape[0]}"
+        )
+    first, rows = jnp.clip(offset[0], 0, sizes.shape[0] - groups), lhs.shape[0]
+    ends = xla_groups.bounds(sizes, rows, 1)
+    own = lax.dynamic_slice_in_dim(sizes, first, groups)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, ends.sizes, 0).sum(dtype=jnp.int32)
+    row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
+    return _taken(lhs, (row + start) % rows), own, (row - start) % rows
+
+
+def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns rows in another order."""
+    return x.at[places].get(unique_indices=True, mode="promise_in_bounds")
 
 
 def _arrays(

@@ -64,6 +64,20 @@ def test_errors_say_what_would_be_legal(operands, error, words):
         pallas_gemm.ragged_dot(*operands)
 
 
-def test_what_jax_does_not_compute_it_refuses():
-    with pytest.raises(NotImplementedError, match="group_offset"):
-        pallas_gemm.ragged_dot(LHS, RHS, SIZES, group_offset=jnp.array([0]))
+@pytest.mark.parametrize(
+    ("sizes", "offset", "words"),
+    [
+        (SIZES, jnp.array([0, 1]), r"group_offset must be .* shape \[1\], got int32\[2\]"),
+        (SIZES, jnp.array([0.5]), "got float32"),
+        (SIZES[:1], jnp.array([0]), "a size for each of 2 groups of rhs, got 1"),
+    ],
+)
+def test_an_offset_among_groups_is_one_number(sizes, offset, words):
+    with pytest.raises(TypeError, match=words):
+        pallas_gemm.ragged_dot(LHS, RHS, sizes, group_offset=offset)
+
+
+def test_where_groups_have_no_matrices_there_is_no_offset():
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    with pytest.raises(NotImplementedError, match="group_offset must be None"):
+        pallas_gemm.ragged_dot_general(LHS, LHS, SIZES, numbers, group_offset=jnp.array([0]))

@@ -115,6 +115,27 @@ def test_a_map_computes_each_example_with_its_own_groups():
         np.testing.assert_array_equal(own, _exact(groups, lhs, RHS, G)[0])
 
 
+def test_an_offset_leaves_the_rows_of_other_groups_out():
+    sizes = (37, 100, 140, 1)
+
+    @jax.jit
+    def step(lhs: Any, rhs: Any, offset: Any) -> Any:
+        def own(lhs: Any, rhs: Any) -> Any:
+            return ragged_dot(lhs, rhs, jnp.array(sizes), group_offset=offset)
+
+        out, pull = jax.vjp(own, lhs, rhs)
+        return out, *pull(G)
+
+    expected = _exact(sizes, LHS, RHS, G)
+    for offset in range(3):
+        inside = np.isin(_group_of(sizes), (offset, offset + 1))
+        lhs = LHS.at[~inside].set(jnp.nan)
+        out, of_lhs, of_rhs = step(lhs, RHS[offset : offset + 2], jnp.array([offset]))
+        for found, exact in zip((out, of_lhs), expected, strict=False):
+            np.testing.assert_array_equal(found, np.where(inside[:, None], exact, 0))
+        np.testing.assert_array_equal(of_rhs, expected[2][offset : offset + 2])
+
+
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 BATCHED = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), (1,), (2,))
