@@ -75,7 +75,7 @@ def _group(rest: str) -> int:
         return len(match[1].split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
         return int(match[1])
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest):
+    if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", rest):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", match[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']*)'", match[2]))
     assert "source_target_pairs" in rest, rest

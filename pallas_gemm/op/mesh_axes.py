@@ -1,9 +1,4 @@
-"""Which axis of a mesh splits which dimension of a product: arithmetic, without a word to XLA.
-
-Each axis of the mesh goes to one dimension of the contraction, whichever group that belongs to.
-Where operands and result disagree about an axis, the choice is the one that moves the fewest bytes,
-so that what has to be gathered is the smaller operand.
-"""
+"""Which axis of a mesh splits which dimension of a product: the words that XLA understands."""
 
 import dataclasses
 import math
@@ -15,13 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import travelling_dtype
+from pallas_gemm.op.resharding import Axes, Placement
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import Call, Signature
-
-Axes = tuple[str, ...]
-
-Placement = tuple[Axes, ...]
-"""The axes of the mesh along which each dimension of an array is split, the outer one first."""
 
 
 def sharding_rule(call: Call, contraction: Contraction) -> str:
@@ -79,6 +70,16 @@ class Split:
         """The axes along which a contracted dimension is split."""
         return tuple(axis for x in self.contraction.contracted for axis in self.axes[x])
 
+    @property
+    def scattered_axes(self) -> Axes:
+        """The axes along which sums are scattered."""
+        return tuple(axis for own in self.scattered.values() for axis in own)
+
+    @property
+    def devices(self) -> int:
+        """Into how many parts the whole work is split."""
+        return math.prod(self.size(own) for own in self.axes.values())
+
     def size(self, axes: Axes) -> int:
         """Returns into how many parts these axes split a dimension."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -87,6 +88,13 @@ class Split:
         """Returns how an array is split, before or after the sums are reduced and scattered."""
         after = self.scattered if scattered else {}
         return tuple(self.axes.get(x, ()) + after.get(x, ()) for x in letters)
+
+    def placements(self, call: Call) -> tuple[Placement, ...]:
+        """Returns how operands have to be split, and how the result is."""
+        *letters, out = self.contraction.of_operands(call)
+        late = set(call.unpack(range(len(letters)))[3:])
+        operands = (self.placement(own, scattered=i in late) for i, own in enumerate(letters))
+        return (*operands, self.placement(out, scattered=True))
 
     def sharding(self, placement: Placement) -> NamedSharding:
         """Returns a placement as JAX takes it."""
@@ -162,100 +170,3 @@ def placement(sharding: Any, rank: int, mesh: Mesh) -> Placement:
     if own.devices_indices_map((mesh.size,) * rank) != indices:
         raise NotImplementedError(f"{sharding} splits an array along no axes of {mesh}")
     return tuple(placement)
-
-
-def share_out(
-    call: Call,
-    contraction: Contraction,
-    signature: Signature,
-    mesh: Mesh,
-    wanted: Sequence[Placement],
-) -> Split:
-    """Gives each axis of the mesh to the dimension that moves the fewest bytes.
-
-    Args:
-        call: The product.
-        contraction: Its dimensions.
-        signature: Shapes and types of the whole operands.
-        mesh: The devices.
-        wanted: How the operands come, and how the result is wanted.
-    """
-    letters = contraction.of_operands(call)
-    sizes = sizes_of(call, contraction, signature)
-    axes: dict[str, Axes] = dict.fromkeys(sizes, ())
-    summed: dict[str, Axes] = dict.fromkeys(contraction.out, ())
-    costs = _Costs(call, contraction, signature, mesh, wanted)
-    order = [axis for placement in wanted[::-1] for dim in placement for axis in dim]
-    for axis in dict.fromkeys(order):
-        uses = [_user(axis, placement, own) for placement, own in zip(wanted, letters, strict=True)]
-        best = costs.cheapest(axis, uses)
-        axes[best] += (axis,)
-        if best in contraction.contracted and uses[-1]:
-            summed[uses[-1]] += (axis,)
-    scattered = {
-        x: own if sizes[x] % math.prod(mesh.shape[a] for a in (*axes[x], *own)) == 0 else ()
-        for x, own in summed.items()
-    }
-    return Split(contraction, mesh, axes, scattered)
-
-
-def _user(axis: str, placement: Placement, letters: str) -> str | None:
-    """Returns the dimension of an array that is split along an axis."""
-    return next((x for x, dim in zip(letters, placement, strict=True) if axis in dim), None)
-
-
-class _Costs:
-    """The bytes that each device receives, by which dimension an axis splits."""
-
-    def __init__(
-        self,
-        call: Call,
-        contraction: Contraction,
-        signature: Signature,
-        mesh: Mesh,
-        wanted: Sequence[Placement],
-    ) -> None:
-        """Computes the bytes of each device's part of operands and result, as they are wanted."""
-        sizes = sizes_of(call, contraction, signature)
-        elements = math.prod(sizes[x] for x in contraction.out)
-        parts = [
-            math.prod(mesh.shape[axis] for dim in placement for axis in dim) for placement in wanted
-        ]
-        self.mesh = mesh
-        self.contracted = contraction.contracted
-        self.operands = [
-            math.prod(shape) * dtype.itemsize / count
-            for (shape, dtype), count in zip(signature, parts, strict=False)
-        ]
-        self.result = elements * call.out_dtype.itemsize / parts[-1]
-        sums = 1 + call.epilogue.gated
-        self.sums = elements * sums * sums_dtype(call, signature).itemsize / parts[-1]
-
-    def cheapest(self, axis: str, uses: Sequence[str | None]) -> str:
-        """Returns the dimension that an axis had best split.
-
-        Args:
-            axis: The axis.
-            uses: Which dimension of each operand, and of the result, the axis is wanted to split.
-        """
-        if uses[0] == uses[1] and uses[0] is not None and uses[0] in self.contracted:
-            # Never gathered, whatever is wanted of the result.
-            return uses[0]
-        # The result's own dimension comes first, and is taken if another is only as good.
-        choices = dict.fromkeys(use for use in reversed(uses) if use)
-        return min(choices, key=lambda choice: self._moved(self.mesh.shape[axis], uses, choice))
-
-    def _moved(self, size: int, uses: Sequence[str | None], choice: str) -> float:
-        """Returns the bytes that arrive at each device.
-
-        What is split along another dimension counts as gathered: XLA finds no cheaper way at times.
-        """
-        others = size - 1
-        pairs = zip(self.operands, uses, strict=False)
-        total = sum(part * others for part, use in pairs if use not in (None, choice))
-        if choice in self.contracted:
-            # Reduced and scattered, or reduced for all.
-            return total + self.sums * others * (1 if uses[-1] else 2 / size)
-        if uses[-1] == choice:
-            return total
-        return total + self.result * others * (1 if uses[-1] else 1 / size)

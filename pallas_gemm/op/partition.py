@@ -30,11 +30,12 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm._version import __version__
-from pallas_gemm.op import fused_collective, mesh_axes, mesh_context
+from pallas_gemm.op import fused_collective, mesh_axes, mesh_context, resharding, sharing
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
 from pallas_gemm.op.parts import note, part_p
+from pallas_gemm.op.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Operands, Signature, signature_of
 
@@ -90,16 +91,33 @@ def _partition(
     if call.options.target is None:
         # Where only `jit` was told about a mesh, its devices are seen here for the first time.
         call = call.with_target(targeting.absent_gpu(mesh))
-    *letters, _ = contraction.of_operands(call)
     fine = mesh_axes.refined(mesh, args)
     wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
-    split = mesh_axes.share_out(call, contraction, signature, fine, wanted)
-    late = set(call.unpack(range(len(args)))[3:])
-    placements = [split.placement(letters[i], scattered=i in late) for i in range(len(args))]
-    placement = split.placement(contraction.out, scattered=True)
-    share = _Share(call, contraction, signature, split, split.local(result.shape, placement))
+    split = sharing.share_out(call, contraction, signature, fine, wanted)
+    needed = split.placements(call)
+    before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])
+    shapes = [x.shape for x in (*args, result)]
+    moves = tuple(map(functools.partial(_own_steps, split), shapes, before, after))
+    # What is not moved here comes, and goes, as it is needed.
+    *given, final = (
+        own if steps else other for steps, own, other in zip(moves, wanted, needed, strict=True)
+    )
+    share = _Share(call, contraction, signature, split, moves, split.local(result.shape, final))
     run = functools.partial(_share_p.bind, share=share)
-    return fine, run, split.sharding(placement), tuple(map(split.sharding, placements))
+    return fine, run, split.sharding(final), tuple(map(split.sharding, given))
+
+
+def _own_steps(
+    split: Split, shape: Sequence[int], before: Placement, after: Placement
+) -> tuple[Step, ...]:
+    """Returns how an array is split anew here; nothing where XLA does it as well."""
+    steps = resharding.steps(before, after, tuple(split.mesh.shape.items()))
+    is_even = all(
+        size % split.size(axes) == 0
+        for placement in (before, after)
+        for size, axes in zip(shape, placement, strict=True)
+    )
+    return steps if is_even and not resharding.is_xlas(steps) else ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +129,7 @@ class _Share:
         contraction: Its dimensions.
         signature: Shapes and types of its whole operands.
         split: Which axes of the mesh split what.
+        moves: How each operand, and last the result, is split anew here.
         shape: The shape of the device's part of the result.
     """
 
@@ -118,10 +137,16 @@ class _Share:
     contraction: Contraction
     signature: Signature
     split: Split
+    moves: tuple[tuple[Step, ...], ...]
     shape: tuple[int, ...]
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""
+        moved = map(_moved, operands, self.moves)
+        return _moved(self._computed(*moved), self.moves[-1])
+
+    def _computed(self, *operands: jax.Array) -> jax.Array:
+        """Computes it from the parts that it takes."""
         call, dims = self.call, self.contraction
         if not self.split.contracted:
             return self._multiply(call, *operands)
@@ -207,7 +232,14 @@ class _Share:
         call = matrices.call
         how = fused_collective.ScatteredProduct(call, self.split.contracted, call.out_dtype)
         ready = matrices.form.ready(Operands(a, b)).present()
-        return fused_collective.scattered_product(how, *ready).reshape(self.shape)
+        dims, scattered = self.contraction, self.split.scattered
+        whole = zip(dims.out, dims.shape(a.shape, b.shape), strict=True)
+        shape = [size // self.split.size(scattered[x]) for x, size in whole]
+        return fused_collective.scattered_product(how, *ready).reshape(shape)
+
+
+def _moved(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
+    return functools.reduce(lambda x, step: step.run(x), steps, x)
 
 
 _share_p = core.Primitive("pallas_gemm_share")
