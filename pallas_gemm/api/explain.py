@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import sysconfig
@@ -17,10 +18,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
-from pallas_gemm.op import mesh_context
+from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.grouped import grouped_p
-from pallas_gemm.op.parts import Part, noted
+from pallas_gemm.op.parts import Part, Shared, noted
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import sum_p
@@ -247,8 +248,35 @@ def _decided_alone(call: Call, signature: Signature, meshes: tuple[AbstractMesh,
 
 def _decided_part(part: Part, gpu: Any) -> Decision:
     decision = dispatch.decide(_for_gpu(part.call, gpu), part.signature)
-    text = f"one device's part; the mesh splits {part.split}"
+    text = f"one device's part; the mesh splits {part.split}; {_traffic_text(part.whole)}"
     return dataclasses.replace(decision, plan=part.plan or decision.plan, mesh=text)
+
+
+def _traffic_text(whole: Shared | None) -> str:
+    """Says what is sent for a product, and what would be if XLA shared its own out."""
+    if whole is None:
+        return "the program says itself what is sent"
+    if not whole.received:
+        return "nothing is sent"
+    own = _received_by_xla(whole)
+    text = f"{_megabytes(whole.received)} arrive at each device, {_megabytes(own)} with XLA's product"
+    return f"{text}, which implementation='xla' takes" if own < whole.received else text
+
+
+def _received_by_xla(whole: Shared) -> float:
+    """Compiles XLA's own product of the same operands; returns the bytes that arrive."""
+    *operands, result = whole.shardings
+    shapes = [jax.ShapeDtypeStruct(*operand) for operand in whole.signature]
+    run = jax.jit(
+        functools.partial(whole.contraction.by_xla, whole.call),
+        in_shardings=tuple(operands),
+        out_shardings=result,
+    )
+    return traffic.received(run.lower(*shapes).compile().as_text())
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g} MB"
 
 
 def _for_gpu(call: Call, gpu: Any) -> Call:

@@ -34,7 +34,7 @@ from pallas_gemm.op import fused_collective, mesh_axes, mesh_context, resharding
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
-from pallas_gemm.op.parts import note, part_p
+from pallas_gemm.op.parts import Shared, note, part_p, parts_of
 from pallas_gemm.op.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Operands, Signature, signature_of
@@ -93,7 +93,7 @@ def _partition(
         call = call.with_target(targeting.absent_gpu(mesh))
     fine = mesh_axes.refined(mesh, args)
     wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
-    split = sharing.share_out(call, contraction, signature, fine, wanted)
+    split, received = sharing.share_out(call, contraction, signature, fine, wanted)
     needed = split.placements(call)
     before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])
     shapes = [x.shape for x in (*args, result)]
@@ -102,7 +102,9 @@ def _partition(
     *given, final = (
         own if steps else other for steps, own, other in zip(moves, wanted, needed, strict=True)
     )
-    share = _Share(call, contraction, signature, split, moves, split.local(result.shape, final))
+    shape = split.local(result.shape, final)
+    whole = Shared(call, contraction, signature, tuple(map(split.sharding, wanted)), received)
+    share = _Share(whole, split, moves, shape)
     run = functools.partial(_share_p.bind, share=share)
     return fine, run, split.sharding(final), tuple(map(split.sharding, given))
 
@@ -125,17 +127,13 @@ class _Share:
     """What one device computes of a product.
 
     Attributes:
-        call: The product.
-        contraction: Its dimensions.
-        signature: Shapes and types of its whole operands.
+        whole: The product.
         split: Which axes of the mesh split what.
         moves: How each operand, and last the result, is split anew here.
         shape: The shape of the device's part of the result.
     """
 
-    call: Call
-    contraction: Contraction
-    signature: Signature
+    whole: Shared
     split: Split
     moves: tuple[tuple[Step, ...], ...]
     shape: tuple[int, ...]
@@ -147,14 +145,14 @@ class _Share:
 
     def _computed(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the parts that it takes."""
-        call, dims = self.call, self.contraction
+        call, dims = self.whole.call, self.whole.contraction
         if not self.split.contracted:
             return self._multiply(call, *operands)
         given = call.unpack(operands)
         a = self._without_padding(given.a, dims.lhs)
         rights = [self._without_padding(b, dims.rhs) for b in (given.b, given.up) if b is not None]
-        plain = dispatch.sums_only(call, self.signature)
-        dtype = mesh_axes.sums_dtype(call, self.signature)
+        plain = dispatch.sums_only(call, self.whole.signature)
+        dtype = mesh_axes.sums_dtype(call, self.whole.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
         sums = [self._added_up(plain, a, right) for right in rights]
         result = sums[0]
@@ -164,11 +162,11 @@ class _Share:
 
     def _multiply(self, call: Call, *operands: Any) -> jax.Array:
         """Computes a product of what this device has."""
-        matrices = merged(call, self.contraction, signature_of(operands))
+        matrices = merged(call, self.whole.contraction, signature_of(operands))
         if call.options.names_something:
             self._check(matrices)
         note(matrices.call, matrices.signature, str(self.split))
-        return part_p.bind(*operands, call=call, contraction=self.contraction)
+        return part_p.bind(*operands, call=call, contraction=self.whole.contraction)
 
     def _check(self, matrices: Merged) -> None:
         """Refuses what is named if it cannot compute a device's part.
@@ -185,10 +183,10 @@ class _Share:
 
     def _without_padding(self, x: jax.Array, letters: str) -> jax.Array:
         """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
-        sizes = mesh_axes.sizes_of(self.call, self.contraction, self.signature)
+        sizes = mesh_axes.sizes_of(*self.whole[:3])
         for dimension, letter in enumerate(letters):
             axes, size = self.split.axes[letter], x.shape[dimension]
-            if letter not in self.contraction.contracted or not axes:
+            if letter not in self.whole.contraction.contracted or not axes:
                 continue
             if size * self.split.size(axes) != sizes[letter]:
                 left = sizes[letter] - lax.axis_index(axes) * size
@@ -198,11 +196,11 @@ class _Share:
 
     def _added_up(self, plain: Call, a: jax.Array, b: jax.Array) -> jax.Array:
         """Computes what this device is to have of a sum over devices."""
-        matrices = merged(plain, self.contraction, signature_of((a, b)))
+        matrices = merged(plain, self.whole.contraction, signature_of((a, b)))
         if self._is_of_rows(matrices.form, a, b):
             return self._scattered(matrices, a, b)
         total, scattered = self._multiply(plain, a, b), ()
-        for dimension, letter in enumerate(self.contraction.out):
+        for dimension, letter in enumerate(self.whole.contraction.out):
             if axes := self.split.scattered[letter]:
                 total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
                 scattered += axes
@@ -211,7 +209,7 @@ class _Share:
 
     def _is_of_rows(self, form: Form, a: jax.Array, b: jax.Array) -> bool:
         """Whether sums are added up so that each device gets some of the rows of a matrix."""
-        dims, scattered = self.contraction, self.split.scattered
+        dims, scattered = self.whole.contraction, self.split.scattered
         split = [x for x in dims.out if scattered[x]]
         sizes = dict(zip(dims.out, dims.shape(a.shape, b.shape), strict=True))
         outer = next((x for x in dims.out if sizes[x] > 1), "")
@@ -232,7 +230,7 @@ class _Share:
         call = matrices.call
         how = fused_collective.ScatteredProduct(call, self.split.contracted, call.out_dtype)
         ready = matrices.form.ready(Operands(a, b)).present()
-        dims, scattered = self.contraction, self.split.scattered
+        dims, scattered = self.whole.contraction, self.split.scattered
         whole = zip(dims.out, dims.shape(a.shape, b.shape), strict=True)
         shape = [size // self.split.size(scattered[x]) for x, size in whole]
         return fused_collective.scattered_product(how, *ready).reshape(shape)
@@ -248,11 +246,12 @@ _share_p = core.Primitive("pallas_gemm_share")
 
 @_share_p.def_abstract_eval
 def _abstract_share(*_: Any, share: _Share) -> Any:
-    return mesh_context.types_off_mesh((share.shape, share.call.out_dtype))[0]
+    return mesh_context.types_off_mesh((share.shape, share.whole.call.out_dtype))[0]
 
 
 def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
-    return mesh_context.lower_off_mesh(ctx, share, operands)
+    with parts_of(share.whole):
+        return mesh_context.lower_off_mesh(ctx, share, operands)
 
 
 mlir.register_lowering(_share_p, _lowered_share)

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax
 from jax.extend import core
+from jax.sharding import NamedSharding
 
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import Call, Signature
 
@@ -17,6 +19,24 @@ part_p = core.Primitive("pallas_gemm_part")
 _NOTED = jax.make_user_context(default_value=None)
 
 
+class Shared(NamedTuple):
+    """A product of all devices, as XLA asks about it.
+
+    Attributes:
+        call: Everything about it but the operands.
+        contraction: Its dimensions.
+        signature: The operands.
+        shardings: How the operands come, and last how the result is wanted.
+        received: The bytes that arrive at each device for it as it is shared out.
+    """
+
+    call: Call
+    contraction: Contraction
+    signature: Signature
+    shardings: tuple[NamedSharding, ...]
+    received: float
+
+
 class Part(NamedTuple):
     """A product of one device.
 
@@ -25,12 +45,14 @@ class Part(NamedTuple):
         signature: The operands.
         split: Which axes of the mesh split what.
         plan: How the kernel computes it, if not as it does without the other devices.
+        whole: What it is a part of; None if the program says itself what each device computes.
     """
 
     call: Call
     signature: Signature
     split: str
     plan: dispatch.Plan | None = None
+    whole: Shared | None = None
 
 
 class Parts:
@@ -38,6 +60,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.found: list[Part] = []
+        self.whole: Shared | None = None
 
 
 @contextlib.contextmanager
@@ -48,7 +71,20 @@ def noted() -> Iterator[Parts]:
         yield parts
 
 
+@contextlib.contextmanager
+def parts_of(whole: Shared) -> Iterator[None]:
+    """Lets what is noted within be a part of this product."""
+    if (noted := _NOTED.value) is None:
+        yield
+        return
+    noted.whole = whole
+    try:
+        yield
+    finally:
+        noted.whole = None
+
+
 def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | None = None) -> None:
     """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
     if (noted := _NOTED.value) is not None:
-        noted.found.append(Part(call, signature, split, plan))
+        noted.found.append(Part(call, signature, split, plan, noted.whole))

@@ -176,14 +176,17 @@ def _with_more(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Pl
 
     Axes that are to go come last, from where they can be gathered.
     """
-    spare = [x for x in sizes if any(x in own for own in now) and not any(x in y for y in after)]
-    goal = []
-    for own, wanted in zip(now, after, strict=True):
-        axes = list(wanted)
-        while count((tuple(axes),), sizes) < count((own,), sizes) and spare:
-            axes.append(spare.pop(0))
-        goal.append(tuple(axes))
-        if count((goal[-1],), sizes) != count((own,), sizes):
+    staying = {axis for own in after for axis in own}
+    goal = [
+        own if own[: len(wanted)] == wanted and staying.isdisjoint(own[len(wanted) :]) else wanted
+        for own, wanted in zip(now, after, strict=True)
+    ]
+    kept = staying.union(*goal)
+    spare = [axis for own in now for axis in own if axis not in kept]
+    for dim, own in enumerate(now):
+        while count((goal[dim],), sizes) < count((own,), sizes) and spare:
+            goal[dim] += (spare.pop(0),)
+        if count((goal[dim],), sizes) != count((own,), sizes):
             return None
     return tuple(goal) if tuple(goal) != now else None
 

@@ -25,7 +25,7 @@ def share_out(
     signature: Signature,
     mesh: Mesh,
     wanted: Sequence[Placement],
-) -> Split:
+) -> tuple[Split, float]:
     """Gives each axis of the mesh to the dimension that costs least.
 
     Args:
@@ -34,6 +34,9 @@ def share_out(
         signature: Shapes and types of the whole operands.
         mesh: The devices.
         wanted: How the operands come, and how the result is wanted.
+
+    Returns:
+        What each axis splits, and the bytes that then arrive at each device.
     """
     plans = _Plans(call, contraction, signature, mesh, wanted)
     choices = plans.choices()
@@ -42,7 +45,8 @@ def share_out(
     every = itertools.product(*(choices[unit] for unit in open_units))
     found = [settled | dict(zip(open_units, own, strict=True)) for own in every]
     best = min(found, key=plans.cost) if len(found) > 1 else found[0]
-    return plans.split(plans.with_idle_axes(best))
+    split = plans.split(plans.with_idle_axes(best))
+    return split, plans.received(split)
 
 
 Assignment = Mapping[Axes, str | None]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import einsum
+from pallas_gemm.op import traffic
 from tests import meshes, model_einsums, reference
 from tests.model_einsums import Case
 
@@ -44,7 +45,7 @@ def _compiled(multiply: Einsum, cases: list[Case], operands: Any) -> _Compiled:
     step = jax.jit(functools.partial(_step, multiply, cases), out_shardings=split)
     compiled = step.lower(operands).compile()
     costs: Any = compiled.cost_analysis()
-    return _Compiled(meshes.bytes_sent(compiled.as_text()), costs["flops"], compiled)
+    return _Compiled(traffic.received(compiled.as_text()), costs["flops"], compiled)
 
 
 EVERY = 4
