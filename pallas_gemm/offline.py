@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.export
+import numpy as np
 from jax.experimental import topologies
 
 from pallas_gemm.device import DEVICES
@@ -135,6 +136,19 @@ def missing_packages() -> tuple[str, ...]:
         "flatbuffers": "flatbuffers",
     }
     return tuple(package for module, package in needed.items() if not _importable(module))
+
+
+def devices(target: str, count: int) -> np.ndarray:
+    """Returns GPUs of one computer to compile for, which need not exist.
+
+    Args:
+        target: One of `targets()`.
+        count: How many.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x1x{count}", target_config=described(target)
+    )
+    return np.array(topology.devices)
 
 
 def compile_report(fn: Callable[..., Any], *args: Any, target: str) -> Report:
@@ -275,10 +289,7 @@ def _compile_elsewhere(program: bytearray, target: str) -> str:
 
 def _device_sharding(target: str) -> jax.sharding.Sharding:
     """Returns the sharding that places an array on one GPU of the target, which need not exist."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=described(target)
-    )
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
+    mesh = jax.sharding.Mesh(devices(target, 1), ("device",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 

@@ -5,7 +5,6 @@ the architecture that it saw first.
 """
 
 import functools
-import importlib.resources
 import json
 import re
 import sys
@@ -15,12 +14,10 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import explain_on_mesh, gemm
+from pallas_gemm import explain_on_mesh, gemm, offline
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = (.*?) ([a-z-]+)\(", re.MULTILINE)
@@ -30,11 +27,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def _mesh(kind: AxisType) -> Mesh:
-    config = importlib.resources.files("pallas_gemm") / "targets" / "h200.txtpb"
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x8", target_config=config.read_text()
-    )
-    return Mesh(np.array(topology.devices).reshape(2, 4), ("x", "y"), axis_types=(kind, kind))
+    return Mesh(offline.devices("h200", 8).reshape(2, 4), ("x", "y"), axis_types=(kind, kind))
 
 
 def _step(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -259,7 +259,9 @@ def _traffic_text(whole: Shared | None) -> str:
     if not whole.received:
         return "nothing is sent"
     own = _received_by_xla(whole)
-    text = f"{_megabytes(whole.received)} arrive at each device, {_megabytes(own)} with XLA's product"
+    text = (
+        f"{_megabytes(whole.received)} arrive at each device, {_megabytes(own)} with XLA's product"
+    )
     return f"{text}, which implementation='xla' takes" if own < whole.received else text
 
 
@@ -272,7 +274,7 @@ def _received_by_xla(whole: Shared) -> float:
         in_shardings=tuple(operands),
         out_shardings=result,
     )
-    return traffic.received(run.lower(*shapes).compile().as_text())
+    return traffic.received(str(run.lower(*shapes).compile().as_text()))
 
 
 def _megabytes(count: float) -> str:

@@ -98,14 +98,31 @@ def steps(before: Placement, after: Placement, sizes: Sizes) -> tuple[Step, ...]
         after: How it is to be split.
         sizes: The axes of the mesh.
     """
+    of = dict(sizes)
+    choices = (_gathered(before, after), _exchanged(before, after, of))
+    return min(choices, key=lambda found: received(before, found, of))
+
+
+def _gathered(before: Placement, after: Placement) -> tuple[Step, ...]:
+    """Returns steps that send to all devices what some lack."""
+    pairs = list(zip(before, after, strict=True))
+    extra = [_extra(*pair) for pair in pairs]
+    missing = [_extra(*pair[::-1]) for pair in pairs]
+    gathers = (Step("gather", axes, source=dim) for dim, axes in enumerate(extra) if axes)
+    slices = (Step("slice", axes, target=dim) for dim, axes in enumerate(missing) if axes)
+    return (*gathers, *slices)
+
+
+def _exchanged(before: Placement, after: Placement, sizes: Mapping[str, int]) -> tuple[Step, ...]:
+    """Returns steps that gather no more than they have to."""
     now, found = before, []
     while now != after:
         if step := _slice(now, after) or _exchange(now, after):
             now = _done(now, step)
-        elif (goal := _with_more(now, after, dict(sizes))) is not None:
+        elif (goal := _with_more(now, after, sizes)) is not None:
             step, now = _permute(now, goal, sizes), goal
         else:
-            step = _exchange_anyhow(now, after, dict(sizes)) or _gather(now, after, dict(sizes))
+            step = _exchange_anyhow(now, after, sizes) or _gather(now, after, sizes)
             now = _done(now, step)
         found.append(step)
     return tuple(found)
@@ -191,16 +208,15 @@ def _with_more(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Pl
     return tuple(goal) if tuple(goal) != now else None
 
 
-def _permute(now: Placement, after: Placement, sizes: Sizes) -> Step:
+def _permute(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Step:
     """Lets each device send its part to one that is to have it; there are as many parts."""
-    of = dict(sizes)
-    every = tuple(of)
-    devices = list(itertools.product(*(range(size) for size in of.values())))
+    every = tuple(sizes)
+    devices = list(itertools.product(*(range(size) for size in sizes.values())))
 
     def part(device: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         where = dict(zip(every, device, strict=True))
         return tuple(
-            functools.reduce(lambda i, axis: i * of[axis] + where[axis], axes, 0)
+            functools.reduce(lambda i, axis: i * sizes[axis] + where[axis], axes, 0)
             for axes in placement
         )
 
