@@ -15,6 +15,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.call import GroupedCall, Operands, Options, signature_of
@@ -209,7 +210,7 @@ def _general(
         _check_values(group_sizes, lhs.shape[0])
         lhs, sizes, places = _from_group(lhs, sizes, group_offset, rhs.shape[0])
         last = numbers, precision, preferred, None, out_sharding
-        return _taken(_general(lhs, rhs, sizes, *last), places)
+        return permuted(_general(lhs, rhs, sizes, *last), *places)
     if form is None or out_sharding is not None:
         return lax.ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
@@ -236,7 +237,7 @@ def _call(
 
 
 def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[Any, Any, Any]:
-    """Returns rows with those of some groups first, these groups' sizes, and where each row is.
+    """Returns rows with those of some groups first, these groups' sizes, and the way back.
 
     Raises:
         TypeError: The offset is no integer of shape `[1]`, or there are fewer sizes than matrices.
@@ -255,12 +256,8 @@ def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[A
     own = lax.dynamic_slice_in_dim(sizes, first, groups)
     before = jnp.where(jnp.arange(sizes.shape[0]) < first, ends.sizes, 0).sum(dtype=jnp.int32)
     row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
-    return _taken(lhs, (row + start) % rows), own, (row - start) % rows
-
-
-def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns rows in another order."""
-    return x.at[places].get(unique_indices=True, mode="promise_in_bounds")
+    there, back = (row + start) % rows, (row - start) % rows
+    return permuted(lhs, there, back), own, (back, there)
 
 
 def _arrays(

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.api.grouped import grouped_gemm
+from pallas_gemm.op.permutation import permuted
 
 ROUTER_PRECISION = "highest"
 """A GPU would round the operands of float32 products otherwise."""
@@ -79,8 +80,6 @@ def apply(inputs: jax.Array, choice: Choice, experts: int, compute: Compute) -> 
 def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> jax.Array:
     """Returns what is computed of rows in the order of their groups, in the order of the rows.
 
-    A permutation's derivative is one too: nothing is added up.
-
     Args:
         x: The rows.
         group: The number of each one's group; `groups` of those in none, which come last.
@@ -89,9 +88,10 @@ def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> 
     """
     is_own = group[:, None] == lax.broadcasted_iota(group.dtype, (1, groups), 1)
     order = jnp.argsort(group, stable=True)
-    results = compute(_permuted(x, order), is_own.sum(axis=0, dtype=jnp.int32))
-    places = jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), **_PERMUTED)
-    return _permuted(results, places)
+    row = lax.iota(order.dtype, order.size)
+    places = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
+    results = compute(permuted(x, order, places), is_own.sum(axis=0, dtype=jnp.int32))
+    return permuted(results, places, order)
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -102,13 +102,6 @@ def rows(x: jax.Array) -> jax.Array:
 def wide(x: jax.Array) -> jax.Array:
     """Returns an array in float32 at least."""
     return x.astype(np.promote_types(x.dtype, np.float32))
-
-
-_PERMUTED: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
-
-
-def _permuted(x: jax.Array, places: jax.Array) -> jax.Array:
-    return x.at[places].get(**_PERMUTED)
 
 
 def gated(kernels: Sequence[Any], activation: Any, precision: Any) -> Compute:

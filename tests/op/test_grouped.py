@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from pallas_gemm import explain, grouped_gemm, ragged_dot, ragged_dot_general, target
+from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning.dispatch import Decision
 from tests import reference
 
@@ -113,6 +114,23 @@ def test_a_map_computes_each_example_with_its_own_groups():
     out = jax.jit(jax.vmap(ragged_dot, (0, None, 0)))(both, RHS, sizes)
     for own, lhs, groups in zip(out, both, sizes, strict=True):
         np.testing.assert_array_equal(own, _exact(groups, lhs, RHS, G)[0])
+
+
+def test_a_permutation_is_derived_as_one_and_adds_nothing_up():
+    x, g = _integers(6, 3), _integers(6, 3, seed=1)
+    places = jnp.array([3, 1, 5, 0, 2, 4])
+    inverse = jnp.argsort(places)
+
+    def second(x: Any) -> Any:
+        return jax.jvp(
+            jax.grad(lambda x: (permuted(x, places, inverse) ** 2 * g).sum()), (x,), (x,)
+        )
+
+    for found in second(x):
+        np.testing.assert_array_equal(found, 2 * x * g[inverse])
+    assert "scatter" not in str(jax.make_jaxpr(second)(x))
+    both = jax.vmap(permuted, (0, None, None))(jnp.stack([x, 2 * x]), places, inverse)
+    np.testing.assert_array_equal(both, jnp.stack([x[places], 2 * x[places]]))
 
 
 def test_an_offset_leaves_the_rows_of_other_groups_out():
