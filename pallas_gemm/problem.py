@@ -1,6 +1,7 @@
 """`Problem`: what is to be multiplied, without a word about how."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Literal
@@ -225,19 +226,7 @@ class Problem:
 
     def mirrored(self) -> "Problem":
         """The same arrays as the transposed product: operands change sides, the result stays."""
-        return dataclasses.replace(
-            self,
-            m=self.n,
-            n=self.m,
-            a_dtype=self.b_dtype,
-            b_dtype=self.a_dtype,
-            transpose_a=not self.transpose_b,
-            transpose_b=not self.transpose_a,
-            transpose_out=not self.transpose_out,
-            kept=self.kept and self.kept[::-1],
-            shared_a=self.shared_b,
-            shared_b=self.shared_a,
-        )
+        return _mirrored(self)
 
     @property
     def accumulator_dtype(self) -> Any:
@@ -247,3 +236,21 @@ class Problem:
 
     def _batched(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return shape if self.batch == 1 and not self.ragged_k else (self.batch, *shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _mirrored(problem: Problem) -> Problem:
+    """Returns `Problem.mirrored`, for which a choice among configs asks hundreds of times."""
+    return dataclasses.replace(
+        problem,
+        m=problem.n,
+        n=problem.m,
+        a_dtype=problem.b_dtype,
+        b_dtype=problem.a_dtype,
+        transpose_a=not problem.transpose_b,
+        transpose_b=not problem.transpose_a,
+        transpose_out=not problem.transpose_out,
+        kept=problem.kept and problem.kept[::-1],
+        shared_a=problem.shared_b,
+        shared_b=problem.shared_a,
+    )

@@ -245,6 +245,16 @@ CASES = {
         config(split_k=17),
         problem(k=1024),
     ),
+    "partial_sums beyond a piece": Case(
+        ("partial_sums must be at most 8, the fewest steps of 64 of a tile or piece", "got 9"),
+        config(tile=(128, 128), split_k=2, partial_sums=9),
+        problem(k=1024),
+    ),
+    "partial_sums over groups": Case(
+        ("partial_sums must be 1 for sums over groups", "got 2"),
+        config(tile=(128, 128), partial_sums=2),
+        SUMS_OVER_GROUPS,
+    ),
     "dynamic in turns": Case(
         ("persistence='dynamic' needs cooperative consumers", "got pingpong=True"),
         config(tile=(64, 128), persistence="dynamic", pingpong=True),
@@ -368,6 +378,17 @@ IMPOSSIBLE = {
     "consumers": ({"consumers": 4}, "consumers must be 1, 2 or 3", "got 4"),
     "no consumers": ({"consumers": 0}, "consumers must be 1, 2 or 3", "got 0"),
     "no pieces": ({"split_k": 0}, "split_k must be at least 1", "got 0"),
+    "no sums": ({"partial_sums": 0}, "partial_sums must be at least 1", "got 0"),
+    "sums of large tiles": (
+        {"partial_sums": 2, "late_store": False},
+        "at most 144 accumulator registers per thread, tile=(128, 256) needs 256",
+        "the nearest tile that fits is (128, 144)",
+    ),
+    "sums in turns": (
+        {"partial_sums": 2, "tile": (64, 128), "pingpong": True, "late_store": False},
+        "partial_sums needs cooperative consumers and late_store=False",
+        "got partial_sums=2, pingpong=True, late_store=False",
+    ),
     "pieces in turns": (
         {"split_k": 2, "tile": (64, 128), "pingpong": True},
         "split_k needs cooperative consumers and persistence='static'",

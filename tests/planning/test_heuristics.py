@@ -156,6 +156,50 @@ def test_what_keeps_the_sms_or_the_memory_busy_is_not_cut(size: tuple[int, int, 
     assert best.split_k == 1
 
 
+def test_few_rows_are_cut_only_where_the_smallest_tiles_leave_most_sms_idle() -> None:
+    for columns, is_cut in ((1408, True), (2816, True), (2880, False)):
+        problem = Problem(17, columns, 8448, transpose_b=True)
+        candidates = hopper_candidates.candidates(problem, H200)
+        assert any(config.split_k > 1 for config in candidates) == is_cut
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("size", [(6144, 4096), (28672, 8192), (1408, 8448)], ids=str)
+def test_no_more_is_awaited_of_few_rows_than_memory_answers(
+    rows: int, size: tuple[int, int]
+) -> None:
+    problem = Problem(rows, *size)
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    streamed = best.tile[0] if best.mirrored else best.tile[1]
+    awaited = best.stages * streamed * 128 * best.workers(problem, H200)
+    fewest = best.stages == hopper_candidates.FEWEST_STREAMED_STAGES
+    assert fewest or awaited <= hopper_candidates.STREAMED
+
+
+@pytest.mark.parametrize(
+    ("size", "fewest"),
+    [
+        # XLA makes 8 sums of the first on an H200, 2 of the second and 1 of the others.
+        ((512, 512, 16384), 6),
+        ((1024, 1024, 4096), 2),
+        ((4096, 4096, 4096), 1),
+        ((512, 512, 128), 1),
+    ],
+    ids=str,
+)
+def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
+    size: tuple[int, int, int], fewest: int
+) -> None:
+    wide = Problem(*size, out_dtype=jnp.float32)
+    for config in heuristics.rank(wide, H200, HOPPER):
+        assert isinstance(config, HopperConfig)
+        assert config.split_k * config.partial_sums >= fewest
+    for problem in (Problem(*size), dataclasses.replace(wide, a_dtype=np.int8, out_dtype=np.int32)):
+        candidates = hopper_candidates.candidates(problem, H200)
+        assert all(config.partial_sums == 1 for config in candidates)
+
+
 def test_each_candidate_has_as_many_stages_as_fit() -> None:
     problem = Problem(8192, 8192, 8192)
     for config in hopper_candidates.candidates(problem, H100):

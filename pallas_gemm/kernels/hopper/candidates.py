@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
@@ -20,13 +23,17 @@ from pallas_gemm.problem import Problem
 # consumer take 4 to 10% longer than one of 256.
 COLUMNS = {
     256: (208, 192),
-    192: (192,),
-    128: (256, 208, 192, 176, 160, 144, 128, 16),
-    64: (256, 192, 160, 128, 64, 32, 16),
+    192: (192, 160),
+    128: (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96, 16),
+    64: (256, 240, 224, 192, 176, 160, 128, 64, 32, 16),
 }
 IN_TURNS = (128, 128)
 """The tile of a symmetric result, which is stored twice, while another is multiplied: a third of
 the products of 4096 cubed would otherwise be beyond the diagonal or in a wave that is not full."""
+FILLING = (240, 224)
+"""Columns of tiles of 128 rows that only count where they are few waves, of which they fill the
+last one: 2688 cubed takes 51.0 us on an H200 in tiles of 128 x 224, 54.0 in those of 128 x 160."""
+FEW_WAVES = 5
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
 ONLY_CUT = 192
@@ -34,16 +41,34 @@ ONLY_CUT = 192
 tiles keeps 128 SMs busy."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
-FEWEST_ROWS_CUT = 64
-"""And columns: 8 x 9984 x 8192, 16 x 4096 x 14336 and 32 x 6144 x 4096 are no faster when cut."""
+FEW_ROWS = 64
+"""Or columns, below which memory bounds a product: 8 x 9984 x 8192, 16 x 4096 x 14336 and 32 x 6144
+x 4096 are no faster when cut."""
+IDLE_WITH_FEW_ROWS = 3
+"""SMs for each of the smallest tiles, from which on few rows are cut all the same: 17 x 1408 x 8448
+takes 9.5 us in 6 pieces of k and 15.7 whole, 12 x 1152 x 9216 8.8 us in 7 and 16.9 whole; XLA takes
+12.9 and 9.6."""
 FEWEST_STEPS = 8
 """Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
+SUMS_OF_XLA = 2 / 3
+"""Of the sums that XLA may make of a float32 result, how many are made here at least."""
+TILE_OF_XLA = (128, 256)
+"""Tiles by which XLA is taken to see how many SMs a product would leave idle."""
+SHORTEST_SUM = 3
+"""Steps of a partial sum: XLA makes four of 11 steps."""
 MOST_WAVES = 3
 """Of pieces of k: each takes part of the L2 until it is joined."""
 FULLER = 1.05
 """What more waves must gain in busy SMs."""
 MOST_STAGES = 20
 """Enough to cover the latency of memory with the smallest tile."""
+STREAMED = 11 * 2**20
+"""Bytes that all CTAs await of an operand that each reads for itself. More are in each other's way:
+4 x 6144 x 4096 takes 13.8 us on an H200 with 9 MB under way, 14.3 with 10 and 15.7 with 16, and 4 x
+28672 x 8192 105.7 us with 15 MB and 108.5 with 18."""
+MOST_STREAMED_STAGES = 12
+"""Of one CTA: 4 x 4096 x 14336 takes 29.0 us with 13 stages, and 30.8 with 20."""
+FEWEST_STREAMED_STAGES = 4
 ROWS_OF_GROUPS = 128
 """Of a tile where groups have as many on average: fewer would be read from the L2 too often."""
 STORE_BOUND_STEPS = 2
@@ -63,15 +88,19 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
             late_store=False,
             **form,
         )
+        if config.tile[1] in FILLING and config.tiles(problem) > FEW_WAVES * device.sms:
+            continue
         config = _ordered(config, problem, device)
         narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
         ready = deepest(config, problem, device)
         if _stages(ready) < FEWEST_STAGES:
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
-        if ready and config.tile[0] != ONLY_CUT:
-            yield ready
-        if ready and _may_be_cut(problem):
-            yield from _cut(ready, problem, device)
+        ready = ready and _streaming(ready, problem, device)
+        if ready:
+            yield from _accurate(ready, problem, device)
+        if ready and _may_be_cut(problem, device):
+            for cut in _cut(ready, problem, device):
+                yield from _accurate(cut, problem, device)
 
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -88,10 +117,13 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"tile": IN_TURNS, "pingpong": True}
 
 
-def _may_be_cut(problem: Problem) -> bool:
+def _may_be_cut(problem: Problem, device: Device) -> bool:
     """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
-    enough = min(problem.m, problem.n) >= FEWEST_ROWS_CUT
-    return enough and not (problem.groups or problem.ragged_k or problem.symmetric)
+    if problem.groups or problem.ragged_k or problem.symmetric:
+        return False
+    most_tiles = problem.batch * -(-max(problem.m, problem.n) // min(COLUMNS))
+    enough = min(problem.m, problem.n) >= FEW_ROWS
+    return enough or most_tiles * IDLE_WITH_FEW_ROWS <= device.sms
 
 
 def _cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
@@ -110,7 +142,56 @@ def _cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[Hop
             cut = dataclasses.replace(
                 config, split_k=parts, late_store=False, schedule="online_swizzle:8"
             )
-            yield deepest(_joined_by_all(cut, problem, fit), problem, device) or cut
+            cut = deepest(_joined_by_all(cut, problem, fit), problem, device) or cut
+            yield _streaming(cut, problem, device)
+
+
+def fewest_sums(problem: Problem, device: Device) -> int:
+    """Returns how many sums k is cut into at least, so that a float32 result errs as XLA's does.
+
+    The tensor cores cut off what a sum of float32 does not hold, so that one sum errs four times as
+    much as four, each of a quarter of k. XLA makes several where its tiles leave SMs idle: 8 of 512
+    x 512 x 16384 on an H200, 2 of 1024 x 1024 x 4096, 1 of 1024 cubed. Results of 16 bits are
+    rounded by more than that, and so are operands of float32 (as TF32).
+    """
+    narrow = problem.a_dtype.itemsize <= 2 and problem.accumulator_dtype == np.float32
+    counts = narrow and problem.out_dtype == np.float32
+    if not counts or problem.groups or problem.ragged_k:
+        return 1
+    rows, cols = TILE_OF_XLA
+    tiles = problem.batch * -(-problem.m // rows) * -(-problem.n * problem.sums // cols)
+    steps = -(-problem.k * problem.a_dtype.itemsize // STEP_BYTES)
+    return max(1, min(math.ceil(SUMS_OF_XLA * (device.sms // tiles)), steps // SHORTEST_SUM))
+
+
+def _streaming(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
+    """Returns the config with as many stages as memory is busy with, where few rows are streamed.
+
+    A row of tiles that is all of the result reads each part of the other operand once.
+    """
+    if 1 not in config.grid(problem) or min(problem.m, problem.n) > FEW_ROWS:
+        return config
+    rows, cols = config.tile
+    stage = (cols if config.grid(problem)[0] == 1 else rows) * STEP_BYTES
+    most = STREAMED // (stage * config.workers(problem, device))
+    return dataclasses.replace(
+        config, stages=min(config.stages, MOST_STREAMED_STAGES, max(FEWEST_STREAMED_STAGES, most))
+    )
+
+
+def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
+    """Yields the config with as many partial sums as it takes, if its registers hold two of them.
+
+    Where they do not, tiles are so large that XLA leaves no SMs idle either.
+    """
+    most = -(-problem.k // config.tile_k(problem)) // config.split_k
+    parts = min(most, -(-fewest_sums(problem, device) // config.split_k))
+    if parts > 1:
+        try:
+            config = dataclasses.replace(config, partial_sums=parts, late_store=False)
+        except ValueError:
+            return
+    yield config
 
 
 def _joined_by_all(config: HopperConfig, problem: Problem, workers: int) -> HopperConfig:

@@ -69,6 +69,9 @@ class HopperConfig(GemmConfig):
             few columns, of which a tile may have as few as 16.
         split_k: Into how many pieces the k loop of each tile is cut, which different clusters
             compute. A second kernel adds up their sums, in float32 and always in the same order.
+        partial_sums: In how many parts, one after the other, a tile or a piece of it is summed up.
+            The tensor cores cut off what a sum of float32 does not hold, so that the error goes
+            with the length of a part.
     """
 
     stages: int = FITTING
@@ -78,6 +81,7 @@ class HopperConfig(GemmConfig):
     late_store: bool = FITTING
     mirrored: bool = False
     split_k: int = 1
+    partial_sums: int = 1
 
     def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
@@ -122,6 +126,11 @@ class HopperConfig(GemmConfig):
         return rows * cols // 128
 
     @property
+    def sum_registers(self) -> int:
+        """Registers per thread that hold the accumulator, and what was summed up before."""
+        return self.accumulator_registers * (2 if self.partial_sums > 1 else 1)
+
+    @property
     def registers(self) -> Registers | None:
         """Registers per thread of producer and consumers; None leaves them as launched.
 
@@ -131,7 +140,7 @@ class HopperConfig(GemmConfig):
             return None
         if self.consumers == 3:
             return Registers(32, 160)
-        return Registers(24, 240) if self.accumulator_registers > 128 else Registers(40, 232)
+        return Registers(24, 240) if self.sum_registers > 128 else Registers(40, 232)
 
     @property
     def most_registers(self) -> int:
@@ -159,7 +168,7 @@ class HopperConfig(GemmConfig):
         residual = 0
         if problem.epilogue.residual:
             residual = rows * self.store_columns * problem.added_dtype.itemsize // (4 * WARPGROUP)
-        taken = self.accumulator_registers + residual + values * epilogue_arrays(problem.epilogue)
+        taken = self.sum_registers + residual + values * epilogue_arrays(problem.epilogue)
         taken += vector_registers(problem, rows, columns)
         return self.most_registers - taken
 
@@ -187,7 +196,7 @@ class HopperConfig(GemmConfig):
         function = problem.epilogue.activation
         # The parts of a division are too many, with panels of a transposed left operand above all.
         short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
-        early = not self.late_store and self.accumulator_registers > (128 if short else 104)
+        early = not self.late_store and self.sum_registers > (128 if short else 104)
         if early and function is not None and divides(function):
             return False
         free = self._free_registers(problem, self.finished_columns(problem))
@@ -195,7 +204,10 @@ class HopperConfig(GemmConfig):
 
     @property
     def _most_accumulators(self) -> int:
-        return 96 if self.consumers == 3 else 208
+        most = 96 if self.consumers == 3 else 208
+        # Registers of WGMMA stay where they are, and a sum that waits beside them gets in its way:
+        # 144 in all are not spilled, 160 are.
+        return min(most, 144) if self.partial_sums > 1 else most
 
     def _nearest_tile(self, problem: Problem) -> str:
         """Says which narrower tile the registers of a consumer suffice for."""
@@ -287,6 +299,8 @@ class HopperConfig(GemmConfig):
         yield from super()._malformed()
         if self.split_k < 1:
             yield f"split_k must be at least 1, got {self.split_k}"
+        if self.partial_sums < 1:
+            yield f"partial_sums must be at least 1, got {self.partial_sums}"
         if self.consumers not in (1, 2, 3):
             yield f"consumers must be 1, 2 or 3, got {self.consumers}"
 
@@ -299,16 +313,22 @@ class HopperConfig(GemmConfig):
                 "split_k needs cooperative consumers and persistence='static', got split_k="
                 f"{self.split_k}, pingpong={self.pingpong}, persistence={self.persistence!r}"
             )
+        if self.partial_sums > 1 and (self.pingpong or self.late_store):
+            yield (
+                "partial_sums needs cooperative consumers and late_store=False, got partial_sums="
+                f"{self.partial_sums}, pingpong={self.pingpong}, late_store={self.late_store}"
+            )
         rows, cols = self.consumer_tile
         if rows < WGMMA_ROWS or rows % WGMMA_ROWS:
             yield f"tile rows per consumer must be a multiple of 64, got tile={self.tile}"
         elif cols < 16 or cols % 16 or self.tile[1] % cols:
             yield f"tile columns per consumer must be a multiple of 16, got tile={self.tile}"
-        elif self.accumulator_registers > self._most_accumulators:
-            fitting = self._most_accumulators * WARPGROUP // rows // 16 * 16 * self.tile[1] // cols
+        elif self.sum_registers > self._most_accumulators:
+            most = self._most_accumulators * self.accumulator_registers // self.sum_registers
+            fitting = most * WARPGROUP // rows // 16 * 16 * self.tile[1] // cols
             yield (
                 f"a consumer holds at most {self._most_accumulators} accumulator registers per"
-                f" thread, tile={self.tile} needs {self.accumulator_registers}; the nearest tile"
+                f" thread, tile={self.tile} needs {self.sum_registers}; the nearest tile"
                 f" that fits is {(self.tile[0], fitting)}"
             )
         if self.stages < 2 or self.ring_barriers > MAX_BARRIERS:
@@ -318,7 +338,8 @@ class HopperConfig(GemmConfig):
     def form_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns what is illegal about tile and mode, whatever an SM has."""
         own = self._group_refusals(problem) if problem.groups or problem.ragged_k else ()
-        return (*self._tile_refusals(problem), *self._mode_refusals(problem), *own)
+        common = (self._tile_refusals, self._steps_refusals, self._mode_refusals)
+        return (*itertools.chain.from_iterable(of(problem) for of in common), *own)
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         if not problem.transpose_b and self.consumer_tile[1] % 64:
@@ -365,29 +386,38 @@ class HopperConfig(GemmConfig):
                     f" no cluster, got pingpong={self.pingpong}, tile={self.tile} and"
                     f" cluster={self.cluster}"
                 )
+            if self.partial_sums > 1:
+                yield f"partial_sums must be 1 for sums over groups, got {self.partial_sums}"
         elif self.consumer_tile[1] % self.store_columns:
             yield (
                 "tile columns per consumer must be a multiple of store_columns for rows in groups,"
                 f" got tile={self.tile} and store_columns={self.store_columns}"
             )
 
-    def _mode_refusals(self, problem: Problem) -> Iterator[str]:
-        if self.late_store and not self.allows_late_store(problem):
-            yield (
-                "late_store needs one or two cooperative consumers, split_k=1, a schedule that is"
-                " a table, a result of at most 16 bits (16 if it is gated), no residual, at most"
-                " 128 accumulator registers and at most 4 chunks per tile, got"
-                f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
-                f" schedule={self.schedule!r}, out_dtype={problem.out_dtype},"
-                f" residual={problem.epilogue.residual},"
-                f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
-                " late_store=False would fit"
-            )
+    def _steps_refusals(self, problem: Problem) -> Iterator[str]:
         steps = -(-problem.k // self.tile_k(problem))
         if self.split_k > steps:
             yield (
                 f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
                 f" k={problem.k}, got {self.split_k}"
+            )
+        elif self.partial_sums > steps // self.split_k:
+            yield (
+                f"partial_sums must be at most {steps // self.split_k}, the fewest steps of"
+                f" {self.tile_k(problem)} of a tile or piece, got {self.partial_sums}"
+            )
+
+    def _mode_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.late_store and not self.allows_late_store(problem):
+            yield (
+                "late_store needs one or two cooperative consumers, split_k=1, partial_sums=1, a"
+                " schedule that is a table, a result of at most 16 bits (16 if it is gated), no"
+                " residual, at most 128 accumulator registers and at most 4 chunks per tile, got"
+                f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
+                f" partial_sums={self.partial_sums}, schedule={self.schedule!r},"
+                f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
+                f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
+                " late_store=False would fit"
             )
         if self.split_k > 1 and problem.symmetric:
             yield f"split_k must be 1 for a symmetric result, got {self.split_k}"
@@ -419,6 +449,7 @@ class HopperConfig(GemmConfig):
         return (
             not self.pingpong
             and self.split_k == 1
+            and self.partial_sums == 1
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2

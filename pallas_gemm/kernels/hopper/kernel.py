@@ -238,13 +238,10 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         has_rows = None if at.end is None else at.row < at.end
         within = piece.first_k, piece.end_k
         steps = Steps(turn, progress.slot, piece.steps, within, has_rows)
-        total, slot = pl.run_scoped(
-            lambda acc: multiply(cta, me, steps, acc, stores),
-            plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
-        )
+        total, slot = _sum(cta, me, steps, stores)
         if plan.joins:
-            return Progress(join.hand_over(cta, me, piece, total), slot)
-        return Progress(late_store.take(cta, me, total, at), slot)
+            return Progress(join.hand_over(cta, me, piece, total), ring.upcoming(plan, slot))
+        return Progress(late_store.take(cta, me, total, at), ring.upcoming(plan, slot))
 
     if plan.config.pingpong:
         _walk_alternately(cta, walk, one_tile)
@@ -291,12 +288,35 @@ class Steps(NamedTuple):
     has_rows: Any = None
 
 
-def multiply(
-    cta: Cta, me: Any, steps: Steps, acc: Any, stores: late_store.Stores
-) -> tuple[Any, Any]:
-    """Runs the k loop of one tile, with stores in between.
+def _sum(cta: Cta, me: Any, steps: Steps, stores: late_store.Stores) -> tuple[Any, Any]:
+    """Runs the k loop of one tile: part by part where that keeps the error small.
 
-    Returns the accumulator's value, and the slot of the next tile's first step if it is counted.
+    Returns the sum, and the slot of the last step, as `multiply` does.
+    """
+    plan = cta.plan
+    total, slot, parts = None, None, plan.config.partial_sums
+    for part in range(parts):
+        own = steps
+        if parts > 1:
+            count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
+            first, end = (lax.div(count * i, jnp.int32(parts)) for i in (part, part + 1))
+            own = own._replace(count=end - first)
+        if part:
+            own, stores = own._replace(slot=ring.following(plan, slot)), []
+        summand, slot = pl.run_scoped(
+            functools.partial(multiply, cta, me, own, stores),
+            plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
+        )
+        total = summand if total is None else total + summand
+    return total, slot
+
+
+def multiply(
+    cta: Cta, me: Any, steps: Steps, stores: late_store.Stores, acc: Any
+) -> tuple[Any, Any]:
+    """Runs the k loop of one tile, or a part of it, with stores in between.
+
+    Returns the accumulator's value, and the slot of the last step unless it is found by dividing.
     """
     plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
@@ -338,7 +358,7 @@ def multiply(
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
     total = acc[...]  # Waits for every WGMMA in flight.
     release(ring.last_slot(plan, turn, kept))
-    return total, ring.upcoming(plan, kept)
+    return total, kept
 
 
 def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:

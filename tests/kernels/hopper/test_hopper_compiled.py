@@ -305,6 +305,19 @@ def test_tiles_that_are_cut_along_k():
     )
 
 
+def test_tiles_that_are_summed_up_in_parts():
+    widest = dataclasses.replace(
+        EARLY,
+        tile=(64, 144),
+        consumers=1,
+        store_columns=32,
+        partial_sums=3,
+        schedule="online_raster",
+    )
+    sums = dataclasses.replace(NT, out_dtype=jnp.float32, epilogue=EPILOGUES[1])
+    check_sound([(widest, sums)])
+
+
 def test_tiles_that_are_no_whole_number_of_strips():
     config = dataclasses.replace(LATE, tile=(128, 112))
     check_sound([(config, dataclasses.replace(NT, epilogue=EPILOGUES[1]))])
