@@ -61,7 +61,9 @@ def test_rows_find_their_experts_on_other_devices_and_nothing_else_is_sent() -> 
     sizes: Any = {"num_experts": 16, "hidden_features": 8, "activation": None, "routing": _choice}
     x = reference.integers(np.random.default_rng(0), (8, 3, 4), jnp.float32)
     alone = linen.Experts(**sizes)
-    params = jax.tree.map(lambda x: jnp.round(4 * x), alone.init(jax.random.key(0), x))
+    shapes = jax.eval_shape(alone.init, jax.random.key(0), x)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: reference.integers(rng, x.shape, x.dtype), shapes)
     mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
     parallel = ParallelExperts(**sizes, mesh=mesh)
 

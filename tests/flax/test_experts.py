@@ -1,5 +1,6 @@
 """Layers of experts: what a dense program of the same parameters computes, of linen and of nnx."""
 
+import functools
 from typing import Any
 
 import flax
@@ -13,7 +14,7 @@ from flax import nnx as stock_nnx
 import pallas_gemm
 from pallas_gemm import explain
 from pallas_gemm.flax import linen, nnx, routed
-from tests import layers
+from tests import layers, reference
 
 EXPERTS, INPUTS, HIDDEN, TOP_K = 4, 16, 24, 2
 X = (2, 9, INPUTS)
@@ -26,54 +27,66 @@ SIZES: dict[str, int] = {"num_experts": EXPERTS, "hidden_features": HIDDEN}
 KEY = jax.random.key(0)
 
 
+def _by_logits(logits: jax.Array, top_k: int) -> routed.Choice:
+    """Weighs the experts of the largest logits by these, so that integers stay integers."""
+    return routed.Choice(*jax.lax.top_k(logits, top_k))
+
+
 def _dense(params: Any, x: jax.Array) -> jax.Array:
     """Every token by every expert, of which those that it chose count."""
     kernels = {name: layer["kernel"] for name, layer in params.items()}
-    wide = np.promote_types(x.dtype, np.float32)
-    logits = jnp.einsum("bsd,de->bse", x.astype(wide), kernels["router"].astype(wide))
-    best, chosen = jax.lax.top_k(logits, TOP_K)
-    counts = jax.nn.softmax(best)[..., None] * jax.nn.one_hot(chosen, EXPERTS, dtype=wide)
+    best, chosen = jax.lax.top_k(jnp.einsum("bsd,de->bse", x, kernels["router"]), TOP_K)
+    counts = best[..., None] * jax.nn.one_hot(chosen, EXPERTS)
     gate, up = (jnp.einsum("bsd,edh->bseh", x, kernels[name]) for name in ("gate", "up"))
-    each = jnp.einsum("bseh,ehd->bsed", jax.nn.silu(gate) * up, kernels["down"])
-    return (each.astype(wide) * counts.sum(2)[..., None]).sum(2).astype(x.dtype)
+    each = jnp.einsum("bseh,ehd->bsed", jax.nn.relu(gate) * up, kernels["down"])
+    return (each * counts.sum(2)[..., None]).sum(2)
 
 
-def _merged(params: Any, **options: Any) -> nnx.Experts:
-    """Returns the layer of nnx with parameters of the layer of linen."""
-    layer = nnx.Experts(INPUTS, **SIZES, **options, rngs=stock_nnx.Rngs(0))
-    stock_nnx.update(layer, params)
-    return layer
-
-
-PARAMS: Any = linen.Experts(**SIZES).init(KEY, jnp.ones(X))["params"]
+LAYER = nnx.Experts(INPUTS, **SIZES, rngs=stock_nnx.Rngs(0))
+PARAMS: Any = stock_nnx.to_pure_dict(stock_nnx.state(LAYER))
 
 
 def test_parameters_are_named_as_those_of_stock_layers_in_linen_and_nnx() -> None:
-    router = nn.Dense(EXPERTS, use_bias=False).init(KEY, jnp.ones(X))["params"]
+    x = jax.ShapeDtypeStruct(X, jnp.float32)
+    router = jax.eval_shape(nn.Dense(EXPERTS, use_bias=False).init, KEY, x)["params"]
     layers.assert_same_structure(PARAMS["router"], router)
     assert {name: PARAMS[name]["kernel"].shape for name in SHAPES} == SHAPES
+    params = jax.eval_shape(linen.Experts(**SIZES).init, KEY, x)["params"]
+    layers.assert_same_structure(params, PARAMS)
     # As of a stock layer of one expert: an expert more makes no input smaller.
     for name, (_, inputs, _) in SHAPES.items():
         assert abs(PARAMS[name]["kernel"].std() * np.sqrt(inputs) - 1) < 0.1
-    ours = nnx.Experts(INPUTS, **SIZES, rngs=stock_nnx.Rngs(0))
-    layers.assert_same_structure(stock_nnx.to_pure_dict(stock_nnx.state(ours)), PARAMS)
 
 
-def test_result_and_gradients_are_those_of_all_experts_of_all_tokens() -> None:
-    def ours(params: Any, x: Any) -> Any:
-        return linen.Experts(**SIZES).apply({"params": params}, x)
+def test_results_and_gradients_are_those_of_all_experts_of_all_tokens() -> None:
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: reference.integers(rng, x.shape, x.dtype), PARAMS)
+    x, g = (reference.integers(rng, X, jnp.float32) for _ in range(2))
+    options: Any = {"routing": _by_logits, "activation": "relu", **SIZES}
+    layer = nnx.Experts(INPUTS, **options, rngs=stock_nnx.Rngs(0))
 
-    # The router's kernel, of bfloat16 here, is multiplied with float32.
-    with jax.numpy_dtype_promotion("standard"):
-        layers.assert_trained_as_well(ours, _dense, PARAMS, layers.normal(*X))
+    def by_linen(params: Any, x: Any) -> Any:
+        return linen.Experts(**options).apply({"params": params}, x)
+
+    def by_nnx(params: Any, x: Any) -> Any:
+        graph, state = stock_nnx.split(layer)
+        stock_nnx.replace_by_pure_dict(state, params)
+        return stock_nnx.merge(graph, state)(x)
+
+    @jax.jit
+    def all_ways(params: Any, x: Any, g: Any) -> Any:
+        return [(f(params, x), jax.vjp(f, params, x)[1](g)) for f in (by_linen, by_nnx, _dense)]
+
+    *ours, dense = all_ways(params, x, g)
+    for found in ours:
+        layers.assert_same_tree(found, dense)
 
 
-def test_both_interfaces_compute_the_same_also_in_jit() -> None:
-    x = layers.normal(*X)
-    expected: Any = linen.Experts(**SIZES).apply({"params": PARAMS}, x, with_logits=True)
-    assert expected[1].shape == (*X[:-1], EXPERTS)
-    found = stock_nnx.jit(lambda layer, x: layer(x, with_logits=True))(_merged(PARAMS), x)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def test_weights_are_the_softmax_of_the_largest_logits() -> None:
+    logits = jnp.array([[1.0, 5.0, 2.0, 5.0], [0.0, -300.0, 200.0, -400.0]])
+    weights, experts = routed.softmax_of_best(logits, 2)
+    np.testing.assert_array_equal(experts, [[1, 3], [2, 0]])
+    np.testing.assert_array_equal(weights, [[0.5, 0.5], [1, 0]])
 
 
 def _to_the_last(logits: jax.Array, top_k: int) -> routed.Choice:
@@ -84,9 +97,14 @@ def _to_the_last(logits: jax.Array, top_k: int) -> routed.Choice:
 
 def test_one_expert_may_get_all_tokens_and_none_is_dropped() -> None:
     x = layers.normal(*X)
-    layer = _merged(PARAMS, routing=_to_the_last, activation=None, top_k=1)
-    gate, up, down = (PARAMS[name]["kernel"][-1] for name in SHAPES)
-    np.testing.assert_array_equal(layer(x), ((x @ gate) * (x @ up)) @ down)
+    model = linen.Experts(**SIZES, routing=_to_the_last, activation=None, top_k=1)
+
+    @jax.jit
+    def both(params: Any, x: jax.Array) -> Any:
+        gate, up, down = (params[name]["kernel"][-1] for name in SHAPES)
+        return model.apply({"params": params}, x), ((x @ gate) * (x @ up)) @ down
+
+    np.testing.assert_array_equal(*both(PARAMS, x))
 
 
 def test_the_router_is_in_float32_and_the_rest_as_told() -> None:
@@ -99,7 +117,8 @@ def test_the_router_is_in_float32_and_the_rest_as_told() -> None:
     assert [result.dtype for result in results] == [jnp.bfloat16, jnp.float32]
     ours = nnx.Experts(INPUTS, **SIZES, **options, rngs=stock_nnx.Rngs(0))
     assert {name: getattr(ours, name).kernel.dtype for name in types} == types
-    assert jax.eval_shape(ours, x).dtype == jnp.bfloat16
+    both = jax.eval_shape(functools.partial(ours, with_logits=True), x)
+    assert [result.dtype for result in both] == [jnp.bfloat16, jnp.float32]
 
 
 def test_kernels_may_be_split_by_expert_over_a_mesh() -> None:
