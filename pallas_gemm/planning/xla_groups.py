@@ -62,6 +62,9 @@ def finished(
     plain = call.sums(wide if dtype is None else dtype)
     sums = [products(plain, given.a, b, sizes) for b in (given.b, given.up) if b is not None]
     (rows, _), (groups,) = sums[0].shape, sizes.shape
+    if groups == 0:
+        # Rows are in none, and have none to take a bias of.
+        return sums[0].astype(call.out_dtype)
     ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).rows, (rows, groups), (1,))
     is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
     group = is_before.sum(axis=1, dtype=jnp.int32)

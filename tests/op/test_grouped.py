@@ -183,6 +183,13 @@ def test_empty_operands_give_zeros(shapes):
     np.testing.assert_array_equal(out, np.zeros((shapes[0][0], shapes[1][2])))
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(0, 3), (8, 0)])
+def test_an_epilogue_leaves_rows_in_no_group_zeros(rows, groups):
+    operands = jnp.ones((rows, 8)), jnp.ones((groups, 8, 8)), jnp.zeros(groups, jnp.int32)
+    out = grouped_gemm(*operands, bias=jnp.ones((groups, 8)))
+    np.testing.assert_array_equal(out, np.zeros((rows, 8)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
 def test_types_are_those_of_jax(dtype):
     lhs, rhs = LHS.astype(dtype), RHS.astype(dtype)
