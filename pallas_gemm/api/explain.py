@@ -24,7 +24,7 @@ from pallas_gemm.op.grouped import grouped_p
 from pallas_gemm.op.parts import Part, Shared, noted
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
-from pallas_gemm.op.sum_of_products import sum_p
+from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Signature, SumCall, SymmetricCall, signature_of
@@ -193,8 +193,14 @@ def _asked(equation: Any, avals: list[Any], origin: Origin) -> Iterator[_Asked]:
         copies = tuple(_copies(call, matrices, given))
         yield _Asked(matrices.call, matrices.signature, meshes, origin, copies)
     elif equation.primitive is projections_p:
-        for own in operands_of_each(call, given[1:]):
-            yield _Asked(call, (given[0], *own), meshes, origin)
+        each = operands_of_each(call, given[1:])
+        for dims, own in zip(equation.params["contractions"], each, strict=True):
+            yield _Asked(*merged(call, dims, (given[0], *own))[:2], meshes, origin)
+    elif equation.primitive is sum_p:
+        each = each_merged(call, equation.params["contractions"], given)
+        wholes = [whole] if (whole := merged_sum(each)) else [own[:2] for own in each]
+        for own_call, signature in wholes:
+            yield _Asked(own_call, signature, meshes, origin)
     else:
         yield _Asked(call, given, meshes, origin)
 

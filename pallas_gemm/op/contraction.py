@@ -116,6 +116,15 @@ class Contraction:
         taken = {*self.lhs, *self.rhs}
         return next(x for x in _letters() if x not in taken)
 
+    def with_rows(self, place: int) -> "Contraction":
+        """Returns the product with one more dimension of the left operand, there, as more rows.
+
+        It comes first in the result.
+        """
+        letter = self.unused()
+        lhs = self.lhs[:place] + letter + self.lhs[place:]
+        return dataclasses.replace(self, lhs=lhs, out=letter + self.out)
+
     def of_operands(self, call: Call) -> tuple[str, ...]:
         """Returns the letters of each operand that there is, and last those of the result."""
         factors = [self.lhs, self.rhs] + [self.rhs] * call.epilogue.gated

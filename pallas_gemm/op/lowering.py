@@ -116,7 +116,7 @@ def lower_matrices(
         otherwise: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
     """
-    kernel = _kernel(_planned(call, gpu), _signature(ctx.avals_in))
+    kernel = kernel_of(call, _signature(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
 
 
@@ -164,6 +164,11 @@ def _planned(call: Call, gpu: bool) -> Call:
         return call if call.options.target else call.with_target(targeting.first_gpu())
     _refuse_gpu_kernel(call)
     return call if call.options.implementation == "interpret" else call.with_target(None)
+
+
+def kernel_of(call: Call, signature: Signature, *, gpu: bool) -> Callable[..., Any] | None:
+    """Returns the function of matrices that a kernel computes, in a program for a GPU or not."""
+    return _kernel(_planned(call, gpu), signature)
 
 
 def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:

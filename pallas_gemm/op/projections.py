@@ -6,31 +6,21 @@
 JAX would round each product of the gradient and add them up; a kernel adds in its accumulator.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.canonical import merged
-from pallas_gemm.op.contraction import Contraction, of_matrices
-from pallas_gemm.op.product import (
-    equally_varying,
-    product,
-    product_of_matrices,
-    run_as_jax_does,
-    squeezed,
-)
-from pallas_gemm.op.sum_of_products import sum_of_products
-from pallas_gemm.planning import xla
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does, squeezed
+from pallas_gemm.op.sum_of_products import sum_of_contractions
 from pallas_gemm.planning.call import Call, SumCall, signature_of
 
 projections_p = core.Primitive("pallas_gemm_projections")
@@ -55,17 +45,18 @@ def projections(
         squeezed(call, own, (a, *right)) for own, right in zip(contractions, rights, strict=True)
     ]
     each = [merged(call, own, signature_of(operands)) for own, operands in products]
-    kinds = {(own.call, own.form.a, own.form.swapped) for own in each}
+    kinds = {
+        (own.call, own.form.a, own.form.swapped, operands[0].shape)
+        for own, (_, operands) in zip(each, products, strict=True)
+    }
     is_matrix = len(each[0].form.product_shape) == 2
     if _are_apart(call, a, rights) or len(kinds) > 1 or each[0].form.swapped or not is_matrix:
         return [product(call, own, *operands) for own, operands in products]
-    ready = [
-        own.form.ready(call.unpack(operands))
-        for own, (_, operands) in zip(each, products, strict=True)
-    ]
-    others = [own.present()[1:] for own in ready]
-    results = projections_of_matrices(each[0].call, ready[0].a, others)
-    return [own.form.result(x) for own, x in zip(each, results, strict=True)]
+    dims = tuple(own for own, _ in products)
+    others = (x for _, operands in products for x in operands[1:])
+    operands = equally_varying((products[0][1][0], *others))
+    devices = mesh_context.device_request(call, operands)
+    return projections_p.bind(*operands, call=call, contractions=dims, devices=devices)
 
 
 def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> bool:
@@ -79,20 +70,12 @@ def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) 
     return alone or len(rights) == 1 or len({right[0].dtype for right in rights}) > 1
 
 
-def projections_of_matrices(
-    call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]
+def one_by_one(
+    call: Call, contractions: Sequence[Contraction], a: jax.Array, *operands: jax.Array
 ) -> list[jax.Array]:
-    """Computes several products of one left matrix."""
-    operands = equally_varying((a, *itertools.chain.from_iterable(rights)))
-    if _are_apart(call, a, rights):
-        return one_by_one(call, *operands)
-    devices = mesh_context.device_request(call, operands)
-    return projections_p.bind(*operands, call=call, devices=devices)
-
-
-def one_by_one(call: Call, a: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """Computes each product for itself."""
-    return [product_of_matrices(call, a, *own) for own in operands_of_each(call, operands)]
+    each = operands_of_each(call, operands)
+    return [product(call, own, a, *rest) for own, rest in zip(contractions, each, strict=True)]
 
 
 def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -101,80 +84,95 @@ def operands_of_each(call: Call, rights: Sequence[Any]) -> list[tuple[Any, ...]]
 
 
 @projections_p.def_abstract_eval
-def _abstract(a: Any, *rights: Any, call: Call, **_: Any) -> list[Any]:
+def _abstract(
+    a: Any, *rights: Any, call: Call, contractions: Sequence[Contraction], **_: Any
+) -> list[Any]:
     """Each result has the type of its own product; none of these is simulated."""
+    each = operands_of_each(call, rights)
     return [
-        lowering.type_by(xla.product, call, (a, *own)) for own in operands_of_each(call, rights)
+        lowering.type_by(own.by_xla, call, (a, *rest))
+        for own, rest in zip(contractions, each, strict=True)
     ]
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, **_: Any) -> Any:
-    run = functools.partial(one_by_one, call)
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, contractions: Any, **_: Any
+) -> Any:
+    run = functools.partial(one_by_one, call, contractions)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Any, tangents: Any, *, call: Call, contractions: Sequence[Contraction], **_: Any
+) -> Any:
     a, *rights = primals
     da, *changes = linear.changes(tangents)
     given = [call.unpack((a, *own)) for own in operands_of_each(call, rights)]
     moved = [call.unpack((da, *own)) for own in operands_of_each(call, changes)]
-    results = projections_of_matrices(call, a, [own.present()[1:] for own in given])
+    results = projections(call, contractions, a, [own.present()[1:] for own in given])
     results = [linear.named(result) for result in results]
     of_left: list[jax.Array] = []
     if da is not None:
         plain = call.plain(np.float32, call.epilogue.alpha)
-        of_left = projections_of_matrices(plain, da, [(own.b,) for own in given])
-    matrices = of_matrices(call, *(x.ndim for x in given[0].present()))
+        of_left = projections(plain, contractions, da, [(own.b,) for own in given])
+    every = enumerate(zip(contractions, given, moved, strict=True))
     terms = [
-        linear.affine_change(call, matrices, own, change, of_left[i : i + 1])
-        for i, (own, change) in enumerate(zip(given, moved, strict=True))
+        linear.affine_change(call, dims, own, change, of_left[i : i + 1])
+        for i, (dims, own, change) in every
     ]
     return results, list(map(linear.rounded_sum, terms, results))
 
 
-def _transpose(cotangents: Any, a: Any, *rights: Any, call: Call, **_: Any) -> list[Any]:
+def _transpose(
+    cotangents: Any,
+    a: Any,
+    *rights: Any,
+    call: Call,
+    contractions: Sequence[Contraction],
+    **_: Any,
+) -> list[Any]:
     """Returns the cotangent of the left operand, or those of the others that are missing."""
     missing = [ad.is_undefined_primal(x) for x in (a, *rights)]
     linear.check_linear(call, 2 if missing[0] and any(missing[1:]) else 1)
-    pairs = list(zip(cotangents, rights, strict=True))
+    every = list(zip(contractions, cotangents, rights, strict=True))
     if missing[0]:
-        return [_left_gradient(call, pairs, a.aval), *(None for _ in rights)]
-    matrices = of_matrices(call, 2, 2)
+        return [_left_gradient(call, every, a.aval), *(None for _ in rights)]
     rest = [
-        linear.gradient(call, matrices, g, a, x.aval, left=False)
-        if ad.is_undefined_primal(x)
-        else None
-        for g, x in pairs
+        linear.gradient(call, dims, g, a, x.aval, left=False) if ad.is_undefined_primal(x) else None
+        for dims, g, x in every
     ]
     return [None, *rest]
 
 
-def _left_gradient(call: Call, pairs: Sequence[tuple[Any, jax.Array]], wanted: Any) -> Any:
+def _left_gradient(
+    call: Call, every: Sequence[tuple[Contraction, Any, jax.Array]], wanted: Any
+) -> Any:
     """Returns the gradient of the left operand from the other factors, each with a cotangent."""
-    terms = [linear.for_gradient(g, b) for g, b in pairs if not isinstance(g, ad.Zero)]
-    if not terms:
+    every = [term for term in every if not isinstance(term[1], ad.Zero)]
+    if not every:
         return ad.Zero(wanted)
-    # What is stored transposed is the other factor times the cotangent.
-    swap = call.transpose_a
-    flags = (call.transpose_b, True) if swap else (False, not call.transpose_b)
+    terms = [linear.for_gradient(g, b) for _, g, b in every]
     plain = call.plain(linear.kept_dtype(wanted.dtype), call.epilogue.alpha)
-    plain = dataclasses.replace(plain, transpose_a=flags[0], transpose_b=flags[1])
-    operands = [x for pair in terms for x in (pair[::-1] if swap else pair)]
-    return sum_of_products(SumCall.of(plain), *operands).astype(wanted.dtype)
+    dims = tuple(own.of_left for own, _, _ in every)
+    operands = itertools.chain.from_iterable(terms)
+    return sum_of_contractions(SumCall.of(plain), dims, *operands).astype(wanted.dtype)
 
 
 def _batch(
-    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: Call, **_: Any
+    operands: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    *,
+    call: Call,
+    contractions: Sequence[Contraction],
+    **_: Any,
 ) -> tuple[list[jax.Array], list[int]]:
     """Maps them: more rows if the left operand alone is mapped."""
-    if call.transpose_a or dims[0] is None or set(dims[1:]) != {None}:
-        results = jax.vmap(functools.partial(one_by_one, call), dims)(*operands)
+    if dims[0] is None or set(dims[1:]) != {None}:
+        results = jax.vmap(functools.partial(one_by_one, call, contractions), dims)(*operands)
     else:
         a, *rights = operands
-        a = jnp.moveaxis(a, dims[0], 0)
-        rows, each = lax.collapse(a, 0, 2), operands_of_each(call, rights)
-        folded = projections_of_matrices(call, rows, each)
-        results = [result.reshape(*a.shape[:2], result.shape[-1]) for result in folded]
+        more = tuple(own.with_rows(dims[0]) for own in contractions)
+        results = projections(call, more, a, operands_of_each(call, rights))
     return results, [0] * len(results)
 
 

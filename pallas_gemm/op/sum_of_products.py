@@ -7,90 +7,143 @@ computes it. Where no kernel takes all operands, it is computed product by produ
 """
 
 import functools
+import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.contraction import of_matrices
-from pallas_gemm.op.product import equally_varying, product_of_matrices, run_as_jax_does
-from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Operands, SumCall, signature_of
+from pallas_gemm.op.canonical import Merged, merged
+from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.planning.call import Operands, Signature, SumCall, signature_of
 
 sum_p = core.Primitive("pallas_gemm_sum")
 
 
 def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
-    """Computes a sum of products; operands come in the order `a, b, a, b, ...`."""
+    """Computes a sum of products of matrices; operands come in the order `a, b, a, b, ...`."""
+    pairs = call.pairs(operands)
+    dims = tuple(of_matrices(call.each, a.ndim, b.ndim) for a, b in pairs)
+    return sum_of_contractions(call, dims, *operands)
+
+
+def sum_of_contractions(
+    call: SumCall, contractions: tuple[Contraction, ...], *operands: jax.Array
+) -> jax.Array:
+    """Computes a sum of products of these dimensions."""
     if len(operands) == 2:
-        return product_of_matrices(call.each, *operands)
+        return product(call.each, contractions[0], *operands)
     devices = mesh_context.device_request(call, operands)
-    return sum_p.bind(*equally_varying(operands), call=call, devices=devices)
+    operands = equally_varying(operands)
+    return sum_p.bind(*operands, call=call, contractions=contractions, devices=devices)
 
 
-def one_by_one(call: SumCall, *operands: jax.Array) -> jax.Array:
+def one_by_one(
+    call: SumCall, contractions: Sequence[Contraction], *operands: jax.Array
+) -> jax.Array:
     """Computes the products and adds them up as JAX adds up gradients: the last one first."""
-    products = [product_of_matrices(call.each, a, b) for a, b in reversed(call.pairs(operands))]
+    every = list(zip(contractions, call.pairs(operands), strict=True))
+    products = [product(call.each, own, *pair) for own, pair in reversed(every)]
     return functools.reduce(operator.add, products)
 
 
+def each_merged(
+    call: SumCall, contractions: Sequence[Contraction], signature: Signature
+) -> list[Merged]:
+    """Returns the products of matrices that each comes down to."""
+    pairs = call.pairs(signature)
+    return [merged(call.each, own, pair) for own, pair in zip(contractions, pairs, strict=True)]
+
+
+def merged_sum(each: Sequence[Merged]) -> tuple[SumCall, Signature] | None:
+    """Returns the sum of products of matrices that a kernel computes; None if they differ."""
+    forms = [own.form for own in each]
+    kinds = {(own.call, own.form.swapped, own.form.parts, own.form.permutation) for own in each}
+    if len(kinds) > 1 or any(len(form.product_shape) != 2 for form in forms):
+        return None
+    return SumCall.of(each[0].call), tuple(x for own in each for x in own.signature)
+
+
 @sum_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, call: SumCall, **_: Any) -> Any:
-    result = lowering.type_by(xla.sum_of_products, call, avals)
-    return result, lowering.effects(call, signature_of(avals))
+def _abstract(*avals: Any, call: SumCall, contractions: Sequence[Contraction], **_: Any) -> Any:
+    result = lowering.type_by(contractions[0].by_xla, call.each, avals[:2])
+    whole = merged_sum(each_merged(call, contractions, signature_of(avals)))
+    return result, set() if whole is None else lowering.effects(*whole)
 
 
 def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, call: SumCall, devices: Any, gpu: bool
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: SumCall,
+    contractions: Sequence[Contraction],
+    devices: Any,
+    gpu: bool,
 ) -> Any:
     del devices
-    apart = functools.partial(one_by_one, call)
-    if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return lowering.lower_matrices(ctx, operands, call, apart, gpu=gpu)
-    return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
+    apart = functools.partial(one_by_one, call, contractions)
+    avals: Any = ctx.avals_in
+    each = each_merged(call, contractions, signature_of(tuple(avals)))
+    whole = merged_sum(each)
+    if whole is None or not mesh_context.is_one_devices(ctx.module_context.axis_context):
+        return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
+    multiply = lowering.kernel_of(*whole, gpu=gpu)
+    if multiply is None:
+        return mesh_context.lower_off_mesh(ctx, apart, operands)
+
+    def run(*operands: jax.Array) -> jax.Array:
+        pairs = zip(each, call.pairs(operands), strict=True)
+        ready = (own.form.ready(Operands(*pair)).present() for own, pair in pairs)
+        return each[0].form.result(multiply(*itertools.chain.from_iterable(ready)))
+
+    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: SumCall, **_: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Any, tangents: Any, *, call: SumCall, contractions: Any, **_: Any
+) -> tuple[Any, Any]:
     each = call.each
     plain = each.plain(jnp.float32, each.epilogue.alpha)
     terms = []
-    for (a, b), (da, db) in zip(
-        call.pairs(primals), call.pairs(linear.changes(tangents)), strict=True
+    for dims, (a, b), (da, db) in zip(
+        contractions, call.pairs(primals), call.pairs(linear.changes(tangents)), strict=True
     ):
-        of_left = [] if da is None else [product_of_matrices(plain, da, b)]
-        given, moved = Operands(a, b), Operands(da, db)
-        terms += linear.affine_change(each, of_matrices(each, 2, 2), given, moved, of_left)
-    result = linear.named(sum_of_products(call, *primals))
+        of_left = [] if da is None else [product(plain, dims, da, b)]
+        terms += linear.affine_change(each, dims, Operands(a, b), Operands(da, db), of_left)
+    result = linear.named(sum_of_contractions(call, contractions, *primals))
     return result, linear.rounded_sum(terms, result)
 
 
-def _transpose(cotangent: Any, *operands: Any, call: SumCall, **_: Any) -> list[Any]:
+def _transpose(
+    cotangent: Any, *operands: Any, call: SumCall, contractions: Any, **_: Any
+) -> list[Any]:
     """Returns the cotangents of the operands that are missing, and None for the others."""
     return [
         gradient
-        for pair in call.pairs(operands)
-        for gradient in linear.gradients_of_factors(
-            cotangent, pair, call.each, of_matrices(call.each, 2, 2)
-        )
+        for dims, pair in zip(contractions, call.pairs(operands), strict=True)
+        for gradient in linear.gradients_of_factors(cotangent, pair, call.each, dims)
     ]
 
 
 def _batch(
-    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: SumCall, **_: Any
+    operands: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    *,
+    call: SumCall,
+    contractions: Sequence[Contraction],
+    **_: Any,
 ) -> tuple[jax.Array, int]:
     """Maps it: more rows of each product where only left operands are mapped."""
-    if call.transpose_a or None in dims[::2] or set(dims[1::2]) != {None}:
-        return jax.vmap(functools.partial(one_by_one, call), dims)(*operands), 0
-    lefts = [jnp.moveaxis(x, d, 0) for x, d in zip(operands[::2], dims[::2], strict=True)]
-    folded = [lax.collapse(x, 0, 2) for x in lefts]
-    pairs = zip(folded, operands[1::2], strict=True)
-    result = sum_of_products(call, *(x for pair in pairs for x in pair))
-    return result.reshape(*lefts[0].shape[:2], result.shape[-1]), 0
+    if None in dims[::2] or set(dims[1::2]) != {None}:
+        apart = functools.partial(one_by_one, call, contractions)
+        return jax.vmap(apart, dims)(*operands), 0
+    more = tuple(own.with_rows(d) for own, d in zip(contractions, dims[::2], strict=True))
+    return sum_of_contractions(call, more, *operands), 0
 
 
 run_as_jax_does(sum_p)

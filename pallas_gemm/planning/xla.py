@@ -4,8 +4,6 @@ The sum is kept in float32 (int32 for integers), the epilogue follows in float32
 ends it. Without an epilogue it is a single `lax.dot_general` whose result XLA rounds itself.
 """
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, SumCall
+from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Epilogue
 
 
@@ -27,14 +25,6 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
     result = finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
-
-
-def sum_of_products(call: SumCall, *operands: jax.Array) -> jax.Array:
-    """Computes a sum's result from its operands."""
-    wide = wide_dtype(operands[0].dtype, operands[1].dtype, call.out_dtype)
-    products = [dot(call, a, b, wide) for a, b in call.pairs(operands)]
-    total = functools.reduce(operator.add, products)
-    return finish(call.epilogue, [total], Operands(None, None)).astype(call.out_dtype)
 
 
 def finish(epilogue: Epilogue, sums: Sequence[jax.Array], given: Operands) -> jax.Array:

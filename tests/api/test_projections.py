@@ -16,6 +16,7 @@ from jax.test_util import check_grads
 
 import pallas_gemm
 from pallas_gemm import Explanation, explain, gated_gemm, gemm, projections
+from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.sum_of_products import one_by_one, sum_of_products, sum_p
 from pallas_gemm.planning.call import Options, SumCall
@@ -370,7 +371,8 @@ def test_a_simulated_sum_of_products_is_rounded_once(layout: tuple[bool, bool]) 
         exact += (a.T if layout[0] else a) @ (b.T if layout[1] else b)
     reference.assert_exact(result, exact)
     plain = SumCall(jnp.float32, *layout)
-    reference.assert_exact(jax.jit(functools.partial(one_by_one, plain))(*operands), exact)
+    apart = functools.partial(one_by_one, plain, (of_matrices(plain, 2, 2),) * len(sizes))
+    reference.assert_exact(jax.jit(apart)(*operands), exact)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pallas_gemm import (
     explain_on_mesh,
     gated_gemm,
     gemm,
+    projections,
     reduce_in,
     target,
 )
@@ -369,6 +370,27 @@ def test_shardings_that_only_jit_knows(mesh: Mesh) -> None:
     compiled = jax.jit(gemm, in_shardings=shardings).lower(a, b).compile()
     assert meshes.sent_in(compiled.as_text()) == {}
     assert compiled.output_shardings.spec == PartitionSpec("x", "y")
+
+
+def test_what_several_products_share_is_split_where_only_jit_knows_how(mesh: Mesh) -> None:
+    """Examples along one axis, positions along the other: no rows that are merged have both."""
+    x = jax.ShapeDtypeStruct((4, 8, K), jnp.float32)
+    w = jax.ShapeDtypeStruct((K, N), jnp.float32)
+    split = tuple(NamedSharding(mesh, PartitionSpec(*own)) for own in (("x", "y"), (), ()))
+
+    def gated(x: Any, gate: Any, up: Any) -> jax.Array:
+        return gated_gemm(x, gate, up, activation="relu")
+
+    def several(x: Any, *weights: Any) -> jax.Array:
+        return functools.reduce(jnp.multiply, projections(x, weights))
+
+    def sent(f: Callable[..., Any]) -> dict[str, int]:
+        gradient = jax.grad(lambda *operands: jnp.sum(f(*operands)), (0, 1, 2))
+        step = jax.jit(gradient, in_shardings=split, out_shardings=split)
+        return meshes.sent_in(step.lower(x, w, w).compile().as_text())
+
+    # The sums of both weights' gradients, in one message or two.
+    assert set(sent(gated)) == set(sent(several)) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("entered", [False, True], ids=["outside", "entered"])
