@@ -1,12 +1,16 @@
 """`einsum`: JAX's own, which comes down to one `dot_general` after the other, with ours."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.api.gemm import dot_general
+from pallas_gemm.api import request
+from pallas_gemm.api.gemm import answer, dot_general
+from pallas_gemm.op.contraction import of_dot_general
+from pallas_gemm.planning.call import Options
 
 
 def einsum(
@@ -37,6 +41,8 @@ def einsum(
     Returns:
         The result.
     """
+    if _dot_general is dot_general and isinstance(subscripts, str) and len(operands) == 2:
+        _dot_general = _lettered(subscripts.replace(" ", ""))
     return jnp.einsum(
         subscripts,
         *operands,
@@ -47,3 +53,46 @@ def einsum(
         _dot_general=_dot_general,
         out_sharding=out_sharding,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _lettered(subscripts: str) -> Callable[..., jax.Array]:
+    """Returns `dot_general` for a product whose dimensions have letters, always the same one."""
+    return functools.partial(_dot_general_of, subscripts)
+
+
+def _dot_general_of(
+    subscripts: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    **result: Any,
+) -> jax.Array:
+    letters = _letters(subscripts, lhs.ndim, rhs.ndim, dimension_numbers)
+    asked = request.of_dot_general(
+        lhs, rhs, dimension_numbers, Options(), letters, precision=precision, **result
+    )
+    return answer(asked)
+
+
+def _letters(subscripts: str, lhs: int, rhs: int, numbers: Any) -> tuple[str, str] | None:
+    """Returns the letters of operands of so many dimensions, in the order in which JAX has them.
+
+    None if it cannot be known: JAX may swap operands, and sum or broadcast dimensions first.
+    """
+    given, _, out = subscripts.partition("->")
+    first, second = given.split(",")
+    if not all(own.isalpha() and len(set(own)) == len(own) for own in (first, second)):
+        return None
+    numbers = tuple(tuple(map(tuple, pair)) for pair in numbers)
+    shared = len({*first} & {*second})
+    found = []
+    for own in ((first, second), (second, first)):
+        if tuple(map(len, own)) == (lhs, rhs) and sum(len(x) for x, _ in numbers) == shared:
+            dims = of_dot_general(lhs, rhs, numbers, own)
+            if (dims.lhs, dims.rhs) == own and {*dims.out} == {*out}:
+                found.append((own, dims.out == out))
+    exact = [own for own, fits in found if fits]
+    known = exact if exact else [own for own, _ in found]
+    return known[0] if len(known) == 1 else None

@@ -146,14 +146,9 @@ def dot_general(
     Dimensions that lie side by side are merged by reshapes; where they do not, an operand is
     transposed first, and `explain` says which.
     """
+    result = {"preferred_element_type": preferred_element_type, "precision": precision}
     asked = request.of_dot_general(
-        lhs,
-        rhs,
-        dimension_numbers,
-        Options(),
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        out_sharding=out_sharding,
+        lhs, rhs, dimension_numbers, Options(), out_sharding=out_sharding, **result
     )
     return answer(asked)
 

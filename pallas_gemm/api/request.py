@@ -102,12 +102,26 @@ def _strong(x: Any) -> Any:
 
 
 def of_dot_general(
-    lhs: Any, rhs: Any, dimension_numbers: Any, options: Options, **result: Any
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    options: Options,
+    letters: tuple[str, str] | None = None,
+    **result: Any,
 ) -> Request:
-    """Returns what `dot_general` asks for; `result` as for `of_gemm`."""
+    """Returns what `dot_general` asks for.
+
+    Args:
+        lhs: The left operand.
+        rhs: The right operand.
+        dimension_numbers: As for `lax.dot_general`.
+        options: How to compute it.
+        letters: What the caller calls the dimensions of each operand, if anything.
+        **result: As for `of_gemm`.
+    """
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
-    dims = contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers)
+    dims = contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers, letters)
     multiply = functools.partial(_dot_general, numbers)
     return _request(Operands(lhs, rhs), dims, Epilogue(), options, multiply, **result)
 

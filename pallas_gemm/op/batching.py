@@ -47,6 +47,7 @@ def _batch(
         _with(contraction.rhs, mapped.b, letter),
         letter + contraction.out,
         **extras,
+        lettered=contraction.lettered,
     )
     return product(call, whole, *given.present()), 0
 

@@ -48,6 +48,7 @@ class Contraction:
         col_scale: Those of what scales the columns.
         up_scale: Those of what scales the columns of the second sum of a gated product.
         up_bias: Those of its bias.
+        lettered: The letters are those of the caller's einsum.
     """
 
     lhs: str
@@ -61,6 +62,7 @@ class Contraction:
     col_scale: str = ""
     up_scale: str = ""
     up_bias: str = ""
+    lettered: bool = False
 
     @functools.cached_property
     def batch(self) -> str:
@@ -85,17 +87,17 @@ class Contraction:
     @property
     def swapped(self) -> "Contraction":
         """The same product with the operands in the other order."""
-        return Contraction(self.rhs, self.lhs, self.out)
+        return Contraction(self.rhs, self.lhs, self.out, lettered=self.lettered)
 
     @property
     def of_left(self) -> "Contraction":
         """The product of the result's cotangent and the right operand: the left one's gradient."""
-        return Contraction(self.out, self.rhs, self.lhs)
+        return Contraction(self.out, self.rhs, self.lhs, lettered=self.lettered)
 
     @property
     def of_right(self) -> "Contraction":
         """The product of the left operand and the result's cotangent: the right one's gradient."""
-        return Contraction(self.lhs, self.out, self.rhs)
+        return Contraction(self.lhs, self.out, self.rhs, lettered=self.lettered)
 
     def shape(self, lhs: Shape, rhs: Shape) -> Shape:
         """Returns the shape of the result for operands of these shapes."""
@@ -103,7 +105,12 @@ class Contraction:
         return tuple(sizes[x] for x in self.out)
 
     def names(self) -> dict[str, str]:
-        """Returns what readers know each dimension by: b, m, n or k, numbered if there are more."""
+        """Returns what readers know each dimension by.
+
+        That is their own letter, or b, m, n or k, numbered if there are more.
+        """
+        if self.lettered:
+            return {letter: letter for letter in dict.fromkeys(self.lhs + self.rhs)}
         groups = {"b": self.batch, "m": self.rows, "n": self.columns, "k": self.contracted}
         return {
             letter: role if len(group) == 1 else f"{role}{i}"
@@ -139,7 +146,8 @@ class Contraction:
             for shape, letters in zip(shapes, self.of_operands(call), strict=False)
         )
         every = dataclasses.asdict(self).items()
-        without = Contraction(**{name: letters.replace(ONE, "") for name, letters in every})
+        given = {name: x.replace(ONE, "") for name, x in every if name != "lettered"}
+        without = Contraction(**given, lettered=self.lettered)
         return without, tuple(squeezed)
 
     def aligned(self, given: Operands) -> Operands:
@@ -218,7 +226,10 @@ def _named(rank: int) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def of_dot_general(
-    lhs_rank: int, rhs_rank: int, dimension_numbers: DimensionNumbers
+    lhs_rank: int,
+    rhs_rank: int,
+    dimension_numbers: DimensionNumbers,
+    letters: tuple[str, str] | None = None,
 ) -> Contraction:
     """Returns the dimensions of a legal `lax.dot_general`.
 
@@ -226,15 +237,17 @@ def of_dot_general(
         lhs_rank: How many dimensions the left operand has.
         rhs_rank: How many the right operand has.
         dimension_numbers: As `lax.dot_general` takes them, as tuples.
+        letters: Those that the caller has for each operand, if any.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs, rhs = (names := _named(lhs_rank + rhs_rank))[:lhs_rank], names[lhs_rank:]
+    names = "".join(letters) if letters else "".join(_named(lhs_rank + rhs_rank))
+    lhs, rhs = list(names[:lhs_rank]), list(names[lhs_rank:])
     for i, j in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):
         rhs[j] = lhs[i]
     out = [lhs[i] for i in lhs_batch]
     out += [x for i, x in enumerate(lhs) if i not in (*lhs_contract, *lhs_batch)]
     out += [x for j, x in enumerate(rhs) if j not in (*rhs_contract, *rhs_batch)]
-    return Contraction(*map("".join, (lhs, rhs, out)))
+    return Contraction(*map("".join, (lhs, rhs, out)), lettered=letters is not None)
 
 
 @functools.lru_cache(maxsize=4096)

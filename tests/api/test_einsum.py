@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from jax.sharding import AxisType
 
 from pallas_gemm import dot_general, einsum, explain
+from pallas_gemm.op.product import product_p
 from tests import reference
 
 # Subscripts, shapes, and how many products and transposed operands they come down to.
@@ -166,3 +168,35 @@ def test_what_does_not_fit_is_refused() -> None:
         einsum("ij,kj,kl", a, a, a, optimize=[(0, 1, 2)])
     with pytest.raises(NotImplementedError, match="'out' argument"):
         einsum("ij,kj", a, a, out=np.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "names"),
+    [
+        ("btd,dnh->btnh", "btdnh"),
+        ("btd,sndh->sbtnh", "btdsnh"),
+        ("vd,bsd->bsv", "vdbs"),
+        ("bqhd,bkhd->bhqk", "bqhdk"),
+        # Summed out before the product, broadcast, or taken in pairs.
+        ("ij,kl->il", "mn"),
+        ("...ij,jk->...ik", "mkn"),
+    ],
+)
+def test_dimensions_are_called_what_the_caller_calls_them(subscripts: str, names: str) -> None:
+    letters = subscripts.partition("->")[0].split(",")
+    shapes = [jax.ShapeDtypeStruct((2,) * len(own.replace("...", "")), "f4") for own in letters]
+    jaxpr = jax.make_jaxpr(lambda *xs: einsum(subscripts, *xs))(*shapes)
+    found: list[Any] = []
+
+    def visit(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive is product_p:
+                found.append(equation.params["contraction"])
+            for inner in core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jaxpr.jaxpr)
+    (dims,) = found
+    assert {*dims.names().values()} == {*names}
+    if dims.lettered:
+        assert dims.of_left.names().keys() == dims.of_right.names().keys() == {*names}
