@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAMS = sorted(
     path.name for path in (ROOT / "bench").glob("*.py") if "if __name__" in path.read_text()
 )
-ON_A_GPU = sorted({*PROGRAMS} - {"demo.py", "figures.py"})
+ON_A_GPU = sorted({*PROGRAMS} - {"demo.py", "figures.py", "mesh_traffic.py"})
 
 
 def started(program: str, *arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
