@@ -72,9 +72,14 @@ def apply(inputs: jax.Array, choice: Choice, experts: int, compute: Compute) -> 
     weights, chosen = choice
     copies = jnp.repeat(rows(inputs), chosen.shape[1], axis=0)
     results = in_groups(copies, chosen.reshape(-1), experts, compute)
-    each = wide(results.reshape(*chosen.shape, results.shape[1]))
-    total = (each * weights[..., None].astype(each.dtype)).sum(axis=1)
-    return total.astype(results.dtype).reshape(*inputs.shape[:-1], results.shape[1])
+
+    # So that reverse mode keeps the results as they are, and not in float32.
+    @jax.checkpoint
+    def total(results: jax.Array, weights: jax.Array) -> jax.Array:
+        each = wide(results.reshape(*chosen.shape, results.shape[1]))
+        return (each * weights[..., None].astype(each.dtype)).sum(axis=1).astype(results.dtype)
+
+    return total(results, weights).reshape(*inputs.shape[:-1], results.shape[1])
 
 
 def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> jax.Array:

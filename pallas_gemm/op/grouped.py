@@ -70,7 +70,7 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
         operands = list(given)
         for place, x in zip(places, own, strict=True):
             operands[place] = x
-        dtype = None if is_affine else call.out_dtype
+        dtype = None if is_affine else linear.kept_dtype(call.out_dtype)
         return xla_groups.finished(call, _plainly, *operands, dtype=dtype)
 
     changes = [moved[place] for place in places]

@@ -68,9 +68,17 @@ def finished(
     ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).rows, (rows, groups), (1,))
     is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
     group = is_before.sum(axis=1, dtype=jnp.int32)
-    values = xla.finish(call.epilogue, sums, _of_rows(given, jnp.minimum(group, groups - 1)))
-    is_any = lax.broadcast_in_dim(group < groups, values.shape, (0,))
-    return jnp.where(is_any, values, jnp.zeros_like(values)).astype(call.out_dtype)
+    extras = {name: getattr(given, name) for name in call.epilogue.operands}
+
+    # So that reverse mode keeps the products alone, and not what is made of them in float32.
+    @jax.checkpoint
+    def finish(sums: list[jax.Array], extras: dict[str, jax.Array]) -> jax.Array:
+        own = _of_rows(Operands(None, None, **extras), jnp.minimum(group, groups - 1))
+        values = xla.finish(call.epilogue, sums, own)
+        is_any = lax.broadcast_in_dim(group < groups, values.shape, (0,))
+        return jnp.where(is_any, values, jnp.zeros_like(values)).astype(call.out_dtype)
+
+    return finish(sums, extras)
 
 
 def _of_rows(given: Operands, group: jax.Array) -> Operands:

@@ -139,6 +139,11 @@ def test_all_products_of_a_training_step_are_the_kernels() -> None:
         explained = explain(
             jax.grad(lambda *given: model.apply(*given).sum(dtype=jnp.float32), (0, 1)), params, x
         )
+    _, pull = jax.eval_shape(lambda *given: jax.vjp(model.apply, *given), params, x)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if 2 * 8192 in leaf.shape and leaf.ndim == 2]
+    # The rows by expert, what they are by gate and up, hidden ones and results: none in float32.
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.bfloat16)}
+    assert sorted(leaf.shape[1] for leaf in kept) == [4096] * 2 + [14336] * 3
     grouped = [product for product in explained.products if product.problem.groups]
     sums = [product for product in explained.products if product.problem.ragged_k]
     # Gate, up and down; of each the rows' gradient and the kernels'.

@@ -300,6 +300,10 @@ def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two(
         derived = explain(jax.grad(loss, (0, 1, 2, 3)), *given).products
         # What the kernel cannot apply, XLA does, in one pass.
         [left] = explain(functools.partial(multiply, jax.scipy.special.gammaln), *given).products
+    _, pull = jax.eval_shape(lambda *x: jax.vjp(functools.partial(multiply, "silu"), *x), *given)
+    # Both products are kept, and nothing that is made of them.
+    kept = [x.dtype for x in jax.tree.leaves(pull) if x.shape == (4096, 2048)]
+    assert kept == [jnp.bfloat16] * 2
     assert alone.problem.epilogue.parts == ("bias", "gated", "silu")
     assert (alone.implementation, _unfused(alone)) == ("hopper", None)
     grouped = [own for own in derived if own.problem.groups or own.problem.ragged_k]
