@@ -8,8 +8,7 @@
   any order;
 * cluster launch control, which the stock simulator always refuses: here waiting clusters are handed
   out until there are none;
-* impatience: who waits too long for a barrier fails, instead of hanging the test;
-* haste: what the threads of a kernel run is compiled once, and not by every thread every time.
+* impatience: who waits too long for a barrier fails, instead of hanging the test.
 
 Races are recorded as in the stock simulator. All of it follows the PTX ISA's description of
 `mbarrier`, `cp.async.bulk.tensor` with `.cta_group::2`, `tcgen05.mma` and `tcgen05.commit` with
@@ -30,7 +29,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src import callback  # noqa: TID251 - here and below, what is extended is private
-from jax._src.pallas.mosaic.interpret import thread_map  # noqa: TID251
 from jax._src.pallas.mosaic_gpu import primitives  # noqa: TID251
 from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
     gpu_callbacks,
@@ -47,12 +45,6 @@ ASYNC_UNITS = 512
 five if it is not asked for more, pass for one after the other, and their races are not seen."""
 PATIENCE_SECONDS = 300.0
 """Far more than any wait in a correct kernel, on a busy computer too."""
-
-QUICK_COMPILATION = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""A program is run once or a few times, and mostly calls back into Python."""
 
 StockBarrier = shared_memory.Barrier
 StockCopy = gpu_callbacks.AsyncCopyGmemToSmemTask
@@ -241,7 +233,6 @@ def install(
         refused: See `WaitingClusters`.
         patience_seconds: How long to wait for a barrier.
     """
-    monkeypatch.setattr(thread_map, "_run_jaxpr", _compiled_once())
     monkeypatch.setattr(CountingBarrier, "patience_seconds", patience_seconds)
     monkeypatch.setattr(shared_memory, "Barrier", CountingBarrier)
     monkeypatch.setattr(gpu_callbacks, "TcGen05Mma", PairMma)
@@ -281,23 +272,6 @@ def install(
         "_interpret_query_cluster_cancel_p",
         lambda self, eqn, token, get: _interpret_answer(self, eqn, token, get(), waiting),
     )
-
-
-def _compiled_once() -> Callable[..., None]:
-    """Returns a function that runs a thread's program, and compiles it when it is new."""
-    programs: dict[int, tuple[Any, Any]] = {}
-    lock = threading.Lock()
-
-    def run(jaxpr: Any, consts: Any, *args: Any) -> None:
-        with lock:
-            if id(jaxpr) not in programs:
-                traced = jax.jit(thread_map._run, static_argnums=(0,)).trace(jaxpr, consts, *args)
-                program = traced.lower().compile(compiler_options=QUICK_COMPILATION)
-                # Beside the program its jaxpr, so that no other one gets its place in memory.
-                programs[id(jaxpr)] = jaxpr, program
-        programs[id(jaxpr)][1](consts, *args)
-
-    return run
 
 
 def _in_cta(key: Key, cta: int) -> Key:

@@ -86,6 +86,16 @@ def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
         yield compile_elsewhere
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_simulator() -> Iterator[None]:
+    """Simulates kernels in half the time."""
+    from tests import quick_simulator
+
+    with pytest.MonkeyPatch.context() as patch:
+        quick_simulator.install(patch)
+        yield
+
+
 @pytest.fixture
 def compiled_anew(kept_compilations: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of compiling itself: nothing is taken from an earlier run."""
