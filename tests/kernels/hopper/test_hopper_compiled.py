@@ -1,13 +1,15 @@
 """The Hopper kernel compiled ahead of time: no spills, nothing serialized, and what it promises.
 
-What is compiled covers the search space without being all of it, in 100 seconds of one core:
+What is compiled covers the search space without being all of it: each kernel takes two seconds.
 
-* every candidate of the heuristics with every epilogue, in each of the layouts in turn;
-* every other candidate with each of the other element types, in turn, stored with k last as all
+* every candidate of the heuristics, in each of the layouts in turn: those that take many registers
+  with each epilogue that takes some too, the others with each of the epilogues in turn;
+* every third candidate with each of the other element types, in turn, stored with k last as all
   types can be;
 * the configs that tuning tries for a product of 4096 cubed with k last, the layout that allows the
   most widths;
-* every candidate for a product with few tiles, for the H100;
+* every tile of the candidates for a product with few tiles, for the H100: cut along k or not, in
+  turn;
 * one config for each mode of the kernel.
 """
 
@@ -52,6 +54,8 @@ EPILOGUES = (
     Epilogue(bias=True, activation=gelu_tanh),
     Epilogue(bias=True, residual=True),
 )
+MANY_REGISTERS = 96
+"""Of an accumulator: with fewer, more are left than the heaviest epilogue here takes."""
 DTYPES = (
     (jnp.float16, jnp.float16, jnp.float16),
     (jnp.bfloat16, jnp.bfloat16, jnp.float32),
@@ -199,21 +203,27 @@ def test_every_candidate(epilogue):
         for config, transposed in candidate_cases(products.transposed(problem, layout)):
             of_tile[config.tile, config.mirrored].append((config, transposed))
     turn = EPILOGUES.index(epilogue)
-    check_sound([cases[(i + turn) % len(cases)] for i, cases in enumerate(of_tile.values())])
+    cases = [cases[(i + turn) % len(cases)] for i, cases in enumerate(of_tile.values())]
+    crowded = [case for case in cases if case[0].accumulator_registers >= MANY_REGISTERS]
+    others = [case for case in cases if case not in crowded]
+    check_sound((crowded if epilogue != Epilogue() else []) + others[turn :: len(EPILOGUES)])
 
 
 def test_every_candidate_for_a_small_product_on_an_h100():
     # With fewer tiles than SMs, the order is computed instead of read.
     cases = candidate_cases(Problem(1024, 1024, 1024), "h100")
     assert any(config.is_online for config, _ in cases)
-    check_sound(cases, "h100")
+    of_tile = collections.defaultdict(list)
+    for case in cases:
+        of_tile[case[0].tile, case[0].mirrored].append(case)
+    check_sound([cases[i % len(cases)] for i, cases in enumerate(of_tile.values())], "h100")
 
 
 def test_candidates_with_every_type():
     cases = []
     for turn, (a, b, out) in enumerate(DTYPES):
         problem = dataclasses.replace(NT, a_dtype=a, b_dtype=b, out_dtype=out)
-        cases += candidate_cases(problem)[turn % 2 :: 2]
+        cases += candidate_cases(problem)[turn % 3 :: 3]
     check_sound(cases)
 
 
@@ -564,13 +574,17 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def compiling_seconds(name: str) -> float:
-    """Of tracing and compiling a mode with a long epilogue, once."""
-    config, problem = MODES[name]
-    heavy = dataclasses.replace(problem, epilogue=Epilogue(bias=True, activation=gelu_tanh))
-    kernel = hopper.build(HopperPlan(heavy, config, H200))
+TIMED = ("cluster 1x1", "tall", "in turns")
+
+
+def compiling_seconds() -> float:
+    """Of tracing and compiling some modes with a long epilogue, once."""
+    heavy = Epilogue(bias=True, activation=gelu_tanh)
+    cases = [
+        (MODES[name][0], dataclasses.replace(MODES[name][1], epilogue=heavy)) for name in TIMED
+    ]
     start = cpu_seconds()
-    offline.compile_report(kernel, *operands(heavy), target="h200")
+    compiled(cases)
     return cpu_seconds() - start
 
 
@@ -582,7 +596,7 @@ def starting_seconds() -> float:
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("name", ["cluster 1x1", "tall", "in turns"])
-def test_tracing_and_compiling_takes_little_longer_than_starting_the_compiler(name):
-    # 3 seconds beside 2 on an idle core. A busy one is slower at both.
-    assert any(compiling_seconds(name) < 2.5 * starting_seconds() for _ in range(3))
+def test_tracing_and_compiling_takes_little_longer_than_starting_the_compiler():
+    # 3 seconds each beside 2 on an idle core. A busy one is slower at both.
+    each = 1.5 * len(TIMED)
+    assert any(compiling_seconds() < (1 + each) * starting_seconds() for _ in range(3))
