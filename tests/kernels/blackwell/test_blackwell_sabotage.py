@@ -28,7 +28,7 @@ CONFIG = BlackwellConfig(
 )
 DYNAMIC = dataclasses.replace(CONFIG, persistence="dynamic")
 PROBLEM = Problem(1280, 64, 136, transpose_b=True)
-PATIENCE_SECONDS = 4.0
+PATIENCE_SECONDS = 2.0
 """For kernels with a fault; every wait of the sound kernel is over in a fraction of a second."""
 
 Plant = Callable[[pytest.MonkeyPatch], None]
