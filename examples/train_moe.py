@@ -4,6 +4,8 @@
         seconds, on any computer
     python examples/train_moe.py --preset=mixtral
         8 experts of 4096 x 14336, 2 for each of 8192 tokens, one GPU
+    python examples/train_moe.py --preset=qwen3
+        128 experts of 2048 x 768, 8 for each of 4096 tokens, one GPU
     python examples/train_moe.py --cpu_devices=8 --parallel
         experts and tokens on 8 devices; rows go to their experts and back
 
