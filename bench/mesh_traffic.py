@@ -1,7 +1,7 @@
-"""Compares products on meshes with XLA's own: what arrives at each device, and its arithmetic.
+"""Compares products on meshes with XLA's own: what is sent, and what is computed.
 
     python bench/mesh_traffic.py
-        the einsums of docs/parallel.md, and those of models on all meshes: four minutes
+        the einsums of docs/parallel.md, and those of models on ten meshes
     python bench/mesh_traffic.py --suite=table
     python bench/mesh_traffic.py --suite=models --mesh="data, fsdp" --mesh=tensor
     python bench/mesh_traffic.py --gpu
@@ -155,11 +155,12 @@ def main(argv: Sequence[str]) -> int:
     return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
 
 
-def run(values: flags.FlagValues, say: Callable[[str], object] = print) -> int:
+def run(values: flags.FlagValues) -> int:
     """Compares what the flags name, line by line."""
     if values.gpu and (missing := offline.missing_packages()):
         raise command.RequestError(f"--gpu needs {', '.join(missing)}: the extra aot")
     devices = offline.devices("h200", 8) if values.gpu else None
+    say = functools.partial(print, flush=True)
     say(f"{'einsum, mesh':24} {'':9} {'MB: ours':>9} {'XLA':>9} {'MFLOP':>9} {'XLA':>9}")
     rows = []
     for case in cases(values.suite, values.mesh, devices):

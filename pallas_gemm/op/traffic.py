@@ -5,16 +5,24 @@ import re
 
 _WIDTHS = {"pred": 1, "s8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
 _COLLECTIVE = re.compile(
-    r"^ +(?:ROOT )?\S+ = (.*?) "
-    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)",
+    r"^ +(?:ROOT )?%?(\S+) = (.*?) "
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start|-done)?\((.*)",
     re.MULTILINE,
 )
 
 
 def received(text: str) -> float:
     """Returns the bytes that arrive at each device, at least."""
-    found = _COLLECTIVE.findall(text)
-    return sum(_size(result) * _share(name, _group(rest)) for result, name, rest in found)
+    total, started = 0.0, {}
+    for own, result, name, step, rest in _COLLECTIVE.findall(text):
+        if step == "-start":
+            # Its result is that of the step that awaits it.
+            started[own] = _group(rest)
+            continue
+        awaited = rest.partition(")")[0].lstrip("%")
+        devices = started[awaited] if step == "-done" else _group(rest)
+        total += _size(result) * _share(name, devices)
+    return total
 
 
 def _size(result: str) -> int:
