@@ -3,7 +3,7 @@
     python bench/mesh_traffic.py
         the einsums of docs/parallel.md, and those of models on ten meshes
     python bench/mesh_traffic.py --suite=table
-    python bench/mesh_traffic.py --suite=models --mesh="data, fsdp" --mesh=tensor
+    python bench/mesh_traffic.py --suite=models --mesh="data, fsdp"
     python bench/mesh_traffic.py --gpu
         compiled for eight H200s instead of eight CPUs; neither need be there
 
