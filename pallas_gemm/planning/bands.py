@@ -38,6 +38,12 @@ BAND_OF_HALF = 8
 """Rows of tiles that the half of a symmetric result keeps together where it takes several waves:
 4096 cubed takes 93.0 us on an H200 in bands of 8, and 94.8 us of 11; 32 of 1024 x 1024 x 4096, of 8
 rows of tiles each, 212 us, and 227 us in bands of 16."""
+ROWS_ALLOWED = 0.12
+"""For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
+a step: more take longer on the way to the L2 than the step on the tensor cores (490 bytes and 4096
+multiplications of two bytes each cycle). 8192 x 8192 x 1024 with a residual takes 199 us on an H200
+in tiles of 128 x 128 and bands of 8 or 4 rows of them, 211 us of 16, and 233 us of 16 columns.
+"""
 ABREAST = 4
 """Waves for which a band may have any rows: CTAs are still about as far as each other, and read the
 same part of them. 4096 x 4096 with K of 12288, 14336 and 28672 runs as fast in bands of 16 rows of
@@ -69,8 +75,9 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
         cost, groups = _Walk.shared, _Walk.compact_groups
     else:
         cost, groups = _Walk.loads, _Walk.held_groups
-    _, along, group = min(
-        (cost(walk, group), along, group)
+    allowed = ROWS_ALLOWED * math.prod(config.tile)
+    _, _, along, group = min(
+        (max(walk.shared(group), allowed), cost(walk, group), along, group)
         for along, walk in zip(("", ":cols"), walks, strict=True)
         for group in groups(walk)
     )
