@@ -38,7 +38,7 @@ BAND_OF_HALF = 8
 """Rows of tiles that the half of a symmetric result keeps together where it takes several waves:
 4096 cubed takes 93.0 us on an H200 in bands of 8, and 94.8 us of 11; 32 of 1024 x 1024 x 4096, of 8
 rows of tiles each, 212 us, and 227 us in bands of 16."""
-ROWS_ALLOWED = 0.12
+ROWS_ALLOWED = 0.08
 """For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
 a step: more take longer on the way to the L2 than the step on the tensor cores (490 bytes and 4096
 multiplications of two bytes each cycle). 8192 x 8192 x 1024 with a residual takes 199 us on an H200
