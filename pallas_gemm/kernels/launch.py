@@ -109,8 +109,8 @@ def on_its_own(x: jax.Array) -> jax.Array:
     at run time what does not begin at a multiple of 256 bytes. Where whole rows are such multiples,
     every slice along leading dimensions begins at one; of a single row, any part may be a slice.
     """
-    rows, row_bytes = math.prod(x.shape[:-1]), x.shape[-1] * x.dtype.itemsize
-    aligned = rows > 1 and row_bytes % ALIGNMENT == 0
+    several_rows = math.prod(x.shape[:-1]) > 1
+    aligned = several_rows and x.shape[-1] * x.dtype.itemsize % ALIGNMENT == 0
     return x if aligned else lax.optimization_barrier(x)
 
 
