@@ -17,19 +17,28 @@ IDLE = 1.4
 """How much longer than with all SMs busy a kernel may be predicted to take."""
 IDLE_CUT = 1.5
 """The same where its tiles are cut along K."""
+SPLIT_SECONDS = 1.2e-6
+"""What to split K costs XLA too: 192 x 256 x 2304 (TN) takes 4.3 us on an H200 cut, predicted 4.9,
+and 2.5 with all SMs busy; XLA takes 5.7."""
 
 
 def few_columns(problem: Problem) -> str | None:
-    """Products of few columns, and few rows of a transposed left operand, were not measured.
+    """Products of few columns were not measured; rows of few bytes are slow to load.
 
-    Few rows are another matter: 1, 16, 32, 64 and 128 x 8192 x 8192 run at 1.03, 1.07, 1.16, 1.17
-    and 1.14 times XLA's speed on an H200.
+    Few rows are another matter, unless the left operand is stored transposed: 8 x 16128 x 4608 runs
+    at 0.72 times XLA's speed on an H200 then, 40 x 8448 x 1376 at 0.75, 16 x 4608 x 14464 at 0.93,
+    but 32 x 9472 x 2432 and 96 x 4224 x 2432 at 1.18 and 1.14: their rows are whole half lines.
     """
     if problem.n < 128:
         return f"fewer than 128 columns ({problem.n})"
-    if problem.transpose_a and problem.m < 128:
+    if problem.transpose_a and problem.m < 128 and not _in_half_lines(problem):
         return f"fewer than 128 rows of a transposed left operand ({problem.m})"
     return None
+
+
+def _in_half_lines(problem: Problem) -> bool:
+    """Whether the left operand is stored in rows of a whole number of half cache lines."""
+    return problem.a_shape[-1] * problem.a_dtype.itemsize % (LINE_BYTES // 2) == 0
 
 
 def misaligned(problem: Problem) -> str | None:
@@ -38,10 +47,13 @@ def misaligned(problem: Problem) -> str | None:
     8200, 4104 and 1000 cubed in bfloat16 reach 0.97, 0.90 and 0.94 of XLA's speed on an H200 with
     the best of their configs.
     """
-    rows = (
+    rows = [
         (problem.a_shape[-1], problem.a_dtype),
         (problem.b_shape[-1], problem.b_dtype),
-    )
+    ]
+    if problem.transpose_a and problem.m < 128 and _in_half_lines(problem):
+        # So few are one box, and no box begins within a line (`few_columns`).
+        del rows[0]
     for size, dtype in rows:
         if size * np.dtype(dtype).itemsize % LINE_BYTES:
             return f"rows of {size} elements are no whole number of cache lines"
@@ -105,7 +117,8 @@ def idle(problem: Problem, seconds: float, at_best: float, *, is_cut: bool = Fal
         at_best: That of a kernel which keeps all SMs busy.
         is_cut: The kernel's tiles are cut along K.
     """
-    if problem.k <= SHORTEST_SPLIT or seconds <= (IDLE_CUT if is_cut else IDLE) * at_best:
+    most = IDLE_CUT * at_best + SPLIT_SECONDS if is_cut else IDLE * at_best
+    if problem.k <= SHORTEST_SPLIT or seconds <= most:
         return None
     return f"{seconds * 1e6:.0f} us with idle SMs against {at_best * 1e6:.0f} us with K split"
 

@@ -21,12 +21,17 @@ EDGES = {
     "last column": (Problem(4096, 128, 64), Problem(4096, 127, 64), "fewer than 128 columns"),
     "rows": (
         Problem(128, 4096, 1024, transpose_a=True),
-        Problem(64, 4096, 1024, transpose_a=True),
+        Problem(120, 4096, 1024, transpose_a=True),
+        "fewer than 128 rows",
+    ),
+    "rows in half lines": (
+        Problem(32, 4096, 1024, transpose_a=True),
+        Problem(48, 4096, 1024, transpose_a=True),
         "fewer than 128 rows",
     ),
     "rows as stored": (
-        Problem(64, 4096, 1024),
-        Problem(64, 4096, 1024, transpose_a=True),
+        Problem(48, 4096, 1024),
+        Problem(48, 4096, 1024, transpose_a=True),
         "fewer than 128 rows",
     ),
     "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
@@ -72,8 +77,9 @@ def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
 def test_idle_sms_count_from_so_much_on() -> None:
     problem = Problem(512, 512, 8192)
     at_best = 1e-4
-    for is_cut, most in ((False, xla_faster.IDLE), (True, xla_faster.IDLE_CUT)):
-        below, above = (share * most * at_best for share in (0.999, 1.001))
+    cut = xla_faster.IDLE_CUT * at_best + xla_faster.SPLIT_SECONDS
+    for is_cut, most in ((False, xla_faster.IDLE * at_best), (True, cut)):
+        below, above = (share * most for share in (0.999, 1.001))
         assert xla_faster.why_xla(problem, below, at_best, is_cut=is_cut) is None
         assert xla_faster.why_xla(problem, above, at_best, is_cut=is_cut) is not None
 
