@@ -36,8 +36,8 @@ rows with rings of several depths tell it: 4 x 4096 x 14336 takes 36.0 us with 7
 GPC_BYTES_PER_CYCLE = 490
 """What the tiles of one GPC read from the L2; what several of them read at a time counts once."""
 LATE_STORE_CYCLES = 1000
-"""Between two tiles of a CTA where the first is stored while the second is multiplied, as squares of
-1024 to 4096 tell it."""
+"""Between two tiles of a CTA where the first is stored while the second is multiplied: squares of
+up to 4096 tell it."""
 MIRRORED_STORE_CYCLES = 6000
 """The same where each tile is stored twice: 4096 cubed by half, in tiles of 128 x 128."""
 IN_TURNS_CYCLES = 1500
