@@ -26,8 +26,9 @@ def few_columns(problem: Problem) -> str | None:
     """Products of few columns were not measured; rows of few bytes are slow to load.
 
     Few rows are another matter, unless the left operand is stored transposed: 8 x 16128 x 4608 runs
-    at 0.72 times XLA's speed on an H200 then, 40 x 8448 x 1376 at 0.75, 16 x 4608 x 14464 at 0.93,
-    but 32 x 9472 x 2432 and 96 x 4224 x 2432 at 1.18 and 1.14: their rows are whole half lines.
+    at 0.72 times XLA's speed on an H200 then, 16 x 4608 x 14464 at 0.93, 32 x 4096 x 4096 at 0.93,
+    40 x 8448 x 1376 at 0.75. With 64 and 96 rows, whole half lines, five products run at 1.14 to
+    1.46.
     """
     if problem.n < 128:
         return f"fewer than 128 columns ({problem.n})"
@@ -37,8 +38,9 @@ def few_columns(problem: Problem) -> str | None:
 
 
 def _in_half_lines(problem: Problem) -> bool:
-    """Whether the left operand is stored in rows of a whole number of half cache lines."""
-    return problem.a_shape[-1] * problem.a_dtype.itemsize % (LINE_BYTES // 2) == 0
+    """Whether rows of the left operand are a cache line at least, and whole half lines."""
+    size = problem.a_shape[-1] * problem.a_dtype.itemsize
+    return size >= LINE_BYTES and size % (LINE_BYTES // 2) == 0
 
 
 def misaligned(problem: Problem) -> str | None:

@@ -25,8 +25,13 @@ EDGES = {
         "fewer than 128 rows",
     ),
     "rows in half lines": (
+        Problem(96, 4096, 1024, transpose_a=True),
+        Problem(80, 4096, 1024, transpose_a=True),
+        "fewer than 128 rows",
+    ),
+    "rows in a line": (
+        Problem(64, 4096, 1024, transpose_a=True),
         Problem(32, 4096, 1024, transpose_a=True),
-        Problem(48, 4096, 1024, transpose_a=True),
         "fewer than 128 rows",
     ),
     "rows as stored": (

@@ -30,7 +30,7 @@ HOPPER = ARCHITECTURES[0]
 PROBLEM = Problem(256, 512, 256)
 OLDER = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability=(8, 0))
 NO_KERNEL = "no kernel runs on NVIDIA A100"
-NARROW = Problem(128, 128, 4096)
+NARROW = Problem(128, 64, 4096)
 
 
 class MadeUpGpu:
