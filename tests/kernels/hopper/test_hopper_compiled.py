@@ -4,8 +4,8 @@ What is compiled covers the search space without being all of it: each kernel ta
 
 * every candidate of the heuristics, in each of the layouts in turn: those that take many registers
   with each epilogue that takes some too, the others with each of the epilogues in turn;
-* every fourth candidate with each of the other element types, in turn, stored with k last as all
-  types can be;
+* every candidate with one of the other element types, in turn, stored with k last as all types can
+  be;
 * the configs that tuning tries for a product of 4096 cubed with k last, the layout that allows the
   most widths;
 * every tile of the candidates for a product with few tiles, for the H100: cut along k or not, in
@@ -223,7 +223,7 @@ def test_candidates_with_every_type():
     cases = []
     for turn, (a, b, out) in enumerate(DTYPES):
         problem = dataclasses.replace(NT, a_dtype=a, b_dtype=b, out_dtype=out)
-        cases += candidate_cases(problem)[turn % 4 :: 4]
+        cases += candidate_cases(problem)[turn :: len(DTYPES)]
     check_sound(cases)
 
 
