@@ -1,4 +1,4 @@
-"""Trains a mixture of experts with our layer and with `lax.ragged_dot`, and compares the two.
+"""Trains a mixture of experts with our layer and with `lax.ragged_dot`.
 
     python examples/train_moe.py
         seconds, on any computer
