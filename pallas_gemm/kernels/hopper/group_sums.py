@@ -9,6 +9,7 @@ places within such a row alone, so that a whole one is zeroed wherever its eleme
 share what is to be zeroed, and wait for each other.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -39,27 +40,39 @@ def mask(cta: Cta, me: Any, slot: Any, k: Any, within: tuple[Any, Any]) -> None:
     first, end = within
     if first is None:
         return
-    plan, tile_k = cta.plan, cta.plan.tile_k
+    tile_k = cta.plan.tile_k
     start = work.aligned(first) + k * tile_k
+    begins, ends = start < first, end < start + tile_k
+    # A group begins in the first 8 rows of a step, and ends in any.
+    cuts = (
+        (begins, Rows(first - start, jnp.int32(ATOM_ROWS)), ATOM_ROWS),
+        (ends, Rows(jnp.int32(0), end - start), tile_k),
+    )
+    for is_cut, rows, height in cuts:
+        pl.when(is_cut)(functools.partial(_zero_both, cta, me, slot, rows, height))
 
-    @pl.when((start < first) | (end < start + tile_k))
-    def _mask() -> None:
-        rows = Rows(first - start, end - start)
-        zero = _zero_simulated if plan.simulated else _zero
-        panels = plan.config.consumer_tile[0] // WGMMA_ROWS
-        for panel in range(panels):
-            zero(cta.slots.a.tile.at[0, slot, me * panels + panel], rows, jnp.int32(0), 1)
-        zero(cta.slots.b.tile.at[0, slot], rows, me, plan.config.consumers)
+    @pl.when(begins | ends)
+    def _await_others() -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.barriers.masked)
         plgpu.barrier_wait(cta.barriers.masked)
 
 
+def _zero_both(cta: Cta, me: Any, slot: Any, rows: Rows, height: int) -> None:
+    """Zeroes a consumer's share of what does not count of both operands, in so many rows."""
+    plan = cta.plan
+    zero = _zero_simulated if plan.simulated else _zero
+    panels, there = plan.config.consumer_tile[0] // WGMMA_ROWS, pl.ds(0, height)
+    for panel in range(panels):
+        zero(cta.slots.a.tile.at[0, slot, me * panels + panel, there], rows, jnp.int32(0), 1)
+    zero(cta.slots.b.tile.at[0, slot, there], rows, me, plan.config.consumers)
+
+
 def _zero(ref: Any, rows: Rows, share: Any, shares: int) -> None:
     """Zeroes a share of the rows of a part of a slot, `[rows, columns]`, that do not count."""
     height, width = ref.shape
-    turns = height * width // PANEL * ROW_WORDS // (WARPGROUP * shares)
-    program = _program(turns, shares, width // PANEL)
+    words = height * width // PANEL * ROW_WORDS
+    program = _program(words, shares, width // PANEL)
     tiled = plgpu.TilingTransform((ATOM_ROWS, PANEL)), plgpu.SwizzleTransform(ATOM_BYTES)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), *(3 * (plgpu.Layout.WG_SPLAT,))))
@@ -72,7 +85,7 @@ def _zero(ref: Any, rows: Rows, share: Any, shares: int) -> None:
     emit(ref, rows.first, rows.end, share)
 
 
-def _program(turns: int, shares: int, panels: int) -> str:
+def _program(words: int, shares: int, panels: int) -> str:
     """Returns what each thread does: a word of zeros in each turn, unless its row counts.
 
     Words are numbered as they lie: those of a row of a panel, the rows of an atom, the same atom of
@@ -89,9 +102,10 @@ def _program(turns: int, shares: int, panels: int) -> str:
         add.u32 row, row, within;
         setp.lt.s32 outside, row, $1;
         setp.ge.or.s32 outside, row, $2, outside;
+        setp.lt.and.u32 outside, number, {words}, outside;
         mad.lo.u32 address, number, 16, $0;
         @outside st.shared.v4.b32 [address], {{zero, zero, zero, zero}};"""
-        for turn in range(turns)
+        for turn in range(-(-words // (WARPGROUP * shares)))
     ]
     return f"""{{
         .reg .pred outside; .reg .u32 thread, number, row, within, address; .reg .b32 zero;
