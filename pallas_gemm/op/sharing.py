@@ -108,7 +108,15 @@ class _Plans:
     def cost(self, plan: Assignment) -> float:
         """Returns the time that a plan takes, in products and additions."""
         split = self.split(plan)
-        return FLOPS_OF_A_BYTE * self.received(split) + self.flops / split.devices
+        cost = FLOPS_OF_A_BYTE * self.received(split) + self.flops / split.devices
+        # What is gathered for a product is often gathered for its gradients too, and only once.
+        return cost if all(map(self._follows, plan, plan.values())) else 2 * cost
+
+    def _follows(self, unit: Axes, x: str | None) -> bool:
+        """Whether axes split the dimension that two of both operands and the result agree on."""
+        left, right, *_, result = self.uses[unit[0]]
+        agreed = left if left in (right, result) else right if right == result else None
+        return agreed in (None, x)
 
     def received(self, split: Split) -> float:
         """Returns the bytes that arrive at each device."""
