@@ -47,7 +47,7 @@ Routing = Callable[[jax.Array, int], Choice]
 def softmax_of_best(logits: jax.Array, top_k: int) -> Choice:
     """Chooses the experts of the largest logits; weights are the softmax of these, as in Mixtral.
 
-    So they are where all experts' softmax is scaled to a sum of one over the best.
+    They are those of the softmax over all experts, scaled to a sum of one.
 
     Args:
         logits: `[tokens, experts]`.
