@@ -120,10 +120,10 @@ def test_several_targets_in_one_process() -> None:
     offline.compile_report(copy_in_clusters(64), operand, target="b200")
     hopper = [
         offline.compile_report(hopper_product(64, 64), *operands(64, 64), target=target)
-        for target in ("h100", "h200")
+        for target in ("h100", "h200", "h200")
     ]
-    assert hopper[0].ptx == hopper[1].ptx
-    assert [report.target for report in hopper] == ["h100", "h200"]
+    assert hopper[0].ptx == hopper[1].ptx == hopper[2].ptx
+    assert [report.target for report in hopper] == ["h100", "h200", "h200"]
 
 
 def test_every_kernel_of_a_function_is_reported_once_in_order() -> None:
