@@ -42,10 +42,11 @@ tiles each, 212 us, and 227 us in bands of 16; with a residual, 24 of 1024 x 409
 8192 x 1024 take 302 and 203 us in bands of 8 rows, and 314 and 215 us of 8 columns."""
 ROWS_ALLOWED = 0.08
 """For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
-a step: more take longer on the way to the L2 than the step on the tensor cores (490 bytes and 4096
-multiplications of two bytes each cycle). 8192 x 8192 x 1024 with a residual takes 199 us on an H200
-in tiles of 128 x 128 and bands of 8 or 4 rows of them, 211 us of 16, and 233 us of 16 columns.
-"""
+a step. With 0.12 (490 bytes, and 4096 multiplications of two bytes, each cycle) the way to the L2
+would take as long as the tensor cores; it tells before. 8192 x 8192 x 1024 with a residual takes
+199 us on an H200 in tiles of 128 x 128 and bands of 8 or 4 rows of them (0.079 and 0.063), 211 us
+of 16 (0.133), and 233 us of 16 columns; 24 of 1024 x 4096 x 1024 303 us of 8, 327 of 11 columns
+(0.098)."""
 ABREAST = 4
 """Waves for which a band may have any rows: CTAs are still about as far as each other, and read the
 same part of them. 4096 x 4096 with K of 12288, 14336 and 28672 runs as fast in bands of 16 rows of

@@ -41,12 +41,13 @@ up to 4096 tell it."""
 MIRRORED_STORE_CYCLES = 6000
 """The same where each tile is stored twice: 4096 cubed by half, in tiles of 128 x 128."""
 IN_TURNS_CYCLES = 1500
-"""The same where consumers compute tiles in turns: nine products with a residual or a float32
-result are predicted within 7%."""
+"""The same where consumers compute tiles in turns. Eight products with a residual or a float32
+result, with two store slots and in bands of 8 rows, are predicted within 4%."""
 STORE_CYCLES = 0.05
 """Between two tiles elsewhere, for each byte of the tile's part of the result and the residual. The
-same products, in tiles of 128 x 256 and 256 x 192, are predicted within 6%; without the residual's
-and a float32's further bytes it were 4 to 16% too little."""
+same products are predicted within 6% in tiles of 128 x 256, and those with a residual within 4% in
+tiles of 256 x 192; without the residual's and a float32's further bytes up to 16% too little was.
+"""
 LAST_STORE_CYCLES = 0.106
 """From the last WGMMA to the end of the kernel, for each element of the tile."""
 JOIN_CYCLES = 2000

@@ -87,7 +87,7 @@ def wide_results(problem: Problem) -> str | None:
     speed on an H200 with the best of their configs; 4096 cubed 1.00, 1024 x 1024 x 4096 1.22.
     """
     many = problem.batch * problem.m * problem.n > 4096 * 4096
-    wide = problem.out_dtype.itemsize > problem.a_dtype.itemsize and problem.out_dtype.itemsize == 4
+    wide = problem.a_dtype.itemsize == 2 and problem.out_dtype == np.dtype(np.float32)
     if many and wide and problem.epilogue.is_identity:
         return "so large a float32 result takes too long to store"
     return None

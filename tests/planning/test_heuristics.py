@@ -200,6 +200,34 @@ def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
         assert all(config.partial_sums == 1 for config in candidates)
 
 
+@pytest.mark.parametrize("size", [(1024, 4096, 1024, 24), (8192, 8192, 1024, 1)], ids=str)
+def test_tiles_with_a_residual_are_stored_while_others_are_multiplied(
+    size: tuple[int, int, int, int],
+) -> None:
+    m, n, k, batch = size
+    problem = Problem(m, n, k, batch=batch, epilogue=Epilogue(residual=True))
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert (best.tile, best.pingpong, best.schedule) == ((128, 128), True, "swizzle:8")
+    # Without one, the same consumer stores a large tile under the next.
+    plain = dataclasses.replace(problem, epilogue=Epilogue())
+    best = heuristics.best(plain, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert (best.tile, best.late_store) == ((128, 256), True)
+
+
+def test_a_long_k_with_a_residual_takes_large_tiles() -> None:
+    problem = Problem(8192, 8192, 8192, transpose_b=True, epilogue=Epilogue(residual=True))
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert not best.pingpong
+
+
+def test_bands_are_no_wider_than_neighbours_can_read() -> None:
+    problem, config = Problem(8192, 14336, 2048), HopperConfig()
+    assert bands.order(problem, config, H200) == "swizzle:16"
+
+
 def test_each_candidate_has_as_many_stages_as_fit() -> None:
     problem = Problem(8192, 8192, 8192)
     for config in hopper_candidates.candidates(problem, H100):

@@ -59,6 +59,21 @@ EDGES = {
         Problem(4096, 4096, 4096, transpose_b=True, **WIDE),
         "float32 results",
     ),
+    "large float32 results": (
+        Problem(4096, 4096, 4096, out_dtype=jnp.float32),
+        Problem(4096, 4224, 4096, out_dtype=jnp.float32),
+        "so large a float32 result",
+    ),
+    "large float32 results and fused": (
+        Problem(4096, 4224, 4096, out_dtype=jnp.float32, epilogue=FUSED),
+        Problem(4096, 4224, 4096, out_dtype=jnp.float32),
+        "so large a float32 result",
+    ),
+    "large results of integers": (
+        Problem(8192, 8192, 4096, a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.int32),
+        Problem(8192, 8192, 4096, out_dtype=jnp.float32),
+        "so large a float32 result",
+    ),
     "aligned rows": (
         Problem(1001, 1001, 1001),
         Problem(1000, 1000, 1000),
