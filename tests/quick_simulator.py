@@ -14,6 +14,7 @@ import collections
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "_interpret_copy_gmem_to_smem_p",
         lambda self, eqn, token, get: stock_copy(self, eqn, _together(self, eqn, token), get),
     )
+
+
+def dawdle(monkeypatch: pytest.MonkeyPatch, cta: int, warpgroup: int, seconds: float) -> None:
+    """Has one role of one CTA come late to every barrier for which it waits."""
+    stock_wait = gpu_callbacks._barrier_wait
+
+    @functools.wraps(stock_wait)
+    def wait(token: Any, mesh_location: Any, thread: Any, *barrier: Any, **kwargs: Any) -> Any:
+        if (thread.block_id, thread.warpgroup_id) == (cta, warpgroup):
+            time.sleep(seconds)
+        return stock_wait(token, mesh_location, thread, *barrier, **kwargs)
+
+    monkeypatch.setattr(gpu_callbacks, "_barrier_wait", wait)
 
 
 def _compiled_once() -> Callable[..., None]:

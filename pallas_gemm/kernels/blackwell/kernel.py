@@ -26,8 +26,9 @@ Barriers (`protocol.py` derives the arrival counts)
                   s are done, in both CTAs                       again
     ready[x]      the tensor core, when all MMAs of a tile are   the epilogue
                   done, in both CTAs
-    freed[x]      one thread of each CTA's epilogue, when        the multiplier, before the next
-                  accumulator x has been read, in both CTAs      tile's first MMA in accumulator x
+    freed[x]      one thread of each CTA's epilogue, when        the leader's multiplier, before the
+                  accumulator x has been read, in both CTAs      next tile's first MMA in x; in the
+                                                                 other CTA the epilogue
     residual[x]   TMA with the residual's bytes                  the epilogue, which owns slot x
     answered[i]   the epilogue, and the hardware with the        every role
                   answer's bytes, in both CTAs
@@ -37,11 +38,11 @@ Timeline (steps are numbered through all tiles, so that the loads of the next ti
 of this one, and its MMAs the epilogue of this one)
     loader      per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]
                 at exit:  wait for every slot, so that no peer arrives on a CTA that has left
-    multiplier  per tile: wait freed[x], unless the accumulator is new
+    multiplier  per tile: (all in the leader) wait freed[x], unless the accumulator is new
                 per k:    wait full[s]; MMA; commit ──▶ empty[s]
                 tile end: commit ──▶ ready[x]
                 at exit:  wait for every accumulator
-    epilogue    per tile: wait ready[x]
+    epilogue    per tile: wait ready[x]; not in the leader, wait freed[x] of the tile before in x
                 per chunk of columns: tensor memory ──▶ registers; after the last, arrive freed[x];
                           finish and round; wait until the slot's last store has been read;
                           registers ──▶ slot; TMA store
@@ -99,26 +100,20 @@ def multiplier(cta: Cta, walk: tiles.Walk) -> None:
     plan = cta.plan
 
     def one_tile(turn: Any, _piece: work.Piece, _: None) -> None:
-        @_in_one_warp
+        @_in_leaders_warp
         def _multiply_tile() -> None:
-            pl.when(turn >= plan.config.accumulators)(
-                functools.partial(
-                    await_accumulator, cta, turn - jnp.int32(plan.config.accumulators)
-                )
-            )
+            _await_reuse(cta, turn)
 
-            @pl.when(_is_leader())
-            def _issue() -> None:
-                @pl.loop(0, plan.k_steps)
-                def _one_step(k: Any) -> None:
-                    step = turn * plan.k_steps + k
-                    await_operands(cta, step)
-                    multiply_step(cta, turn, k, step)
+            @pl.loop(0, plan.k_steps)
+            def _one_step(k: Any) -> None:
+                step = turn * plan.k_steps + k
+                await_operands(cta, step)
+                multiply_step(cta, turn, k, step)
 
-                publish_sums(cta, turn)
+            publish_sums(cta, turn)
 
     turns, _ = walk(one_tile, None)
-    _in_one_warp(functools.partial(_drain_accumulators, cta, turns))
+    _in_leaders_warp(functools.partial(_drain_accumulators, cta, turns))
 
 
 def issuer(cta: Cta, walk: tiles.Walk) -> None:
@@ -153,27 +148,34 @@ def issuer(cta: Cta, walk: tiles.Walk) -> None:
             pl.when(_is_leader())(functools.partial(publish_sums, cta, turn))
 
     turns, _ = walk(one_tile, None)
-    _in_one_warp(functools.partial(_drain_accumulators, cta, turns))
+    _in_leaders_warp(functools.partial(_drain_accumulators, cta, turns))
 
 
 def epilogue(cta: Cta, walk: tiles.Walk) -> None:
     """Finishes and stores what has been multiplied, tile after tile.
 
-    The chunks of a tile are a loop of the program, because an activation makes it long.
+    The chunks of a tile are a loop of the program, because an activation makes it long. In the CTA
+    that issues no MMA, the epilogue also follows the phases of `freed`: who waits for a phase must
+    be somebody without whom the next one does not complete.
     """
     plan = cta.plan
+    follows = plan.ctas_per_mma == 2
 
     def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
         at = place.locate(plan.config, plan.problem, piece)
         at = at._replace(row=at.row + lax.axis_index(PAIR_AXIS) * plan.config.tile[0])
         store.fetch_residual(cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
         await_sums(cta, turn)
+        if follows:
+            pl.when(~_is_leader())(functools.partial(_await_reuse, cta, turn))
 
         @pl.loop(0, plan.chunks)
         def _one_chunk(chunk: Any) -> None:
             store.store(cta, at, turn, chunk, store.finish(cta, at, turn, chunk))
 
-    walk(one_tile, None)
+    turns, _ = walk(one_tile, None)
+    if follows:
+        pl.when(~_is_leader())(functools.partial(_drain_accumulators, cta, turns))
     if not plan.config.direct_store:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -249,6 +251,12 @@ def await_sums(cta: Cta, turn: Any) -> None:
     plgpu.barrier_wait(cta.barriers.ready.at[accumulator_of(cta.plan, turn)])
 
 
+def _await_reuse(cta: Cta, turn: Any) -> None:
+    """Waits until the sums that a tile's accumulator held before have been read."""
+    accumulators = jnp.int32(cta.plan.config.accumulators)
+    pl.when(turn >= accumulators)(functools.partial(await_accumulator, cta, turn - accumulators))
+
+
 def _drain_ring(cta: Cta, steps: Any) -> None:
     used = lax.min(steps, jnp.int32(cta.plan.config.stages))
     pl.loop(0, used)(lambda i: await_slot(cta, steps - used + i))
@@ -262,6 +270,11 @@ def _drain_accumulators(cta: Cta, turns: Any) -> None:
 def _in_one_warp(run: Callable[[], None]) -> None:
     """Runs in the first warp of a warpgroup; the others wait wherever the next barrier is."""
     plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
+def _in_leaders_warp(run: Callable[[], None]) -> None:
+    """Runs in that warp of the CTA that issues the MMAs."""
+    plgpu.warp_map(lambda warp: pl.when((warp == 0) & _is_leader())(run))
 
 
 def _is_leader() -> Any:

@@ -20,7 +20,7 @@ from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.cta import accumulator_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Problem
-from tests import blackwell_simulator, products
+from tests import blackwell_simulator, products, quick_simulator
 
 # One pair computes five tiles of three steps, with two of everything: all of it is used in turn.
 CONFIG = BlackwellConfig(
@@ -30,6 +30,8 @@ DYNAMIC = dataclasses.replace(CONFIG, persistence="dynamic")
 PROBLEM = Problem(1280, 64, 136, transpose_b=True)
 PATIENCE_SECONDS = 2.0
 """For kernels with a fault; every wait of the sound kernel is over in a fraction of a second."""
+DAWDLED_SECONDS = 0.2
+"""Longer than all others take for a tile."""
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -173,6 +175,15 @@ def faults(
 
 @pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["static", "dynamic"])
 def test_nothing_is_wrong_as_it_is(config, monkeypatch):
+    assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("cta", [0, 1])
+@pytest.mark.parametrize("warpgroup", [0, 1, 2])
+def test_whoever_is_slow_is_waited_for(warpgroup, cta, config, monkeypatch):
+    """A phase that completes before its waiter has seen the one before is a wait without end."""
+    quick_simulator.dawdle(monkeypatch, cta, warpgroup, DAWDLED_SECONDS)
     assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
 
 
