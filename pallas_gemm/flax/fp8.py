@@ -112,48 +112,57 @@ def dense(
         activation: As for `gemm`.
         **options: As for `gemm`.
     """
-    function, dtype = activations.resolve(activation), operands[0].dtype
     result = options.pop("preferred_element_type")
+    layer = _Dense(activation, operands[0].dtype, result, options)
+    quantised = jax.custom_vjp(layer.run)
+    quantised.defvjp(layer.forward, layer.backward)
+    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
+    given, tree = jax.tree.flatten((tuple(operands), residual))
+    return quantised(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
 
-    def computed(saved: _Saved, residual: Any, activation: Any) -> jax.Array:
-        return gemm(
-            saved.inputs,
-            saved.kernel,
-            alpha=saved.scales[0] * saved.scales[1],
-            bias=saved.bias,
-            residual=residual,
-            activation=activation,
-            preferred_element_type=result,
-            **options,
-        )
 
-    def follows(before: jax.Array, residual: Any) -> jax.Array:
-        wide = before.astype(jnp.float32)
-        wide = wide if function is None else function(wide)
-        return (wide if residual is None else wide + residual.astype(jnp.float32)).astype(result)
+class _Dense(NamedTuple):
+    """The rules of `dense`.
 
-    def run(operands: Sequence[Any], residual: Any, states: States) -> jax.Array:
-        return computed(_saved(operands, residual, states), residual, activation)
+    Attributes:
+        activation: As for `gemm`.
+        dtype: Type of the computation, and of the gradients.
+        result: Type of the result.
+        options: As for `gemm`.
+    """
 
-    def forward(operands: Any, residual: Any, states: States) -> tuple[jax.Array, _Saved]:
+    activation: Any
+    dtype: Any
+    result: Any
+    options: dict[str, Any]
+
+    def run(self, operands: Sequence[Any], residual: Any, states: States) -> jax.Array:
+        """What no derivative is asked of: one kernel."""
+        return self._multiply(_saved(operands, residual, states), residual, self.activation)
+
+    def forward(
+        self, operands: Sequence[Any], residual: Any, states: States
+    ) -> tuple[jax.Array, _Saved]:
+        """Keeps what is before an activation, which its derivative needs."""
         saved = _saved(operands, residual, states)
-        if function is None:
-            return computed(saved, residual, None), saved
-        before = computed(saved, None, None)
-        return follows(before, residual), saved._replace(before=before)
+        if self.activation is None:
+            return self._multiply(saved, residual, None), saved
+        before = self._multiply(saved, None, None)
+        return self._follow(before, residual), saved._replace(before=before)
 
-    def backward(saved: _Saved, g: jax.Array) -> tuple[Any, Any, States]:
+    def backward(self, saved: _Saved, g: jax.Array) -> tuple[Any, Any, States]:
+        """Returns the gradients of the operands and the residual, and the states."""
         # Without an activation, nothing depends on what was before.
         before = g if saved.before is None else saved.before
-        g, of_residual = jax.vjp(follows, before.astype(result), saved.residual)[1](g)
+        g, of_residual = jax.vjp(self._follow, before.astype(self.result), saved.residual)[1](g)
         g8, scale, new = quantise(g, E5M2, saved.states.output_grad)
         of_inputs = gemm(
             g8,
             saved.kernel,
             alpha=scale * saved.scales[1],
             transpose_b=True,
-            preferred_element_type=dtype,
-            implementation=options.get("implementation"),
+            preferred_element_type=self.dtype,
+            implementation=self.options.get("implementation"),
             out_sharding=_split_as(saved.inputs),
         )
         rows = tuple(range(g.ndim - 1))
@@ -164,20 +173,35 @@ def dense(
             preferred_element_type=jnp.float32,
             out_sharding=_split_as(saved.kernel),
         )
-        of_kernel = (of_kernel * (scale * saved.scales[0])).astype(dtype)
-        of_bias = None
-        if saved.bias is not None:
-            of_bias = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(saved.bias.dtype)
-            if (spec := _split_as(saved.bias)) is not None:
-                of_bias = jax.sharding.reshard(of_bias, spec)
-        states = saved.states._replace(output_grad=new)
-        return (of_inputs, of_kernel, of_bias), of_residual, states
+        of_kernel = (of_kernel * (scale * saved.scales[0])).astype(self.dtype)
+        of_bias = None if saved.bias is None else _summed(g, rows, saved.bias)
+        return (of_inputs, of_kernel, of_bias), of_residual, saved.states._replace(output_grad=new)
 
-    quantised = jax.custom_vjp(run)
-    quantised.defvjp(forward, backward)
-    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
-    given, tree = jax.tree.flatten((tuple(operands), residual))
-    return quantised(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
+    def _multiply(self, saved: _Saved, residual: Any, activation: Any) -> jax.Array:
+        return gemm(
+            saved.inputs,
+            saved.kernel,
+            alpha=saved.scales[0] * saved.scales[1],
+            bias=saved.bias,
+            residual=residual,
+            activation=activation,
+            preferred_element_type=self.result,
+            **self.options,
+        )
+
+    def _follow(self, before: jax.Array, residual: Any) -> jax.Array:
+        function = activations.resolve(self.activation)
+        wide = before.astype(jnp.float32)
+        wide = wide if function is None else function(wide)
+        wide = wide if residual is None else wide + residual.astype(jnp.float32)
+        return wide.astype(self.result)
+
+
+def _summed(g: jax.Array, rows: tuple[int, ...], bias: jax.Array) -> jax.Array:
+    """Returns the gradient of a bias, split as the bias."""
+    summed = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(bias.dtype)
+    spec = _split_as(bias)
+    return summed if spec is None else jax.sharding.reshard(summed, spec)
 
 
 def _split_as(x: jax.Array) -> Any:
