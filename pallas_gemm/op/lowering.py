@@ -42,13 +42,9 @@ def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> A
 
 @kernel_p.def_effectful_abstract_eval
 def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
-    problem, signature = decision.problem, _signature(avals)
-    # A batch of one is dropped for the kernel, and is there again in its result.
-    of_one = problem.batch == 1 and any(len(shape) == 3 for shape, _ in signature[:2])
-    batch = (1,) if of_one and not dispatch.in_groups(problem) else ()
-    shape = (*batch, *problem.out_shape)
-    (result,) = mesh_context.types_off_mesh((shape, call.out_dtype))
-    return result, effects(call, signature)
+    assert decision.plan is not None
+    (result,) = mesh_context.types_off_mesh((decision.plan.realigned.out_shape, call.out_dtype))
+    return result, effects(call, _signature(avals))
 
 
 @functools.lru_cache(maxsize=4096)

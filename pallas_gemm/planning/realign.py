@@ -95,6 +95,12 @@ class Realigned:
         turned = sum(step.bytes for step in self.steps if step.action == "transpose")
         return self.bytes + (TRANSPOSED - 1) * turned
 
+    @property
+    def out_shape(self) -> Shape:
+        """Shape of the result after all steps."""
+        after = [step.shape for step in self.steps if step.operand == "result"]
+        return after[-1] if after else self.problem.out_shape
+
     def prepare(self, operands: Operands) -> Operands:
         """Applies the steps that come before the kernel."""
         for step in self.steps:
