@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from pallas_gemm.config import STEP_BYTES
+from pallas_gemm.config import STEP_BYTES, Persistence
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.problem import Problem
@@ -21,16 +21,24 @@ SHAPES = (
 )
 MOST_STAGES = 12
 """Enough to cover the latency of memory with the smallest tile."""
-FEWEST_DYNAMIC_STEPS = 8
-"""Steps of k from which on a tile takes longer than launch control's answer to a request: about a
-microsecond, which nobody has measured here."""
+DYNAMIC_FROM_CYCLES = 6000
+"""Of the MMAs of a tile, from which on tiles go to whoever is free: 3.2 us, k = 768 for 256 x 256
+by a pair. What comes after the next tile is asked for when the one before is stored, about half a
+tile before it is needed. That has to be enough for an answer (about a microsecond, which nobody has
+measured here) and the first loads."""
+BYTES_PER_CYCLE = 8192
+"""Of products of rows, that the tensor cores of an SM multiply: 4096 of 16 bits, 8192 of 8."""
+FEWEST_DYNAMIC_WAVES = 2
+"""Tiles for each worker, up to which they are dealt: whoever asked first would be granted as many
+as are in flight, and others none."""
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
-    """Yields, for each tile, the config with as many stages as fit into shared memory.
+    """Yields, for each tile, the configs with as many stages as fit into shared memory.
 
-    Where there are more tiles than run at once, they go to whichever cluster is free, unless a tile
-    is over before it would be known who gets the next one.
+    Where there are more tiles than run at once, both kinds of persistence, the one first that k
+    speaks for: tiles go to whichever cluster is free, unless one is over before it would be known
+    who gets the next.
     """
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for tile, cluster in SHAPES:
@@ -39,12 +47,22 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
             cluster=cluster,
             store_columns=math.gcd(tile[1] // problem.sums, widest),
         )
-        tiles = math.prod(config.stacked_grid(problem))
-        steps = math.ceil(problem.k / config.tile_k(problem))
-        if tiles > config.workers(problem, device) and steps >= FEWEST_DYNAMIC_STEPS:
-            config = dataclasses.replace(config, persistence="dynamic")
         for stages in range(MOST_STAGES, 1, -1):
             deeper = dataclasses.replace(config, stages=stages)
             if deeper.shared_memory_bytes(problem) <= device.shared_memory:
-                yield deeper
+                for persistence in _persistence(problem, deeper, device):
+                    yield dataclasses.replace(deeper, persistence=persistence)
                 break
+
+
+def _persistence(
+    problem: Problem, config: BlackwellConfig, device: Device
+) -> tuple[Persistence, ...]:
+    """Returns the kinds of persistence that a config may have, the likely better one first."""
+    tiles, workers = config.tiles(problem), config.workers(problem, device)
+    if tiles <= workers:
+        return ("static",)
+    multiplied = math.prod(config.tile) * problem.k * problem.a_dtype.itemsize
+    long = multiplied >= DYNAMIC_FROM_CYCLES * BYTES_PER_CYCLE
+    many = tiles > FEWEST_DYNAMIC_WAVES * workers
+    return ("dynamic", "static") if long and many else ("static", "dynamic")

@@ -46,7 +46,9 @@ of this one, and its MMAs the epilogue of this one)
                 per chunk of columns: tensor memory ──▶ registers; after the last, arrive freed[x];
                           finish and round; wait until the slot's last store has been read;
                           registers ──▶ slot; TMA store
-    all         tile end: with dynamic persistence, wait answered[i]; read it; arrive read[i]
+    all         tile end: with dynamic persistence, wait answered[i], which says what comes after
+                          the next tile; read it; arrive read[i]
+                at exit:  the epilogue waits for read[i] of the last answers
 """
 
 import functools

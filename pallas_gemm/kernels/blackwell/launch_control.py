@@ -7,9 +7,16 @@ whoever is free first.
 
     request i ──▶ answers[i % 2] ──▶ every role of every CTA reads it ──▶ request i + 2
 
-Two requests are in flight, so that the answer is there before it is needed. One role of each CTA
-asks; in a pair the hardware takes the request of the first CTA, and writes the answer into the
-shared memory of both.
+    a role    compute tile 0 | read answers 0 and 1 | compute tile 1 | read answer 2 | ...
+    who asks  0 and 1        | 2                    |                | 3             | ...
+
+Before it computes a tile, a role reads which one comes after it, and starts to look it up in the
+table: as in a dealt order, that look-up is hidden behind a tile of work. What tile t + 2 is depends
+on nobody's work on tiles after t. Before tile 0 nothing is waited for.
+
+No more is asked for than that: what a cluster has been granted, no other one computes when it is
+free. One role of each CTA asks; in a pair the hardware takes the request of the first CTA, and
+writes the answer into the shared memory of both.
 
 A request is refused when no cluster is left, and also while a kernel of higher priority waits for
 the SM: the clusters that are left start after it. Nothing may be asked after a refusal has been
@@ -32,7 +39,9 @@ from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS
 from schedules import Schedule
 
 IN_FLIGHT = 2
-"""Requests that have been made and not yet read by all."""
+"""Requests that have been made and not yet read by all: as many as there are slots for answers."""
+AHEAD = 2
+"""Tiles that a role knows between two tiles: the next one, and the one after it."""
 
 # What was read by ordinary loads is about to be overwritten by the asynchronous unit.
 _FENCE_AFTER_READING = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
@@ -75,19 +84,23 @@ def order_operand(schedule: Schedule) -> jax.Array:
 
 
 class Taken(NamedTuple):
-    """The cluster whose tile is next, and how far the requests are.
+    """What a role knows of the tiles of its cluster, and how far the requests are.
 
     Attributes:
-        cluster: Its number; 0 if there is none.
-        granted: Whether there is one.
+        first: The cluster whose tile comes next, if any is held.
+        second: The cluster whose tile comes after it, if two are held; else one that there is.
+        held: How many are.
         read: How many answers this role has read.
         made: How many requests have been made.
+        refused: Whether an answer was a refusal.
     """
 
-    cluster: Any
-    granted: Any
+    first: Any
+    second: Any
+    held: Any
     read: Any
     made: Any
+    refused: Any
 
 
 def walk(
@@ -102,20 +115,22 @@ def walk(
 ) -> tuple[Any, Any]:
     """See `tiles.Walk`; the pieces are those of clusters that have not started.
 
-    The answer about the next piece is read after the work on the current one: the producer is a
-    whole ring of slots ahead of everybody else, and that covers the look-up in the table.
-
     One role of each CTA `asks`. `worker` is this cluster; the simulator knows no fences.
     """
 
-    def step(state: tuple[Any, Taken, Any]) -> Any:
-        turn, taken, carry = state
-        carry = compute(turn, coding.unpack(table[taken.cluster]), carry)
-        taken = take_next(requests, taken, asks=asks, simulated=simulated)
-        return turn + 1, taken, carry
+    def step(state: tuple[Any, Any, Taken, Any]) -> Any:
+        turn, entry, taken, carry = state
+        upcoming, is_known = table[taken.second], taken.held == AHEAD
+        carry = compute(turn, coding.unpack(entry), carry)
+        taken = take(requests, taken, asks=asks, simulated=simulated)
+        # What comes after tile 0 has not been looked up while that was computed.
+        entry = lax.cond(is_known, lambda: upcoming, lambda: table[taken.first])
+        return turn + 1, entry, taken, carry
 
-    state = (jnp.int32(0), start(requests, worker, asks=asks), carry)
-    turns, _, carry = lax.while_loop(lambda state: state[1].granted, step, state)
+    state = (jnp.int32(0), table[worker], start(requests, worker, asks=asks), carry)
+    turns, _, taken, carry = lax.while_loop(lambda state: state[2].held > 0, step, state)
+    if asks:
+        drain(requests, taken)
     return turns, carry
 
 
@@ -124,32 +139,47 @@ def start(requests: Requests, cluster: Any, *, asks: bool) -> Taken:
     if asks:
         for request in range(IN_FLIGHT):
             ask(requests, jnp.int32(request))
-    return Taken(cluster, jnp.bool_(True), jnp.int32(0), jnp.int32(IN_FLIGHT))
+    none = jnp.int32(0)
+    return Taken(cluster, none, jnp.int32(1), none, jnp.int32(IN_FLIGHT), jnp.bool_(False))
 
 
-def take_next(requests: Requests, taken: Taken, *, asks: bool, simulated: bool) -> Taken:
-    """Reads answers until a request was granted or none is in flight, and asks again."""
+def take(requests: Requests, taken: Taken, *, asks: bool, simulated: bool) -> Taken:
+    """Goes on to the next tile: reads answers until two are held or none is in flight, and asks."""
 
     def read_one(taken: Taken) -> Taken:
         cluster, granted = answer(requests, taken.read)
-        no_refusal_yet = granted & (taken.made - taken.read == IN_FLIGHT)
+        release(requests, taken.read, simulated=simulated)
+        return taken._replace(
+            first=jnp.where(taken.held == 0, cluster, taken.first),
+            second=cluster,
+            held=taken.held + granted.astype(jnp.int32),
+            read=taken.read + 1,
+            refused=taken.refused | ~granted,
+        )
 
-        @pl.when(no_refusal_yet)
-        def _ask_again() -> None:
-            release(requests, taken.read, simulated=simulated)
-            if asks:
-                await_readers(requests, taken.read, simulated=simulated)
-                ask(requests, taken.made)
+    taken = taken._replace(first=taken.second, held=taken.held - 1)
+    taken = lax.while_loop(wants_more, read_one, taken)
+    if asks:
 
-        made = taken.made + no_refusal_yet.astype(jnp.int32)
-        return Taken(cluster, granted, taken.read + 1, made)
+        @pl.when(~taken.refused)
+        def _ask_for_one_more() -> None:
+            await_readers(requests, taken.made - IN_FLIGHT)
+            if not simulated:
+                _inline(_FENCE_BEFORE_ASKING)
+            ask(requests, taken.made)
 
-    return lax.while_loop(is_open, read_one, taken._replace(granted=jnp.bool_(False)))
+    return taken._replace(made=taken.made + (~taken.refused).astype(jnp.int32))
 
 
-def is_open(taken: Taken) -> Any:
-    """Whether nothing was granted yet, and something still may be."""
-    return ~taken.granted & (taken.read < taken.made)
+def wants_more(taken: Taken) -> Any:
+    """Whether fewer tiles are held than are wanted, and an answer is in flight."""
+    return (taken.held < AHEAD) & (taken.read < taken.made)
+
+
+def drain(requests: Requests, taken: Taken) -> None:
+    """Waits for the readers of the last answers, who arrive in this CTA, too."""
+    for request in range(IN_FLIGHT):
+        await_readers(requests, taken.made - (IN_FLIGHT - request))
 
 
 def ask(requests: Requests, request: Any) -> None:
@@ -177,11 +207,9 @@ def release(requests: Requests, request: Any, *, simulated: bool) -> None:
     plgpu.barrier_arrive(requests.read.at[_slot(request)])
 
 
-def await_readers(requests: Requests, request: Any, *, simulated: bool) -> None:
+def await_readers(requests: Requests, request: Any) -> None:
     """Waits until every role has read the answer to a request."""
     plgpu.barrier_wait(requests.read.at[_slot(request)])
-    if not simulated:
-        _inline(_FENCE_BEFORE_ASKING)
 
 
 def _slot(request: Any) -> Any:

@@ -155,9 +155,11 @@ def test_every_candidate_with_an_epilogue(name):
         persistence = ("static", "dynamic")[(row + column) % 2]
         # Not every tile is for every layout.
         for problem in (posed, dataclasses.replace(posed, transpose_b=True)):
-            config = list(candidates(problem, B200))[column]
-            assert (config.tile, config.cluster) == shape
-            config = dataclasses.replace(config, persistence=persistence)
+            (config,) = (
+                config
+                for config in candidates(problem, B200)
+                if (config.tile, config.cluster, config.persistence) == (*shape, persistence)
+            )
             if not config.refusals(problem, B200):
                 cases.append((config, problem))
                 break
@@ -166,7 +168,7 @@ def test_every_candidate_with_an_epilogue(name):
 
 
 def test_candidates_with_integers():
-    check_sound(candidate_cases(of_types(PROBLEM, INTEGERS))[::2])
+    check_sound(candidate_cases(of_types(PROBLEM, INTEGERS))[::3])
 
 
 def test_legal_configs_that_are_never_considered(rng):

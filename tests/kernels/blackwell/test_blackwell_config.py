@@ -271,3 +271,20 @@ def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem: 
         assert candidate.stages == MOST_STAGES or any(
             "shared memory" in reason for reason in deeper.refusals(problem, B200)
         )
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "kinds"),
+    [
+        (2048, 8192, ["static"]),  # 64 tiles of 256 x 256, and 74 pairs.
+        (3072, 8192, ["static", "dynamic"]),  # Less than two for each.
+        (4096, 8192, ["dynamic", "static"]),
+        (4096, 512, ["static", "dynamic"]),  # Over before an answer is there.
+    ],
+)
+def test_k_says_which_kind_of_persistence_is_tried_first(
+    size: int, k: int, kinds: list[str]
+) -> None:
+    problem = Problem(size, size, k, transpose_b=True)
+    widest = [config for config in candidates(problem, B200) if config.tile == CONFIG.tile]
+    assert [config.persistence for config in widest if config.cluster == CONFIG.cluster] == kinds

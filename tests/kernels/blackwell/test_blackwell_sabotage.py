@@ -69,23 +69,23 @@ def locate_too_low(config: Any, problem: Any, piece: work.Piece) -> place.Where:
     return LOCATE(config, problem, piece._replace(row=piece.row + 1))
 
 
-def is_open_until_a_refusal(taken: launch_control.Taken) -> Any:
+def wants_more_until_a_refusal(taken: launch_control.Taken) -> Any:
     """Takes the first refusal for the end."""
-    return ~taken.granted & (taken.made - taken.read == launch_control.IN_FLIGHT)
+    return WANTS_MORE(taken) & ~taken.refused
 
 
-def take_next_and_ask_after_the_end(
+def take_and_ask_after_the_end(
     requests: Any, taken: launch_control.Taken, *, asks: bool, simulated: bool
 ) -> launch_control.Taken:
-    """Makes one more request when the last answer was a refusal."""
-    taken = TAKE_NEXT(requests, taken, asks=asks, simulated=simulated)
+    """Makes one more request when an answer was a refusal."""
+    taken = TAKE(requests, taken, asks=asks, simulated=simulated)
     if asks:
-        pl.when(~taken.granted)(lambda: launch_control.ask(requests, taken.made))
+        pl.when(taken.refused)(lambda: launch_control.ask(requests, taken.made))
     return taken
 
 
 COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
-TAKE_NEXT = launch_control.take_next
+TAKE, WANTS_MORE = launch_control.take, launch_control.wants_more
 
 # What is left out or wrong, in which kernel, and what may come of it: an unordered access is a race
 # whatever the order of the run, unless the simulator stops at what is not allowed before it.
@@ -150,8 +150,13 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         CONFIG,
         {"stuck"},
     ),
+    "a CTA leaves before all have read its answers": (
+        leave_out(launch_control, "drain"),
+        DYNAMIC,
+        {"race", "refused"},
+    ),
     "a request is made after a refusal": (
-        put(launch_control, "take_next", take_next_and_ask_after_the_end),
+        put(launch_control, "take", take_and_ask_after_the_end),
         DYNAMIC,
         {"asked"},
     ),
@@ -195,8 +200,8 @@ def test_a_fault_is_noticed(name, monkeypatch):
 
 
 def test_an_answer_that_is_left_behind_after_a_refusal_is_noticed(monkeypatch):
-    put(launch_control, "is_open", is_open_until_a_refusal)(monkeypatch)
+    put(launch_control, "wants_more", wants_more_until_a_refusal)(monkeypatch)
     # The first cluster's second request is granted after its first was refused.
     waiting = {"started": 2, "refused": frozenset({0})}
     found = faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS, **waiting)
-    assert {"refused", "wrong"} & found
+    assert {"refused", "stuck", "wrong"} & found

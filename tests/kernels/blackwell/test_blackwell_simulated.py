@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import schedules
 from bench.blackwell_ladder import STEPS
 from pallas_gemm.device import B200
+from pallas_gemm.kernels import work
 from pallas_gemm.kernels.blackwell import kernel as blackwell
-from pallas_gemm.kernels.blackwell import store
+from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.config import ACTIVATED_COLUMNS, PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Epilogue, Problem
@@ -146,6 +147,39 @@ def test_what_was_asked_before_a_refusal_and_granted_after_it_is_computed(
     operands = products.small_integers(problem, rng)
     expected = products.rounded(problem, products.exact(problem, operands))
     np.testing.assert_array_equal(simulate(problem, config, operands), expected)
+
+
+@pytest.mark.parametrize(
+    ("granted", "events"),
+    [
+        # Before tile 0 nothing is waited for; before each other one, the answer to what follows it.
+        ((3, 1, 4), ["tile 0", 0, 1, "tile 3", 2, "tile 1", 3, "tile 4"]),
+        ((3, None), ["tile 0", 0, 1, "tile 3"]),
+        ((None, 2), ["tile 0", 0, 1, "tile 2"]),
+        ((None, None), ["tile 0", 0, 1]),
+    ],
+)
+def test_a_role_knows_before_it_computes_a_tile_which_comes_next(granted, events, monkeypatch):
+    answers = [(number or 0, number is not None) for number in (*granted, None)]
+    numbers, grants = (jnp.asarray(column) for column in zip(*answers, strict=True))
+    done: list[Any] = []
+
+    def answer(_: Any, request: Any) -> Any:
+        jax.debug.callback(lambda request: done.append(int(request)), request, ordered=True)
+        return numbers[request], grants[request]
+
+    def compute(_turn: Any, piece: work.Piece, carry: None) -> None:
+        jax.debug.callback(lambda col: done.append(f"tile {col}"), piece.col, ordered=True)
+        return carry
+
+    monkeypatch.setattr(launch_control, "answer", answer)
+    monkeypatch.setattr(launch_control, "release", lambda *_, **__: None)
+    order = launch_control.order_operand(schedules.raster(1, 6))
+    role = launch_control.scratch(3), jnp.int32(0), work.Coding(), False, True
+    turns, _ = launch_control.walk(order, *role, compute, None)
+    jax.effects_barrier()
+    assert done == events
+    assert turns == sum(isinstance(event, str) for event in events)
 
 
 @pytest.mark.parametrize(("k", "stages"), [(8, 3), (64, 1), (72, 1), (640, 3)])
