@@ -74,11 +74,12 @@ def seconds(
     rows, cols = config.tile
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
-    multiply = rows * cols * STEP_BYTES / per_cycle
-    neighbours = bands.rows_of_neighbours(problem, config, device) * STEP_BYTES
+    step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
+    multiply = rows * cols * step_bytes / per_cycle
+    neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     step = STEP_CYCLES + max(
         multiply,
-        ROW_CYCLES * (rows + cols),
+        ROW_CYCLES * (rows + cols) * (step_bytes / STEP_BYTES),
         LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / GPC_BYTES_PER_CYCLE,
     )

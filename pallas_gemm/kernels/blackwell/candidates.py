@@ -9,15 +9,17 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.problem import Problem
 
-# (rows, columns) of the tile, and the cluster. Pairs read half as much of the right operand, so
-# they come first among equals.
+# (rows, columns) of the tile, the cluster, and the bytes of a step. Pairs read half as much of the
+# right operand, so they come first among equals. A step of 128 bytes of the smallest tile is 128
+# cycles of MMAs, and 118 of issuing them.
 SHAPES = (
-    ((128, 256), PAIR),
-    ((128, 192), PAIR),
-    ((128, 128), PAIR),
-    ((128, 256), (1, 1)),
-    ((128, 128), (1, 1)),
-    ((128, 64), (1, 1)),
+    ((128, 256), PAIR, 128),
+    ((128, 192), PAIR, 128),
+    ((128, 128), PAIR, 128),
+    ((128, 256), (1, 1), 128),
+    ((128, 128), (1, 1), 128),
+    ((128, 64), (1, 1), 256),
+    ((128, 64), (1, 1), 128),
 )
 MOST_STAGES = 12
 """Enough to cover the latency of memory with the smallest tile."""
@@ -41,10 +43,11 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
     who gets the next.
     """
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
-    for tile, cluster in SHAPES:
+    for tile, cluster, step_bytes in SHAPES:
         config = BlackwellConfig(
             tile=tile,
             cluster=cluster,
+            step_bytes=step_bytes,
             store_columns=math.gcd(tile[1] // problem.sums, widest),
         )
         for stages in range(MOST_STAGES, 1, -1):

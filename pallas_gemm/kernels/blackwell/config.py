@@ -19,6 +19,8 @@ USUAL_PROBLEM = Problem(4096, 4096, 4096)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
+STEPS = (STEP_BYTES, 2 * STEP_BYTES)
+"""Bytes of k that a step may have."""
 NARROWEST_BOX = 32
 """Bytes of a row of the narrowest box that TMA swizzles."""
 ACTIVATED_COLUMNS = 16
@@ -49,6 +51,9 @@ class BlackwellConfig(GemmConfig):
             is multiplied.
         specialised: Loads and MMAs are issued by warps of their own; else by one warp in turn, and
             a cluster computes only one tile.
+        step_bytes: Bytes of k per step: 128, one swizzle atom, or 256, two of each operand under
+            one barrier. That halves what is issued beside the MMAs of a small tile, and takes slots
+            of twice the size.
         direct_store: The result goes from registers straight to global memory, without the store
             slots and TMA. Nothing clips it there: a ragged result is stored in whole tiles and cut.
     """
@@ -60,6 +65,7 @@ class BlackwellConfig(GemmConfig):
     schedule: str | Schedule | OnlineSchedule = "hilbert"
     accumulators: int = 2
     specialised: bool = True
+    step_bytes: int = STEP_BYTES
     direct_store: bool = False
 
     def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
@@ -76,6 +82,15 @@ class BlackwellConfig(GemmConfig):
             self._set("stages", stages)
             if self.shared_memory_bytes(USUAL_PROBLEM) <= Device.shared_memory:
                 break
+
+    def tile_k(self, problem: Problem) -> int:
+        """See `GemmConfig`."""
+        return self.step_bytes // problem.a_dtype.itemsize
+
+    @property
+    def atoms(self) -> int:
+        """Swizzle atoms of each operand along k per step."""
+        return self.step_bytes // STEP_BYTES
 
     @property
     def ctas_per_mma(self) -> int:
@@ -156,6 +171,8 @@ class BlackwellConfig(GemmConfig):
             yield f"tile columns must be a multiple of {whole}, got tile={self.tile}"
         if self.accumulators not in (1, 2):
             yield f"accumulators must be 1 or 2, got {self.accumulators}"
+        if self.step_bytes not in STEPS:
+            yield f"step_bytes must be {' or '.join(map(str, STEPS))}, got {self.step_bytes}"
         if not self.specialised and self.persistence != "none":
             yield (
                 "specialised=False computes one tile per cluster: persistence must be 'none', got"

@@ -17,8 +17,8 @@ class Smem(NamedTuple):
     """The ring of operand slots, and the store slots of the epilogue if it has any.
 
     Attributes:
-        a: Slots of the left operand.
-        b: Slots of the right operand.
+        a: Slots of the left operand, an atom after the other.
+        b: Slots of the right operand, likewise.
         out: Store slots, or None.
         residual: Slots of a residual of another type than the result's, like `out`.
     """
@@ -68,8 +68,8 @@ def scratch(plan: BlackwellPlan) -> Scratch:
     stores = (config.store_slots, config.tile[0], config.store_columns)
     boxed = functools.partial(smem.boxed, [stores], simulated=plan.simulated)
     buffers = Smem(
-        plan.a.ring(config.stages),
-        plan.b.ring(config.stages),
+        plan.a.ring(config.stages * config.atoms),
+        plan.b.ring(config.stages * config.atoms),
         None if config.direct_store else boxed(problem.out_dtype),
         None if problem.residual_dtype is None else boxed(problem.residual_dtype),
     )

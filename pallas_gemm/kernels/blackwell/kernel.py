@@ -52,6 +52,7 @@ of this one, and its MMAs the epilogue of this one)
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -185,21 +186,24 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
 def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
     """Starts the loads of one step, each CTA those of its own part."""
     plan = cta.plan
-    slot, k_start = slot_of(plan, step), k * plan.tile_k
-    full, (factors,) = cta.barriers.full.at[slot], cta.gmem.factors
-    for operand, gmem, ring, start in (
-        (plan.a, (factors.a,), cta.slots.a, at.row),
-        (plan.b, factors.b, cta.slots.b, at.col),
+    slot, atoms, (factors,) = slot_of(plan, step), plan.config.atoms, cta.gmem.factors
+    full = cta.barriers.full.at[slot]
+    for (operand, gmem, ring, start), atom in itertools.product(
+        (
+            (plan.a, (factors.a,), cta.slots.a, at.row),
+            (plan.b, factors.b, cta.slots.b, at.col),
+        ),
+        range(atoms),
     ):
         along = pl.ds(start, operand.tile * plan.ctas_per_mma)
-        deep = pl.ds(k_start, operand.tile_k)
+        deep = pl.ds((k * atoms + atom) * operand.tile_k, operand.tile_k)
         window = (along, deep) if operand.k_major else (deep, along)
         # In a pair, the window is that of both: each loads its half along what is not contracted.
         half = plgpu.CopyPartition.PARTITIONED(0 if operand.k_major else 1)
         for part, whole in enumerate(gmem):
             plgpu.copy_gmem_to_smem(
                 place.matrix(whole, at.batch).at[window],
-                ring.box.at[part, slot],
+                ring.box.at[part, slot * atoms + atom],
                 full,
                 collective_axes=_pair_axis(plan),
                 leader_tracked=half if plan.ctas_per_mma == 2 else None,
@@ -209,19 +213,20 @@ def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
 def multiply_step(cta: Cta, turn: Any, k: Any, step: Any) -> None:
     """Issues the MMAs of one step, and has the tensor core free its slot when they are done."""
     plan = cta.plan
-    slot = slot_of(plan, step)
-    a = cta.slots.a.tile.at[0, slot]
-    a = a if plan.a.k_major else a.transpose((1, 0))
+    slot, atoms = slot_of(plan, step), plan.config.atoms
     width = plan.config.out_tile(plan.problem)[1]
-    for part in range(plan.b.parts):
-        b = cta.slots.b.tile.at[part, slot]
-        plgpu.tcgen05_mma(
-            sums_of(cta, turn, part * width, width),
-            a,
-            b.transpose((1, 0)) if plan.b.k_major else b,
-            accumulate=k > 0,
-            collective_axis=_pair_axis(plan),
-        )
+    for atom in range(atoms):
+        a = cta.slots.a.tile.at[0, slot * atoms + atom]
+        a = a if plan.a.k_major else a.transpose((1, 0))
+        for part in range(plan.b.parts):
+            b = cta.slots.b.tile.at[part, slot * atoms + atom]
+            plgpu.tcgen05_mma(
+                sums_of(cta, turn, part * width, width),
+                a,
+                b.transpose((1, 0)) if plan.b.k_major else b,
+                accumulate=k > 0 if atom == 0 else True,
+                collective_axis=_pair_axis(plan),
+            )
     plgpu.tcgen05_commit_arrive(cta.barriers.empty.at[slot], collective_axis=_pair_axis(plan))
 
 

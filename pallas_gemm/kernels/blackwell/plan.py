@@ -110,13 +110,13 @@ class BlackwellPlan:
     @property
     def full_arrivals(self) -> int:
         """Arrivals that complete `full[s]`."""
-        return protocol.full_arrivals(self.a.copies + self.b.copies)
+        return protocol.full_arrivals(self.config.atoms * (self.a.copies + self.b.copies))
 
     def _operand(self, dtype: object, tile: int, k_major: bool, parts: int) -> OperandPlan:
         return OperandPlan(
             dtype=dtype,
             tile=tile,
-            tile_k=self.tile_k,
+            tile_k=self.tile_k // self.config.atoms,
             k_major=k_major,
             paneled=False,
             multicast_axis=None,

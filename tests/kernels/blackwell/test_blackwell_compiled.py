@@ -67,6 +67,7 @@ MODES: dict[str, Case] = {
     "one CTA": (SINGLE, PROBLEM),
     "one CTA, dynamic": (dataclasses.replace(SINGLE, persistence="dynamic"), PROBLEM),
     "on-line": (dataclasses.replace(PAIRED, schedule="online_swizzle:8"), PROBLEM),
+    "deep steps": (dataclasses.replace(SINGLE, tile=(128, 64), stages=4, step_bytes=256), PROBLEM),
     "residual": (PAIRED, RESIDUAL),
     "three store slots": (
         dataclasses.replace(PAIRED, persistence="dynamic", store_slots=3, stages=5),
@@ -158,7 +159,8 @@ def test_every_candidate_with_an_epilogue(name):
             (config,) = (
                 config
                 for config in candidates(problem, B200)
-                if (config.tile, config.cluster, config.persistence) == (*shape, persistence)
+                if (config.tile, config.cluster, config.step_bytes) == shape
+                and config.persistence == persistence
             )
             if not config.refusals(problem, B200):
                 cases.append((config, problem))
@@ -191,6 +193,7 @@ def legal_case(rng: np.random.Generator) -> Case:
             store_slots=int(rng.integers(1, 5)),
             accumulators=int(rng.integers(1, 3)),
             specialised=specialised,
+            step_bytes=int(rng.choice([128, 256])),
             direct_store=bool(rng.random() < 0.25),
         )
         if not config.refusals(problem, B200):
@@ -228,8 +231,9 @@ def test_pairs_multiply_load_and_commit_together(name, modes):
     found = instructions(report.ptx)
     pair = config.cluster_size == 2
     # A step of 64 is four MMAs of 16; each step has a commit, and so has each tile.
-    assert found["tcgen05.mma.cta_group::2.kind::f16"] == (4 if pair else 0)
-    assert found["tcgen05.mma.cta_group::1.kind::f16"] == (0 if pair else 4)
+    each = config.step_bytes // 32
+    assert found["tcgen05.mma.cta_group::2.kind::f16"] == (each if pair else 0)
+    assert found["tcgen05.mma.cta_group::1.kind::f16"] == (0 if pair else each)
     commits = {name for name in found if name.startswith("tcgen05.commit")}
     assert all(("multicast::cluster" in commit) == pair for commit in commits)
     assert sum(found[commit] for commit in commits) == 2

@@ -179,6 +179,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
         "specialised=False computes one tile per cluster: persistence must be 'none'",
         "'static'",
     ),
+    "step_bytes": ({"step_bytes": 64}, "step_bytes must be 128 or 256", "got 64"),
     "no stages": ({"stages": 0}, "stages must be from 1 to 32", "got 0"),
     "barriers": ({"stages": 33}, "stages must be from 1 to 32", "got 33"),
     "barriers of the residual": (

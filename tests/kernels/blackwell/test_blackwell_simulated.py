@@ -188,6 +188,17 @@ def test_k_from_less_than_a_step_to_many(k, stages, check):
 
 
 @pytest.mark.parametrize(
+    ("layout", "k", "config"),
+    # Of the last step, both atoms are whole, or the second is ragged, or lies beyond the end of k.
+    [("NT", 256, DYNAMIC), ("TN", 328, SINGLE), ("NN", 136, PAIRED)],
+    ids=["dynamic pair", "single", "pair"],
+)
+def test_steps_of_two_atoms(layout, k, config, check):
+    problem = products.transposed(Problem(320, 128, k), layout)
+    check(problem, dataclasses.replace(config, step_bytes=256))
+
+
+@pytest.mark.parametrize(
     ("columns", "store_columns", "slots", "residual"),
     [(96, 32, 2, False), (64, 64, 2, False), (128, 64, 1, True), (96, 32, 2, True)],
 )
