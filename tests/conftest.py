@@ -9,6 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+CPU_FLAGS = (
+    # Eight devices, so that sharded operands can be tested on any computer.
+    "--xla_force_host_platform_device_count=8",
+    # One thread per matrix product: the GPU simulator waits inside the thread pool that a product
+    # of the CPU backend would otherwise want a second thread of, and hangs.
+    "--xla_cpu_multi_thread_eigen=false",
+    # Programs compile in half the time by the older way to make machine code of fusions, and in
+    # one piece; most of what a test takes is compiling.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+"""Of XLA; what compiles for a GPU in another process inherits them, and reads none."""
+
 # Compute capability that each generation starts with: what `pytest.mark.gpu("hopper")` asks for.
 GENERATIONS = {"hopper": "9", "blackwell": "10"}
 
@@ -22,13 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     assert "jax" not in sys.modules, "a plugin imported jax before its settings were made"
     if not _wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Eight devices, so that sharded operands can be tested on any computer.
-        flags = os.environ.get("XLA_FLAGS", "")
-        # One thread per matrix product: the GPU simulator waits inside the thread pool that a
-        # product of the CPU backend would otherwise want a second thread of, and hangs.
-        os.environ["XLA_FLAGS"] = (
-            f"{flags} --xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
-        )
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = " ".join([given, *CPU_FLAGS])
     # An implicit float64 or a silent broadcast is a bug in the op, not a convenience.
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
