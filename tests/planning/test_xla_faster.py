@@ -74,6 +74,20 @@ EDGES = {
         Problem(8192, 8192, 4096, out_dtype=jnp.float32),
         "so large a float32 result",
     ),
+    "some rows from below": (Problem(256, 6144, 4096), Problem(257, 6144, 4096), "257 rows"),
+    "some rows from above": (Problem(512, 6144, 4096), Problem(511, 6144, 4096), "511 rows"),
+    "some rows of many columns": (Problem(344, 6080, 4096), Problem(344, 6144, 4096), "344 rows"),
+    "some rows, fused": (
+        Problem(344, 6144, 4096, epilogue=FUSED),
+        Problem(344, 6144, 4096),
+        "344 rows",
+    ),
+    "some rows of a batch": (Problem(344, 6144, 4096, batch=2), Problem(344, 6144, 4096), "344 r"),
+    "some rows of bytes": (
+        Problem(344, 6144, 4096, a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.bfloat16),
+        Problem(344, 6144, 4096),
+        "344 rows",
+    ),
     "aligned rows": (
         Problem(1001, 1001, 1001),
         Problem(1000, 1000, 1000),
