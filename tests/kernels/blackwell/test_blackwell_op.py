@@ -89,7 +89,7 @@ LARGE: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = 
 @pytest.mark.parametrize("device", [B200, B300], ids=["10.0", "10.3"])
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_large_products_go_to_the_kernel_in_every_layout(layout: str, device: Device) -> None:
-    a, b = turned(layout, 4096, 8192, 2048)
+    a, b = turned(layout, 4096, 4096, 8192)
     decision = decided(gemm, of(*a), of(*b), target=device, **stored(layout))
     assert (decision.implementation, decision.reason) == ("blackwell", "the kernel for this GPU")
     assert decision.plan is not None
