@@ -64,6 +64,7 @@ def test_presets_are_what_the_compiler_is_told(target):
     )
 
 
+@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
     ("kind", "sms", "capability"),
     [

@@ -20,17 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.extend.backend import get_default_device
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
-import schedules
 from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.op import mesh_context
-from pallas_gemm.planning import dispatch, user_folder
+from pallas_gemm.planning import dispatch, user_folder, versions
 from pallas_gemm.planning.call import Call, Options, Signature
 from pallas_gemm.planning.dispatch import Decision
 
@@ -91,7 +89,8 @@ def _lowered(call: Call, decision: Decision, signature: Signature, settings: str
     except TypeError:
         # What a function of the caller's computes is known in this process alone.
         return anew()
-    return _kept(_digest(_versions(), settings)[:16], name, anew)
+    made_by = versions.of_sources("pallas_gemm/**/*.py", "schedules/**/*.py")
+    return _kept(_digest(made_by, settings)[:16], name, anew)
 
 
 def _lowered_anew(run: Callable[..., Any], signature: Signature) -> bytes:
@@ -144,16 +143,6 @@ def _settings() -> str:
     # It lowers for the GPU that there is, whatever the program around the kernel is for.
     capability = getattr(get_default_device(), "compute_capability", None)
     return repr((settings, variables, capability))
-
-
-@functools.cache
-def _versions() -> str:
-    """Returns what the code that makes kernels is: JAX's versions, and our sources."""
-    sources = hashlib.sha256()
-    for package in (pathlib.Path(__file__).parents[1], pathlib.Path(schedules.__file__).parent):
-        for path in sorted(package.rglob("*.py")):
-            sources.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
-    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {sources.hexdigest()}"
 
 
 def _digest(*texts: str) -> str:

@@ -31,6 +31,7 @@ class Architecture:
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
+        needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Architecture:
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
     candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
+    needs_proof: bool = False
 
     def fits(self, device: Device) -> bool:
         """Whether the kernel's instructions exist on a GPU."""
@@ -86,5 +88,6 @@ ARCHITECTURES = (
         blackwell_config.problem_refusals,
         blackwell_candidates.candidates,
         _build_blackwell,
+        needs_proof=True,
     ),
 )

@@ -22,6 +22,7 @@ from pallas_gemm.planning import (
     heuristics,
     precision,
     prediction,
+    proof,
     tables,
     xla,
     xla_faster,
@@ -107,18 +108,20 @@ def decide(call: Call, signature: Signature) -> Decision:
     if reason := _why_no_kernel(call, problem):
         return Decision("xla", problem, reason)
     refused: list[tuple[str, Reasons]] = []
-    slower = False
+    why = "no kernel takes it"
     for architecture, plan in _plans(call, signature):
         if not isinstance(plan, Plan):
             refused.append((architecture.name, plan))
-        elif why := _why_not(call, signature, plan):
-            slower = True
-            refused.append((architecture.name, (why,)))
+        elif untrusted := _why_untrusted(options, plan):
+            why = "the kernel for this GPU is not trusted"
+            refused.append((architecture.name, (untrusted,)))
+        elif slower := _why_not(call, signature, plan):
+            why = "no kernel is as fast"
+            refused.append((architecture.name, (slower,)))
         else:
             named = options.implementation
-            reason = f"{named} is named" if named else "the kernel for this GPU"
+            reason = f"{named} is named" if named else _why_this(plan)
             return Decision(named or architecture.name, problem, reason, plan, tuple(refused))
-    why = "no kernel is as fast" if slower else "no kernel takes it"
     if options.target is None:
         why = "no GPU is planned for"
     return Decision("xla", problem, why, None, tuple(refused))
@@ -201,6 +204,19 @@ def _simulated(options: Options) -> Architecture:
         if isinstance(options.config, architecture.config):
             return architecture
     return ARCHITECTURES[0]
+
+
+def _why_untrusted(options: Options, plan: Plan) -> str | None:
+    """Returns why a kernel is not taken because nobody knows whether it works on a GPU."""
+    names_kernel = options.implementation is not None or options.config is not None
+    if names_kernel or options.target is None or not plan.architecture.fits(options.target):
+        return None
+    return proof.why_untrusted(plan.architecture, options.target)
+
+
+def _why_this(plan: Plan) -> str:
+    proven = proof.found(plan.architecture, plan.device)
+    return "the kernel for this GPU" + (f", proven here on {proven.when}" if proven else "")
 
 
 def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:

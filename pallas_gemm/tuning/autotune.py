@@ -29,7 +29,7 @@ import numpy as np
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import prediction, tables, targeting, xla, xla_faster
+from pallas_gemm.planning import prediction, proof, tables, targeting, xla, xla_faster
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
 from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Problem
@@ -177,14 +177,18 @@ def autotune(
 
     Raises:
         ValueError: `f` contains no product that a kernel could compute.
-        RuntimeError: There is no GPU that the kernels run on, or this is called while tracing.
+        RuntimeError: There is no GPU that the kernels run on, or theirs is not proven there, or
+            this is called while tracing.
     """
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise RuntimeError("autotune runs kernels, and cannot be called while a function is traced")
     device = targeting.first_gpu()
-    if device is None or architecture_of(device) is None:
+    architecture = architecture_of(device) if device else None
+    if device is None or architecture is None:
         here = device.kind if device else "none"
         raise RuntimeError(f"autotune needs a GPU that the kernels run on, and here is {here}")
+    if why := proof.why_untrusted(architecture, device):
+        raise RuntimeError(f"autotune runs the {architecture.name} kernel, {why}")
     say = progress or _to_stderr
     wanted = [
         (problem, planned)

@@ -47,6 +47,7 @@ def test_each_product_is_planned_compiled_and_reported_on() -> None:
     assert str(small) == f"1 x 16 x 64 x 64 NT: xla, because {small.decision.reason}"
 
 
+@pytest.mark.usefixtures("proven")
 @needs_compiler
 @pytest.mark.parametrize(("target", "kernel"), [("h100", "hopper"), ("b200", "blackwell")])
 def test_every_target_has_its_kernel(target: str, kernel: str) -> None:
@@ -145,6 +146,7 @@ def test_an_unknown_option_is_named() -> None:
         precompile([(64, 64, 64)], "h200", swizzle=8)
 
 
+@pytest.mark.usefixtures("proven")
 @needs_compiler
 def test_operands_in_pieces() -> None:
     problem = Problem(256, 256, 16384, transpose_b=True, pieces=(8192, 8192))

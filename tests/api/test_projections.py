@@ -343,6 +343,7 @@ def test_tables_are_asked_for_the_whole_product() -> None:
     assert asked == [(512, 1024, 4096, "NT", ())]
 
 
+@pytest.mark.usefixtures("proven")
 def test_pieces_that_no_kernel_takes_together_are_taken_apart() -> None:
     explained = _of_sizes(4096, 1001)
     assert _kernels(explained) == 2 + 2

@@ -194,6 +194,7 @@ def test_half_of_it_is_what_a_kernel_computes():
     assert "m=2048 n=2048 k=2048 NT bfloat16 x bfloat16 -> bfloat16 symmetric" in text
 
 
+@pytest.mark.usefixtures("proven")
 def test_else_all_of_it_is_and_why():
     single = _explained(1024, 1024, dtype=jnp.float32)
     assert (single.problem.symmetric, single.refused[0][1][0]) == (

@@ -34,6 +34,9 @@ SMALL = BlackwellConfig(
 )
 """Tiles are taken over by cluster launch control, so that the table has to hold the whole batch."""
 
+# What it does where it is taken.
+pytestmark = pytest.mark.usefixtures("proven")
+
 
 def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
