@@ -36,6 +36,7 @@ from bench import command, gpu, peers, products, random_suite, report, shapes, w
 from pallas_gemm import explain
 from pallas_gemm.device import Device
 from pallas_gemm.planning import tables, targeting
+from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import space as tuning_space
@@ -144,7 +145,7 @@ def _run(values: flags.FlagValues) -> int:
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
     device = targeting.first_gpu()
-    if device is None or tuning.architecture_of(device) is None:
+    if device is None or architecture_of(device) is None:
         raise command.RequestError("no kernel runs on this GPU")
     output = options.output
     if output is None:

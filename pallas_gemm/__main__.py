@@ -1,4 +1,7 @@
-"""`python -m pallas_gemm doctor`: what this computer makes of a product, and if it is right."""
+"""`python -m pallas_gemm doctor`: what this computer makes of a product, and if it is right.
+
+`doctor --prove` runs the kernel of its GPU in order of growing trust, and keeps what came of it.
+"""
 
 import argparse
 import sys
@@ -23,10 +26,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _OneLineParser(prog="python -m pallas_gemm", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pallas-gemm {__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    commands.add_parser("doctor", help="devices, what computes a product and why, a self-check")
-    if parser.parse_args(arguments).command is None:
+    doctor = commands.add_parser(
+        "doctor", help="devices, what computes a product and why, a self-check"
+    )
+    doctor.add_argument(
+        "--prove",
+        action="store_true",
+        help="run the kernel of this GPU in every way there is, in ten minutes, and trust it if it"
+        " is exact",
+    )
+    given = parser.parse_args(arguments)
+    if given.command is None:
         parser.print_help()
         return 0
+    return _prove() if given.prove else _report()
+
+
+def _report() -> int:
     from pallas_gemm.api import doctor
     from pallas_gemm.planning import driver
 
@@ -34,6 +50,20 @@ def main(arguments: list[str] | None = None) -> int:
     text, fine = doctor.report()
     sys.stdout.write(text)
     return 0 if fine else 1
+
+
+def _prove() -> int:
+    from pallas_gemm.proving import prove
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    try:
+        return 0 if prove.prove(say).failed is None else 1
+    except (prove.NothingToProveError, OSError) as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
 
 
 if __name__ == "__main__":

@@ -91,3 +91,8 @@ ARCHITECTURES = (
         needs_proof=True,
     ),
 )
+
+
+def architecture_of(device: Device) -> Architecture | None:
+    """Returns whose kernel runs on a GPU, None if there is none."""
+    return next((kind for kind in ARCHITECTURES if kind.fits(device)), None)

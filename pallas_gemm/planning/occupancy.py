@@ -111,15 +111,15 @@ def resident_clusters(ordinal: int) -> tuple[str, tuple[tuple[int, int], ...]]:
     Raises:
         DriverError: There is no driver, or it cannot answer.
     """
-    driver = _Driver()
+    driver = Driver()
     device = driver.device(ordinal)
     name = ctypes.create_string_buffer(256)
     driver("cuDeviceGetName", name, ctypes.c_int(len(name)), device)
     kind = name.value.decode()
     if not _device_attribute(driver, device, _DEVICE_HAS_CLUSTERS):
         raise DriverError(f"GPU {ordinal}, {kind}, has no clusters: that takes Hopper or newer")
-    shared_bytes = _device_attribute(driver, device, _DEVICE_SHARED_BYTES_PER_BLOCK)
-    with _current(driver, device), _kernel(driver, shared_bytes) as kernel:
+    shared_bytes = shared_bytes_per_block(driver, device)
+    with current(driver, device), filling_kernel(driver, shared_bytes) as kernel:
         return kind, tuple((size, _ask(driver, kernel, shared_bytes, size)) for size in SIZES)
 
 
@@ -133,7 +133,7 @@ def reach_each_other(ordinals: tuple[int, ...]) -> bool:
     Raises:
         DriverError: There is no driver, or it cannot answer.
     """
-    driver = _Driver()
+    driver = Driver()
     devices = [driver.device(ordinal) for ordinal in ordinals]
     for one, other in itertools.permutations(devices, 2):
         answer = ctypes.c_int()
@@ -143,7 +143,7 @@ def reach_each_other(ordinals: tuple[int, ...]) -> bool:
     return True
 
 
-class _Driver:
+class Driver:
     """The functions of the CUDA driver, by name. One that fails raises."""
 
     def __init__(self) -> None:
@@ -160,6 +160,7 @@ class _Driver:
         return device
 
     def __call__(self, name: str, *arguments: object) -> None:
+        """Calls a function; raises `DriverError` if it fails."""
         function = getattr(self._library, name, None)
         if function is None:
             raise DriverError(f"the CUDA driver of this computer is too old: it has no {name}")
@@ -177,14 +178,19 @@ class _Driver:
         return f"CUDA error {code}" + (f" ({': '.join(words)})" if words else "")
 
 
-def _device_attribute(driver: _Driver, device: ctypes.c_int, attribute: int) -> int:
+def shared_bytes_per_block(driver: Driver, device: ctypes.c_int) -> int:
+    """Returns the shared memory of a block that leaves none of its SM to another one."""
+    return _device_attribute(driver, device, _DEVICE_SHARED_BYTES_PER_BLOCK)
+
+
+def _device_attribute(driver: Driver, device: ctypes.c_int, attribute: int) -> int:
     value = ctypes.c_int()
     driver("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
     return value.value
 
 
 @contextlib.contextmanager
-def _current(driver: _Driver, device: ctypes.c_int) -> Iterator[None]:
+def current(driver: Driver, device: ctypes.c_int) -> Iterator[None]:
     """Makes the device's primary context current: the one that JAX uses, so that none is added."""
     with contextlib.ExitStack() as undo:
         context = ctypes.c_void_p()
@@ -196,7 +202,7 @@ def _current(driver: _Driver, device: ctypes.c_int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kernel(driver: _Driver, shared_bytes: int) -> Iterator[ctypes.c_void_p]:
+def filling_kernel(driver: Driver, shared_bytes: int) -> Iterator[ctypes.c_void_p]:
     """Loads a kernel that does nothing and may be launched like those that are asked about."""
     with contextlib.ExitStack() as undo:
         module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
@@ -211,7 +217,7 @@ def _kernel(driver: _Driver, shared_bytes: int) -> Iterator[ctypes.c_void_p]:
         yield kernel
 
 
-def _ask(driver: _Driver, kernel: ctypes.c_void_p, shared_bytes: int, size: int) -> int:
+def _ask(driver: Driver, kernel: ctypes.c_void_p, shared_bytes: int, size: int) -> int:
     """Returns how many clusters of `size` blocks run at once; none if the GPU refuses the size."""
     value = LaunchAttributeValue(cluster=(size, 1, 1))
     config = LaunchConfig(

@@ -30,7 +30,7 @@ import numpy as np
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import prediction, proof, tables, targeting, xla, xla_faster
-from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
+from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy
@@ -250,11 +250,6 @@ def kernel(problem: Problem, config: GemmConfig, device: Device) -> Callable[...
     if architecture is None:
         raise ValueError(f"device must be one that a kernel runs on, got {device.kind}")
     return architecture.build(problem, config, device, False)
-
-
-def architecture_of(device: Device) -> Architecture | None:
-    """Returns whose kernel runs on a GPU, None if there is none."""
-    return next((kind for kind in ARCHITECTURES if kind.fits(device)), None)
 
 
 def left_to_xla(

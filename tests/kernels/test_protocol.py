@@ -22,7 +22,7 @@ from pallas_gemm.kernels.hopper import claims
 from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
-from tests import products
+from pallas_gemm.proving import products
 
 Cta = tuple[int, int]
 """Row and column within the cluster."""

@@ -10,8 +10,6 @@ import concurrent.futures
 import contextlib
 import functools
 import pathlib
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,17 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from pallas_gemm.proving import memcheck
 from tests.stress import processes
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIMIT = 100
 """Seconds for one tool and one kernel, with the start of JAX."""
-FOUND = 86
-"""Exit status for findings, which no program of ours has."""
 PLANTED = {"memcheck": "lines beyond the result", "racecheck": "no barrier"}
 """The fault that is planted for a tool, in the kernel of odd rows."""
-_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
-_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
 def _products() -> dict[str, Any]:
@@ -105,7 +100,7 @@ def compute(name: str, fault: str | None = None) -> None:
     from pallas_gemm.device import H200
     from pallas_gemm.kernels.hopper import kernel as hopper
     from pallas_gemm.kernels.hopper.plan import HopperPlan
-    from tests import products
+    from pallas_gemm.proving import products
 
     problem, config = _products()[name]
     operands = products.small_integers(problem, np.random.default_rng(0))
@@ -117,26 +112,14 @@ def compute(name: str, fault: str | None = None) -> None:
     print("computed")
 
 
-def sanitizer() -> str | None:
-    """Returns where the tool is; None if it is not installed."""
-    return shutil.which("compute-sanitizer") or next(
-        (path for place in _PLACES if (path := shutil.which("compute-sanitizer", path=place))),
-        None,
-    )
-
-
 def look(program: str, tool: str, name: str, fault: str | None = None) -> tuple[str, str]:
     """Has a tool look at a kind of kernel; returns a verdict, and what it rests on."""
-    # Only ours: what XLA launches beside it is not what is looked at. To know what has been
-    # written, the third tool has to see all kernels.
-    only = [] if tool == "initcheck" else ["--kernel-regex", "kns=pallas_gemm"]
-    flags = [f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=3", *only]
     command = processes.module(
         "sanitize", f"--compute={name}", *([f"--fault={fault}"] * bool(fault))
     )
     try:
         done = subprocess.run(
-            [program, *flags, *command],
+            [program, *memcheck.flags(tool), *command],
             cwd=processes.ROOT,
             # An allocation of exactly its size for each array: of others, memcheck does not see
             # what is written beyond the end.
@@ -148,21 +131,7 @@ def look(program: str, tool: str, name: str, fault: str | None = None) -> tuple[
         )
     except subprocess.TimeoutExpired:
         return "no verdict", f"not done after {LIMIT} s"
-    return verdict(done.returncode, done.stdout + done.stderr)
-
-
-def verdict(code: int, said: str) -> tuple[str, str]:
-    """Tells a sound kernel from a finding, and both from a tool or a program that broke off."""
-    summary = _SUMMARY.findall(said)
-    last = " | ".join(line for line in said.splitlines()[-6:])[-300:]
-    if not summary:
-        return "no verdict", f"the tool ended {code} without a summary: {last}"
-    if any(map(int, summary)) or code == FOUND:
-        lines = [line for line in said.splitlines() if line.startswith("=")]
-        return "FOUND", " | ".join(lines)[:600]
-    if code or "computed" not in said.split():
-        return "FAILED", f"the program ended {code}: {last}"
-    return "sound", ""
+    return memcheck.verdict(done.returncode, done.stdout + done.stderr, "computed")
 
 
 def main() -> None:
@@ -177,7 +146,7 @@ def main() -> None:
     if own.compute:
         compute(own.compute, own.fault)
         return
-    program = sanitizer()
+    program = memcheck.sanitizer()
     if program is None:
         sys.exit("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
     start = time.time()

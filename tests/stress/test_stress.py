@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import pallas_gemm
+from pallas_gemm.proving import memcheck
 from tests.reference import Formula
-from tests.stress import cases, check, processes, products, sanitize
+from tests.stress import cases, check, processes, products
 
 # As on a GPU, but for who computes: all that is not the kernel's can be tested here.
 BY_XLA = dataclasses.replace(cases.GPU, implementation="xla")
@@ -135,7 +136,7 @@ def test_a_tool_that_breaks_off_has_no_verdict() -> None:
     raced = "computed\n========= Race reported\n========= RACECHECK SUMMARY: 1 hazard displayed\n"
     given = {
         (0, sound): "sound",
-        (sanitize.FOUND, raced): "FOUND",
+        (memcheck.FOUND, raced): "FOUND",
         (0, raced): "FOUND",
         (1, sound.replace("computed", "")): "FAILED",
         (1, "========= Device not supported"): "no verdict",
@@ -143,6 +144,6 @@ def test_a_tool_that_breaks_off_has_no_verdict() -> None:
     }
     found = collections.Counter()
     for (code, said), expected in given.items():
-        assert sanitize.verdict(code, said)[0] == expected
+        assert memcheck.verdict(code, said, "computed")[0] == expected
         found[expected] += 1
     assert len(found) == 4

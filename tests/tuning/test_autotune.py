@@ -20,11 +20,11 @@ from pallas_gemm.planning import heuristics, prediction, tables, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call
 from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.proving import products
 from pallas_gemm.tuning import accuracy
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Turn, Variant
-from tests import products
 
 HOPPER = ARCHITECTURES[0]
 PROBLEM = Problem(256, 512, 256)

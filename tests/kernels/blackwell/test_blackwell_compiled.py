@@ -33,8 +33,8 @@ from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import DIMENSIONS
 from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space
-from tests import products
 
 Case = tuple[BlackwellConfig, Problem]
 

@@ -20,7 +20,8 @@ from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.cta import accumulator_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Problem
-from tests import blackwell_simulator, products, quick_simulator
+from pallas_gemm.proving import products
+from tests import blackwell_simulator, quick_simulator
 
 # One pair computes five tiles of three steps, with two of everything: all of it is used in turn.
 CONFIG = BlackwellConfig(

@@ -21,7 +21,8 @@ from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.config import ACTIVATED_COLUMNS, PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Epilogue, Problem
-from tests import blackwell_simulator, products
+from pallas_gemm.proving import products
+from tests import blackwell_simulator
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and two workers make
 # each compute so many tiles that the accumulators are used in turn.

@@ -13,7 +13,7 @@ from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
-from tests import products
+from pallas_gemm.proving import products
 
 pytestmark = pytest.mark.gpu("hopper")
 

@@ -19,7 +19,8 @@ from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
-from tests import covering, products
+from pallas_gemm.proving import products
+from tests import covering
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and four CTAs make each
 # worker compute several tiles.

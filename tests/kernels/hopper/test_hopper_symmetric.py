@@ -8,8 +8,8 @@ import pytest
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.proving import products
 from schedules import Schedule, Triangle, hilbert
-from tests import products
 from tests.kernels.hopper import test_hopper_simulated as simulated
 
 # Ragged: three rows of tiles, the last of which holds eight rows.
