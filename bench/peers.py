@@ -152,7 +152,7 @@ class Kernel(JaxPeer):
 
     def refusal(self, case: Case) -> str | None:
         """Returns why no configuration can compute the case, or None."""
-        if case.epilogue != "none" or case.direction != "forward" or case.groups:
+        if not case.is_bare:
             return "a bare product only"
         reasons = [config.refusals(case.problem, self._device) for config in self._configs(case)]
         if not reasons:
@@ -193,7 +193,7 @@ class JaxHopper(JaxPeer):
             return "16-bit types only"
         if case.layout != "NN" or case.batch > 1:
             return "row-major operands without a batch only"
-        if case.epilogue != "none" or case.direction != "forward":
+        if not case.is_bare:
             return "a bare product only"
         return None if self.candidates(case) else "sizes must be multiples of its tiles"
 
@@ -392,7 +392,7 @@ class Quack(Torch):
         """Returns why it cannot compute a case, or None."""
         if case.dtype not in ("bf16", "f16"):
             return "16-bit types only"
-        if case.epilogue != "none" or case.direction != "forward" or case.groups:
+        if not case.is_bare:
             return "a bare product only"
         aligned = all(shape.shape[-1] % 8 == 0 for shape in operand_shapes(case).values())
         return None if aligned and case.n % 8 == 0 else "rows must be multiples of 16 bytes"
@@ -448,14 +448,18 @@ def compiled(compute: Callable[[Operands], Results], case: Case) -> Runner:
 def fused(case: Case) -> Callable[[Operands], Results]:
     """Returns a case as a user of `pallas_gemm` writes it, with the epilogue in the call."""
     op: Any = pallas_gemm
+    dtype = case.problem.out_dtype
+    if case.factors == "gram":
+        options = {"preferred_element_type": dtype, "transpose": case.problem.transpose_a}
+        return formula(case, lambda x, _: op.gram(x, **options))
     if case.groups:
-        dtype, transposed = case.problem.out_dtype, case.problem.transpose_b
+        transposed = case.problem.transpose_b
         options = {"preferred_element_type": dtype, "transpose_b": transposed}
         return formula(case, functools.partial(op.grouped_gemm, **options))
     where: dict[str, Any] = {
         "transpose_a": case.problem.transpose_a,
         "transpose_b": case.problem.transpose_b,
-        "preferred_element_type": case.problem.out_dtype,
+        "preferred_element_type": dtype,
     }
     if case.epilogue in ("none", "residual", "bias", "bias_gelu") and case.direction == "forward":
         activation = "gelu" if case.epilogue == "bias_gelu" else None
@@ -482,7 +486,7 @@ def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
         return torch.matmul(a, b)
 
     def forward(operands: Mapping[str, Any]) -> Any:
-        a, b = _upright_tensors(case, operands["a"], operands["b"])
+        a, b = _upright_tensors(case, operands["a"], operands.get("b", operands["a"]))
         match case.epilogue:
             case "bias":
                 return torch.matmul(a, b) + operands["bias"]

@@ -22,7 +22,9 @@ def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the operands of a case by their names."""
     problem = case.problem
     a, b, out = problem.a_dtype, problem.b_dtype, problem.out_dtype
-    shapes = {"a": (problem.a_shape, a), "b": (problem.b_shape, b)}
+    shapes = {"a": (problem.a_shape, a)}
+    if case.factors == "two":
+        shapes["b"] = problem.b_shape, b
     if case.epilogue in ("bias", "bias_gelu"):
         shapes["bias"] = ((case.n,), out)
     if case.epilogue == "residual":
@@ -103,7 +105,7 @@ def formula(case: Case, product: Callable[..., jax.Array]) -> Formula:
 
     def forward(operands: Operands) -> jax.Array:
         sizes = [operands["sizes"]] if case.groups else []
-        total = product(operands["a"], operands["b"], *sizes)
+        total = product(operands["a"], operands.get("b", operands["a"]), *sizes)
         match case.epilogue:
             case "bias":
                 return total + operands["bias"][None]

@@ -9,6 +9,7 @@ The text of a case is `MxNxK`, followed by what is not the default:
     8192x8192x8192:backward      the gradients of both operands
     16384x4096x4096:g8           rows in 8 groups, each with a right operand of its own
     16384x4096x4096:g8:zipf      of which group r has 1/r of the rows
+    2048x2048x8192:NT:gram       x @ x.T, whose result is symmetric; TN for x.T @ x
 """
 
 import dataclasses
@@ -38,6 +39,18 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 EPILOGUES = ("none", "bias", "bias_gelu", "residual", "swiglu")
 DIRECTIONS = ("forward", "backward", "both")
 ROUTINGS = ("uniform", "zipf", "one", "empty")
+FACTORS = ("two", "gram")
+NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dtype": tuple(DTYPES),
+        "layout": LAYOUTS,
+        "epilogue": EPILOGUES,
+        "direction": DIRECTIONS,
+        "routing": ROUTINGS,
+        "factors": FACTORS,
+    }
+)
+"""The fields of a case that are one of a few words, each of which is an option of its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +70,8 @@ class Case:
         groups: How many groups the rows are in; 0 for none.
         routing: How they are dealt out: "uniform", "zipf" (group r has 1/r of the rows), "one" (has
             all), "empty" (every other group is, and the others are alike).
+        factors: "two", or "gram" where one array is both, of which one is transposed; XLA computes
+            the whole of that, and its work is what counts.
         source: The model that it comes from, or what it is there to show.
     """
 
@@ -70,19 +85,14 @@ class Case:
     direction: str = "forward"
     groups: int = 0
     routing: str = "uniform"
+    factors: str = "two"
     source: str = ""
 
     def __post_init__(self) -> None:
         for field in ("m", "n", "k", "batch"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field, legal in (
-            ("dtype", tuple(DTYPES)),
-            ("layout", LAYOUTS),
-            ("epilogue", EPILOGUES),
-            ("direction", DIRECTIONS),
-            ("routing", ROUTINGS),
-        ):
+        for field, legal in NAMED.items():
             if getattr(self, field) not in legal:
                 raise ValueError(
                     f"{field} must be one of {', '.join(legal)}, got {getattr(self, field)!r}"
@@ -96,6 +106,13 @@ class Case:
                 "groups are measured with a row-major left operand, and without an epilogue or a"
                 f" batch only, got {self.name}"
             )
+        bare = self.groups, self.epilogue, self.direction
+        square = self.m == self.n and self.layout in ("NT", "TN")
+        if self.factors == "gram" and not (square and bare == (0, "none", "forward")):
+            raise ValueError(
+                "gram is measured in the layouts NT and TN, for a square result that is forward and"
+                f" has no epilogue or groups, got {self.name}"
+            )
         if self.routing != "uniform" and not self.groups:
             raise ValueError(f"routing={self.routing!r} is one of groups, of which there are none")
 
@@ -108,6 +125,7 @@ class Case:
             (f"b{self.batch}", "b1"),
             (f"g{self.groups}", "g0"),
             (self.routing, "uniform"),
+            (self.factors, "two"),
             (self.epilogue, "none"),
             (self.direction, "forward"),
         ]
@@ -130,6 +148,12 @@ class Case:
             batch=self.batch,
             groups=self.groups,
         )
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is a product of two operands and nothing more."""
+        words = self.epilogue, self.direction, self.factors
+        return words == ("none", "forward", "two") and not self.groups
 
     @property
     def sizes(self) -> np.ndarray:
@@ -162,7 +186,7 @@ class Case:
         a = int(np.prod(problem.a_shape)) * problem.a_dtype.itemsize
         b = int(np.prod(problem.b_shape)) * problem.b_dtype.itemsize
         out = int(np.prod(problem.out_shape)) * problem.out_dtype.itemsize
-        forward = a + b + out
+        forward = a + out if self.factors == "gram" else a + b + out
         if self.epilogue == "swiglu":
             forward += b
         if self.epilogue == "residual":
@@ -188,7 +212,7 @@ def parse(text: str) -> Case:
     for option in options:
         field = _field_of(option)
         if field is None:
-            named = [*DTYPES, *LAYOUTS, *EPILOGUES, *DIRECTIONS, *ROUTINGS]
+            named = [word for legal in NAMED.values() for word in legal]
             legal = ", ".join([*named, "b32 for a batch", "g8 for groups"])
             raise ValueError(f"shape {text!r}: {option!r} is no option; legal are {legal}")
         if field in fields:
@@ -211,13 +235,7 @@ def suite(name: str) -> tuple[Case, ...]:
 
 def _field_of(option: str) -> str | None:
     """Returns which field of a case an option sets."""
-    for field, legal in (
-        ("dtype", tuple(DTYPES)),
-        ("layout", LAYOUTS),
-        ("epilogue", EPILOGUES),
-        ("direction", DIRECTIONS),
-        ("routing", ROUTINGS),
-    ):
+    for field, legal in NAMED.items():
         if option in legal:
             return field
     counted = {"b": "batch", "g": "groups"}
@@ -370,6 +388,18 @@ _GROUPED = tuple(
     for direction in ("forward", "backward")
     for routing in ("one", "empty")
 )
+# What Muon and Shampoo begin with: a matrix by its own transpose.
+_SYMMETRIC = tuple(
+    Case(m, m, k, layout=layout, batch=batch, factors="gram", source="matrix by its transpose")
+    for m, k, batch, layout in (
+        (2048, 8192, 1, "NT"),
+        (4096, 4096, 1, "NT"),
+        (8192, 8192, 1, "NT"),
+        (8192, 8192, 1, "TN"),
+        (1024, 4096, 32, "NT"),
+        (512, 512, 1, "NT"),
+    )
+)
 _SHORT = (
     _square(1024),
     _square(2048),
@@ -403,6 +433,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = MappingProxyType(
         "epilogues": _EPILOGUES,
         "gradients": _GRADIENTS,
         "grouped": _GROUPED,
+        "symmetric": _SYMMETRIC,
     }
 )
 """The suites by name; "short" is the one that a person runs first."""

@@ -21,9 +21,11 @@ from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import command, contest, gemm_bench, gpu, peers, products, report, session, shapes
+from bench import command, contest, gemm_bench, gpu, peers, products, report, session, shapes, tune
 from bench.peers import Candidate, JaxPeer, Xla
 from bench.shapes import Case
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.tuning.measure import Settings, Spread, Turn, Variant, measure
 from pallas_gemm.tuning.timing import TimingError
 
@@ -155,6 +157,10 @@ def test_every_case_of_a_suite_is_legal_and_there_once(name: str) -> None:
         ("8x8x8:b2:bias", "epilogue='bias' is measured without a batch only"),
         ("8x8x8:g2:TN", "groups are measured with a row-major left operand.*got 8x8x8:TN:g2"),
         ("8x8x8:zipf", "routing='zipf' is one of groups, of which there are none"),
+        ("8x8x8:gram", "gram is measured in the layouts NT and TN.*got 8x8x8:gram"),
+        ("8x9x8:NT:gram", "for a square result.*got 8x9x8:NT:gram"),
+        ("8x8x8:NT:gram:bias", "no epilogue or groups, got 8x8x8:NT:gram:bias"),
+        ("8x8x8:NT:gram:both", "that is forward"),
     ],
 )
 def test_text_that_is_no_case_is_refused(text: str, message: str) -> None:
@@ -172,6 +178,9 @@ def test_flops_and_bytes_are_those_of_the_definition() -> None:
     assert (backward.flops, backward.bytes) == (2 * case.flops, 2 * (2 * 21 + 2 * 35 + 15))
     swiglu = Case(3, 5, 7, epilogue="swiglu")
     assert (swiglu.flops, swiglu.bytes) == (2 * case.flops, case.bytes + 2 * 35)
+    gram = Case(3, 3, 7, layout="NT", factors="gram")
+    # As many as XLA's, which computes all of it; but there is one operand.
+    assert (gram.flops, gram.bytes) == (2 * 3 * 3 * 7, 2 * (3 * 7 + 3 * 3))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +209,22 @@ def test_the_formulas_agree_with_numpy(case: Case) -> None:
         (result,) = formula(operands)
         assert result.dtype == case.problem.out_dtype
         np.testing.assert_allclose(result.astype(jnp.float32), expected, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("layout", ["NT", "TN"])
+def test_one_array_is_both_operands_of_a_symmetric_product(layout: str) -> None:
+    case = Case(1024, 1024, 512, layout=layout, factors="gram", batch=2)
+    small = dataclasses.replace(case, m=16, n=16, k=8)
+    operands = products.make_operands(small, jax.random.key(1))
+    assert list(operands) == ["a"]
+    x = np.asarray(operands["a"], np.float64)
+    expected = x @ x.swapaxes(1, 2) if layout == "NT" else x.swapaxes(1, 2) @ x
+    for formula in (products.exact(small), products.plain(small), peers.fused(small)):
+        (result,) = formula(operands)
+        np.testing.assert_allclose(result.astype(jnp.float32), expected, rtol=0.02, atol=0.1)
+    (problem,) = tune.products_of(case, H200)
+    assert problem.symmetric == "gram"
+    assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
 
 
 def test_rows_are_dealt_to_groups_as_the_case_says() -> None:
