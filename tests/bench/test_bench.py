@@ -222,8 +222,8 @@ def test_one_array_is_both_operands_of_a_symmetric_product(layout: str) -> None:
     for formula in (products.exact(small), products.plain(small), peers.fused(small)):
         (result,) = formula(operands)
         np.testing.assert_allclose(result.astype(jnp.float32), expected, rtol=0.02, atol=0.1)
-    (problem,) = tune.products_of(case, H200)
-    assert problem.symmetric == "gram"
+    # Half of it, and the whole, of which dispatch takes what is faster.
+    assert {problem.symmetric for problem in tune.products_of(case, H200)} == {"gram", ""}
     assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
 
 
