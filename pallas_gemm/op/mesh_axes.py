@@ -1,6 +1,7 @@
 """Which axis of a mesh splits which dimension of a product: the words that XLA understands."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,16 +117,21 @@ class Split:
         return ", ".join(split) or "nothing"
 
 
-def refined(mesh: Mesh, args: Sequence[Any]) -> Mesh:
+@functools.lru_cache(maxsize=1024)
+def refined(mesh: Mesh, sharding: Any, rank: int) -> Mesh:
     """Returns the same devices with axes of prime sizes.
 
     An array can be split along a part of an axis, which is then an axis of its own.
+
+    Args:
+        mesh: The devices; empty if only arrays know them.
+        sharding: That of an array.
+        rank: How many dimensions it has.
     """
     if mesh.empty:
-        first = args[0]
         # Every number of parts divides the number of devices.
-        whole = (len(first.sharding.device_set),) * len(first.shape)
-        devices = np.array(list(first.sharding.devices_indices_map(whole)))
+        whole = (len(sharding.device_set),) * rank
+        devices = np.array(list(sharding.devices_indices_map(whole)))
         named: Mapping[str, int] = {"devices": devices.size}
     else:
         devices, named = mesh.devices, mesh.shape
@@ -147,6 +153,7 @@ def _prime_factors(number: int) -> list[int]:
     return factors
 
 
+@functools.lru_cache(maxsize=4096)
 def placement(sharding: Any, rank: int, mesh: Mesh) -> Placement:
     """Reads from a sharding which axes of the mesh split each dimension.
 

@@ -91,8 +91,8 @@ def _partition(
     if call.options.target is None:
         # Where only `jit` was told about a mesh, its devices are seen here for the first time.
         call = call.with_target(targeting.absent_gpu(mesh))
-    fine = mesh_axes.refined(mesh, args)
-    wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result)]
+    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+    wanted = tuple(mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result))
     split, received = sharing.share_out(call, contraction, signature, fine, wanted)
     needed = split.placements(call)
     before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])

@@ -6,6 +6,7 @@ choices are those of XLA's own product: an operand is gathered, or a part of eac
 partial sums are added up, or all devices along an axis compute the same.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,13 @@ from pallas_gemm.op.resharding import Axes, Placement
 from pallas_gemm.planning.call import Call, Signature
 
 
+@functools.lru_cache(maxsize=4096)
 def share_out(
     call: Call,
     contraction: Contraction,
     signature: Signature,
     mesh: Mesh,
-    wanted: Sequence[Placement],
+    wanted: tuple[Placement, ...],
 ) -> tuple[Split, float]:
     """Gives each axis of the mesh to the dimension that costs least.
 
@@ -85,6 +87,7 @@ class _Plans:
             )
             for axis in mesh.axis_names
         }
+        self.idle = tuple(axis for axis, uses in self.uses.items() if not any(uses))
 
     def choices(self) -> dict[Axes, list[str | None]]:
         """Returns the dimensions that come into question for the axes that are used."""
@@ -92,9 +95,13 @@ class _Plans:
         units: dict[tuple[str | None, ...], Axes] = {}
         for axis in dict.fromkeys(order):
             units[self.uses[axis]] = (*units.get(self.uses[axis], ()), axis)
-        return {unit: self._choices(uses) for uses, unit in units.items()}
+        found = {unit: self._choices_of(uses) for uses, unit in units.items()}
+        contested = [unit for uses, unit in units.items() if len({*uses} - {None}) > 1]
+        if len(contested) == 1 and (taken := self._taken_over_by_idle_axes(*contested)):
+            found[self.idle] = [*filter(self._idle_axes_divide, self.contraction.out), taken]
+        return found
 
-    def _choices(self, uses: tuple[str | None, ...]) -> list[str | None]:
+    def _choices_of(self, uses: tuple[str | None, ...]) -> list[str | None]:
         if uses[0] == uses[1] and uses[0] is not None and uses[0] in self.contraction.contracted:
             dims = [own.index(uses[0]) for own in self.letters[:2]]
             first, second = (x[dim] for x, dim in zip(self.wanted, dims, strict=False))
@@ -104,6 +111,43 @@ class _Plans:
         # The result's own dimension comes first, and is taken if another is only as good.
         found = list(dict.fromkeys(use for use in reversed(uses) if use))
         return list(found) if set(uses) == {found[0]} else [*found, None]
+
+    def _taken_over_by_idle_axes(self, unit: Axes) -> str | None:
+        """Returns the contracted dimension that XLA would let idle axes split, if there is one.
+
+        These axes split it in one operand alone, and rows or columns of the other one and of the
+        result. XLA hands the operand's parts over to the idle axes then, and adds up sums. It is
+        one of the choices, as are others that compute as little: none may send more than it does.
+        """
+        dims, (left, right, *_, result) = self.contraction, self.uses[unit[0]]
+        for side, x, other, free in ((0, left, right, dims.columns), (1, right, left, dims.rows)):
+            if x and other and x in dims.contracted and other in free and result in (other, None):
+                return x if self._is_handed_over(unit, side, x, free) else None
+        return None
+
+    def _is_handed_over(self, unit: Axes, side: int, x: str, free: str) -> bool:
+        """Whether XLA lets idle axes split an operand, and does not gather it then.
+
+        Args:
+            unit: The axes that split the operand.
+            side: 0 for the left operand, 1 for the right one.
+            x: The dimension that they split.
+            free: The dimensions that the result has of the other operand alone.
+        """
+        sizes = self.mesh.shape
+        other = zip(self.letters[1 - side], self.wanted[1 - side], strict=True)
+        parts, idle = resharding.count((unit,), sizes), resharding.count((self.idle,), sizes)
+        along = resharding.count(tuple(axes for letter, axes in other if letter in free), sizes)
+        if idle % parts or self.sizes[x] % idle or parts not in (idle, along):
+            return False
+        operand = self.bytes[side] * parts / resharding.count(self.wanted[side], sizes)
+        sums = self.sums / resharding.count(self.wanted[-1], sizes)
+        return operand > (sums if self.uses[unit[0]][-1] else sums / parts)
+
+    def _idle_axes_divide(self, x: str) -> bool:
+        """Whether the parts of a dimension can be split along idle axes."""
+        others = tuple(axis for axis, uses in self.uses.items() if x in uses)
+        return self.sizes[x] % resharding.count((self.idle, others), self.mesh.shape) == 0
 
     def cost(self, plan: Assignment) -> float:
         """Returns the time that a plan takes, in products and additions."""
@@ -141,11 +185,11 @@ class _Plans:
         Devices then scatter less, and gather what the others along these axes have added up.
         """
         split = self.split(plan)
-        idle = tuple(axis for axis, uses in self.uses.items() if not any(uses))
-        if not 1 < split.size(split.scattered_axes) < split.size(idle):
+        shared = self.idle in plan
+        if shared or not 1 < split.size(split.scattered_axes) < split.size(self.idle):
             return plan
         for x in self.contraction.out:
-            more = {**plan, idle: x}
+            more = {**plan, self.idle: x}
             other = self.split(more)
             whole = self.sizes[x] % other.size(other.axes[x] + other.scattered[x]) == 0
             if whole and self.received(other) <= self.received(split):
