@@ -15,10 +15,12 @@ from pallas_gemm import offline
 from pallas_gemm._version import __version__
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.gemm import gemm, matmul
-from pallas_gemm.planning import proof, targeting
+from pallas_gemm.planning import driver, proof, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 
 SAMPLE = (4096, 4096, 4096)
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+"""Of JAX, for GPUs."""
 CHECKED = (70, 136, 72)
 """Small enough for the simulator, and with an edge in every dimension."""
 
@@ -35,9 +37,9 @@ def _versions() -> Iterator[str]:
     yield f"pallas_gemm {__version__}, Python {platform.python_version()}"
     yield f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
     missing = offline.missing_packages()
-    yield "compile for absent GPUs: " + (f"needs {', '.join(missing)}" if missing else "yes")
+    yield "compile for absent GPUs: " + ("no: pip install '.[aot]'" if missing else "yes")
     flax = importlib.util.find_spec("flax") is not None
-    yield f"flax: {'yes' if flax else 'not installed'}"
+    yield "layers for Flax: " + ("yes" if flax else "no: pip install '.[flax]'")
 
 
 def _devices() -> Iterator[str]:
@@ -49,6 +51,21 @@ def _devices() -> Iterator[str]:
             if known
             else ""
         )
+    if driver.found() and jax.default_backend() != "gpu":
+        yield f"  CUDA's driver is here, but JAX uses no GPU: {_way_to_gpu()}"
+
+
+def _way_to_gpu() -> str:
+    """Returns what to do where there is a driver, and JAX uses no GPU."""
+    if platforms := _platforms():
+        return f"unset JAX_PLATFORMS, which is {platforms!r}"
+    if not any(map(importlib.util.find_spec, PLUGINS)):
+        return "pip install '.[cuda13]' (or '.[cuda12]' for an older driver)"
+    return "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why"
+
+
+def _platforms() -> str:
+    return jax.config.jax_platforms or ""
 
 
 def _choice() -> Iterator[str]:

@@ -15,9 +15,16 @@ SKIPS_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """The variable by which JAX's plugin is told to skip it."""
 
 
-def skip_check_without_driver() -> None:
-    """Call it before JAX is asked for devices."""
+def found() -> bool:
+    """Whether this computer has CUDA's driver."""
     try:
         ctypes.CDLL(occupancy.LIBRARY)
     except OSError:
+        return False
+    return True
+
+
+def skip_check_without_driver() -> None:
+    """Call it before JAX is asked for devices."""
+    if not found():
         os.environ.setdefault(SKIPS_CHECK, "1")

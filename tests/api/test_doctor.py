@@ -20,6 +20,25 @@ def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
         assert part in text, text
 
 
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "fix"),
+    [
+        ("cpu", doctor.PLUGINS, "unset JAX_PLATFORMS, which is 'cpu'"),
+        ("", ("no_such_plugin",), "pip install '.[cuda13]'"),
+        ("", ("jax",), "JAX_PLATFORMS=cuda python -c"),
+    ],
+)
+def test_where_jax_does_not_use_the_gpu_that_is_there_it_says_what_to_do(
+    platforms: str, plugins: tuple[str, ...], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "CUDA's driver" not in "".join(doctor._devices())
+    monkeypatch.setattr(doctor.driver, "found", lambda: True)
+    monkeypatch.setattr(doctor, "PLUGINS", plugins)
+    monkeypatch.setattr(doctor, "_platforms", lambda: platforms)
+    *_, last = doctor._devices()
+    assert f"JAX uses no GPU: {fix}" in last
+
+
 def test_the_simulator_runs_on_the_cpu_whatever_the_default_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
