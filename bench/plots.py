@@ -159,7 +159,7 @@ class Panel:
         title: What its products have in common.
         records: The rows of a benchmark's CSV.
         cases: What each case is called, in the order in which they are shown.
-        peers: What each peer is called; XLA is the line at 1.
+        peers: What each peer is called; XLA is the line at 1, from which bars go up or down.
     """
 
     title: str
@@ -184,12 +184,14 @@ def summary(panels: Sequence[Panel], heading: str) -> bytes:
     for row, mode in enumerate(MODES):
         for column, panel in enumerate(panels):
             axis = axes[row * len(panels) + column]
-            _panel(axis, panel, mode)
             if row == 0:
                 axis.set_title(panel.title, fontsize=10)
+            else:
+                axis.sharey(axes[column])
+            _panel(axis, panel, mode)
             if column == 0:
                 axis.set_ylabel(f"{mode}, times as fast as XLA")
-    axes[0].legend(loc="upper right", ncols=3, frameon=False, fontsize=8)
+    axes[0].legend(loc="lower left", frameon=False, fontsize=8)
     figure.suptitle(heading)
     return _png(figure)
 
@@ -207,17 +209,13 @@ def _panel(axis: Any, panel: Panel, mode: Mode) -> None:
             [m - x for m, x in zip(middle, low, strict=True)],
             [x - m for m, x in zip(middle, high, strict=True)],
         ]
-        axis.bar(at, middle, width * 0.92, yerr=spread, label=label, error_kw={"linewidth": 0.8})
+        heights = [ratio - 1 for ratio in middle]
+        axis.bar(
+            at, heights, width * 0.92, 1, yerr=spread, label=label, error_kw={"linewidth": 0.8}
+        )
         if place == 0:
             for x, y, top in zip(at, middle, high, strict=True):
                 axis.annotate(f"{y:.2f}", (x, top), ha="center", va="bottom", fontsize=8)
     axis.axhline(1.0, linewidth=0.8, color="black")
-    lowest = min(
-        float(found[case, peer][f"{mode}_ratio_low"])
-        for case in panel.cases
-        for peer in panel.peers
-    )
-    axis.margins(y=0.12)
-    # Bars of ratios near 1 begin near it, or nothing would show.
-    axis.set_ylim(bottom=min(0.9, lowest - 0.03) if axis.get_ylim()[1] < 1.5 else 0)
+    axis.margins(y=0.14)
     axis.set_xticks(range(len(panel.cases)), list(panel.cases.values()), fontsize=8)

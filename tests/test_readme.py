@@ -75,7 +75,7 @@ def test_the_first_example_runs() -> None:
     assert block
     names: dict[str, Any] = {}
     exec(block[1], names)
-    assert names["y"].shape == (256, 128)
+    assert names["y"].shape == (512, 512)
 
 
 @pytest.mark.parametrize(
