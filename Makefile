@@ -22,12 +22,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
 # With a GPU, the CUDA libraries too.
 COMMA := ,
-EXTRAS := test$(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
+CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
+# The demo needs less; where the whole environment is, it is enough.
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 
 .PHONY: demo test lint docs dist bench clean
 .DELETE_ON_ERROR:
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python -m bench.demo
 
 # The tests run whatever the linter says, so that one run reports everything; either can fail it.
@@ -41,13 +43,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): EXTRAS := test
+$(STAMP)-demo: EXTRAS := aot,bench
+$(STAMP) $(STAMP)-demo: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	  --editable '.[$(EXTRAS)]' 'jax==$(JAX)'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile \
+	  --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
 	touch $@
 
 docs: $(VENV)/.pallas-gemm-docs
