@@ -4,24 +4,25 @@ import importlib.util
 import pathlib
 import sys
 
+NEEDED = {"bench": ("rich", "bench"), "examples": ("flax", "flax")}
+"""What the programs of a folder cannot do without, and the extra that it comes with."""
+
 
 def _need_the_extra() -> None:
-    """Ends a program of this folder in one line where the extra `bench` is not installed."""
+    """Ends a program in one line, or with its help, where its extra is not installed."""
     main = sys.modules["__main__"]
-    started = getattr(main, "__file__", None)
-    if started is None or pathlib.Path(started).resolve().parent != pathlib.Path(__file__).parent:
+    started = pathlib.Path(getattr(main, "__file__", None) or "")
+    folder = started.resolve().parent
+    if folder.parent != pathlib.Path(__file__).resolve().parent.parent:
         return
-    if importlib.util.find_spec("rich") is not None:
+    package, extra = NEEDED.get(folder.name, ("", ""))
+    if not package or importlib.util.find_spec(package) is not None:
         return
     if {"-h", "-help", "--help"}.intersection(sys.argv):
         print(main.__doc__)
         sys.exit(0)
-    sys.exit(_in_one_line(pathlib.Path(started).stem))
-
-
-def _in_one_line(program: str) -> int:
-    print(f"{program}: this needs rich: pip install '.[bench]'", file=sys.stderr)
-    return 2
+    print(f"{started.stem}: this needs {package}: pip install '.[{extra}]'", file=sys.stderr)
+    sys.exit(2)
 
 
 _need_the_extra()

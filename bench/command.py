@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from absl import app, flags
+from absl import app, flags, logging
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -54,6 +54,9 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
         if len(rest) > 1:
             complain(program, f"unexpected argument {rest[1]!r}; every option begins with --")
             sys.exit(BAD_REQUEST)
+        if flags.FLAGS["verbosity"].using_default_value:
+            # Or absl would also show what JAX has to tell its developers.
+            flags.FLAGS.verbosity = logging.WARNING
         driver.skip_check_without_driver()
         return rest
 

@@ -7,6 +7,7 @@ A step is a function that takes a console and prints; `STEPS` lists them with
 their titles.
 """
 
+import importlib
 import os
 import pathlib
 import sys
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 # Before JAX is imported: the simulator waits inside the thread pool of the CPU backend, which must
 # not want a second thread for a product.

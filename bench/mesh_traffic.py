@@ -17,6 +17,7 @@ more than 5%. The exit status is 1 if bytes are.
 
 import dataclasses
 import functools
+import importlib
 import os
 import pathlib
 import sys
@@ -26,6 +27,8 @@ from typing import Any
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     )

@@ -33,6 +33,7 @@ does no more than that, and needs no GPU.
 
 import dataclasses
 import functools
+import importlib
 import json
 import pathlib
 import statistics
@@ -44,6 +45,8 @@ from typing import Any
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 import jax
 import jax.numpy as jnp

@@ -17,6 +17,7 @@ there.
 import concurrent.futures
 import csv
 import dataclasses
+import importlib
 import io
 import os
 import pathlib
@@ -27,6 +28,8 @@ from collections.abc import Callable, Sequence
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 from absl import app, flags
 from rich.console import Console

@@ -18,6 +18,7 @@ the root of the product of the ratios in a burst and in sustained work;
 
 import csv
 import dataclasses
+import importlib
 import io
 import pathlib
 import sys
@@ -28,6 +29,8 @@ from typing import Any
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 from absl import app, flags
 from rich.console import Console

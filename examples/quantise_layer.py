@@ -13,6 +13,7 @@ Times are those of the kernels of a call, all in turns.
 """
 
 import functools
+import importlib
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from typing import Any
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 import jax
 import jax.numpy as jnp

@@ -15,6 +15,7 @@ over rounds of turns, without the first; `host` is how long Python needs to
 start a step, and `memory` what the compiled step takes on each device.
 """
 
+import importlib
 import json
 import pathlib
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before an import fails.
+    importlib.import_module("bench")
 
 import jax
 from absl import app, flags

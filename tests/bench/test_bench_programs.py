@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import bench
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAMS = sorted(
     path.name for path in (ROOT / "bench").glob("*.py") if "if __name__" in path.read_text()
@@ -15,8 +17,10 @@ PROGRAMS = sorted(
 ON_A_GPU = sorted({*PROGRAMS} - {"demo.py", "figures.py", "mesh_traffic.py"})
 
 
-def started(program: str, *arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs a program; `without` is a package that cannot be imported."""
+def started(
+    program: str | pathlib.Path, *arguments: str, without: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program of `bench`, or a path; `without` is a package that cannot be imported."""
     path = str(ROOT / "bench" / program)
     code = (
         "import runpy, sys\n"
@@ -68,10 +72,16 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert "this needs an NVIDIA GPU" in refused.stderr
 
 
-def test_without_its_extra_it_says_so_in_one_line_and_has_help_all_the_same() -> None:
-    refused = started("gemm_bench.py", without="rich")
+# Neither gets as far as importing JAX.
+@pytest.mark.parametrize("program", STARTED, ids=lambda path: path.name)
+def test_without_its_extra_it_says_so_in_one_line_and_has_help_all_the_same(
+    program: pathlib.Path,
+) -> None:
+    package, extra = bench.NEEDED[program.parent.name]
+    refused = started(program, without=package)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "gemm_bench: this needs rich: pip install '.[bench]'\n"
-    shown = started("gemm_bench.py", "--help", without="rich")
+    needs = f"this needs {package}: pip install '.[{extra}]'"
+    assert refused.stderr == f"{program.stem}: {needs}\n"
+    shown = started(program, "--help", without=package)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "Times our matrix multiply" in shown.stdout
+    assert shown.stdout == f"{ast.get_docstring(ast.parse(program.read_text()), clean=False)}\n"
