@@ -78,7 +78,7 @@ def collect(
             f"--metrics={','.join(METRICS.values())}",
             *program,
         ]
-        status, said = _ended(command, folder, seconds)
+        status, said = ended(command, folder, seconds)
         text = log.read_text(errors="replace") if log.exists() else ""
     if _NO_PERMISSION in text + said:
         raise RequestError(
@@ -97,8 +97,20 @@ def collect(
     return found
 
 
-def _ended(command: Sequence[str], folder: pathlib.Path, seconds: float) -> tuple[int | None, str]:
+def ended(
+    command: Sequence[str],
+    folder: pathlib.Path,
+    seconds: float,
+    *,
+    inside: bool = False,
+) -> tuple[int | None, str]:
     """Runs a command for at most so long.
+
+    Args:
+        command: The program and its arguments.
+        folder: Where what it prints is kept meanwhile.
+        seconds: After so long it is ended, with all that it started.
+        inside: It runs in that folder, instead of here.
 
     Returns:
         Its exit status, None if the time was over, and what it printed, stderr last.
@@ -108,6 +120,7 @@ def _ended(command: Sequence[str], folder: pathlib.Path, seconds: float) -> tupl
     with printed[0].open("wb") as stdout, printed[1].open("wb") as stderr:
         process = subprocess.Popen(
             command,
+            cwd=folder if inside else None,
             # The process that waits may hold memory of the same GPU.
             env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             stdin=subprocess.DEVNULL,

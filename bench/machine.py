@@ -14,7 +14,8 @@ from bench.gpu import GpuMeter
 from bench.report import MODES, Limits
 from bench.session import Bench, Options
 from bench.shapes import DTYPES
-from pallas_gemm.device import Device, device_named
+from pallas_gemm.device import Device
+from pallas_gemm.planning import targeting
 from pallas_gemm.tuning.measure import Settings, measure
 
 LIMIT_SETTINGS = Settings(
@@ -52,10 +53,10 @@ def this_device() -> Device:
     Raises:
         RequestError: It is none that they know.
     """
-    try:
-        return device_named(jax.devices()[0].device_kind)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    found = targeting.first_gpu()
+    if found is None:
+        raise RequestError("this GPU is none that the kernels know")
+    return found
 
 
 def environment(meter: GpuMeter, settings: Settings, *, cold: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
@@ -36,7 +36,8 @@ from rich.console import Console
 
 from bench import command, contest, counters, gpu, peers, report, shapes, study, workers
 from bench.contest import Contender
-from pallas_gemm.config import Persistence
+from pallas_gemm.config import GemmConfig, Persistence
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.tuning.measure import Meter, Settings, measure
 from pallas_gemm.tuning.timing import TimingError
@@ -47,6 +48,14 @@ KERNEL = "pallas_gemm"
 
 PAUSE = 0.05
 """Seconds before each burst turn: many launches are compared, and none of them is hot for long."""
+
+
+BASES: Mapping[str, Callable[[tuple[int, int], int | None], GemmConfig]] = {
+    # The same epilogue for every order: only tables can be stored late.
+    "hopper": lambda tile, ctas: HopperConfig(tile=tile, ctas=ctas, late_store=False),
+    "blackwell": lambda tile, ctas: BlackwellConfig(tile=tile, ctas=ctas),
+}
+"""The config that all launches share, by the name of the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,7 @@ class Options:
     """
 
     case: shapes.Case
-    base: HopperConfig
+    base: GemmConfig
     orders: tuple[str, ...]
     persistence: tuple[Persistence, ...]
     clusters: tuple[tuple[int, int], ...]
@@ -82,6 +91,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
     flags.DEFINE_string("shape", "8192x8192x8192", "The product, as for gemm_bench.", **text)
+    flags.DEFINE_enum("kernel", "hopper", list(BASES), "Whose orders are timed.", **text)
     flags.DEFINE_string("tile", "128x128", "Rows and columns of a tile.", **text)
     flags.DEFINE_list("orders", ["raster", "hilbert", "clipped_hilbert", "swizzle"], "", **text)
     flags.DEFINE_list("groups", ["8", "12", "16", "20", "24", "28", "32"], "Of swizzle.", **text)
@@ -113,9 +123,7 @@ def options_from(values: flags.FlagValues) -> Options:
         names = study.orders(command.several("orders", values.orders), groups)
         pairs = command.several("clusters", values.clusters)
         clusters = tuple(_pair("clusters", text) for text in pairs)
-        # The same epilogue for every order: only tables can be stored late.
-        tile = _pair("tile", values.tile)
-        base = HopperConfig(tile=tile, ctas=values.ctas, late_store=False)
+        base = BASES[values.kernel](_pair("tile", values.tile), values.ctas)
         for cluster in clusters:
             dataclasses.replace(base, cluster=cluster)
     except ValueError as error:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.peers import Kernel, Peer, Xla
-from pallas_gemm.config import Persistence
+from pallas_gemm.config import GemmConfig, Persistence
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning.measure import Result, Timing
 from schedules.model import SECTOR_BYTES, Prediction, machine_named, predict
@@ -36,7 +35,7 @@ class Launch:
 
     order: str
     online: bool
-    config: HopperConfig
+    config: GemmConfig
 
     @property
     def name(self) -> str:
@@ -87,7 +86,7 @@ def orders(names: Sequence[str], groups: Sequence[int]) -> list[str]:
 def launches(
     problem: Problem,
     device: Device,
-    base: HopperConfig,
+    base: GemmConfig,
     *,
     orders: Sequence[str],
     persistence: Sequence[Persistence],
@@ -114,7 +113,7 @@ def launches(
     return found
 
 
-def deepest(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
+def deepest(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
     """Returns the config with as many stages as shared memory holds."""
     for stages in range(16, 2, -1):
         deeper = dataclasses.replace(config, stages=stages)

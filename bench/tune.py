@@ -38,7 +38,7 @@ from rich.console import Console
 from bench import command, gpu, peers, products, random_suite, report, shapes, workers
 from pallas_gemm import explain
 from pallas_gemm.device import Device
-from pallas_gemm.planning import tables, targeting
+from pallas_gemm.planning import proof, tables, targeting
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
@@ -148,8 +148,11 @@ def _run(values: flags.FlagValues) -> int:
     if reason := gpu.missing_gpu():
         raise command.RequestError(reason)
     device = targeting.first_gpu()
-    if device is None or architecture_of(device) is None:
+    architecture = architecture_of(device) if device else None
+    if device is None or architecture is None:
         raise command.RequestError("no kernel runs on this GPU")
+    if why := proof.why_untrusted(architecture, device):
+        raise command.RequestError(f"the {architecture.name} kernel is {why}")
     output = options.output
     if output is None:
         command.make_folder(FOLDER)

@@ -215,7 +215,7 @@ def _why_untrusted(options: Options, plan: Plan) -> str | None:
 
 
 def _why_this(plan: Plan) -> str:
-    proven = proof.found(plan.architecture, plan.device)
+    proven = proof.found(plan.architecture.name, plan.device.kind)
     return "the kernel for this GPU" + (f", proven here on {proven.when}" if proven else "")
 
 

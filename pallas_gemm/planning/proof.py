@@ -105,23 +105,27 @@ def path_of(device: str) -> pathlib.Path:
     return user_folder.user_folder() / "proven" / f"{tables.slug(device)}.json"
 
 
-def found(architecture: Architecture, device: Device) -> Proof | None:
-    """Returns what was proven, or failed, of this very version of a kernel; None if nothing was."""
+def found(kernel: str, device: str) -> Proof | None:
+    """Returns what was proven, or failed, of this very version of a kernel; None if nothing was.
+
+    Args:
+        kernel: The name of its architecture.
+        device: The kind of the GPU.
+    """
     try:
-        path = path_of(device.kind)
+        path = path_of(device)
         now = path.stat()
     except OSError:
         return None
     read = _read(path, (now.st_mtime_ns, now.st_ino, now.st_size))
-    asked = (architecture.name, device.kind)
-    if read is None or (read.kernel, read.device) != asked:
+    if read is None or (read.kernel, read.device) != (kernel, device):
         return None
-    return read if read.version == version_of(architecture.name) else None
+    return read if read.version == version_of(kernel) else None
 
 
 def why_untrusted(architecture: Architecture, device: Device) -> str | None:
     """Returns why a kernel is not taken on a GPU unless it is named; None if it is."""
-    known = found(architecture, device)
+    known = found(architecture.name, device.kind)
     if known is not None and known.failed is not None:
         return f"it failed on this GPU ({known.failed}): once mended, run {COMMAND} again"
     if known is None and architecture.needs_proof:
