@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class GemmConfig:
     that depends on other fields.
 
     Attributes:
+        LARGEST: The largest tile of an architecture.
         tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
             sums for each of its own.
         stages: Slots of the ring that TMA fills; by default as many as usual, or as fit.
@@ -44,6 +45,8 @@ class GemmConfig:
             64; by default the most that leave enough shared memory for the stages.
         store_slots: Store slots per warpgroup that stores.
     """
+
+    LARGEST: ClassVar[tuple[int, int]] = (256, 256)
 
     tile: tuple[int, int] = (128, 256)
     stages: int = 4
@@ -177,8 +180,9 @@ class GemmConfig:
         """What is illegal whatever the problem, and would make nonsense of every other question."""
         if self.cluster not in CLUSTERS:
             yield f"cluster must be one of {CLUSTERS}, got {self.cluster}"
-        if not 1 <= min(self.tile) <= max(self.tile) <= 256:
-            yield f"tile must be from (1, 1) to (256, 256), got {self.tile}"
+        sizes = zip(self.tile, self.LARGEST, strict=True)
+        if not all(1 <= size <= most for size, most in sizes):
+            yield f"tile must be from (1, 1) to {self.LARGEST}, got {self.tile}"
         if self.persistence not in ("none", "static", "dynamic"):
             yield f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
@@ -13,6 +13,10 @@ from schedules import OnlineSchedule, Schedule
 
 MMA_ROWS = 128
 """Rows of the result per CTA: one for each lane of tensor memory."""
+MMA_COLUMNS = 256
+"""The most columns of one MMA. A wider tile is two halves, multiplied with one left operand."""
+TMEM_COLUMNS = 512
+"""Columns of tensor memory."""
 USUAL_STAGES = 6
 """What the tile that is usual has room for."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096)
@@ -48,7 +52,8 @@ class BlackwellConfig(GemmConfig):
 
     Attributes:
         accumulators: Accumulators in tensor memory. With two, a tile is stored while the next one
-            is multiplied.
+            is multiplied; a tile of more than 256 columns leaves room for one, whose halves are
+            freed one after the other.
         specialised: Loads and MMAs are issued by warps of their own; else by one warp in turn, and
             a cluster computes only one tile.
         step_bytes: Bytes of k per step: 128, one swizzle atom, or 256, two of each operand under
@@ -57,6 +62,8 @@ class BlackwellConfig(GemmConfig):
         direct_store: The result goes from registers straight to global memory, without the store
             slots and TMA. Nothing clips it there: a ragged result is stored in whole tiles and cut.
     """
+
+    LARGEST: ClassVar[tuple[int, int]] = (256, TMEM_COLUMNS)
 
     tile: tuple[int, int] = (128, 256)
     stages: int = FITTING
@@ -106,9 +113,17 @@ class BlackwellConfig(GemmConfig):
         """
         return Registers(120, 240) if self.specialised else None
 
+    def parts(self, problem: Problem) -> int:
+        """MMAs of each atom: of each of the sums of a tile, or of each half of a wide one."""
+        return max(problem.sums, -(-self.tile[1] // MMA_COLUMNS))
+
+    def halves(self, problem: Problem) -> int:
+        """Parts of an accumulator that are freed one after the other."""
+        return self.parts(problem) // problem.sums
+
     def b_columns(self, problem: Problem) -> int:
-        """Columns of each right operand that one CTA loads: half of the tile's in a pair."""
-        return self.out_tile(problem)[1] // self.ctas_per_mma
+        """Columns of each part that one CTA loads: half of them in a pair."""
+        return self.tile[1] // self.parts(problem) // self.ctas_per_mma
 
     def read_columns(self, problem: Problem) -> int:
         """How many columns of the sums are read and finished at a time.
@@ -133,9 +148,9 @@ class BlackwellConfig(GemmConfig):
         stores = 0 if self.direct_store else self.store_slots * self.tile[0] * self.store_columns
         buffers = (
             self.tile[0] * depth * problem.a_dtype.itemsize,
-            problem.sums * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
+            self.parts(problem) * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
             *(stores * dtype.itemsize for dtype in problem.stored_dtypes),
-            8 * (2 * self.stages + 2 * self.accumulators + self.store_slots + 4),
+            8 * (2 * self.stages + 3 * self.accumulators + self.store_slots + 4),
             16 * 2,
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
@@ -171,6 +186,8 @@ class BlackwellConfig(GemmConfig):
             yield f"tile columns must be a multiple of {whole}, got tile={self.tile}"
         if self.accumulators not in (1, 2):
             yield f"accumulators must be 1 or 2, got {self.accumulators}"
+        elif self.accumulators * self.tile[1] > TMEM_COLUMNS:
+            yield f"accumulators must be 1 for tile={self.tile}, got {self.accumulators}"
         if self.step_bytes not in STEPS:
             yield f"step_bytes must be {' or '.join(map(str, STEPS))}, got {self.step_bytes}"
         if not self.specialised and self.persistence != "none":
@@ -185,14 +202,14 @@ class BlackwellConfig(GemmConfig):
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         atom = STEP_BYTES // problem.b_dtype.itemsize
-        whole = problem.sums * self.ctas_per_mma * (16 if problem.transpose_b else atom)
+        whole = self.parts(problem) * self.ctas_per_mma * (16 if problem.transpose_b else atom)
         if self.tile[1] % whole:
             yield (
                 f"tile columns must be a multiple of {whole} for layout"
                 f" {problem.layout}, cluster {self.cluster} and {problem.sums} right operands,"
                 f" got tile={self.tile}"
             )
-        columns = self.out_tile(problem)[1]
+        columns = self.out_tile(problem)[1] // self.halves(problem)
         if columns % self.store_columns:
             yield (
                 f"store_columns must divide the {columns} columns of a tile of the result,"

@@ -94,7 +94,7 @@ def _barriers(plan: BlackwellPlan) -> Barriers:
         freed=plgpu.ClusterBarrier(
             collective_axes=(PAIR_AXIS,),
             num_arrivals=protocol.freed_arrivals(),
-            num_barriers=config.accumulators,
+            num_barriers=config.accumulators * plan.halves,
             orders_tensor_core=True,
         ),
         residual=plgpu.Barrier(num_barriers=config.store_slots)
@@ -120,6 +120,11 @@ def slot_of(plan: BlackwellPlan, step: Any) -> Any:
 def accumulator_of(plan: BlackwellPlan, turn: Any) -> Any:
     """The accumulator of a tile."""
     return lax.rem(turn, jnp.int32(plan.config.accumulators))
+
+
+def freed_of(cta: Cta, turn: Any, half: Any) -> Any:
+    """The barrier of a half of the accumulator of a tile, or of the whole if it has no halves."""
+    return cta.barriers.freed.at[accumulator_of(cta.plan, turn) * cta.plan.halves + half]
 
 
 def sums_of(cta: Cta, turn: Any, start: Any, width: int) -> Any:

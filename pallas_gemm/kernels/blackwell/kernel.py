@@ -27,8 +27,8 @@ Barriers (`protocol.py` derives the arrival counts)
     ready[x]      the tensor core, when all MMAs of a tile are   the epilogue
                   done, in both CTAs
     freed[x]      one thread of each CTA's epilogue, when        the leader's multiplier, before the
-                  accumulator x has been read, in both CTAs      next tile's first MMA in x; in the
-                                                                 other CTA the epilogue
+                  accumulator x has been read, in both CTAs;     next tile's first MMA in x; in the
+                  of a wide tile, one for each half of it        other CTA the epilogue
     residual[x]   TMA with the residual's bytes                  the epilogue, which owns slot x
     answered[i]   the epilogue, and the hardware with the        every role
                   answer's bytes, in both CTAs
@@ -39,7 +39,8 @@ of this one, and its MMAs the epilogue of this one)
     loader      per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]
                 at exit:  wait for every slot, so that no peer arrives on a CTA that has left
     multiplier  per tile: (all in the leader) wait freed[x], unless the accumulator is new
-                per k:    wait full[s]; MMA; commit ──▶ empty[s]
+                per k:    wait full[s]; MMA; commit ──▶ empty[s]; of the first steps of a wide
+                          tile, the MMAs of the first half, wait freed[x], those of the second
                 tile end: commit ──▶ ready[x]
                 at exit:  wait for every accumulator
     epilogue    per tile: wait ready[x]; not in the leader, wait freed[x] of the tile before in x
@@ -69,6 +70,7 @@ from pallas_gemm.kernels.blackwell.cta import (
     Cta,
     Smem,
     accumulator_of,
+    freed_of,
     scratch,
     slot_of,
     sums_of,
@@ -105,13 +107,16 @@ def multiplier(cta: Cta, walk: tiles.Walk) -> None:
     def one_tile(turn: Any, _piece: work.Piece, _: None) -> None:
         @_in_leaders_warp
         def _multiply_tile() -> None:
-            _await_reuse(cta, turn)
+            for half in range(plan.halves):
+                _await_reuse(cta, turn, half)
+                _multiply_ahead(cta, turn, half)
 
-            @pl.loop(0, plan.k_steps)
+            @pl.loop(plan.steps_by_halves, plan.k_steps)
             def _one_step(k: Any) -> None:
                 step = turn * plan.k_steps + k
                 await_operands(cta, step)
                 multiply_step(cta, turn, k, step)
+                free_slot(cta, step)
 
             publish_sums(cta, turn)
 
@@ -145,6 +150,7 @@ def issuer(cta: Cta, walk: tiles.Walk) -> None:
                 def _multiply() -> None:
                     await_operands(cta, k)
                     multiply_step(cta, turn, k, k)
+                    free_slot(cta, k)
 
                 await_slot(cta, k)
 
@@ -170,7 +176,8 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
         store.fetch_residual(cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
         await_sums(cta, turn)
         if follows:
-            pl.when(~_is_leader())(functools.partial(_await_reuse, cta, turn))
+            for half in range(plan.halves):
+                pl.when(~_is_leader())(functools.partial(_await_reuse, cta, turn, half))
 
         @pl.loop(0, plan.chunks)
         def _one_chunk(chunk: Any) -> None:
@@ -188,21 +195,23 @@ def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
     plan = cta.plan
     slot, atoms, (factors,) = slot_of(plan, step), plan.config.atoms, cta.gmem.factors
     full = cta.barriers.full.at[slot]
-    for (operand, gmem, ring, start), atom in itertools.product(
+    for (operand, gmem, ring, first), atom in itertools.product(
         (
             (plan.a, (factors.a,), cta.slots.a, at.row),
             (plan.b, factors.b, cta.slots.b, at.col),
         ),
         range(atoms),
     ):
-        along = pl.ds(start, operand.tile * plan.ctas_per_mma)
+        width = operand.tile * plan.ctas_per_mma
         deep = pl.ds((k * atoms + atom) * operand.tile_k, operand.tile_k)
-        window = (along, deep) if operand.k_major else (deep, along)
         # In a pair, the window is that of both: each loads its half along what is not contracted.
         half = plgpu.CopyPartition.PARTITIONED(0 if operand.k_major else 1)
-        for part, whole in enumerate(gmem):
+        for part in range(operand.parts):
+            which, nth = divmod(part, operand.parts // len(gmem))
+            along = pl.ds(first + nth * width, width)
+            window = (along, deep) if operand.k_major else (deep, along)
             plgpu.copy_gmem_to_smem(
-                place.matrix(whole, at.batch).at[window],
+                place.matrix(gmem[which], at.batch).at[window],
                 ring.box.at[part, slot * atoms + atom],
                 full,
                 collective_axes=_pair_axis(plan),
@@ -210,15 +219,15 @@ def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
             )
 
 
-def multiply_step(cta: Cta, turn: Any, k: Any, step: Any) -> None:
-    """Issues the MMAs of one step, and has the tensor core free its slot when they are done."""
+def multiply_step(cta: Cta, turn: Any, k: Any, step: Any, half: int | None = None) -> None:
+    """Issues the MMAs of one step, or those of half of its columns."""
     plan = cta.plan
     slot, atoms = slot_of(plan, step), plan.config.atoms
-    width = plan.config.out_tile(plan.problem)[1]
+    width = plan.config.tile[1] // plan.b.parts
     for atom in range(atoms):
         a = cta.slots.a.tile.at[0, slot * atoms + atom]
         a = a if plan.a.k_major else a.transpose((1, 0))
-        for part in range(plan.b.parts):
+        for part in range(plan.b.parts) if half is None else (half,):
             b = cta.slots.b.tile.at[part, slot * atoms + atom]
             plgpu.tcgen05_mma(
                 sums_of(cta, turn, part * width, width),
@@ -227,7 +236,13 @@ def multiply_step(cta: Cta, turn: Any, k: Any, step: Any) -> None:
                 accumulate=k > 0 if atom == 0 else True,
                 collective_axis=_pair_axis(plan),
             )
-    plgpu.tcgen05_commit_arrive(cta.barriers.empty.at[slot], collective_axis=_pair_axis(plan))
+
+
+def free_slot(cta: Cta, step: Any) -> None:
+    """Has the tensor core free a step's slot when its MMAs are done."""
+    plan = cta.plan
+    empty = cta.barriers.empty.at[slot_of(plan, step)]
+    plgpu.tcgen05_commit_arrive(empty, collective_axis=_pair_axis(plan))
 
 
 def publish_sums(cta: Cta, turn: Any) -> None:
@@ -248,9 +263,9 @@ def await_operands(cta: Cta, step: Any) -> None:
     plgpu.barrier_wait(cta.barriers.full.at[slot_of(cta.plan, step)])
 
 
-def await_accumulator(cta: Cta, turn: Any) -> None:
-    """Waits until the sums of a tile have been read, in both CTAs."""
-    plgpu.barrier_wait(cta.barriers.freed.at[accumulator_of(cta.plan, turn)])
+def await_accumulator(cta: Cta, turn: Any, half: int) -> None:
+    """Waits until the sums of half of a tile have been read, in both CTAs."""
+    plgpu.barrier_wait(freed_of(cta, turn, half))
 
 
 def await_sums(cta: Cta, turn: Any) -> None:
@@ -258,10 +273,26 @@ def await_sums(cta: Cta, turn: Any) -> None:
     plgpu.barrier_wait(cta.barriers.ready.at[accumulator_of(cta.plan, turn)])
 
 
-def _await_reuse(cta: Cta, turn: Any) -> None:
-    """Waits until the sums that a tile's accumulator held before have been read."""
-    accumulators = jnp.int32(cta.plan.config.accumulators)
-    pl.when(turn >= accumulators)(functools.partial(await_accumulator, cta, turn - accumulators))
+def _await_reuse(cta: Cta, turn: Any, half: int) -> None:
+    """Waits until the sums that half of a tile's accumulator held before have been read."""
+    before = turn - jnp.int32(cta.plan.config.accumulators)
+    pl.when(before >= 0)(functools.partial(await_accumulator, cta, before, half))
+
+
+def _multiply_ahead(cta: Cta, turn: Any, half: int) -> None:
+    """Multiplies the first steps of half of a wide tile, while the other half is still read."""
+    plan = cta.plan
+    if not plan.steps_by_halves:
+        return
+
+    @pl.loop(0, plan.steps_by_halves)
+    def _one_step(k: Any) -> None:
+        step = turn * plan.k_steps + k
+        if half == 0:
+            await_operands(cta, step)
+        multiply_step(cta, turn, k, step, half)
+        if half == plan.halves - 1:
+            free_slot(cta, step)
 
 
 def _drain_ring(cta: Cta, steps: Any) -> None:
@@ -271,7 +302,8 @@ def _drain_ring(cta: Cta, steps: Any) -> None:
 
 def _drain_accumulators(cta: Cta, turns: Any) -> None:
     used = lax.min(turns, jnp.int32(cta.plan.config.accumulators))
-    pl.loop(0, used)(lambda i: await_accumulator(cta, turns - used + i))
+    for half in range(cta.plan.halves):
+        pl.loop(0, used)(lambda i, half=half: await_accumulator(cta, turns - used + i, half))
 
 
 def _in_one_warp(run: Callable[[], None]) -> None:

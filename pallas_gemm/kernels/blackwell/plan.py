@@ -46,9 +46,8 @@ class BlackwellPlan:
     def b(self) -> OperandPlan:
         """How one CTA's part of the right operands is loaded."""
         columns = self.config.b_columns(self.problem)
-        return self._operand(
-            self.problem.b_dtype, columns, self.problem.transpose_b, self.problem.sums
-        )
+        parts = self.config.parts(self.problem)
+        return self._operand(self.problem.b_dtype, columns, self.problem.transpose_b, parts)
 
     @property
     def simulated(self) -> bool:
@@ -94,6 +93,19 @@ class BlackwellPlan:
     def chunks(self) -> int:
         """Chunks of columns in which a tile of the result is stored."""
         return self.config.out_tile(self.problem)[1] // self.config.store_columns
+
+    @property
+    def halves(self) -> int:
+        """Parts of an accumulator that are freed one after the other."""
+        return self.config.halves(self.problem)
+
+    @property
+    def steps_by_halves(self) -> int:
+        """Steps at the start of a tile of which the first half is multiplied before the second.
+
+        As many as the ring has slots, which nobody else needs while the second half is still read.
+        """
+        return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
 
     @property
     def stored(self) -> Problem:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue, place
-from pallas_gemm.kernels.blackwell.cta import Cta, accumulator_of, sums_of
+from pallas_gemm.kernels.blackwell.cta import Cta, freed_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 
 
@@ -29,7 +29,9 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
         first = chunk * width + within
         sums = load_sums(cta, turn, first, step)
         if within + step == width:
-            pl.when(chunk == plan.chunks - 1)(functools.partial(free_accumulator, cta, turn))
+            half, nth = _divided(chunk, plan.chunks // plan.halves)
+            is_last = nth == plan.chunks // plan.halves - 1
+            pl.when(is_last)(functools.partial(free_accumulator, cta, turn, half))
         rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
         part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
         parts.append(epilogue.finish(plan.problem, cta.gmem, part, *sums))
@@ -42,14 +44,19 @@ def load_sums(cta: Cta, turn: Any, first: Any, width: int) -> tuple[Any, ...]:
     columns = plan.config.out_tile(plan.problem)[1]
     return tuple(
         plgpu.async_load_tmem(sums_of(cta, turn, part * columns + first, width))
-        for part in range(plan.b.parts)
+        for part in range(plan.problem.sums)
     )
 
 
-def free_accumulator(cta: Cta, turn: Any) -> None:
-    """Lets the multiplier overwrite an accumulator, once its last columns are in registers."""
+def free_accumulator(cta: Cta, turn: Any, half: Any) -> None:
+    """Lets the multiplier overwrite half of an accumulator, once its last columns are read."""
     plgpu.wait_load_tmem()
-    plgpu.barrier_arrive(cta.barriers.freed.at[accumulator_of(cta.plan, turn)])
+    plgpu.barrier_arrive(freed_of(cta, turn, half))
+
+
+def _divided(chunk: Any, per_half: int) -> tuple[Any, Any]:
+    """Returns the half of a tile that a chunk is in, and which chunk of it."""
+    return lax.div(chunk, jnp.int32(per_half)), lax.rem(chunk, jnp.int32(per_half))
 
 
 def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None:

@@ -173,6 +173,13 @@ def test_candidates_with_integers():
     check_sound(candidate_cases(of_types(PROBLEM, INTEGERS))[::3])
 
 
+def test_wide_tiles():
+    wide = BlackwellConfig(tile=(128, 512), accumulators=1)
+    single = dataclasses.replace(wide, tile=(128, 384), cluster=(1, 1), stages=3)
+    gated = dataclasses.replace(PROBLEM, epilogue=EPILOGUES["swiglu"])
+    check_sound([(wide, PROBLEM), (single, RESIDUAL), (wide, gated)])
+
+
 def test_legal_configs_that_are_never_considered(rng):
     check_sound([legal_case(rng) for _ in range(DRAWN)])
 
@@ -318,7 +325,8 @@ def test_barriers_are_made_with_the_counts_of_the_protocol(name, modes):
     # All 128 threads of a warpgroup arrive on a barrier of one CTA that does not order MMAs.
     expected = collections.Counter({128 * plan.full_arrivals: config.stages})
     expected[protocol.commit_arrivals()] += config.stages + config.accumulators
-    expected[protocol.freed_arrivals() * config.cluster_size] += config.accumulators
+    freed = config.accumulators * config.halves(problem)
+    expected[protocol.freed_arrivals() * config.cluster_size] += freed
     if problem.epilogue.residual:
         expected[128] += config.store_slots
     if config.persistence == "dynamic":

@@ -161,7 +161,7 @@ CASES = {
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "cluster": ({"cluster": (1, 2)}, "cluster must be (1, 1) or, for a pair", "got (1, 2)"),
-    "tile": ({"tile": (512, 512)}, "tile must be from (1, 1) to (256, 256)", "(512, 512)"),
+    "tile": ({"tile": (512, 512)}, "tile must be from (1, 1) to (256, 512)", "(512, 512)"),
     "persistence": (
         {"persistence": "lazy"},
         "persistence must be 'none', 'static' or 'dynamic'",
@@ -173,6 +173,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "schedule": ({"schedule": "zigzag"}, "there is no order", "'zigzag'"),
     "rows": ({"tile": (64, 256)}, "tile rows must be 128", "got tile=(64, 256)"),
     "columns": ({"tile": (128, 208)}, "tile columns must be a multiple of 32", "tile=(128, 208)"),
+    "room": ({"tile": (128, 512)}, "accumulators must be 1 for tile=(128, 512)", "got 2"),
     "accumulators": ({"accumulators": 3}, "accumulators must be 1 or 2", "got 3"),
     "one tile": (
         {"specialised": False},

@@ -4,6 +4,7 @@ Without this, a test that finds no race would say nothing: it could not find any
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from pallas_gemm.kernels import place, protocol, work
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
-from pallas_gemm.kernels.blackwell.cta import accumulator_of
+from pallas_gemm.kernels.blackwell.cta import accumulator_of, freed_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Problem
 from pallas_gemm.proving import products
@@ -28,6 +29,7 @@ CONFIG = BlackwellConfig(
     tile=(128, 64), stages=2, cluster=PAIR, ctas=2, store_columns=32, schedule="raster"
 )
 DYNAMIC = dataclasses.replace(CONFIG, persistence="dynamic")
+WIDE = dataclasses.replace(CONFIG, tile=(128, 512), accumulators=1, store_columns=64)
 PROBLEM = Problem(1280, 64, 136, transpose_b=True)
 PATIENCE_SECONDS = 2.0
 """For kernels with a fault; every wait of the sound kernel is over in a fraction of a second."""
@@ -47,9 +49,24 @@ def put(module: Any, name: str, wrong: Callable[..., Any]) -> Plant:
     return lambda monkeypatch: monkeypatch.setattr(module, name, wrong)
 
 
-def arrive_before_reading(cta: Any, turn: Any) -> None:
+def arrive_before_reading(cta: Any, turn: Any, half: Any) -> None:
     """Frees an accumulator without waiting for the reads of it."""
-    plgpu.barrier_arrive(cta.barriers.freed.at[accumulator_of(cta.plan, turn)])
+    plgpu.barrier_arrive(freed_of(cta, turn, half))
+
+
+def free_both_halves_at_once(cta: Any, turn: Any, half: Any) -> None:
+    """Frees the second half of an accumulator when only the first has been read."""
+
+    @pl.when(half == 0)
+    def _free() -> None:
+        FREE(cta, turn, 0)
+        FREE(cta, turn, 1)
+
+
+def await_first_half(cta: Any, turn: Any, half: int) -> None:
+    """Waits for one half of an accumulator and takes the other for free."""
+    if half == 0:
+        AWAIT(cta, turn, half)
 
 
 def publish_the_other_accumulator(cta: Any, turn: Any) -> None:
@@ -85,6 +102,7 @@ def take_and_ask_after_the_end(
     return taken
 
 
+AWAIT, FREE = blackwell.await_accumulator, store.free_accumulator
 COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
 TAKE, WANTS_MORE = launch_control.take, launch_control.wants_more
 
@@ -114,6 +132,16 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
     "an accumulator is freed while it is read": (
         put(store, "free_accumulator", arrive_before_reading),
         CONFIG,
+        {"race", "refused"},
+    ),
+    "half of an accumulator is freed while it is read": (
+        put(store, "free_accumulator", free_both_halves_at_once),
+        WIDE,
+        {"race", "refused"},
+    ),
+    "half of an accumulator is overwritten before it was read": (
+        put(blackwell, "await_accumulator", await_first_half),
+        WIDE,
         {"race", "refused"},
     ),
     "a store slot is overwritten before it was stored": (
@@ -179,15 +207,22 @@ def faults(
     return blackwell_simulator.faults(kernel, operands.arrays, expected)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("config", [CONFIG, DYNAMIC, WIDE], ids=["static", "dynamic", "wide"])
 def test_nothing_is_wrong_as_it_is(config, monkeypatch):
     assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
 
 
-@pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["static", "dynamic"])
-@pytest.mark.parametrize("cta", [0, 1])
-@pytest.mark.parametrize("warpgroup", [0, 1, 2])
-def test_whoever_is_slow_is_waited_for(warpgroup, cta, config, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "cta", "warpgroup"),
+    [
+        *itertools.product([CONFIG, DYNAMIC], [0, 1], [0, 1, 2]),
+        # Those who wait for the halves.
+        (WIDE, 0, 1),
+        (WIDE, 1, 2),
+    ],
+    ids=lambda value: "wide" if value is WIDE else getattr(value, "persistence", value),
+)
+def test_whoever_is_slow_is_waited_for(config, cta, warpgroup, monkeypatch):
     """A phase that completes before its waiter has seen the one before is a wait without end."""
     quick_simulator.dawdle(monkeypatch, cta, warpgroup, DAWDLED_SECONDS)
     assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()

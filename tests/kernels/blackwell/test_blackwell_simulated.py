@@ -200,6 +200,19 @@ def test_steps_of_two_atoms(layout, k, config, check):
 
 
 @pytest.mark.parametrize(
+    ("layout", "k", "config"),
+    [
+        ("NT", 264, dataclasses.replace(DYNAMIC, tile=(128, 512), accumulators=1)),
+        ("TN", 72, dataclasses.replace(SINGLE, tile=(128, 384), accumulators=1)),
+    ],
+    ids=["dynamic pair", "single with fewer steps than slots"],
+)
+def test_wide_tiles_are_freed_half_by_half(layout, k, config, check):
+    problem = products.transposed(Problem(576, 448, k, epilogue=EPILOGUES["bias"]), layout)
+    check(problem, dataclasses.replace(config, store_columns=64, stages=3))
+
+
+@pytest.mark.parametrize(
     ("columns", "store_columns", "slots", "residual"),
     [(96, 32, 2, False), (64, 64, 2, False), (128, 64, 1, True), (96, 32, 2, True)],
 )
