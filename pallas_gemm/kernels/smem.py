@@ -34,7 +34,7 @@ class Boxed(NamedTuple):
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns a buffer that TMA fills with 4-D boxes; its last dimension is whole atoms."""
-    return plgpu.SMEM(shape, dtype, transforms=_tile_transforms(ATOM_BYTES, dtype))
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(ATOM_BYTES, dtype))
 
 
 def boxed(shapes: Sequence[tuple[int, ...]], dtype: Any, *, simulated: bool) -> Any:
@@ -61,10 +61,11 @@ def _both_views(shape: tuple[int, ...], dtype: Any) -> Boxed:
     width = shape[-1] * np.dtype(dtype).itemsize
     return Boxed(
         box=plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(width),)),
-        tile=plgpu.SMEM(shape, dtype, transforms=_tile_transforms(width, dtype)),
+        tile=plgpu.SMEM(shape, dtype, transforms=tile_transforms(width, dtype)),
     )
 
 
-def _tile_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
+def tile_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
+    """Returns how atoms so many bytes wide are seen as an array."""
     elements = width // np.dtype(dtype).itemsize
     return plgpu.TilingTransform((ATOM_ROWS, elements)), plgpu.SwizzleTransform(width)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import HopperConfig, explain, gram, symmetric_matmul, target
+from pallas_gemm import BlackwellConfig, HopperConfig, explain, gram, symmetric_matmul, target
 from schedules import raster
 from tests import meshes, reference, traced
 
@@ -201,9 +201,9 @@ def test_else_all_of_it_is_and_why():
         "",
         "a symmetric result is one of 16 bits, got float32",
     )
-    other = _explained(4096, 4096, gpu="b200")
+    other = _explained(4096, 4096, dtype=jnp.float8_e4m3fn, gpu="b200")
     assert (other.implementation, other.problem.symmetric) == ("blackwell", "")
-    assert "no half of it" in dict(other.refused)["blackwell"][0]
+    assert "one of 16 bits" in dict(other.refused)["blackwell"][0]
 
 
 def test_a_batch_of_one_whose_whole_a_kernel_computes():
@@ -276,7 +276,11 @@ HALF = jnp.ones((16, 16), jnp.bfloat16)
             ValueError,
             r"made for the grid \(3, 3\); legal are \(1, 1\)",
         ),
-        (lambda: gram(HALF, implementation="blackwell"), ValueError, "no half of it"),
+        (
+            lambda: gram(HALF, config=BlackwellConfig(direct_store=True)),
+            ValueError,
+            "direct_store has no mirrored half",
+        ),
     ],
 )
 def test_bad_input(call, error, words):

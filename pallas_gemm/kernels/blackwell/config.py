@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels import element_types, symmetric
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -30,6 +30,8 @@ NARROWEST_BOX = 32
 ACTIVATED_COLUMNS = 16
 """Columns that an activation sees at a time, of gate and up together: with 32, `erf` does not fit
 into the registers."""
+SQUARE = 64
+"""Rows and columns of what is mirrored at a time: of 16 bits, as wide as a box of TMA may be."""
 PAIR = (2, 1)
 """The cluster of two CTAs that multiply together."""
 
@@ -139,13 +141,13 @@ class BlackwellConfig(GemmConfig):
         """How many clusters the grid has; all but `workers` of them may never start."""
         if self.persistence == "static":
             return self.workers(problem, device)
-        rows, cols = self.stacked_grid(problem)
-        return rows * cols
+        return self.tiles(problem)
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
         depth = self.tile_k(problem) * self.stages
         stores = 0 if self.direct_store else self.store_slots * self.tile[0] * self.store_columns
+        stores *= 2 if problem.symmetric else 1
         buffers = (
             self.tile[0] * depth * problem.a_dtype.itemsize,
             self.parts(problem) * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
@@ -226,8 +228,17 @@ class BlackwellConfig(GemmConfig):
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.persistence == "dynamic" and self.is_online:
             yield "persistence='dynamic' needs a schedule that is a table, got an online one"
-        if self.direct_store and problem.epilogue.residual:
-            yield "direct_store has no residual, which there is; direct_store=False would fit"
+        for asked, what in (
+            (problem.epilogue.residual, "residual"),
+            (problem.symmetric, "mirrored half"),
+        ):
+            if self.direct_store and asked:
+                yield f"direct_store has no {what}, which there is; direct_store=False would fit"
+        if problem.symmetric and self.store_columns != SQUARE:
+            yield (
+                f"a symmetric result is stored in squares of {SQUARE}: store_columns must be"
+                f" {SQUARE}, got {self.store_columns}"
+            )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         needed = self.shared_memory_bytes(problem)
@@ -250,14 +261,14 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     if problem.transpose_out:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
     for asked, missing in (
-        (problem.symmetric, "computes all of a symmetric result, and no half of it"),
         (problem.pieces, f"takes no operands in pieces, got {problem.pieces}"),
         (problem.groups or problem.ragged_k, "takes no groups"),
+        (problem.kept, f"stores all rows and columns, got kept={problem.kept}"),
     ):
         if asked:
             yield f"the Blackwell kernel {missing}"
-    if problem.kept is not None:
-        yield f"the Blackwell kernel stores all rows and columns, got kept={problem.kept}"
+    if problem.symmetric:
+        yield from symmetric.refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
     for name, shape, dtype in (

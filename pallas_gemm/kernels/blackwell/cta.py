@@ -21,12 +21,14 @@ class Smem(NamedTuple):
         b: Slots of the right operand, likewise.
         out: Store slots, or None.
         residual: Slots of a residual of another type than the result's, like `out`.
+        mirrored: Slots for the mirror images of chunks, where the result is symmetric.
     """
 
     a: Any
     b: Any
     out: Any
     residual: Any = None
+    mirrored: Any = None
 
 
 class Barriers(NamedTuple):
@@ -72,6 +74,9 @@ def scratch(plan: BlackwellPlan) -> Scratch:
         plan.b.ring(config.stages * config.atoms),
         None if config.direct_store else boxed(problem.out_dtype),
         None if problem.residual_dtype is None else boxed(problem.residual_dtype),
+        smem.boxed([plan.mirrored_slots], problem.out_dtype, simulated=plan.simulated)
+        if problem.symmetric
+        else None,
     )
     sums = plgpu.TMEM(
         (config.tile[0], config.accumulators * config.tile[1]),
@@ -105,11 +110,11 @@ def _barriers(plan: BlackwellPlan) -> Barriers:
 
 def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` says."""
-    out, residual = (
+    stores = (
         None if slots is None else smem.views(slots, simulated=plan.simulated)[0]
-        for slots in (buffers.out, buffers.residual)
+        for slots in (buffers.out, buffers.residual, buffers.mirrored)
     )
-    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), out, residual)
+    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), *stores)
 
 
 def slot_of(plan: BlackwellPlan, step: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.kernels.blackwell.config import SQUARE, BlackwellConfig
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -106,6 +106,12 @@ class BlackwellPlan:
         As many as the ring has slots, which nobody else needs while the second half is still read.
         """
         return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
+
+    @property
+    def mirrored_slots(self) -> tuple[int, ...]:
+        """The shape of the store slots for mirror images: each of two boxes of `SQUARE` columns."""
+        config = self.config
+        return (config.store_slots, config.tile[0] // SQUARE, config.store_columns, SQUARE)
 
     @property
     def stored(self) -> Problem:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels import element_types, symmetric
 from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.kernels.work import CLAIM_BITS
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
@@ -509,7 +509,7 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     if problem.transpose_out:
         yield from _transposed_refusals(problem)
     if problem.symmetric:
-        yield from _symmetric_refusals(problem)
+        yield from symmetric.refusals(problem)
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield (
             f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
@@ -565,21 +565,3 @@ def _transposed_refusals(problem: Problem) -> Iterator[str]:
     if problem.epilogue.residual or problem.epilogue.gated:
         parts = " and ".join(problem.epilogue.parts)
         yield f"a mirrored product has neither a residual nor a gate, got {parts}"
-
-
-def _symmetric_refusals(problem: Problem) -> Iterator[str]:
-    if problem.m != problem.n:
-        yield f"a symmetric result is square, got m={problem.m} and n={problem.n}"
-    if problem.out_dtype.itemsize != 2:
-        yield f"a symmetric result is one of 16 bits, got {problem.out_dtype}"
-    if not stored_by_tma(problem):
-        yield (
-            "a symmetric result has rows of a multiple of 16 bytes, got"
-            f" {problem.out_shape[-1]} elements of {problem.out_dtype}"
-        )
-    if problem.transpose_out:
-        yield "a symmetric product is not mirrored"
-    if problem.residual_dtype is not None:
-        yield f"a symmetric result has a residual of its type, got {problem.residual_dtype}"
-    if others := set(problem.epilogue.operands) - {"residual", "alpha", "beta"}:
-        yield f"a symmetric result has no {', '.join(sorted(others))}"

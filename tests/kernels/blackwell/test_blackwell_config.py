@@ -25,6 +25,7 @@ NN = dataclasses.replace(NT, transpose_b=False)
 FLOAT32 = dataclasses.replace(NT, out_dtype=jnp.float32)
 GATED = dataclasses.replace(NT, epilogue=Epilogue(gated=True))
 RESIDUAL = dataclasses.replace(NT, epilogue=Epilogue(residual=True))
+GRAM = dataclasses.replace(NT, symmetric="gram")
 B300 = DEVICES["b300"]
 RTX = dataclasses.replace(B200, kind="NVIDIA RTX 5090", compute_capability=(12, 0))
 
@@ -91,6 +92,14 @@ CASES = {
         store_columns=16,
     ),
     "direct residual": case(("direct_store has no residual",), RESIDUAL, direct_store=True),
+    "squares": case(("store_columns must be 64, got 32",), GRAM, store_columns=32),
+    "direct mirror": case(("direct_store has no mirrored half",), GRAM, direct_store=True),
+    "half in float32": case(
+        ("a symmetric result is one of 16 bits, got float32",),
+        dataclasses.replace(GRAM, out_dtype=jnp.float32),
+        among=2,
+        stages=2,
+    ),
     # What there is of it.
     "memory": case(("shared memory: needs ", "fewer stages than 7"), stages=7),
     # The problem.
