@@ -250,7 +250,7 @@ def _lay_out(figure: go.Figure, most: int) -> None:
     figure.update_xaxes(visible=False, fixedrange=True)
     figure.update_yaxes(visible=False, fixedrange=True, autorange="reversed")
     headings = {
-        "y": "Wave that computes each tile",
+        "y": "Wave of each tile, violet first, yellow last",
         "y3": "Share of its operands that the L2 had",
     }
     figure.update_layout(
