@@ -183,7 +183,7 @@ def _hints(decision: Decision) -> Iterator[str]:
     problem, plan = decision.problem, decision.plan
     if decision.reason == "no GPU is planned for":
         yield 'with target("h200"): plans for a GPU that need not be here'
-    slow = bool(decision.refused) if plan is None else plan.realigned.bytes > 0
+    slow = bool(_telling(decision)) if plan is None else plan.realigned.bytes > 0
     if slow and problem.a_dtype.name == problem.b_dtype.name == "float32":
         yield "dtype=bfloat16: float32 products are XLA's, or need their operands turned"
     for step in plan.realigned.steps if plan is not None else ():
@@ -281,9 +281,8 @@ def _group_text(group: Group) -> str:
 
 
 def _telling(decision: Decision) -> list[tuple[str, Reasons]]:
-    """Returns the refusals, without those of kernels for other GPUs where one is for this."""
-    fitting = [x for x in decision.refused if not x[1][0].startswith(OTHER_GPU)]
-    return fitting if fitting or decision.plan is not None else list(decision.refused)
+    """Returns the refusals, without those of kernels for other GPUs: the reason says that."""
+    return [x for x in decision.refused if not x[1][0].startswith(OTHER_GPU)]
 
 
 def _row(name: str, text: str, indent: int = 2, width: int = 14) -> str:

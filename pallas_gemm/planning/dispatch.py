@@ -122,8 +122,12 @@ def decide(call: Call, signature: Signature) -> Decision:
             named = options.implementation
             reason = f"{named} is named" if named else _why_this(plan)
             return Decision(named or architecture.name, problem, reason, plan, tuple(refused))
-    if options.target is None:
+    device = options.target
+    if device is None:
         why = "no GPU is planned for"
+    elif not any(architecture.fits(device) for architecture in ARCHITECTURES):
+        has = ".".join(map(str, device.compute_capability))
+        why = f"no kernel is for compute capability {has} ({device.kind})"
     return Decision("xla", problem, why, None, tuple(refused))
 
 

@@ -112,8 +112,15 @@ def _described(kind: str, capability: tuple[int, int] | None, sms: int | None) -
     except ValueError:
         if capability is None or sms is None:
             return None
-        alike = (known for known in DEVICES.values() if known.compute_capability == capability)
-        model = next(alike, next(iter(DEVICES.values())))
+        own = capability
+        # Of the same capability, or else at least of the same family.
+        model = max(
+            DEVICES.values(),
+            key=lambda known: (
+                known.compute_capability == own,
+                known.compute_capability[0] == own[0],
+            ),
+        )
     machine = dataclasses.replace(
         model.machine, name=kind, sms=sms, resident_clusters={}, is_measured=False
     )

@@ -81,6 +81,14 @@ def test_other_devices_are_for_xla(target: Device | None, reason: str) -> None:
     decision = _decided(4096, 4096, 4096, target=target)
     assert decision.implementation == "xla"
     assert reason in f"{decision.reason} {decision.refused}"
+    if target is not None:
+        with pallas_gemm.target(target):
+            text = str(pallas_gemm.explain(gemm, *[jax.ShapeDtypeStruct((64, 64), "float32")] * 2))
+        # No other line: no type would make a kernel of it, either.
+        _, line = text.splitlines()
+        number = reason.removeprefix("has ")
+        why = f"no kernel is for compute capability {number} ({target.kind})"
+        assert line.split(maxsplit=1) == ["why", why]
 
 
 @pytest.mark.parametrize(

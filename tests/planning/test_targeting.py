@@ -114,6 +114,11 @@ def test_devices_of_jax_are_described() -> None:
     other = targeting.device_of(_gpu("NVIDIA GH200 480GB", "9.0", 128))
     assert other is not None
     assert (other.kind, other.compute_capability, other.sms) == ("NVIDIA GH200 480GB", (9, 0), 128)
+    for capability, model in (("9.0", H100), ("10.0", B200), ("10.1", B200)):
+        chip = targeting.device_of(_gpu("of next year", capability, 120))
+        assert chip is not None
+        assert (chip.sms, chip.machine.l2_bytes) == (120, model.machine.l2_bytes)
+        assert not chip.machine.is_measured
     old = targeting.device_of(_gpu("NVIDIA A100-SXM4-80GB", "8.0", 108))
     assert old is not None
     assert (old.compute_capability, old.sms) == ((8, 0), 108)

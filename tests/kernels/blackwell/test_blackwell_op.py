@@ -135,7 +135,8 @@ def test_the_rest_is_for_xla_and_says_why(
     a, b = of(4096, 4096, dtype=dtype), of(4096, 4096, dtype=dtype)
     options = {"preferred_element_type": out, "transpose_b": True}
     (decision,) = decided(gemm, a, b, target=device, **options).products
-    assert (decision.implementation, decision.reason) == ("xla", "no kernel takes it")
+    assert decision.implementation == "xla"
+    assert decision.reason.startswith(("no kernel takes it", "no kernel is for compute capability"))
     with pytest.raises(ValueError, match=rf"implementation='blackwell' cannot .*{reason}") as error:
         decided(gemm, a, b, target=device, implementation="blackwell", **options)
     assert all(why in str(error.value) for why in dict(decision.refused)["blackwell"])
