@@ -13,6 +13,7 @@ from typing import Any
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.candidates import FEWEST_STAGES, deepest
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction
@@ -131,6 +132,7 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
         along_rows,
         _with_more_slots(config, problem, device),
         _changed(config, persistence="static" if config.persistence == "dynamic" else "dynamic"),
+        _dealt_by_die(config, problem, device),
         tabled[0],
         _changed(config, ctas=None),
         along_cols,
@@ -146,6 +148,20 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
     for other in others:
         if other != config and not other.refusals(problem, device):
             yield other
+
+
+def _dealt_by_die(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
+    """Returns a Blackwell config in which each die has a run of tiles, and others as they are.
+
+    Only tiles that are dealt can have such an order: launch control hands out one sequence to both.
+    """
+    dies, order = device.machine.l2_partitions, config.schedule
+    if not isinstance(config, BlackwellConfig) or not isinstance(order, str) or config.is_online:
+        return config
+    # All tiles of a worker are of one die only if each die has as many workers.
+    workers = config.workers(problem, device) // dies * dies
+    changes = {"ctas": workers * config.cluster_size, "schedule": f"by_die:{dies}:{order}"}
+    return _changed(config, persistence="static", **changes)
 
 
 def _changed(config: GemmConfig, **changes: Any) -> GemmConfig:

@@ -142,6 +142,8 @@ def test_blackwells_tiles_are_tried_dealt_out_and_taken_over() -> None:
         configs = tuning_space.configs(Problem(8192, 8192, k), B200, blackwell)
         assert configs[0].persistence == first
         assert {config.persistence for config in configs} == {"static", "dynamic"}
+        (by_die,) = (c for c in configs if str(c.schedule).startswith("by_die:2:"))
+        assert (by_die.persistence, (by_die.ctas or 1) // by_die.cluster_size % 2) == ("static", 0)
 
 
 def test_nothing_hopeless_is_tried() -> None:

@@ -125,7 +125,7 @@ def test_persistence(persistence, accumulators, check):
 @pytest.mark.parametrize(
     ("schedule", "persistence"),
     [
-        ("raster:cols", "static"),
+        ("by_die:2:raster:cols", "static"),
         ("hilbert", "dynamic"),
         ("online_swizzle:2", "static"),
         (SHUFFLED, "dynamic"),
