@@ -138,3 +138,9 @@ def test_the_reference_has_every_public_name(package: Any) -> None:
     # That of `schedules`.
     public.discard("Schedule" if package is pallas_gemm else "")
     assert public <= words
+
+
+def test_the_front_page_shows_the_explorer_where_the_site_has_it() -> None:
+    (shown,) = re.findall(r'<iframe src="([^"]+)"', (DOCS / "index.md").read_text())
+    assert f"explore --out docs/_build/extra/{shown}\n" in (ROOT / "Makefile").read_text()
+    assert 'html_extra_path = ["_build/extra"]' in (DOCS / "conf.py").read_text()
