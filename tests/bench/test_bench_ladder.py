@@ -96,6 +96,19 @@ def test_the_articles_ladder_climbs() -> None:
     )
 
 
+def test_what_is_said_of_the_memory_of_steps_is_so() -> None:
+    page = (ROOT / "bench" / "ladder.md").read_text()
+    problem = shapes.parse(blackwell_ladder.size_case(8192)).problem
+    sizes = [step.shared_memory_bytes(problem) // 1024 for step in blackwell_ladder.STEPS.values()]
+    assert f"{sizes[0]} and {sizes[1]} KB of shared memory and 256 columns" in page
+    assert f"step 3 ({sizes[2]} KB) or of the later ones ({max(sizes[3:])} KB)" in page
+    # Two CTAs of the first two share an SM.
+    assert 2 * max(sizes[:2]) < B200.shared_memory // 1024 < 2 * min(sizes[2:])
+    assert {
+        step.tile[1] * step.accumulators for step in [*blackwell_ladder.STEPS.values()][:3]
+    } == {256}
+
+
 def test_a_step_that_breaks_is_a_failure(made_up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     made_up(B200, broken="5 persistent")
     assert run(blackwell_ladder, "--shape=64x32x128") == 1
