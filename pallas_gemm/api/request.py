@@ -1,5 +1,6 @@
 """What a call of a public function comes down to: checked, and in the terms of the product."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -55,8 +56,28 @@ class Request:
         operands = self.operands.present()
         if not is_explicit(*operands):
             return None
-        result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
+        try:
+            result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
+        except Exception as error:
+            # JAX's own, which shows how each operand is split, but names no dimension.
+            if found := _split_by_one_axis(self.contraction, *operands[:2]):
+                error.args = (f"{error}; {found}",)
+            raise
         return result.sharding
+
+
+def _split_by_one_axis(dims: Contraction, a: jax.Array, b: jax.Array) -> str:
+    """Says which axis of a mesh splits different dimensions of the factors; "" if none does."""
+    names, split = dims.names(), collections.defaultdict(list)
+    for letters, operand in ((dims.lhs, a), (dims.rhs, b)):
+        for letter, axes in zip(letters, jax.typeof(operand).sharding.spec, strict=False):
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                split[axis] += [letter] if letter not in split[axis] else []
+    return "; ".join(
+        f"{axis!r} splits {' and '.join(names.get(x, x) for x in found)}"
+        for axis, found in split.items()
+        if len(found) > 1
+    )
 
 
 def of_gemm(
