@@ -1,7 +1,9 @@
 """How the tests run: on the CPU unless a GPU is asked for, strict about dtypes, and repeatable."""
 
+import contextlib
 import os
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -83,11 +85,12 @@ def no_packaged_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """Compiles no lowered module again that an earlier run compiled; gives what compiles each."""
     from pallas_gemm import offline
-    from tests import compilations
+    from tests import compilations, forks
 
     compile_elsewhere = offline._compile_elsewhere
     cache = getattr(request.config, "cache", None)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(forks.Forks()) as processes:
+        patch.setattr(offline, "subprocess", processes)
         if cache is not None:
             keeping = compilations.kept(compile_elsewhere, cache.mkdir("compilations"))
             patch.setattr(offline, "_compile_elsewhere", keeping)
@@ -118,6 +121,14 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_gemm.planning import proof
 
     monkeypatch.setattr(proof, "why_untrusted", lambda *_: None)
+
+
+@pytest.fixture
+def new_processes(kept_compilations: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the processes that compile: each imports JAX for itself, as a user's does."""
+    from pallas_gemm import offline
+
+    monkeypatch.setattr(offline, "subprocess", subprocess)
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ def test_a_blackwell_kernel_reports_its_clusters_and_tensor_memory() -> None:
     assert report.serialized == ()
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_several_targets_in_one_process() -> None:
     # In this order, because a compiler that remembers its first target would fail on the second.
     operand = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -149,6 +150,7 @@ def test_a_function_without_a_kernel_is_refused() -> None:
         offline.compile_report(jnp.matmul, operand, operand, target="h200")
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_a_kernel_that_the_target_cannot_run_is_refused() -> None:
     with pytest.raises(RuntimeError, match="target='b200' failed"):
         offline.compile_report(hopper_product(64, 64), *operands(64, 64), target="b200")

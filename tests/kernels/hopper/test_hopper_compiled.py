@@ -595,7 +595,7 @@ def starting_seconds() -> float:
     return cpu_seconds() - start
 
 
-@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.usefixtures("compiled_anew", "new_processes")
 def test_tracing_and_compiling_takes_little_longer_than_starting_the_compiler():
     # 3 seconds each beside 2 on an idle core. A busy one is slower at both.
     each = 1.5 * len(TIMED)

@@ -1,0 +1,99 @@
+"""Runs Python code as `subprocess.run` would, in forks of a process that has imported JAX.
+
+To import JAX and the package takes a process as long as to compile a kernel. What JAX settles when
+it is first used, such as the architecture that it compiles for, each fork settles for itself.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests import compilations
+
+ROOT = pathlib.Path(__file__).parent.parent
+SETTINGS = (*compilations.SETTINGS, "PYTHON")
+"""How variables of the environment begin that a process may read when it imports."""
+IMPORTED = ("jax.experimental.pallas.mosaic_gpu", "pallas_gemm.offline")
+
+
+class Forks:
+    """Stands for the module `subprocess` where it runs code that imports JAX."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[str] | None = None
+        self._settings: dict[str, str] = {}
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `[sys.executable, "-c", code, *arguments]`, and captures what it prints."""
+        executable, option, *code_and_arguments = command
+        assert (executable, option) == (sys.executable, "-c")
+        with (
+            self._lock,
+            tempfile.NamedTemporaryFile("r") as out,
+            tempfile.NamedTemporaryFile("r") as err,
+        ):
+            request = [code_and_arguments, dict(env), out.name, err.name]
+            status = self._ask(json.dumps(request), env)
+            return subprocess.CompletedProcess(list(command), status, out.read(), err.read())
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
+
+    def _ask(self, request: str, env: Mapping[str, str]) -> int:
+        settings = {k: v for k, v in env.items() if k.startswith(SETTINGS)}
+        if self._server is None or settings != self._settings:
+            self.close()
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks"],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._settings = settings
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(request, file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+
+def main() -> None:
+    """Forks for each request on the standard input, and says how that one ended."""
+    for module in IMPORTED:
+        importlib.import_module(module)
+    # JAX warns that forks lack its threads, of which none has begun.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    for request in sys.stdin:
+        if child := os.fork():
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        (code, *arguments), env, *printed = json.loads(request)
+        for stream, path in enumerate([os.devnull, *printed]):
+            os.dup2(os.open(path, os.O_RDWR), stream)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = ["-c", *arguments]
+        warnings.resetwarnings()
+        exec(code, {"__name__": "__main__"})
+        return
+
+
+if __name__ == "__main__":
+    main()
