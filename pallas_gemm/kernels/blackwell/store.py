@@ -3,7 +3,8 @@
     tensor memory ──▶ registers ──▶ store slot in shared memory ──▶ TMA ──▶ the result
 
 A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
-that its sum will take, or, of another type than the result, into one of its own.
+that its sum will take, or, of another type than the result, into one of its own. A chunk of a
+symmetric result is written and stored twice (`mirror.py`).
 """
 
 import functools
