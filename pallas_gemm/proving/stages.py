@@ -143,11 +143,14 @@ def stages(architecture: Architecture, device: Device) -> tuple[Stage, ...]:
     """Returns the stages by which a kernel is proven on a GPU."""
     rungs = RUNGS[architecture.name]
     top = {name: rungs[name] for name in REPLAYED[architecture.name]}
+    # Half of a result is mirrored in squares of 64.
+    wide = [dataclasses.replace(config, store_columns=64) for config in rungs.values()]
     found = [Stage(name, _legal(_plain(), [config], device)) for name, config in rungs.items()]
     found += [
         Stage("types", _legal(_of_types(), top.values(), device)),
         Stage("epilogues", _legal(_of_epilogues(), top.values(), device)),
         Stage("batches", _legal(_of_batches(), top.values(), device)),
+        Stage("half of a symmetric result", _legal(_symmetric(), wide, device)),
         Stage("what is chosen by default", tuple(_chosen(architecture, device))),
     ]
     replayed = tuple(_around_whole_waves(list(top.values()), device))
@@ -192,6 +195,11 @@ def _of_batches() -> Iterator[Problem]:
     yield batch
     yield dataclasses.replace(batch, shared_a=True)
     yield dataclasses.replace(batch, shared_b=True, epilogue=Epilogue(bias=True, residual=True))
+
+
+def _symmetric() -> Iterator[Problem]:
+    for size in (1352, 520):
+        yield dataclasses.replace(_RAGGED, m=size, n=size, symmetric="gram")
 
 
 def _chosen(architecture: Architecture, device: Device) -> Iterator[Case]:

@@ -84,6 +84,14 @@ def test_a_right_product_is_exact_however_often() -> None:
     assert worker.wrong_elements(PLAIN, by(jnp.matmul), B200, replays=20) == 0
 
 
+def test_half_of_a_symmetric_result_is_that_of_one_array() -> None:
+    for device in (B200, H200):
+        assert len(of(device)["half of a symmetric result"].cases) >= 2
+    gram = Case(Problem(24, 24, 16, transpose_b=True, symmetric="gram"), PLAIN.config)
+    kernel = by(lambda a, _: jnp.matmul(a, a.T))
+    assert worker.wrong_elements(gram, kernel, B200, replays=0) == 0
+
+
 def test_wrong_elements_are_counted() -> None:
     for value in (99.0, jnp.nan):
         kernel = by(lambda a, b, value=value: jnp.matmul(a, b).at[3, :5].set(value))
