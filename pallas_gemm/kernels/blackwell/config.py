@@ -30,6 +30,9 @@ NARROWEST_BOX = 32
 ACTIVATED_COLUMNS = 16
 """Columns that an activation sees at a time, of gate and up together: with 32, `erf` does not fit
 into the registers."""
+ISSUED_COLUMNS = 32
+"""Columns of a chunk that fit into the registers beside an activation, where the epilogue's threads
+have no others' registers: with 64, `erf` spills 8 bytes."""
 SQUARE = 64
 """Rows and columns of what is mirrored at a time: of 16 bits, as wide as a box of TMA may be."""
 PAIR = (2, 1)
@@ -246,6 +249,12 @@ class BlackwellConfig(GemmConfig):
             yield (
                 f"shared memory: needs {needed} bytes of {device.shared_memory};"
                 f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
+            )
+        activated = problem.epilogue.activation is not None and not self.specialised
+        if activated and self.store_columns > ISSUED_COLUMNS:
+            yield (
+                "registers: with an activation and specialised=False, store_columns must be at"
+                f" most {ISSUED_COLUMNS}, got {self.store_columns}"
             )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -152,6 +153,12 @@ CASES = {
         ("the result of int8 with an epilogue must be one of bfloat16, ", "got int32"),
         of_type(jnp.int8, jnp.int32, epilogue=Epilogue(alpha=2.0)),
         store_columns=32,
+    ),
+    "registers": case(
+        ("with an activation and specialised=False, store_columns must be at most 32", "got 64"),
+        dataclasses.replace(NT, epilogue=Epilogue(activation=jax.nn.gelu)),
+        specialised=False,
+        persistence="none",
     ),
     "integers": case(
         ("only compute capability 10.0 multiplies int8", "NVIDIA B300 SXM6 AC has 10.3"),
