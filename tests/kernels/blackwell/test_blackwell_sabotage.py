@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -179,11 +180,6 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         CONFIG,
         {"stuck"},
     ),
-    "a CTA leaves before all have read its answers": (
-        leave_out(launch_control, "drain"),
-        DYNAMIC,
-        {"race", "refused"},
-    ),
     "a request is made after a refusal": (
         put(launch_control, "take", take_and_ask_after_the_end),
         DYNAMIC,
@@ -233,6 +229,17 @@ def test_a_fault_is_noticed(name, monkeypatch):
     plant, config, evidence = FAULTS[name]
     plant(monkeypatch)
     assert evidence & faults(monkeypatch, config, PATIENCE_SECONDS)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="that simulator keeps the barriers of a cluster until all of it has left",
+)
+def test_a_cta_that_leaves_before_all_have_read_its_answers_is_noticed(monkeypatch):
+    leave_out(launch_control, "drain")(monkeypatch)
+    # The multiplier that issues nothing comes late, or nobody would arrive on a CTA that has left.
+    quick_simulator.dawdle(monkeypatch, 1, 1, DAWDLED_SECONDS)
+    assert {"race", "refused"} & faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS)
 
 
 def test_an_answer_that_is_left_behind_after_a_refusal_is_noticed(monkeypatch):
