@@ -7,8 +7,8 @@
 
 Each part is a program of this folder in a process of its own. One that takes
 longer than its share is ended: its files hold what it had found by then. A
-kernel that is not proven on this GPU is proven first, which takes ten minutes
-of its own; if it fails, nothing is timed.
+kernel that is not proven on this GPU is proven first, which takes time of its
+own; if it fails, nothing is timed.
 """
 
 import dataclasses

@@ -32,8 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument(
         "--prove",
         action="store_true",
-        help="run the kernel of this GPU in every way there is, in ten minutes, and trust it if it"
-        " is exact",
+        help="run the kernel of this GPU in every way there is, and trust it if it is exact",
     )
     given = parser.parse_args(arguments)
     if given.command is None:
