@@ -184,12 +184,7 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
     Returns:
         The reports in the order in which the kernels were compiled.
     """
-    if target not in targets():
-        raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
-    if absent := missing_packages():
-        raise RuntimeError(
-            f"compiling without a GPU needs {', '.join(absent)}: pip install '.[aot]'"
-        )
+    check_target(target)
     notes = _compile_elsewhere(exported(fn, *args), target)
     starts = [found.start() for found in _KERNEL_START.finditer(notes)]
     reports = [
@@ -198,6 +193,16 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
     ]
     # Some releases compile a kernel once for each place that calls it.
     return tuple({report.ptx: report for report in reports}.values())
+
+
+def check_target(target: str) -> None:
+    """Raises an error unless functions can be compiled for a target here."""
+    if target not in targets():
+        raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
+    if absent := missing_packages():
+        raise RuntimeError(
+            f"compiling without a GPU needs {', '.join(absent)}: pip install '.[aot]'"
+        )
 
 
 def compile_exported(path: str, target: str) -> None:

@@ -25,7 +25,7 @@ from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.offline import Report, compile_reports, targets
+from pallas_gemm.offline import Report, check_target, compile_reports
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
@@ -128,8 +128,7 @@ def precompile(
         TypeError: An option is unknown or of the wrong type.
         RuntimeError: The compiler is not installed, or refuses a kernel.
     """
-    if target not in targets():
-        raise ValueError(f"target={target!r} is unknown; legal are {', '.join(targets())}")
+    check_target(target)
     extras = Epilogue(bias=bias, residual=residual, gated=gated)
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
     distinct = list(dict.fromkeys(products))

@@ -141,6 +141,14 @@ def test_bad_requests_are_refused(shapes: Any, options: dict[str, Any], message:
         precompile(shapes, **{"target": "h200", **options})
 
 
+def test_a_missing_compiler_is_told_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offline, "_importable", lambda module: not module.startswith("nvidia"))
+    with pytest.raises(RuntimeError, match="needs nvidia-cuda-nvcc"):
+        precompile([], "h200")
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="'swizzle'"):
         precompile([(64, 64, 64)], "h200", swizzle=8)
