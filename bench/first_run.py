@@ -28,7 +28,7 @@ from absl import app, flags
 
 from bench import command
 from pallas_gemm.planning import proof
-from pallas_gemm.proving import prove, worker
+from pallas_gemm.proving import prove
 
 PROGRAM = "first_run"
 HERE = pathlib.Path(__file__).resolve().parent
@@ -113,7 +113,7 @@ def _run(values: flags.FlagValues) -> int:
         raise command.RequestError(reason)
     console = command.console()
     try:
-        proven = ready(console.print)
+        proven = ready(functools.partial(console.print, end=""))
     except prove.NothingToProveError as error:
         raise command.RequestError(str(error)) from None
     with tempfile.TemporaryDirectory() as name:
@@ -138,14 +138,11 @@ def ready(say: Callable[[str], object], start: prove.Start = prove.in_process) -
     Raises:
         NothingToProveError: There is no GPU that a kernel is for.
     """
-    lines: list[str] = []
-    start(worker.SURVEY, "once", lines.append)
-    for line in lines[-1:]:
-        here = json.loads(line)
-        known = proof.found(here["kernel"], here["device"])
-        if known is not None and known.failed is None:
-            say(f"the {known.kernel} kernel was proven on {known.device} on {known.when}")
-            return known
+    here = prove.survey(start)
+    known = proof.found(here["kernel"], here["device"])
+    if known is not None and known.failed is None:
+        say(f"the {known.kernel} kernel was proven on {known.device} on {known.when}\n")
+        return known
     return prove.prove(say, start)
 
 

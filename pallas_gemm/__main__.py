@@ -54,8 +54,8 @@ def _report() -> int:
 def _prove() -> int:
     from pallas_gemm.proving import prove
 
-    def say(line: str) -> None:
-        sys.stdout.write(f"{line}\n")
+    def say(text: str) -> None:
+        sys.stdout.write(text)
         sys.stdout.flush()
 
     try:

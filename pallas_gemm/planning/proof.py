@@ -18,6 +18,8 @@ from pallas_gemm.planning.architectures import Architecture
 
 FORMAT = 1
 """Changes when what an earlier version wrote could be misread."""
+UNFINISHED = "it was not completed"
+"""How a proof failed that was interrupted, or still goes on."""
 COMMAND = "python -m pallas_gemm doctor --prove"
 _SHARED = ("schedules/*.py", "pallas_gemm/*.py", "pallas_gemm/kernels/*.py")
 
@@ -112,6 +114,17 @@ def found(kernel: str, device: str) -> Proof | None:
         kernel: The name of its architecture.
         device: The kind of the GPU.
     """
+    known = _of_this_version(kernel, device)
+    return None if known is None or known.failed == UNFINISHED else known
+
+
+def interrupted(kernel: str, device: str) -> Proof | None:
+    """Returns what a proof had found that was interrupted; None if none was. See `found`."""
+    known = _of_this_version(kernel, device)
+    return known if known is not None and known.failed == UNFINISHED else None
+
+
+def _of_this_version(kernel: str, device: str) -> Proof | None:
     try:
         path = path_of(device)
         now = path.stat()

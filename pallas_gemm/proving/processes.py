@@ -8,7 +8,10 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+Told = Callable[[str], None]
+"""Is handed each line of a program's standard output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +33,24 @@ class End:
         return f"{how}: {self.errors[-300:]}" if self.errors else how
 
 
-def run(
+Go = Callable[[Told], End]
+"""Writes a line to a program that waits for it, and listens until it ends."""
+
+
+@contextlib.contextmanager
+def started(
     command: Sequence[str],
-    told: Callable[[str], None],
     patience: float,
     environment: Mapping[str, str],
     folder: pathlib.Path | None = None,
-) -> End:
-    """Runs a command, and ends it with all that it started if it is silent for too long.
+) -> Iterator[Go]:
+    """Starts a command, and ends it with all that it started on leaving.
+
+    What it says before it is told to go on is kept.
 
     Args:
         command: The program and its arguments.
-        told: Is handed each line of its standard output.
-        patience: Seconds without a line after which it is killed.
+        patience: Seconds without a line after which it is killed; they count from the word to go.
         environment: Its variables.
         folder: Where it runs; here if None.
     """
@@ -52,7 +60,7 @@ def run(
             command,
             cwd=folder,
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -60,29 +68,51 @@ def run(
             start_new_session=True,
         ) as process,
     ):
-        silent = threading.Event()
+        assert process.stdin
+        assert process.stdout
+        word, lines = process.stdin, process.stdout
 
         def end() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        def lose_patience() -> None:
-            silent.set()
-            end()
+        def go(told: Told) -> End:
+            silent = threading.Event()
 
-        timer = threading.Timer(patience, lose_patience)
-        timer.start()
-        try:
-            for line in process.stdout or ():
+            def lose_patience() -> None:
+                silent.set()
+                end()
+
+            timer = threading.Timer(patience, lose_patience)
+            timer.start()
+            try:
+                with contextlib.suppress(BrokenPipeError), word:
+                    word.write("\n")
+                for line in lines:
+                    timer.cancel()
+                    told(line.rstrip("\n"))
+                    timer = threading.Timer(patience, lose_patience)
+                    timer.start()
+                code = process.wait()
+            finally:
                 timer.cancel()
-                told(line.rstrip("\n"))
-                timer = threading.Timer(patience, lose_patience)
-                timer.start()
-            code = process.wait()
-        except BaseException:
-            end()
-            raise
+            errors.seek(0)
+            return End(code, silent.is_set(), errors.read())
+
+        try:
+            yield go
         finally:
-            timer.cancel()
-        errors.seek(0)
-        return End(code, silent.is_set(), errors.read())
+            if process.poll() is None:
+                end()
+
+
+def run(
+    command: Sequence[str],
+    told: Told,
+    patience: float,
+    environment: Mapping[str, str],
+    folder: pathlib.Path | None = None,
+) -> End:
+    """Runs a command that waits for nothing: see `started`."""
+    with started(command, patience, environment, folder) as go:
+        return go(told)

@@ -1,11 +1,15 @@
 """Proves a kernel on this computer's GPU: stage after stage, until one fails or all have passed.
 
 This process leaves the GPU alone: each stage is one of its own, with a time limit, so that a wrong
-number, a hang and a crash are all verdicts. What came of it is written for dispatch to read.
+number, a hang and a crash are all verdicts. Several are started ahead, to compile; one at a time
+computes. What came of it is written for dispatch to read.
 """
 
+import collections
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -25,16 +29,19 @@ _GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL,CUBLAS --xla_gpu_graph_min_graph_size=1"
 )
 
-Start = Callable[[str, How, Callable[[str], None]], processes.End]
-"""Runs a stage, by its name and how, and hands over each line that it says."""
+AHEAD = 12
+"""Stages that there are processes for at a time, where there are as many cores."""
+
+Start = Callable[[str, How], contextlib.AbstractContextManager[processes.Go]]
+"""Starts a stage, by its name and how: it compiles, and then waits until it is told to go."""
 
 
 class NothingToProveError(RuntimeError):
     """There is no GPU that a kernel is for; the message says what there is."""
 
 
-def in_process(name: str, how: How, told: Callable[[str], None]) -> processes.End:
-    """Runs a stage in a process of its own."""
+def in_process(name: str, how: How) -> contextlib.AbstractContextManager[processes.Go]:
+    """Starts a stage in a process of its own."""
     command = [sys.executable, "-m", worker.__name__, name]
     settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     flags = os.environ.get("XLA_FLAGS", "")
@@ -45,15 +52,33 @@ def in_process(name: str, how: How, told: Callable[[str], None]) -> processes.En
     elif how != "once":
         # Flags that begin with a space are taken for the name of a file.
         settings["XLA_FLAGS"] = f"{flags} {_GRAPHS}".strip()
-    return processes.run(command, told, PATIENCE[how], {**os.environ, **settings})
+    return processes.started(command, PATIENCE[how], {**os.environ, **settings})
+
+
+def survey(start: Start) -> Mapping[str, Any]:
+    """Returns what there is to prove on this computer.
+
+    Raises:
+        NothingToProveError: There is no GPU that a kernel is for.
+    """
+    lines: list[str] = []
+    with start(worker.SURVEY, "once") as go:
+        end = go(lines.append)
+    found = _json(lines[-1]) if lines and not end.code else None
+    if found is None:
+        last = [line for line in end.errors.splitlines() if line.strip()][-1:]
+        raise NothingToProveError(f"nothing can be proven: {''.join(last) or end}")
+    return found
 
 
 def prove(say: Callable[[str], object], start: Start = in_process) -> Proof:
     """Proves the kernel of this computer's GPU, and writes what came of it.
 
+    Stages that passed before it was interrupted are not run again.
+
     Args:
-        say: Is handed each line for the user.
-        start: Runs a stage.
+        say: Is handed text for the user, as it comes: a line may come in two parts.
+        start: Starts a stage.
 
     Returns:
         What was proven, or how it failed.
@@ -62,49 +87,70 @@ def prove(say: Callable[[str], object], start: Start = in_process) -> Proof:
         NothingToProveError: There is no GPU that a kernel is for.
         OSError: What was found cannot be written.
     """
-    lines: list[str] = []
-    end = start(worker.SURVEY, "once", lines.append)
-    found = _json(lines[-1]) if lines and not end.code else None
-    if found is None:
-        last = [line for line in end.errors.splitlines() if line.strip()][-1:]
-        raise NothingToProveError(f"nothing can be proven: {''.join(last) or end}")
+    found = survey(start)
     kernel, device = found["kernel"], found["device"]
-    say(f"the {kernel} kernel on {device}, stage by stage; every number is compared")
+    say(f"the {kernel} kernel on {device}, stage by stage; every number is compared\n")
     done = Proof(
         kernel,
         device,
         proof.version_of(kernel),
         datetime.datetime.now(datetime.UTC).date().isoformat(),
         (),
-        failed="it was not completed",
+        failed=proof.UNFINISHED,
         surroundings=f"pallas_gemm {__version__}; {found['driver']}",
     )
+    before = proof.interrupted(kernel, device)
+    if before is not None and before.surroundings == done.surroundings:
+        done = dataclasses.replace(done, stages=before.stages)
     # What was proven before is no longer: whoever ends this leaves nothing behind that is trusted.
     done.save()
-    for name, how in found["stages"]:
-        begun = time.monotonic()
-        outcome, fine = _stage(name, how, start)
-        seconds = round(time.monotonic() - begun, 1)
-        say(f"  {name:<36} {outcome}, {seconds:.0f} s")
-        stages = (*done.stages, proof.Stage(name, outcome, seconds))
-        done = dataclasses.replace(done, stages=stages)
-        if not fine:
-            done = dataclasses.replace(done, failed=f"{name}: {outcome}")
-            break
-    else:
-        done = dataclasses.replace(done, failed=None)
+    for stage in done.stages:
+        say(f"{_begun(stage.name)}{stage.outcome}, before it was interrupted\n")
+    passed = {stage.name for stage in done.stages}
+    left = [(name, how) for name, how in found["stages"] if name not in passed]
+    done = _prove_stages(done, left, say, start)
     path = done.save()
     for line in _conclusion(done, str(path)):
-        say(line)
+        say(f"{line}\n")
     return done
 
 
-def _stage(name: str, how: How, start: Start) -> tuple[str, bool]:
-    """Runs a stage; returns what came of it, and whether the next one may follow."""
-    if how == "checked" and memcheck.sanitizer() is None:
+def _prove_stages(
+    done: Proof, left: Sequence[tuple[str, How]], say: Callable[[str], object], start: Start
+) -> Proof:
+    """Runs the stages that are left, and keeps what came of each when it has ended."""
+    upcoming, ahead = iter(left), collections.deque[processes.Go | None]()
+    most = min(AHEAD, os.cpu_count() or 1)
+    with contextlib.ExitStack() as started:
+        for name, how in left:
+            for next_name, next_how in itertools.islice(upcoming, most - len(ahead)):
+                if next_how == "checked" and memcheck.sanitizer() is None:
+                    ahead.append(None)
+                else:
+                    ahead.append(started.enter_context(start(next_name, next_how)))
+            say(_begun(name))
+            begun = time.monotonic()
+            outcome, fine = _outcome(how, ahead.popleft())
+            seconds = round(time.monotonic() - begun, 1)
+            say(f"{outcome}, {seconds:.0f} s\n")
+            stages = (*done.stages, proof.Stage(name, outcome, seconds))
+            done = dataclasses.replace(done, stages=stages)
+            if not fine:
+                return dataclasses.replace(done, failed=f"{name}: {outcome}")
+            done.save()
+    return dataclasses.replace(done, failed=None)
+
+
+def _begun(name: str) -> str:
+    return f"  {name:<36} "
+
+
+def _outcome(how: How, go: processes.Go | None) -> tuple[str, bool]:
+    """Lets a stage compute; returns what came of it, and whether the next one may follow."""
+    if go is None:
         return "not run: compute-sanitizer is not installed", True
     said: list[str] = []
-    end = start(name, how, said.append)
+    end = go(said.append)
     told = [line for text in said if (line := _json(text)) is not None]
     running = next((line["begins"] for line in reversed(told) if "begins" in line), "its start")
     wrong = [line["wrong"] for line in told if "wrong" in line]

@@ -6,6 +6,7 @@ last tiles, and make more tiles than a GPU runs at a time.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,8 +23,8 @@ from pallas_gemm.problem import Epilogue, Problem
 
 How = Literal["once", "replayed", "beside", "checked"]
 
-REPLAYS = 100_000
-"""Of all products together that are replayed."""
+REPLAYS = 34_000
+"""Of the products of one rung together: 100,000 of all three."""
 REPLAYS_BESIDE = 5_000
 """Likewise, beside a kernel of higher priority."""
 CHOSEN = 12
@@ -151,13 +152,15 @@ def stages(architecture: Architecture, device: Device) -> tuple[Stage, ...]:
         Stage("epilogues", _legal(_of_epilogues(), top.values(), device)),
         Stage("batches", _legal(_of_batches(), top.values(), device)),
         Stage("half of a symmetric result", _legal(_symmetric(), wide, device)),
-        Stage("what is chosen by default", tuple(_chosen(architecture, device))),
     ]
-    replayed = tuple(_around_whole_waves(list(top.values()), device))
+    found += [_chosen(problem, architecture, device) for problem in _USUAL]
+    replayed = {name: _around_whole_waves(config, device) for name, config in top.items()}
+    found += [Stage(f"replays: {name}", cases, "replayed") for name, cases in replayed.items()]
+    # What deals tiles is no other where a kernel wants its place.
+    claimed = [case for cases in list(replayed.values())[1:] for case in cases]
     small = dataclasses.replace(_RAGGED, m=328, n=392, k=264)
     found += [
-        Stage("replays", replayed, "replayed"),
-        Stage("beside a kernel of higher priority", replayed[len(replayed) // 3 :], "beside"),
+        Stage("beside a kernel of higher priority", tuple(claimed), "beside"),
         Stage("memcheck", _legal([small], rungs.values(), device), "checked"),
     ]
     return tuple(found)
@@ -202,21 +205,18 @@ def _symmetric() -> Iterator[Problem]:
         yield dataclasses.replace(_RAGGED, m=size, n=size, symmetric="gram")
 
 
-def _chosen(architecture: Architecture, device: Device) -> Iterator[Case]:
-    for problem in _USUAL:
-        for config in heuristics.rank(problem, device, architecture)[:CHOSEN]:
-            yield Case(problem, config)
+def _chosen(problem: Problem, architecture: Architecture, device: Device) -> Stage:
+    """Returns the stage of what is chosen by default for a product."""
+    configs = heuristics.rank(problem, device, architecture)[:CHOSEN]
+    name = f"chosen for {problem.m} x {problem.n} x {problem.k} {problem.layout}"
+    return Stage(name, tuple(Case(problem, config) for config in configs))
 
 
-def _around_whole_waves(configs: Sequence[GemmConfig], device: Device) -> Iterator[Case]:
-    """Yields products of one tile less, as many, and one more than whole waves have."""
-    for config in configs:
-        many = dataclasses.replace(_RAGGED, m=2**20)
-        workers = config.workers(many, device)
-        rows, columns = config.tile
-        rows, columns = rows * config.cluster[0], columns * config.cluster[1]
-        for waves, beside in itertools.product((1, 2), (-1, 0, 1)):
-            # The last row of tiles is not a whole one.
-            m = rows * (waves * workers + beside) - 8
-            problem = dataclasses.replace(_RAGGED, m=m, n=columns)
-            yield Case(problem, config)
+def _around_whole_waves(config: GemmConfig, device: Device) -> tuple[Case, ...]:
+    """Returns products of one tile less, as many, and one more than whole waves have."""
+    workers = config.workers(dataclasses.replace(_RAGGED, m=2**20), device)
+    rows, columns = map(math.prod, zip(config.tile, config.cluster, strict=True))
+    tiles = [waves * workers + beside for waves in (1, 2) for beside in (-1, 0, 1)]
+    # The last row of tiles is not a whole one.
+    sizes = [rows * count - 8 for count in tiles]
+    return tuple(Case(dataclasses.replace(_RAGGED, m=m, n=columns), config) for m in sizes)

@@ -1,9 +1,11 @@
 """Runs one stage of a proof in a process of its own: `python -m pallas_gemm.proving.worker NAME`.
 
-Each product is a line of JSON before it runs, so that whoever reads knows at which one a process
-hung or died.
+It compiles at once, and leaves the GPU alone until a line comes from its standard input. Each
+product is a line of JSON before it runs, so that whoever reads knows at which one a process hung or
+died.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import sys
@@ -27,40 +29,52 @@ WRONG = 70
 """The exit status where a result is wrong."""
 DONE = "computed"
 """The last word of a process that has done all of its stage."""
+COMPILERS = 2
+"""Threads of a process that compile: half of that is Python, in which one of them is at a time."""
 UNROLLED = 6
 """Products in one replay of a graph."""
 
 Tell = Callable[[dict[str, Any]], None]
 
 
-def wrong_elements(
+def prepared(
     case: Case, architecture: Architecture, device: Device, replays: int, seed: int = 0
-) -> int:
-    """Computes a product, and counts the elements that are not exact.
+) -> Callable[[], int]:
+    """Compiles a product; returns what computes it, and counts the elements that are not exact.
 
     Args:
         case: The product. No two of a stage are drawn alike, so that what another one left in
             memory is not right.
         architecture: Whose kernel computes it.
         device: On what.
-        replays: How often it is computed again as a CUDA graph; of those, wrong results are
-            counted, and not their elements.
+        replays: How often it is computed as a CUDA graph; of those, wrong results are counted, and
+            not their elements. 0 to compute it once.
         seed: Of the operands.
     """
     problem = case.problem
-    operands = products.small_integers(problem, np.random.default_rng(seed))
-    if problem.symmetric:
-        operands = operands._replace(b=operands.a)
+    with _on_the_host():
+        operands = products.small_integers(problem, np.random.default_rng(seed))
+        if problem.symmetric:
+            operands = operands._replace(b=operands.a)
+        expected = products.rounded(problem, products.exact(problem, operands))
+    expected = expected.astype(problem.out_dtype)
+    arrays = [np.asarray(x) for x in operands.arrays]
     kernel = architecture.build(problem, case.config, device, False)
-    expected = products.rounded(problem, products.exact(problem, operands))
-    out = np.asarray(jax.jit(kernel)(*operands.arrays)).astype(np.float64)
-    wrong = int(np.sum(~(out == expected)))
-    if wrong or not replays:
-        return wrong
-    return int(replayed(kernel, replays)(jnp.asarray(expected, problem.out_dtype), operands.arrays))
+    if replays:
+        again = replayed(kernel, replays).lower(expected, arrays).compile()
+        return lambda: int(again(expected, arrays))
+    once = jax.jit(kernel).lower(*arrays).compile()
+    return lambda: int(np.sum(~(np.asarray(once(*arrays)) == expected)))
 
 
-def replayed(kernel: Callable[..., jax.Array], count: int) -> Callable[..., jax.Array]:
+def _on_the_host() -> contextlib.AbstractContextManager[Any]:
+    """Leaves the GPU to the stage whose turn it is, where JAX has the host beside it."""
+    with contextlib.suppress(RuntimeError):
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    return contextlib.nullcontext()
+
+
+def replayed(kernel: Callable[..., jax.Array], count: int) -> Any:
     """Returns a program that runs a plain product `count` times, and counts the wrong results.
 
     The left operand changes its sign from one to the next, so that no result is right because it is
@@ -80,17 +94,40 @@ def replayed(kernel: Callable[..., jax.Array], count: int) -> Callable[..., jax.
     return run
 
 
-def run(stage: Stage, architecture: Architecture, device: Device, tell: Tell) -> bool:
-    """Runs the products of a stage; returns whether all are exact."""
+def run(
+    stage: Stage,
+    architecture: Architecture,
+    device: Device,
+    tell: Tell,
+    wait: Callable[[], object] = lambda: None,
+) -> bool:
+    """Runs the products of a stage, which are compiled meanwhile; returns whether all are exact.
+
+    Args:
+        stage: The stage.
+        architecture: Whose kernel it runs.
+        device: On what.
+        tell: Is handed what is said.
+        wait: Returns when the GPU is free.
+    """
     replays = {"replayed": REPLAYS, "beside": REPLAYS_BESIDE}.get(stage.how, 0)
-    with _surroundings(stage) as note:
-        for place, case in enumerate(stage.cases):
-            tell({"begins": str(case)})
-            each = -(-replays // len(stage.cases))
-            if wrong := wrong_elements(case, architecture, device, each, seed=place):
-                what = "results" if replays else "elements"
-                tell({"wrong": f"{wrong} {what} are wrong"})
-                return False
+    each = -(-replays // len(stage.cases))
+    pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
+    ready = [
+        pool.submit(prepared, case, architecture, device, each, seed=place)
+        for place, case in enumerate(stage.cases)
+    ]
+    try:
+        wait()
+        with _surroundings(stage) as note:
+            for case, computed in zip(stage.cases, ready, strict=True):
+                tell({"begins": str(case)})
+                if wrong := computed.result()():
+                    what = "results" if replays else "elements"
+                    tell({"wrong": f"{wrong} {what} are wrong"})
+                    return False
+    finally:
+        pool.shutdown(cancel_futures=True)
     tell({"done": len(stage.cases), "replays": replays, "note": note()})
     return True
 
@@ -134,12 +171,16 @@ def main(name: str) -> int:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
+    def wait() -> None:
+        if not sys.stdin.readline():
+            sys.exit("whoever started this is gone")
+
     if name == SURVEY:
         tell(survey())
         return 0
     architecture, device = _here()
     (stage,) = (stage for stage in stages(architecture, device) if stage.name == name)
-    if not run(stage, architecture, device, tell):
+    if not run(stage, architecture, device, tell, wait):
         return WRONG
     sys.stdout.write(f"{DONE}\n")
     return 0

@@ -1,5 +1,6 @@
 """The first run on a GPU that nobody measured: parts within their time, one file, a made-up GPU."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -142,12 +143,15 @@ def test_nothing_is_timed_of_a_kernel_that_failed(tmp_path: pathlib.Path) -> Non
 def test_what_is_not_proven_is_proven_first() -> None:
     asked: list[str] = []
 
-    def start(name: str, _: str, told: Any) -> processes.End:
-        asked.append(name)
-        stages = [("one CTA", "once")]
-        here = {"device": B200.kind, "kernel": "blackwell", "driver": "", "stages": stages}
-        told(json.dumps(here if name == "survey" else {"done": 7, "replays": 0, "note": ""}))
-        return processes.End(0, False, "")
+    def start(name: str, _: str) -> contextlib.AbstractContextManager[processes.Go]:
+        def go(told: processes.Told) -> processes.End:
+            asked.append(name)
+            stages = [("one CTA", "once")]
+            here = {"device": B200.kind, "kernel": "blackwell", "driver": "", "stages": stages}
+            told(json.dumps(here if name == "survey" else {"done": 7, "replays": 0, "note": ""}))
+            return processes.End(0, False, "")
+
+        return contextlib.nullcontext(go)
 
     assert first_run.ready(print, start).failed is None
     assert asked == ["survey", "survey", "one CTA"]

@@ -38,7 +38,7 @@ def test_trust_grows() -> None:
         assert set(pairs) == {False, True}
     names = list(of(B200))
     assert names[: len(configs)] == list(RUNGS["blackwell"])
-    assert [of(B200)[name].how for name in names[-3:]] == ["replayed", "beside", "checked"]
+    assert [of(B200)[name].how for name in names[-4:]] == [*["replayed"] * 2, "beside", "checked"]
 
 
 @pytest.mark.parametrize("name", ["b200", "b300", "h20", "h100_pcie"])
@@ -64,7 +64,9 @@ def architecture_name(name: str) -> str:
 
 @pytest.mark.parametrize("device", [B200, H200], ids=lambda device: device.kind)
 def test_tile_counts_lie_around_multiples_of_the_workers(device: Device) -> None:
-    for case in of(device)["replays"].cases:
+    stages = [stage for stage in of(device).values() if stage.how == "replayed"]
+    assert len(stages) == 3
+    for case in [case for stage in stages for case in stage.cases]:
         tiles = math.prod(case.config.stacked_grid(case.problem))
         many = dataclasses.replace(case.problem, m=2**20)
         workers = case.config.workers(many, device)
@@ -81,7 +83,7 @@ PLAIN = Case(Problem(24, 40, 16), RUNGS["blackwell"]["one CTA, roles"])
 
 
 def test_a_right_product_is_exact_however_often() -> None:
-    assert worker.wrong_elements(PLAIN, by(jnp.matmul), B200, replays=20) == 0
+    assert worker.prepared(PLAIN, by(jnp.matmul), B200, replays=20)() == 0
 
 
 def test_half_of_a_symmetric_result_is_that_of_one_array() -> None:
@@ -89,13 +91,13 @@ def test_half_of_a_symmetric_result_is_that_of_one_array() -> None:
         assert len(of(device)["half of a symmetric result"].cases) >= 2
     gram = Case(Problem(24, 24, 16, transpose_b=True, symmetric="gram"), PLAIN.config)
     kernel = by(lambda a, _: jnp.matmul(a, a.T))
-    assert worker.wrong_elements(gram, kernel, B200, replays=0) == 0
+    assert worker.prepared(gram, kernel, B200, replays=0)() == 0
 
 
 def test_wrong_elements_are_counted() -> None:
     for value in (99.0, jnp.nan):
         kernel = by(lambda a, b, value=value: jnp.matmul(a, b).at[3, :5].set(value))
-        assert worker.wrong_elements(PLAIN, kernel, B200, replays=0) == 5
+        assert worker.prepared(PLAIN, kernel, B200, replays=0)() == 5
 
 
 def test_a_replay_that_goes_wrong_is_counted() -> None:
@@ -103,13 +105,12 @@ def test_a_replay_that_goes_wrong_is_counted() -> None:
 
     def now_and_then(a: jax.Array, b: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((), jnp.bfloat16)
-        # The first call is the one that is compared element by element.
         extra = jax.pure_callback(
             lambda _: np.asarray(next(calls) % 7 == 6, jnp.bfloat16), shape, a[0, 0]
         )
         return jnp.matmul(a, b) + extra
 
-    assert worker.wrong_elements(PLAIN, by(now_and_then), B200, replays=20) == 3
+    assert worker.prepared(PLAIN, by(now_and_then), B200, replays=21)() == 3
 
 
 def test_what_is_still_in_memory_is_no_result() -> None:
@@ -139,7 +140,7 @@ def test_a_kernel_is_run_as_the_stage_says() -> None:
     simulated = dataclasses.replace(
         HOPPER, build=lambda p, config, device, _: HOPPER.build(p, config, device, simulator)
     )
-    assert worker.wrong_elements(case, simulated, H200, replays=0) == 0
+    assert worker.prepared(case, simulated, H200, replays=0)() == 0
 
 
 def test_a_kernel_of_higher_priority_wants_every_sm(monkeypatch: pytest.MonkeyPatch) -> None:
