@@ -235,9 +235,8 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         if not plan.joins:
             store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
-        has_rows = None if at.end is None else at.row < at.end
         within = piece.first_k, piece.end_k
-        steps = Steps(turn, progress.slot, piece.steps, within, has_rows)
+        steps = Steps(turn, progress.slot, piece.steps, within)
         total, slot = _sum(cta, me, steps, stores)
         if plan.joins:
             return Progress(join.hand_over(cta, me, piece, total), ring.upcoming(plan, slot))
@@ -277,15 +276,12 @@ class Steps(NamedTuple):
         slot: The slot of its first step; None if the turn says it.
         count: How many steps it takes, one at least; None for all of them.
         within: The first contracted element that counts, and the one after the last; None for all.
-        has_rows: Whether the consumer has any rows of the tile's group, or else nothing to
-            multiply; None if it has.
     """
 
     turn: Any
     slot: Any = None
     count: Any = None
     within: tuple[Any, Any] = (None, None)
-    has_rows: Any = None
 
 
 def _sum(cta: Cta, me: Any, steps: Steps, stores: late_store.Stores) -> tuple[Any, Any]:
@@ -323,10 +319,7 @@ def multiply(
     def issue(slot: Any, k: Any) -> None:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
         group_sums.mask(cta, me, slot, k, steps.within)
-        if steps.has_rows is None:
-            _issue_wgmma(cta, me, acc, slot)
-        else:
-            pl.when(steps.has_rows)(lambda: _issue_wgmma(cta, me, acc, slot))
+        _issue_wgmma(cta, me, acc, slot)
 
     def release(slot: Any) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
