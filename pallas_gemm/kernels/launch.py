@@ -1,5 +1,6 @@
 """How a kernel is launched: what it is given, and the call that both architectures make."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
@@ -127,6 +129,27 @@ def _padded(x: jax.Array, reach: int) -> jax.Array:
     return on_its_own(jnp.pad(x, [*whole, (0, reach - x.shape[-1])]))
 
 
+class Operations(NamedTuple):
+    """What a kernel computes.
+
+    Attributes:
+        flops: Multiplications plus additions.
+        transcendentals: Exponentials, tangents and the like.
+    """
+
+    flops: int = 0
+    transcendentals: int = 0
+
+
+def activations(problem: Problem) -> int:
+    """Returns the transcendentals of a problem's activation, of all elements of the result."""
+    activation = problem.epilogue.activation
+    if activation is None:
+        return 0
+    each = pl.estimate_cost(activation, jax.ShapeDtypeStruct((), jnp.float32)).transcendentals
+    return each * math.prod(problem.out_shape)
+
+
 def kernel(
     body: Callable[..., None],
     *,
@@ -134,22 +157,43 @@ def kernel(
     grid: Grid,
     results: Any,
     scratch: Sequence[Any],
+    operations: Operations,
     interpret: Any,
     approx_math: bool = False,
 ) -> Callable[[Inputs], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup."""
-    launched = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(grid.workers,),
-        grid_names=(WORKER,),
-        cluster=tuple(grid.cluster.values()),
-        cluster_names=tuple(grid.cluster),
-        num_threads=grid.warpgroups,
-        thread_name=WARPGROUP,
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
-        kernel_name=name,
-        interpret=interpret,
-    )
-    return lambda given: jax.tree.map(on_its_own, launched(given))
+
+    def run(given: Inputs) -> Any:
+        launched = plgpu.kernel(
+            body,
+            out_type=results,
+            grid=(grid.workers,),
+            grid_names=(WORKER,),
+            cluster=tuple(grid.cluster.values()),
+            cluster_names=tuple(grid.cluster),
+            num_threads=grid.warpgroups,
+            thread_name=WARPGROUP,
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(
+                unsafe_no_auto_barriers=True, approx_math=approx_math
+            ),
+            kernel_name=name,
+            interpret=interpret,
+            **_cost(operations, (given, results)),
+        )
+        return jax.tree.map(on_its_own, launched(given))
+
+    return run
+
+
+def _cost(operations: Operations, arrays: Any) -> Mapping[str, Any]:
+    """Returns what XLA is told of the time that a kernel takes, where the release of JAX does.
+
+    Args:
+        operations: What is computed.
+        arrays: What is read or written, once each.
+    """
+    if "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
+        return {}
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return {"cost_estimate": pl.CostEstimate(bytes_accessed=moved, **operations._asdict())}

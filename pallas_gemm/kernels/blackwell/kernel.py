@@ -374,6 +374,7 @@ def build(plan: BlackwellPlan) -> Callable[..., jax.Array]:
         grid=launch.Grid(plan.launched, {PAIR_AXIS: plan.ctas_per_mma}, plan.roles),
         results=jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),
         scratch=scratch(plan),
+        operations=launch.Operations(plan.problem.flops, launch.activations(plan.problem)),
         interpret=plan.interpret,
     )
 

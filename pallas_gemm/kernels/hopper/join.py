@@ -65,6 +65,7 @@ def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
         grid=launch.Grid(ctas, dict.fromkeys(CLUSTER, 1), plan.config.consumers),
         results=jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
         scratch=(buffers, Barriers(residual=residual)),
+        operations=launch.Operations(transcendentals=launch.activations(plan.problem)),
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )

@@ -457,12 +457,14 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     beside the result.
     """
     cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
+    activations = 0 if plan.joins else launch.activations(plan.problem)
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_hopper",
         grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
         results=remote.results(plan),
         scratch=scratch(plan),
+        operations=launch.Operations(plan.problem.flops, activations),
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )

@@ -1,0 +1,92 @@
+"""What XLA is told of a kernel's time: its operations and bytes, where JAX takes them."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core
+
+from pallas_gemm.device import B200, H200
+from pallas_gemm.kernels import launch
+from pallas_gemm.kernels.activations import ACTIVATIONS
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning.architectures import architecture_of
+from pallas_gemm.problem import Epilogue, Problem
+
+HOPPER = HopperConfig(tile=(128, 128), schedule="raster", persistence="none")
+PLAIN = Problem(256, 384, 512)
+GELU = Problem(256, 384, 512, epilogue=Epilogue(bias=True, activation=ACTIVATIONS["gelu"]))
+FACTORS = 2 * 512 * (256 + 384)
+
+
+def traced(problem: Problem, config: Any, device: Any) -> Any:
+    architecture = architecture_of(device)
+    assert architecture is not None
+    shapes = [(problem.a_shape, problem.a_dtype), (problem.b_shape, problem.b_dtype)]
+    shapes += [((problem.n,), jnp.float32)] * problem.epilogue.bias
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    return jax.make_jaxpr(architecture.build(problem, config, device, False))(*operands)
+
+
+def told(problem: Problem, config: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a release of JAX is told that takes it."""
+    found: list[Any] = []
+    real: Any = plgpu.kernel
+
+    def kernel(body: Any, *, cost_estimate: Any, **others: Any) -> Any:
+        found.append(cost_estimate)
+        return real(body, **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launch.plgpu, "kernel", kernel)
+        traced(problem, config, device)
+    return found
+
+
+def test_a_product_is_its_operations_and_each_array_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (cost,) = told(PLAIN, HOPPER, H200, monkeypatch)
+    flops, result = 2 * 256 * 384 * 512, 2 * 256 * 384
+    assert (cost.flops, cost.transcendentals) == (flops, 0)
+    # The table of tiles is read, too.
+    assert 0 <= cost.bytes_accessed - FACTORS - result < 200
+    (cost,) = told(GELU, HOPPER, H200, monkeypatch)
+    assert (cost.flops, cost.transcendentals) == (flops, 256 * 384)
+    assert 0 <= cost.bytes_accessed - FACTORS - result - 4 * 384 < 200
+    (cost,) = told(GELU, BlackwellConfig(tile=(128, 128), cluster=(1, 1)), B200, monkeypatch)
+    assert (cost.flops, cost.transcendentals) == (flops, 256 * 384)
+
+
+def test_what_is_cut_along_k_is_activated_where_it_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = HopperConfig(tile=(128, 128), persistence="static", split_k=2)
+    sums, joined = told(GELU, cut, H200, monkeypatch)
+    assert (sums.flops, sums.transcendentals) == (2 * 256 * 384 * 512, 0)
+    assert (joined.flops, joined.transcendentals) == (0, 256 * 384)
+    summands = 2 * 4 * 256 * 384
+    assert sums.bytes_accessed - FACTORS >= summands
+    assert joined.bytes_accessed >= summands + 2 * 256 * 384
+
+
+def test_each_release_of_jax_is_told_what_it_takes() -> None:
+    cost = next(estimates(traced(PLAIN, HOPPER, H200).jaxpr))
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
+        assert isinstance(cost, pl.CostEstimate)
+        assert cost.flops == PLAIN.flops
+    else:
+        assert cost is None
+
+
+def estimates(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """What the kernels of a program say of their time, from the outside in."""
+    for equation in jaxpr.eqns:
+        if "cost_estimate" in equation.params:
+            yield equation.params["cost_estimate"]
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from estimates(inner)
