@@ -1,6 +1,7 @@
 """How the tests run: on the CPU unless a GPU is asked for, strict about dtypes, and repeatable."""
 
 import contextlib
+import gc
 import os
 import pathlib
 import subprocess
@@ -52,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Most programs run once, on a few numbers: to make them fast takes longer than they do. Not
         # by a variable, which those who compile for a GPU in another process would inherit.
         jax.config.update("jax_disable_most_optimizations", True)
+        # To leave JAX's frames out of a traceback takes 10 ms, and tests expect thousands of errors.
+        jax.config.update("jax_traceback_filtering", "off")
+    # Modules and tests are there to the end: nothing of what collection makes is garbage.
+    gc.disable()
     shared = settings(
         # A busy computer is not a bug.
         deadline=None,
@@ -71,6 +76,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("gpu")
         if marker is not None and (reason := _why_not(*marker.args)):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Looks for garbage seldom: to trace programs makes many objects, of which most stay."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

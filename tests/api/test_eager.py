@@ -1,7 +1,7 @@
 """Calls outside of any trace: what a second one costs, and that all that is asked still counts."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -59,6 +59,16 @@ def test_what_is_asked_counts_each_time() -> None:
     assert dot_general(A, B, [[[1], [0]], [[], []]]).shape == (3, 5)
 
 
+@pytest.fixture
+def traceback_for_users() -> Iterator[None]:
+    """Filtered, as other tests do without."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "auto")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+@pytest.mark.usefixtures("traceback_for_users")
 def test_errors_are_ours_and_no_frame_of_jax_is_between() -> None:
     with pytest.raises(TypeError, match="agree in the contracted size") as raised:
         gemm(A, A)
