@@ -27,7 +27,14 @@ from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch, targeting
-from pallas_gemm.planning.call import Call, Signature, SumCall, SymmetricCall, signature_of
+from pallas_gemm.planning.call import (
+    Call,
+    GroupedCall,
+    Signature,
+    SumCall,
+    SymmetricCall,
+    signature_of,
+)
 from pallas_gemm.planning.dispatch import Decision
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.
@@ -254,7 +261,9 @@ def _decided_alone(call: Call, signature: Signature, meshes: tuple[AbstractMesh,
 
 def _decided_part(part: Part, gpu: Any) -> Decision:
     decision = dispatch.decide(_for_gpu(part.call, gpu), part.signature)
-    text = f"one device's part; the mesh splits {part.split}; {_traffic_text(part.whole)}"
+    text = f"one device's part; the mesh splits {part.split}"
+    if not isinstance(part.call, GroupedCall):
+        text = f"{text}; {_traffic_text(part.whole)}"
     return dataclasses.replace(decision, plan=part.plan or decision.plan, mesh=text)
 
 

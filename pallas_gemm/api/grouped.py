@@ -15,6 +15,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import precision as precisions
@@ -251,12 +252,8 @@ def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[A
         raise TypeError(
             f"group_sizes must have a size for each of {groups} groups of rhs, got {sizes.shape[0]}"
         )
-    first, rows = jnp.clip(offset[0], 0, sizes.shape[0] - groups), lhs.shape[0]
-    ends = xla_groups.bounds(sizes, rows, 1)
-    own = lax.dynamic_slice_in_dim(sizes, first, groups)
-    before = jnp.where(jnp.arange(sizes.shape[0]) < first, ends.sizes, 0).sum(dtype=jnp.int32)
-    row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
-    there, back = (row + start) % rows, (row - start) % rows
+    first = jnp.clip(offset[0], 0, sizes.shape[0] - groups)
+    own, there, back = rows_of_groups(sizes, lhs.shape[0], first, groups)
     return permuted(lhs, there, back), own, (back, there)
 
 

@@ -19,6 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import xla_groups
 from pallas_gemm.planning.call import GroupedCall, signature_of
@@ -28,24 +29,40 @@ grouped_p = core.Primitive("pallas_gemm_grouped")
 
 def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a product of groups."""
-    return grouped_p.bind(*equally_varying(operands), call=call)
+    devices = mesh_context.device_request(call, operands)
+    return grouped_p.bind(*equally_varying(operands), call=call, devices=devices)
 
 
+@grouped_part_p.def_effectful_abstract_eval
 @grouped_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, call: GroupedCall) -> Any:
+def _abstract(*avals: Any, call: GroupedCall, **_: Any) -> Any:
     result = lowering.type_by(xla_groups.by_jax, call, avals)
     return result, lowering.effects(call, signature_of(avals))
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, gpu: bool) -> Any:
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, devices: Any, gpu: bool
+) -> Any:
+    """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        tiles = functools.partial(xla_groups.by_tiles, call)
-        return lowering.lower_matrices(ctx, operands, call, tiles, gpu=gpu)
-    run = functools.partial(xla_groups.by_jax, call)
+        return _lowered_part(ctx, *operands, call=call, gpu=gpu)
+    lowering.refuse_simulation(call)
+    if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
+        run = functools.partial(xla_groups.by_jax, call)
+    else:
+        run = functools.partial(shared_groups, call)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: GroupedCall) -> tuple[Any, Any]:
+def _lowered_part(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, gpu: bool
+) -> Any:
+    """Lowers what one device computes."""
+    tiles = functools.partial(xla_groups.by_tiles, call)
+    return lowering.lower_matrices(ctx, operands, call, tiles, gpu=gpu)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
     if not call.epilogue.is_identity:
         return _jvp_of_epilogue(call, primals, linear.changes(tangents))
     a, b, sizes = primals
@@ -82,7 +99,9 @@ def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     return grouped(call.plain(call.out_dtype), *operands)
 
 
-def _transpose(cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall) -> list[Any]:
+def _transpose(
+    cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall, **_: Any
+) -> list[Any]:
     """Returns the cotangent of the factor that is missing, and None for the others."""
     missing = [ad.is_undefined_primal(x) for x in (a, b)]
     linear.check_linear(call, sum(missing))
@@ -107,7 +126,7 @@ def _transpose(cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall)
 
 
 def _batch(
-    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: GroupedCall
+    operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: GroupedCall, **_: Any
 ) -> tuple[jax.Array, int]:
     """Maps it: one after the other, for each has groups of its own."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
@@ -124,5 +143,6 @@ run_as_jax_does(grouped_p)
 ad.primitive_jvps[grouped_p] = _jvp
 ad.primitive_transposes[grouped_p] = _transpose
 batching.primitive_batchers[grouped_p] = _batch
-mlir.register_lowering(grouped_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(grouped_p, functools.partial(_lowered, gpu=True), platform="cuda")
+for _primitive, _rule in ((grouped_p, _lowered), (grouped_part_p, _lowered_part)):
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

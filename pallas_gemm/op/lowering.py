@@ -72,16 +72,21 @@ def _lowered(
     """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, contraction=contraction, gpu=gpu)
-    if call.options.implementation == "interpret":
-        raise ValueError(
-            "implementation='interpret' simulates the kernel of one GPU, but this program is for"
-            " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
-        )
+    refuse_simulation(call)
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(contraction.by_xla, call)
     else:
         run = functools.partial(partition.shared_product, call, contraction)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def refuse_simulation(call: Call) -> None:
+    """Raises an error if a product of several devices is to be simulated."""
+    if call.options.implementation == "interpret":
+        raise ValueError(
+            "implementation='interpret' simulates the kernel of one GPU, but this program is for"
+            " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"
+        )
 
 
 def _lowered_part(

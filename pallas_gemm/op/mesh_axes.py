@@ -108,13 +108,19 @@ class Split:
         )
 
     def __str__(self) -> str:
-        # Parts of an axis that stay together are the axis.
-        split = [
-            f"{name} along {'*'.join(dict.fromkeys(axis.partition(':')[0] for axis in axes))}"
-            for x, name in self.contraction.names().items()
-            if (axes := self.axes[x])
-        ]
-        return ", ".join(split) or "nothing"
+        names = self.contraction.names()
+        return split_text({name: self.axes[x] for x, name in names.items()})
+
+
+def split_text(axes: Mapping[str, Axes]) -> str:
+    """Says which axes split which dimension."""
+    # Parts of an axis that stay together are the axis.
+    split = [
+        f"{name} along {'*'.join(dict.fromkeys(axis.partition(':')[0] for axis in own))}"
+        for name, own in axes.items()
+        if own
+    ]
+    return ", ".join(split) or "nothing"
 
 
 @functools.lru_cache(maxsize=1024)

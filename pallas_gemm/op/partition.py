@@ -25,8 +25,6 @@ import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import core
-from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm._version import __version__
@@ -34,7 +32,7 @@ from pallas_gemm.op import fused_collective, mesh_axes, mesh_context, resharding
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
-from pallas_gemm.op.parts import Shared, note, part_p, parts_of
+from pallas_gemm.op.parts import Shared, note, part_p, share_p
 from pallas_gemm.op.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Operands, Signature, signature_of
@@ -105,7 +103,7 @@ def _partition(
     shape = split.local(result.shape, final)
     whole = Shared(call, contraction, signature, tuple(map(split.sharding, wanted)), received)
     share = _Share(whole, split, moves, shape)
-    run = functools.partial(_share_p.bind, share=share)
+    run = functools.partial(share_p.bind, share=share)
     return fine, run, split.sharding(final), tuple(map(split.sharding, given))
 
 
@@ -137,6 +135,11 @@ class _Share:
     split: Split
     moves: tuple[tuple[Step, ...], ...]
     shape: tuple[int, ...]
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """The type of the result."""
+        return self.whole.call.out_dtype
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""
@@ -238,20 +241,3 @@ class _Share:
 
 def _moved(x: jax.Array, steps: Sequence[Step]) -> jax.Array:
     return functools.reduce(lambda x, step: step.run(x), steps, x)
-
-
-_share_p = core.Primitive("pallas_gemm_share")
-"""What one device computes; its arrays are on no mesh, whatever the types around it say."""
-
-
-@_share_p.def_abstract_eval
-def _abstract_share(*_: Any, share: _Share) -> Any:
-    return mesh_context.types_off_mesh((share.shape, share.whole.call.out_dtype))[0]
-
-
-def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
-    with parts_of(share.whole):
-        return mesh_context.lower_off_mesh(ctx, share, operands)
-
-
-mlir.register_lowering(_share_p, _lowered_share)

@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.extend import core
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
+from pallas_gemm.op import mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.call import Call, Signature
@@ -72,7 +74,7 @@ def noted() -> Iterator[Parts]:
 
 
 @contextlib.contextmanager
-def parts_of(whole: Shared) -> Iterator[None]:
+def _parts_of(whole: Shared | None) -> Iterator[None]:
     """Lets what is noted within be a part of this product."""
     if (noted := _NOTED.value) is None:
         yield
@@ -88,3 +90,38 @@ def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | Non
     """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
     if (noted := _NOTED.value) is not None:
         noted.found.append(Part(call, signature, split, plan, noted.whole))
+
+
+class Share(Protocol):
+    """What one device computes of a product, from its parts of the operands.
+
+    Attributes:
+        whole: The product, if what it receives was weighed.
+        shape: The shape of the device's part of the result.
+        out_dtype: The type of the result.
+    """
+
+    whole: Shared | None
+    shape: tuple[int, ...]
+    out_dtype: Any
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        """Computes it."""
+        ...
+
+
+share_p = core.Primitive("pallas_gemm_share")
+"""A `Share`; its arrays are on no mesh, whatever the types around it say."""
+
+
+@share_p.def_abstract_eval
+def _abstract_share(*_: Any, share: Share) -> Any:
+    return mesh_context.types_off_mesh((share.shape, share.out_dtype))[0]
+
+
+def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: Share) -> Any:
+    with _parts_of(share.whole):
+        return mesh_context.lower_off_mesh(ctx, share, operands)
+
+
+mlir.register_lowering(share_p, _lowered_share)

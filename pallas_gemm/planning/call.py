@@ -154,7 +154,7 @@ class Call:
             residual_dtype=residual and residual[1],
         )
 
-    def with_target(self, device: Device | None) -> "Call":
+    def with_target(self, device: Device | None) -> Self:
         """Returns the call with the GPU to plan for."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, target=device))
 

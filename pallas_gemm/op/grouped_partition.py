@@ -1,0 +1,233 @@
+"""How a product of groups is shared out among the devices of a mesh, when its program is compiled.
+
+    rows in groups    a device has some of the rows, of the columns, of k (a partial sum), and of
+                      the groups, where their matrices are split (a sum with zeros)
+    k in groups       a device has some of the rows and columns of every group's result, of the
+                      contracted elements (a partial sum), and of the groups
+
+Each axis of the mesh splits one of these, as the operands are split when they come. Every device
+has the sizes of all groups, and finds those of its own elements.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_gemm.op import mesh_axes
+from pallas_gemm.op.parts import note, share_p
+from pallas_gemm.op.permutation import permuted
+from pallas_gemm.op.resharding import Axes
+from pallas_gemm.planning import targeting, xla_groups
+from pallas_gemm.planning.call import DIMENSIONS, GroupedCall, signature_of
+
+grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
+"""The product of groups that one device computes; `grouped` says what becomes of it."""
+
+
+def shared_groups(call: GroupedCall, *operands: jax.Array) -> jax.Array:
+    """Computes a call whose parts XLA hands out to the devices of a mesh."""
+    letters = _letters(call, [x.ndim for x in operands])
+    *given, out = (" ".join(own) for own in letters)
+    shared = custom_partitioning(functools.partial(grouped_part_p.bind, call=call))
+    shared.def_partition(
+        functools.partial(_partition, call, letters),
+        sharding_rule=f"{', '.join(given)} -> {out}",
+        reduction_factors=("k",) if call.contracted else ("k", "g"),
+        decode_shardings=False,
+    )
+    return shared(*operands)
+
+
+def rows_of_groups(
+    sizes: jax.Array, rows: int, first: Any, groups: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what brings the rows of some groups to the front.
+
+    Args:
+        sizes: Those of all groups.
+        rows: How many rows there are.
+        first: The first of the groups.
+        groups: How many.
+
+    Returns:
+        The sizes of these groups, which row comes where, and which place each row comes to.
+    """
+    known = xla_groups.bounds(sizes, rows, 1).sizes
+    own = lax.dynamic_slice_in_dim(sizes, first, groups)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, known, 0).sum(dtype=jnp.int32)
+    row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
+    return own, (row + start) % rows, (row - start) % rows
+
+
+def _letters(call: GroupedCall, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Returns the dimensions of each operand, and last those of the result; the sizes' are s."""
+    if call.contracted:
+        return "km", "kn", "s", "gmn"
+    matrix = "gnk" if call.transpose_b else "gkn"
+    factors = ["mk", matrix] + [matrix] * call.epilogue.gated
+    extras = (DIMENSIONS[name] for name in call.epilogue.operands)
+    own = zip(extras, ranks[len(factors) + 1 :], strict=True)
+    return (*factors, "s", *("g" * (rank > len(x)) + x for x, rank in own), "mn")
+
+
+def _partition(
+    call: GroupedCall,
+    letters: tuple[str, ...],
+    mesh: Mesh,
+    args: Sequence[Any],
+    result: Any,
+) -> tuple[Any, ...]:
+    """Says what one device computes: the answer to XLA's question, as in `partition`."""
+    if call.options.target is None:
+        call = call.with_target(targeting.absent_gpu(mesh))
+    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+    share = _Share.of(call, letters, fine, [*args, result])
+    *given, final = share.shardings()
+    return fine, functools.partial(share_p.bind, share=share), final, tuple(given)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Share:
+    """What one device computes.
+
+    Attributes:
+        call: The product.
+        letters: The dimensions of operands and result.
+        mesh: The devices.
+        axes: The axes along which each dimension is split.
+        scattered: The axes of sums along which the result is split, by its dimension.
+        shape: The shape of the device's part of the result.
+    """
+
+    call: GroupedCall
+    letters: tuple[str, ...]
+    mesh: Mesh
+    axes: Mapping[str, Axes]
+    scattered: Mapping[str, Axes]
+    shape: tuple[int, ...]
+    whole = None
+
+    @classmethod
+    def of(
+        cls, call: GroupedCall, letters: tuple[str, ...], mesh: Mesh, arrays: Sequence[Any]
+    ) -> "_Share":
+        """Returns what follows from how operands come and the result is wanted."""
+        shape = [size for x in arrays for size in x.shape]
+        sizes = dict(zip("".join(letters), shape, strict=True))
+        a, b, *_, out = (
+            dict(zip(own, mesh_axes.placement(x.sharding, len(own), mesh), strict=True))
+            for own, x in zip(letters, arrays, strict=True)
+        )
+        axes: dict[str, Axes] = dict.fromkeys("mnkg", ())
+        scattered: dict[str, Axes] = dict.fromkeys("mng", ())
+        share = cls(call, letters, mesh, axes, scattered, ())
+        for letter, wanted in _preferred(call, a, b, out):
+            taken = {axis for own in axes.values() for axis in own}
+            share._take(letter, (x for x in wanted if x not in taken), sizes, axes)
+        # What follows a sum needs all of it.
+        for letter, wanted in out.items() if call.epilogue.is_identity else ():
+            share._take(letter, (x for x in wanted if x in share.summed), sizes, scattered)
+        shape = tuple(sizes[x] // share._parts(x) for x in letters[-1])
+        return dataclasses.replace(share, shape=shape)
+
+    def _take(
+        self, letter: str, wanted: Iterable[str], sizes: Mapping[str, int], into: dict[str, Axes]
+    ) -> None:
+        """Lets axes split a dimension, as far as all parts are of one size."""
+        for axis in wanted:
+            if sizes[letter] % (self._parts(letter) * self.mesh.shape[axis]) == 0:
+                into[letter] += (axis,)
+
+    def _parts(self, letter: str) -> int:
+        """Returns into how many parts a dimension is split, that of the result if it has it."""
+        return self._size((*self.axes[letter], *self.scattered.get(letter, ())))
+
+    def _size(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def out_dtype(self) -> Any:
+        """The type of the result."""
+        return self.call.out_dtype
+
+    @property
+    def summed(self) -> Axes:
+        """The axes along which results are partial sums."""
+        return self.axes["k"] if self.call.contracted else (*self.axes["k"], *self.axes["g"])
+
+    def shardings(self) -> Iterator[NamedSharding]:
+        """Yields how operands have to be split, and how the result is."""
+        factors = 2 + self.call.epilogue.gated
+        for place, own in enumerate(self.letters):
+            is_result = place == len(self.letters) - 1
+            # What rows take by their group each device has of all groups.
+            known = self.axes if is_result or place < factors else {**self.axes, "g": ()}
+            after = self.scattered if is_result else {}
+            split = (known.get(x, ()) + after.get(x, ()) for x in own)
+            yield NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in split)))
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        """Computes it from the device's parts of the operands."""
+        place = 2 + self.call.epilogue.gated
+        sizes = self._own_sizes(operands[place], operands[0].shape[0])
+        given = (*operands[:place], sizes, *operands[place + 1 :])
+        if not self.summed:
+            return self._product(self.call, *given)
+        return xla_groups.finished(self.call, self._sum, *given)
+
+    def _own_sizes(self, sizes: jax.Array, rows: int) -> jax.Array:
+        """Returns how many of the device's own rows are in each group."""
+        axes = self.axes["k" if self.call.contracted else "m"]
+        if not axes:
+            return sizes
+        each = xla_groups.bounds(sizes, rows * self._size(axes), 1)
+        first = lax.axis_index(axes) * rows
+        start, end = (jnp.clip(x - first, 0, rows) for x in (each.rows - each.sizes, each.rows))
+        return end - start
+
+    def _sum(self, plain: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Computes what this device is to have of a sum over devices."""
+        total, left = self._product(plain, a, b, sizes), self.summed
+        for dimension, letter in enumerate(self.letters[-1]):
+            if axes := self.scattered[letter]:
+                total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
+                left = tuple(axis for axis in left if axis not in axes)
+        return lax.psum(total, left) if left else total
+
+    def _product(self, call: GroupedCall, *operands: jax.Array) -> jax.Array:
+        """Computes a product of the groups that this device has."""
+        if not (axes := self.axes["g"]):
+            return self._part(call, *operands)
+        a, b, sizes = operands
+        every, rows = sizes.shape[0], a.shape[0]
+        groups = every // self._size(axes)
+        first = lax.axis_index(axes) * groups
+        own, there, back = rows_of_groups(sizes, rows, first, groups)
+        a = permuted(a, there, back)
+        if call.contracted:
+            return self._part(call, a, permuted(b, there, back), own)
+        return permuted(self._part(call, a, b, own), back, there)
+
+    def _part(self, call: GroupedCall, *operands: jax.Array) -> jax.Array:
+        note(call, signature_of(operands), mesh_axes.split_text(self.axes))
+        return grouped_part_p.bind(*operands, call=call)
+
+
+def _preferred(
+    call: GroupedCall, a: dict[str, Axes], b: dict[str, Axes], out: dict[str, Axes]
+) -> tuple[tuple[str, Axes], ...]:
+    """Returns what may split which dimension, the first choice first."""
+    own = (("m", a["m"]), ("n", b["n"]), ("k", a["k"]))
+    wanted = (("m", out["m"]), ("n", out["n"]))
+    if call.contracted:
+        return (*own, ("g", out["g"]), *wanted)
+    return (*own, ("g", b["g"]), *wanted)
