@@ -139,7 +139,7 @@ def _surroundings(stage: Stage) -> Iterator[Callable[[], str]]:
         return
     ordinal = jax.local_devices()[0].local_hardware_id
     with neighbour.beside(ordinal) as launched:
-        yield lambda: f"{launched()} kernels of higher priority beside them"
+        yield lambda: f"{launched():,} kernels of higher priority beside them"
 
 
 def _here() -> tuple[Architecture, Device]:
