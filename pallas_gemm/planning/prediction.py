@@ -29,12 +29,17 @@ STEP_CYCLES = 74
 """Of each step, whatever it does."""
 ROW_CYCLES = 1.3
 """Of TMA, for each row of `STEP_BYTES` that a CTA loads."""
+PAIRED_ROW_CYCLES = 1.43
+"""The same on Blackwell, where each CTA of a pair loads half of the right operand: one CTA with
+tiles of 128 x 256 is then 6% slower, as in JAX's tutorial on a B200. Nobody has measured it."""
 LATENCY_CYCLES = 1400
 """From a request for operands to their arrival. All slots of a ring but one are on their way. Few
 rows with rings of several depths tell it: 4 x 4096 x 14336 takes 36.0 us with 7 stages, 29.3 with
 11."""
 GPC_BYTES_PER_CYCLE = 490
-"""What the tiles of one GPC read from the L2; what several of them read at a time counts once."""
+"""What the tiles of one GPC read from the L2; what several of them read at a time counts once. Only
+where it was fitted: it would have two CTAs read no more than a pair does, which by the article on a
+B200 is 1.5 times as much."""
 LATE_STORE_CYCLES = 1000
 """Between two tiles of a CTA where the first is stored while the second is multiplied: squares of
 up to 4096 tell it."""
@@ -76,10 +81,15 @@ def seconds(
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     multiply = rows * cols * step_bytes / per_cycle
-    neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
+    if architecture.capability == FITTED:
+        loading = ROW_CYCLES * (rows + cols)
+        neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
+    else:
+        loading = PAIRED_ROW_CYCLES * (rows + cols / config.cluster_size)
+        neighbours = 0.0
     step = STEP_CYCLES + max(
         multiply,
-        ROW_CYCLES * (rows + cols) * (step_bytes / STEP_BYTES),
+        loading * (step_bytes / STEP_BYTES),
         LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / GPC_BYTES_PER_CYCLE,
     )

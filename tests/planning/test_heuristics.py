@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_gemm.device import H100, H200
+from pallas_gemm.device import B200, H100, H200
+from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.hopper import candidates as hopper_candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
@@ -19,7 +20,7 @@ from schedules import build
 from schedules.model import predict
 from tests import clock
 
-HOPPER = ARCHITECTURES[0]
+HOPPER, BLACKWELL = ARCHITECTURES
 
 MEASURED_US = (
     # (m, n, k) and the microseconds of a burst on an H200 with tiles of 128 x 256.
@@ -39,6 +40,22 @@ def test_the_prediction_is_near_the_measurement(
     config = HopperConfig(tile=(128, 256), stages=4, ctas=128)
     predicted = prediction.seconds(Problem(*size), config, H200, HOPPER) * 1e6
     assert abs(predicted / measured - 1) < 0.06
+
+
+@pytest.mark.parametrize("size", [4096, 8192, 16384])
+def test_large_products_on_a_b200_are_the_last_step_of_the_article(size: int) -> None:
+    for transposed in (False, True):
+        problem = Problem(size, size, size, transpose_b=transposed)
+        best = heuristics.best(problem, B200, BLACKWELL)
+        assert isinstance(best, BlackwellConfig)
+        assert (best.tile, best.cluster) == ((128, 256), PAIR)
+        assert (best.persistence, best.accumulators, best.stages) == ("dynamic", 2, 6)
+        # Two CTAs read the right operand twice.
+        alone = dataclasses.replace(best, cluster=(1, 1), stages=4, ctas=None)
+        pair, two = (
+            prediction.seconds(problem, config, B200, BLACKWELL) for config in (best, alone)
+        )
+        assert 1.02 < two / pair < 1.1
 
 
 @settings(max_examples=15)
