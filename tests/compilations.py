@@ -14,6 +14,11 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jax.experimental.mosaic.gpu import core
+from jaxlib.mlir import ir
 
 from pallas_gemm import offline
 
@@ -40,6 +45,18 @@ def kept(compile_elsewhere: Compile, folder: pathlib.Path) -> Compile:
         return notes
 
     return compiled
+
+
+def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a kernel lowered to the same module every time: JAX numbers those of a process."""
+    stock = core._run_serde_pass
+
+    def serialised(module: ir.Module, **options: Any) -> ir.Module:
+        name = ir.StringAttr.get("kernel", module.context)
+        module.operation.attributes["mosaic_gpu.dump_basename"] = name
+        return stock(module, **options)
+
+    monkeypatch.setattr(core, "_run_serde_pass", serialised)
 
 
 def _name(program: bytearray, target: str) -> str:

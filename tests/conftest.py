@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Most programs run once, on a few numbers: to make them fast takes longer than they do. Not
         # by a variable, which those who compile for a GPU in another process would inherit.
         jax.config.update("jax_disable_most_optimizations", True)
-        # To leave JAX's frames out of a traceback takes 10 ms, and tests expect thousands of errors.
+        # To leave JAX's frames out of a traceback takes 10 ms, and tests expect thousands.
         jax.config.update("jax_traceback_filtering", "off")
     # Modules and tests are there to the end: nothing of what collection makes is garbage.
     gc.disable()
@@ -106,6 +106,7 @@ def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
         if cache is not None:
             keeping = compilations.kept(compile_elsewhere, cache.mkdir("compilations"))
             patch.setattr(offline, "_compile_elsewhere", keeping)
+        compilations.unnumbered(patch)
         yield compile_elsewhere
 
 
@@ -117,6 +118,16 @@ def quick_simulator() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         quick_simulator.install(patch)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_lowering() -> Iterator[pytest.MonkeyPatch]:
+    """Lowers kernels in two thirds of the time; gives what can be undone."""
+    from tests import quick_lowering
+
+    with pytest.MonkeyPatch.context() as patch:
+        quick_lowering.install(patch)
+        yield patch
 
 
 @pytest.fixture
