@@ -52,19 +52,21 @@ def test_sizes() -> None:
     assert Exchange(MESH, ("data", "model"), gathers=False).size == 8
 
 
+@pytest.mark.parametrize("by_number", [False, True])
 @pytest.mark.parametrize("axes", [("model",), ("data",), ("data", "model"), ("model", "data")])
 def test_devices_are_numbered_as_in_the_mesh(
-    axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    axes: tuple[str, ...], by_number: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, sizes = {"data": 1, "model": 2}, dict(MESH)
-    monkeypatch.setattr(
-        "pallas_gemm.kernels.hopper.exchange.lax.axis_index", lambda name: here[name]
-    )
+    module = "pallas_gemm.kernels.hopper.exchange"
+    monkeypatch.setattr(f"{module}.lax.axis_index", lambda name: here[name])
+    monkeypatch.setattr(f"{module}.numbered", lambda: by_number)
     exchange = Exchange(MESH, axes, gathers=False)
     for rank, places in enumerate(np.ndindex(*(sizes[axis] for axis in axes))):
-        place = here | dict(zip(axes, places, strict=True))
-        expected = place["data"] * sizes["model"] + place["model"]
-        assert int(exchange.device(jnp.int32(rank))) == expected
+        among = dict(zip(axes, places, strict=True))
+        place = here | among
+        number = place["data"] * sizes["model"] + place["model"]
+        assert exchange.device(jnp.int32(rank)) == (number if by_number else among)
 
 
 def test_loads_cover_all_rows() -> None:

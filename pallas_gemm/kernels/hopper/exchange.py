@@ -1,7 +1,10 @@
 """Devices that work on one product, each of which has some rows of it."""
 
 import dataclasses
+import functools
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,11 +38,13 @@ class Exchange:
         return lax.axis_index(self.axes)
 
     def device(self, rank: Any) -> Any:
-        """Returns the number in the whole mesh of the device with a number among them."""
+        """Returns what JAX takes for the device with a number among them: see `numbered`."""
         sizes, place = dict(self.mesh), {}
         for name in reversed(self.axes):
             place[name] = lax.rem(rank, jnp.int32(sizes[name]))
             rank = lax.div(rank, jnp.int32(sizes[name]))
+        if not numbered():
+            return place
         number = jnp.int32(0)
         for name, size in self.mesh:
             index = place[name] if name in place else lax.axis_index(name)
@@ -60,6 +65,18 @@ class Exchange:
 ALONE = Exchange((), (), gathers=False)
 
 
+@functools.cache
+def numbered() -> Mapping[str, Any]:
+    """Returns how JAX is told that a device is its number in the whole mesh.
+
+    Nothing where it takes places in the mesh alone, as 0.12 does without a warning. Of a number,
+    each copy to a device makes the same TMA descriptor.
+    """
+    if inspect.signature(plgpu.remote_ref).parameters["device_id_type"].default is None:
+        return {}
+    return {"device_id_type": pl.DeviceIdType.LOGICAL}
+
+
 def on_device(ref: Any, device: Any) -> Any:
     """Returns what is on another device where `ref` is on this one."""
-    return plgpu.remote_ref(ref, device, pl.DeviceIdType.LOGICAL)
+    return plgpu.remote_ref(ref, device, **numbered())

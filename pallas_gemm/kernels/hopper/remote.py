@@ -46,8 +46,7 @@ class Rows(NamedTuple):
         exchange: The devices.
         rank: Which of them this one is.
         tiles: Rows of cluster tiles of each share.
-        owners: Where rows of the result are scattered, the number in the mesh of each share's
-            device.
+        owners: Where rows of the result are scattered, each share's device, as JAX takes it.
         transfer: Where rows of the left operand are gathered, what they are sent with.
     """
 

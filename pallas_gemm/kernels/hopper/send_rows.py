@@ -22,7 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.hopper.exchange import Exchange, on_device
+from pallas_gemm.kernels.hopper.exchange import Exchange, numbered, on_device
 
 BLOCK_BYTES = 2048
 """What a warp sends at once: four times 16 bytes for each lane."""
@@ -92,7 +92,7 @@ def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
     own, every, arrived, claimed = transfer
     block_size = BLOCK_BYTES // np.dtype(own.dtype).itemsize
     blocks, count = math.prod(own.shape) // block_size, loads_of(own)
-    mine, logical = own.reshape(blocks, block_size), pl.DeviceIdType.LOGICAL
+    mine = own.reshape(blocks, block_size)
 
     for share in (*range(1, exchange.size), 0):
         # The device that computes these rows as its share number `share`.
@@ -108,7 +108,7 @@ def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
 
             if share:
                 _finish_stores()
-                pl.semaphore_signal(arrived.at[rank], device_id=to, device_id_type=logical)
+                pl.semaphore_signal(arrived.at[rank], device_id=to, **numbered())
             return _claim(claimed.at[share])
 
         def step(_: Any, load: Any, send_load: Any = send_load) -> Any:
