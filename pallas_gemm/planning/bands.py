@@ -34,12 +34,15 @@ on an H200 in bands of 32 rows of tiles, 16.1 us in bands of 16 and 15.9 us in b
 USUAL_ROWS = 1024
 """Rows of an operand that a band may have however long they are: 8192 x 8192 x 28672 runs 2% faster
 on an H200 in bands of 1024 rows than of 640 or of 2048."""
-BAND_IN_TURNS = 8
-"""Rows of tiles that an order keeps together where a small tile is stored while another consumer
-multiplies its own, and so is the half of a symmetric result, over several waves. On an H200, 4096
-cubed by half takes 93.0 us in bands of 8, and 94.8 us of 11; 32 of 1024 x 1024 x 4096, of 8 rows of
-tiles each, 212 us, and 227 us in bands of 16; with a residual, 24 of 1024 x 4096 x 1024 and 8192 x
-8192 x 1024 take 302 and 203 us in bands of 8 rows, and 314 and 215 us of 8 columns."""
+BAND_OF_TRIANGLE = 8
+"""Rows of tiles that an order of half of a symmetric result keeps together, over several waves. On
+an H200, 4096 cubed by half takes 93.0 us in bands of 8, and 94.8 us of 11; 32 of 1024 x 1024 x
+4096, of 8 rows of tiles each, 212 us, and 227 us in bands of 16."""
+BAND_IN_TURNS = 4
+"""The same where a small tile is stored while another consumer multiplies its own. With a residual,
+one store slot and six stages, 16384 x 4096 x 2048 takes 365 us in bands of 4 rows of tiles, 409 of
+8; 8192 x 6144 x 1536 216 and 231, 8192 x 4096 x 4096 365 and 393; 24 of 1024 x 4096 x 1024 and 8192
+x 8192 x 1024 as long in either. Bands of columns are slower."""
 ROWS_ALLOWED = 0.08
 """For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
 a step. With 0.12 (490 bytes, and 4096 multiplications of two bytes, each cycle) the way to the L2
@@ -72,7 +75,7 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
         return "swizzle:8"
     in_turns = problem.symmetric or getattr(config, "pingpong", False)
     if in_turns and config.tiles(problem) > config.workers(problem, device):
-        return f"swizzle:{BAND_IN_TURNS}"
+        return f"swizzle:{BAND_OF_TRIANGLE if problem.symmetric else BAND_IN_TURNS}"
     walks = _walks(problem, config, device)
     first = walks[0]
     if first.under_way == first.across * first.along or first.operands <= first.held:

@@ -217,15 +217,20 @@ def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
         assert all(config.partial_sums == 1 for config in candidates)
 
 
-@pytest.mark.parametrize("size", [(1024, 4096, 1024, 24), (8192, 8192, 1024, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "slots", "stages"),
+    [((1024, 4096, 1024, 24), 1, 6), ((8192, 8192, 1024, 1), 1, 6), ((2048, 2048, 512, 16), 2, 5)],
+    ids=str,
+)
 def test_tiles_with_a_residual_are_stored_while_others_are_multiplied(
-    size: tuple[int, int, int, int],
+    size: tuple[int, int, int, int], slots: int, stages: int
 ) -> None:
     m, n, k, batch = size
     problem = Problem(m, n, k, batch=batch, epilogue=Epilogue(residual=True))
     best = heuristics.best(problem, H200, HOPPER)
     assert isinstance(best, HopperConfig)
-    assert (best.tile, best.pingpong, best.schedule) == ((128, 128), True, "swizzle:8")
+    assert (best.tile, best.pingpong, best.schedule) == ((128, 128), True, "swizzle:4")
+    assert (best.store_slots, best.stages, best.ctas) == (slots, stages, H200.sms)
     # Without one, the same consumer stores a large tile under the next.
     plain = dataclasses.replace(problem, epilogue=Epilogue())
     best = heuristics.best(plain, H200, HOPPER)

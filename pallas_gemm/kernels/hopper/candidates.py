@@ -39,6 +39,11 @@ last one: 2688 cubed takes 51.0 us on an H200 in tiles of 128 x 224, 54.0 in tho
 FEW_WAVES = 8
 """5120 cubed, seven of them, takes 342 us in float16 instead of 345, 6144 cubed 619 instead of 575.
 """
+ONE_SLOT_STEPS = 16
+"""Steps of k from which on tiles in turns have one store slot, and a longer ring for it: while a
+consumer stores, the other one multiplies. With a residual, 24 of 1024 x 4096 x 1024 take 295 us so
+on an H200, 300 with two slots, 8192 x 8192 x 1024 198 and 203, 16384 x 4096 x 2048 365 and 371; but
+16 of 2048 x 2048 x 512 124 and 119."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
 ONLY_CUT = 192
@@ -88,8 +93,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
     for form in _forms(problem):
         config = HopperConfig(
             store_columns=widest,
-            # A second one overlaps stores of TMA with the next chunk; threads wait for theirs.
-            store_slots=(4 if _is_short(problem) else 2) if stored_by_tma(problem) else 1,
+            store_slots=_store_slots(problem, in_turns=form.get("pingpong", False)),
             late_store=False,
             **form,
         )
@@ -106,6 +110,17 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
         if ready and _may_be_cut(problem, device) and not config.pingpong:
             for cut in _cut(ready, problem, device):
                 yield from _accurate(cut, problem, device)
+
+
+def _store_slots(problem: Problem, *, in_turns: bool) -> int:
+    """Returns how many chunks of a tile may be on their way to memory."""
+    if not stored_by_tma(problem):
+        # Threads wait for what they store.
+        return 1
+    if _is_short(problem):
+        return 4
+    long = problem.k * problem.a_dtype.itemsize >= ONE_SLOT_STEPS * STEP_BYTES
+    return 1 if in_turns and long and not problem.symmetric else 2
 
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
