@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import explain_on_mesh, gemm, offline
+from pallas_gemm import explain_on_mesh, gemm, offline, ragged_dot
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%\S+ = (.*?) ([a-z-]+)\(", re.MULTILINE)
@@ -91,6 +91,18 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
             (
                 shape(4096, 4096, "x", None, on=explicit),
                 shape(4096, 4096, None, "y", on=explicit),
+            ),
+        ),
+        "groups": (
+            ragged_dot,
+            (
+                rows,
+                jax.ShapeDtypeStruct(
+                    (8, 4096, 4096),
+                    jnp.bfloat16,
+                    sharding=NamedSharding(mesh, P(None, None, "y")),
+                ),
+                jax.ShapeDtypeStruct((8,), jnp.int32),
             ),
         ),
         "mapped": (

@@ -38,7 +38,7 @@ def _sent(program: Any) -> Counter[str]:
     return Counter(name for name in names if name != "kernel")
 
 
-@pytest.mark.parametrize("program", ["columns", "explicit", "given", "mapped"])
+@pytest.mark.parametrize("program", ["columns", "explicit", "given", "mapped", "groups"])
 def test_rows_and_columns_need_nothing_of_the_others(done: dict[str, Any], program: str) -> None:
     assert done[program] == [["kernel", "bf16[2048,1024]"]]
 
