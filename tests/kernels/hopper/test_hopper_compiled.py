@@ -2,14 +2,15 @@
 
 What is compiled covers the search space without being all of it: each kernel takes two seconds.
 
-* every candidate of the heuristics, in each of the layouts in turn: those that take many registers
-  with each epilogue that takes some too, the others with each of the epilogues in turn;
-* every candidate with one of the other element types, in turn, stored with k last as all types can
-  be;
+* every tile of the candidates of the heuristics, once: those that take many registers, and half of
+  the others, for a product with few tiles on an H100, cut along k or not, in turn; what is left for
+  one with many, in each of the layouts in turn;
+* of the candidates that take many registers, the widest of each kind with each epilogue that takes
+  some too;
+* candidates with one of the other element types, in turn, stored with k last as all types can be:
+  those that take many registers, and half of the others;
 * the configs that tuning tries for a product of 4096 cubed with k last, the layout that allows the
   most widths;
-* every tile of the candidates for a product with few tiles, for the H100: cut along k or not, in
-  turn;
 * one config for each mode of the kernel.
 """
 
@@ -49,11 +50,9 @@ Case = tuple[HopperConfig, Problem]
 PROBLEM = Problem(4096, 4096, 4096)
 NT = products.transposed(PROBLEM, "NT")
 LAYOUTS = ("NN", "NT", "TN", "TT")
-EPILOGUES = (
-    Epilogue(),
-    Epilogue(bias=True, activation=gelu_tanh),
-    Epilogue(bias=True, residual=True),
-)
+BIAS_AND_GELU = Epilogue(bias=True, activation=gelu_tanh)
+BIAS_AND_RESIDUAL = Epilogue(bias=True, residual=True)
+EPILOGUES = (BIAS_AND_GELU, BIAS_AND_RESIDUAL)
 MANY_REGISTERS = 96
 """Of an accumulator: with fewer, more are left than the heaviest epilogue here takes."""
 DTYPES = (
@@ -195,35 +194,66 @@ def candidate_cases(problem: Problem, target: str = "h200") -> list[Case]:
     return [(config, problem) for config in configs]
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES, ids=["plain", "gelu", "residual"])
-def test_every_candidate(epilogue):
-    problem = dataclasses.replace(PROBLEM, epilogue=epilogue)
+def one_of_each_tile(cases: Sequence[Case], turn: int = 0) -> list[Case]:
+    """Returns a case for each tile: one of its configs and layouts, in turn."""
     of_tile = collections.defaultdict(list)
-    for layout in LAYOUTS:
-        for config, transposed in candidate_cases(products.transposed(problem, layout)):
-            of_tile[config.tile, config.mirrored].append((config, transposed))
-    turn = EPILOGUES.index(epilogue)
-    cases = [cases[(i + turn) % len(cases)] for i, cases in enumerate(of_tile.values())]
-    crowded = [case for case in cases if case[0].accumulator_registers >= MANY_REGISTERS]
-    others = [case for case in cases if case not in crowded]
-    check_sound((crowded if epilogue != Epilogue() else []) + others[turn :: len(EPILOGUES)])
+    for case in cases:
+        of_tile[tile_of(case)].append(case)
+    return [cases[(i + turn) % len(cases)] for i, cases in enumerate(of_tile.values())]
+
+
+def tile_of(case: Case) -> tuple[tuple[int, int], bool]:
+    return case[0].tile, case[0].mirrored
+
+
+def in_every_layout(problem: Problem) -> list[Case]:
+    layouts = (products.transposed(problem, layout) for layout in LAYOUTS)
+    return [case for problem in layouts for case in candidate_cases(problem)]
+
+
+def crowded(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case[0].accumulator_registers >= MANY_REGISTERS]
+
+
+def small_cases() -> list[Case]:
+    """Those that are compiled for a product with fewer tiles than SMs, whose order is computed."""
+    cases = candidate_cases(Problem(1024, 1024, 1024), "h100")
+    assert any(config.is_online for config, _ in cases)
+    chosen = one_of_each_tile(cases)
+    full = crowded(chosen)
+    return full + [case for case in chosen if case not in full][::2]
 
 
 def test_every_candidate_for_a_small_product_on_an_h100():
-    # With fewer tiles than SMs, the order is computed instead of read.
-    cases = candidate_cases(Problem(1024, 1024, 1024), "h100")
-    assert any(config.is_online for config, _ in cases)
-    of_tile = collections.defaultdict(list)
-    for case in cases:
-        of_tile[case[0].tile, case[0].mirrored].append(case)
-    check_sound([cases[i % len(cases)] for i, cases in enumerate(of_tile.values())], "h100")
+    check_sound(small_cases(), "h100")
+
+
+def test_every_other_candidate():
+    compiled_small = {tile_of(case) for case in small_cases()}
+    cases = one_of_each_tile(in_every_layout(PROBLEM))
+    check_sound([case for case in cases if tile_of(case) not in compiled_small])
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=["gelu", "residual"])
+def test_the_widest_candidates_with_an_epilogue(epilogue):
+    problem = dataclasses.replace(PROBLEM, epilogue=epilogue)
+    alike = collections.defaultdict(list)
+    for case in crowded(one_of_each_tile(in_every_layout(problem), EPILOGUES.index(epilogue))):
+        config = case[0]
+        finished = config.finished_columns(problem)
+        # With the same epilogue on as many columns at a time, a narrower tile has registers left.
+        kind = (config.tile[0], config.mirrored, config.late_store, config.store_columns, finished)
+        alike[kind].append(case)
+    check_sound([max(cases, key=lambda case: case[0].tile) for cases in alike.values()])
 
 
 def test_candidates_with_every_type():
     cases = []
     for turn, (a, b, out) in enumerate(DTYPES):
         problem = dataclasses.replace(NT, a_dtype=a, b_dtype=b, out_dtype=out)
-        cases += candidate_cases(problem)[turn :: len(DTYPES)]
+        chosen = candidate_cases(problem)[turn :: len(DTYPES)]
+        full = crowded(chosen)
+        cases += full + [case for case in chosen if case not in full][turn % 2 :: 2]
     check_sound(cases)
 
 
@@ -307,9 +337,10 @@ def test_groups():
 def test_tiles_that_are_cut_along_k():
     wide = dataclasses.replace(EARLY, split_k=8, cluster=(2, 1), schedule="online_swizzle:4")
     tall = dataclasses.replace(EARLY, tile=(192, 192), consumers=3, store_columns=32, split_k=3)
+    with_residual = dataclasses.replace(PROBLEM, epilogue=BIAS_AND_RESIDUAL)
     check_sound(
         [
-            (wide, products.transposed(dataclasses.replace(PROBLEM, epilogue=EPILOGUES[2]), "TN")),
+            (wide, products.transposed(with_residual, "TN")),
             (tall, dataclasses.replace(PIECES, n=4095)),
         ]
     )
@@ -324,13 +355,13 @@ def test_tiles_that_are_summed_up_in_parts():
         partial_sums=3,
         schedule="online_raster",
     )
-    sums = dataclasses.replace(NT, out_dtype=jnp.float32, epilogue=EPILOGUES[1])
+    sums = dataclasses.replace(NT, out_dtype=jnp.float32, epilogue=BIAS_AND_GELU)
     check_sound([(widest, sums)])
 
 
 def test_tiles_that_are_no_whole_number_of_strips():
     config = dataclasses.replace(LATE, tile=(128, 112))
-    check_sound([(config, dataclasses.replace(NT, epilogue=EPILOGUES[1]))])
+    check_sound([(config, dataclasses.replace(NT, epilogue=BIAS_AND_GELU))])
 
 
 ODD = dataclasses.replace(NT, m=4095, n=4095)
@@ -354,7 +385,7 @@ ODD_MODES: dict[str, Case] = {
     ),
     "residual": (
         dataclasses.replace(EARLY, stages=3),
-        dataclasses.replace(ODD, epilogue=EPILOGUES[2]),
+        dataclasses.replace(ODD, epilogue=BIAS_AND_RESIDUAL),
     ),
 }
 
