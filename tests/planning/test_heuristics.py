@@ -282,7 +282,28 @@ def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
         for group, along in itertools.product((1, 2, 4, 8, 12, 16, 20), ("", ":cols"))
     ]
     chosen = read(bands.order(problem, config, H200))
-    assert chosen <= 1.2 * min(map(read, (*others, "raster", "hilbert")))
+    # Bands of columns would read a fifth less where they are not taken, and be slower.
+    assert chosen <= 1.3 * min(map(read, (*others, "raster", "hilbert")))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "order"),
+    [
+        # (m, n, k), and the order that ran 1 to 13% faster on an H200 than bands across the other.
+        ((14216, 7168, 2048), (128, 256), "swizzle:16"),
+        ((12204, 3840, 1536), (128, 256), "swizzle:16"),
+        ((2872, 8960, 3584), (128, 256), "swizzle:12"),
+        ((22460, 1152, 1792), (256, 128), "swizzle:9:cols"),
+    ],
+    ids=str,
+)
+def test_consecutive_tiles_share_their_longer_side(
+    sizes: tuple[int, int, int], tile: tuple[int, int], order: str
+) -> None:
+    problem = Problem(*sizes)
+    config = HopperConfig(tile=tile)
+    config = dataclasses.replace(config, ctas=heuristics.balanced_ctas(problem, config, H200))
+    assert bands.order(problem, config, H200) == order
 
 
 @pytest.mark.parametrize(
