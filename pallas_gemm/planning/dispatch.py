@@ -237,8 +237,8 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes this pass as well.
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
-    is_cut = plan.config.pieces(plan.realigned.problem) > plan.config.tiles(plan.realigned.problem)
-    why = xla_faster.why_xla(problem, plan.seconds, at_best, is_cut=is_cut)
+    has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
+    why = xla_faster.why_xla(problem, plan.seconds, at_best, has_passes=has_passes)
     # That is where it was measured; on other GPUs it is what is expected.
     return f"XLA is faster on an H200: {why}" if why else None
 

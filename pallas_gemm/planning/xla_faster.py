@@ -10,63 +10,73 @@ import numpy as np
 
 from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.problem import ROW_BYTES, Problem
+from schedules.model import SECTOR_BYTES
 
-SHORTEST_SPLIT = 2048
-"""Up to this K, XLA was not seen to gain by splitting it."""
-IDLE = 1.4
-"""How much longer than with all SMs busy a kernel may be predicted to take."""
-IDLE_CUT = 1.5
-"""The same where its tiles are cut along K."""
-SPLIT_SECONDS = 1.2e-6
-"""What to split K costs XLA too: 192 x 256 x 2304 (TN) takes 4.3 us on an H200 cut, predicted 4.9,
-and 2.5 with all SMs busy; XLA takes 5.7."""
+SHORT_ROW = 1024
+"""Elements up to which it tells that a row of a transposed left operand begins within a line."""
+XLA_SHARE = 1.05
+"""Of the time with all SMs busy, what XLA takes at large products."""
+XLA_SECONDS = 5e-6
+"""And what it takes longer at small ones."""
+PASSES_SHARE = 1.4
+"""As `XLA_SHARE`, where passes prepare operands for the kernel. It was not measured: XLA makes some
+of the same passes, and takes longer where it makes none."""
 
 
 def few_columns(problem: Problem) -> str | None:
-    """Products of few columns were not measured; rows of few bytes are slow to load.
+    """Products of few columns were not measured on an H200."""
+    return f"fewer than 128 columns ({problem.n})" if problem.n < 128 else None
 
-    Few rows are another matter, unless the left operand is stored transposed: 8 x 16128 x 4608 runs
-    at 0.72 times XLA's speed on an H200 then, 16 x 4608 x 14464 at 0.93, 32 x 4096 x 4096 at 0.93,
-    40 x 8448 x 1376 at 0.75. With 64 and 96 rows, whole half lines, five products run at 1.14 to
-    1.46.
+
+def short_rows(problem: Problem) -> str | None:
+    """A transposed left operand of few rows is slow to load unless they are whole cache lines.
+
+    Of 20 such products with 48 to 1023 rows and more than 2048 columns, 136 x 4096 x 768 runs at
+    1.71 times XLA's speed on an H200, the others at 0.62 to 1.01, half of them at 0.92 or less. 64
+    and 96 rows, whole half lines, are one box: five products run at 1.14 to 1.46.
+
+    Up to 2048 columns, eight products of 48 to 656 rows run at 1.02 to 1.73, and one at 0.86 (152 x
+    1536 x 13184). With 8 and 24 rows, four run at 0.53, 0.66, 0.91 and 1.74.
     """
-    if problem.n < 128:
-        return f"fewer than 128 columns ({problem.n})"
-    if problem.transpose_a and problem.m < 128 and not _in_half_lines(problem):
-        return f"fewer than 128 rows of a transposed left operand ({problem.m})"
+    if not _has_short_rows(problem) or (problem.n <= 2048 and problem.m >= 48):
+        return None
+    size = problem.a_shape[-1] * problem.a_dtype.itemsize
+    whole = LINE_BYTES // 2 if LINE_BYTES <= size < 2 * LINE_BYTES else LINE_BYTES
+    if size % whole:
+        return f"{problem.m} rows of a transposed left operand are no whole number of cache lines"
     return None
 
 
-def _in_half_lines(problem: Problem) -> bool:
-    """Whether rows of the left operand are a cache line at least, and whole half lines."""
-    size = problem.a_shape[-1] * problem.a_dtype.itemsize
-    return size >= LINE_BYTES and size % (LINE_BYTES // 2) == 0
+def _has_short_rows(problem: Problem) -> bool:
+    return problem.transpose_a and problem.m < SHORT_ROW
 
 
 def misaligned(problem: Problem) -> str | None:
-    """Rows that begin in the middle of cache lines cost TMA more reads than they cost cuBLAS.
+    """Rows that begin within a sector cost TMA more reads than they cost cuBLAS.
 
     8200, 4104 and 1000 cubed in bfloat16 reach 0.97, 0.90 and 0.94 of XLA's speed on an H200 with
-    the best of their configs.
+    the best of their configs; nine products drawn at random whose left operand is transposed 0.78
+    to 1.15, four of them 0.95 or less.
+
+    Rows of whole sectors that begin within a cache line do not: 19 products whose operands are as
+    they are run at 0.93 to 3.90 times XLA's speed, 1.25 in geometric mean, and eleven with 1504 to
+    22624 rows of a transposed left operand at 0.95 to 1.08.
     """
-    rows = [
-        (problem.a_shape[-1], problem.a_dtype),
-        (problem.b_shape[-1], problem.b_dtype),
-    ]
-    if problem.transpose_a and problem.m < 128 and _in_half_lines(problem):
-        # So few are one box, and no box begins within a line (`few_columns`).
-        del rows[0]
+    rows = [(problem.b_shape[-1], problem.b_dtype)]
+    if not _has_short_rows(problem):
+        rows.insert(0, (problem.a_shape[-1], problem.a_dtype))
     for size, dtype in rows:
-        if size * np.dtype(dtype).itemsize % LINE_BYTES:
-            return f"rows of {size} elements are no whole number of cache lines"
+        if size * np.dtype(dtype).itemsize % SECTOR_BYTES:
+            return f"rows of {size} elements are no whole number of sectors"
     return None
 
 
 def short(problem: Problem) -> str | None:
     """With few steps of k for each of many tiles, cuBLAS moves from tile to tile faster.
 
-    4096 x 4096 x 512 and 8192 x 8192 x 512 reach 0.98 of XLA's speed on an H200, 16384 x 16384 x
-    512 0.95; with K=1024 and K=256 it is 1.00 and 1.03. A fused epilogue makes up for it.
+    4096 x 4096 x 512 and 8192 x 8192 x 512 reach 0.96 and 0.97 of XLA's speed on an H200, 16384 x
+    16384 x 512 0.95, 4096 x 14336 x 768 0.98 and 16384 x 4096 x 896 (NT) 0.99; with K=1024 and
+    K=256 it is 1.00 and 1.03. A fused epilogue makes up for it.
     """
     many = problem.batch * problem.m * problem.n >= 4096 * 4096
     if many and 256 < problem.k < 1024 and problem.epilogue.is_identity:
@@ -109,6 +119,7 @@ def some_rows(problem: Problem) -> str | None:
 
 RULES: tuple[Callable[[Problem], str | None], ...] = (
     few_columns,
+    short_rows,
     misaligned,
     short,
     single_precision,
@@ -117,31 +128,28 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
 )
 
 
-def idle(problem: Problem, seconds: float, at_best: float, *, is_cut: bool = False) -> str | None:
-    """Few tiles with a long K leave SMs idle, for which XLA splits K.
+def idle(seconds: float, at_best: float, *, has_passes: bool = False) -> str | None:
+    """Few tiles, or a last wave of few, leave SMs idle; XLA cuts K or has other tiles.
 
-    Of 44 products drawn at random, those that the kernel was predicted to take more than 1.4 times
-    as long for as all SMs would run at 0.33, 0.64, 0.65, 0.98 and 1.32 times XLA's speed on an
-    H200: 8 x 360 x 12800, 148 x 896 x 7168, 2 x 2048 x 15360, 15 x 1376 x 5760 and 64 x 1920 x 4224
-    (TN). Those predicted to take less run at 1.13 times, the slowest at 0.80.
-
-    Cut along K, ten products run at 0.98 to 1.57 times XLA's speed, among them 148 x 896 x 7168 at
-    1.10 and 64 x 1920 x 4224 at 1.55. At most 1.48 times the time with all SMs busy is predicted.
+    Of 251 products that no other rule leaves to XLA, four are predicted to take more than 1.05
+    times as long as with all SMs busy, and 5 us. They run at 0.73, 0.87, 0.93 and 1.01 times XLA's
+    speed on an H200 (8224 x 640 x 7168, 3584 x 1440 x 11904 and 10592 x 1024 x 4096, all TN; 2 x
+    3328 x 29568), the others at 1.10 in geometric mean. Among these are ten small ones that are
+    predicted to take 1.4 to 1.9 times as long as with all SMs busy: they run at 1.10 to 3.90.
 
     Args:
-        problem: What is computed.
         seconds: The predicted time of the kernel, and of the passes around it.
         at_best: That of a kernel which keeps all SMs busy.
-        is_cut: The kernel's tiles are cut along K.
+        has_passes: There are passes.
     """
-    most = IDLE_CUT * at_best + SPLIT_SECONDS if is_cut else IDLE * at_best
-    if problem.k <= SHORTEST_SPLIT or seconds <= most:
+    share = PASSES_SHARE if has_passes else XLA_SHARE
+    if seconds <= share * at_best + XLA_SECONDS:
         return None
-    return f"{seconds * 1e6:.0f} us with idle SMs against {at_best * 1e6:.0f} us with K split"
+    return f"{seconds * 1e6:.0f} us with idle SMs against {at_best * 1e6:.0f} us with all busy"
 
 
 def why_xla(
-    problem: Problem, seconds: float, at_best: float, *, is_cut: bool = False
+    problem: Problem, seconds: float, at_best: float, *, has_passes: bool = False
 ) -> str | None:
     """Returns why XLA is faster at a problem, None if no measurement says so.
 
@@ -152,11 +160,11 @@ def why_xla(
         problem: What is computed.
         seconds: As for `idle`.
         at_best: As for `idle`.
-        is_cut: As for `idle`.
+        has_passes: As for `idle`.
     """
     if not _rows_are_aligned(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    why_idle = idle(problem, seconds, at_best, is_cut=is_cut)
+    why_idle = idle(seconds, at_best, has_passes=has_passes)
     return next((why for rule in RULES if (why := rule(problem))), why_idle)
 
 

@@ -258,8 +258,7 @@ def left_to_xla(
     """Returns why a problem is left to XLA where nothing is tuned or named, None if it is not."""
     seconds = prediction.seconds(problem, config, device, architecture)
     at_best = prediction.at_best(problem, device, architecture)
-    is_cut = config.pieces(problem) > config.tiles(problem)
-    return xla_faster.why_xla(problem, seconds, at_best, is_cut=is_cut)
+    return xla_faster.why_xla(problem, seconds, at_best)
 
 
 def problem_label(problem: Problem) -> str:

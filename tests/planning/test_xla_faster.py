@@ -22,22 +22,42 @@ EDGES = {
     "rows": (
         Problem(128, 4096, 1024, transpose_a=True),
         Problem(120, 4096, 1024, transpose_a=True),
-        "fewer than 128 rows",
+        "120 rows of a transposed left operand",
     ),
     "rows in half lines": (
         Problem(96, 4096, 1024, transpose_a=True),
         Problem(80, 4096, 1024, transpose_a=True),
-        "fewer than 128 rows",
+        "80 rows of a transposed left operand",
     ),
     "rows in a line": (
         Problem(64, 4096, 1024, transpose_a=True),
         Problem(32, 4096, 1024, transpose_a=True),
-        "fewer than 128 rows",
+        "32 rows of a transposed left operand",
     ),
     "rows as stored": (
         Problem(48, 4096, 1024),
         Problem(48, 4096, 1024, transpose_a=True),
-        "fewer than 128 rows",
+        "48 rows of a transposed left operand",
+    ),
+    "rows of few columns": (
+        Problem(72, 2048, 1024, transpose_a=True),
+        Problem(72, 2176, 1024, transpose_a=True),
+        "72 rows of a transposed left operand",
+    ),
+    "few rows of few columns": (
+        Problem(48, 1024, 1024, transpose_a=True),
+        Problem(40, 1024, 1024, transpose_a=True),
+        "40 rows of a transposed left operand",
+    ),
+    "rows in lines": (
+        Problem(960, 4096, 1024, transpose_a=True),
+        Problem(992, 4096, 1024, transpose_a=True),
+        "992 rows of a transposed left operand",
+    ),
+    "long rows": (
+        Problem(1040, 4096, 1024, transpose_a=True),
+        Problem(1008, 4096, 1024, transpose_a=True),
+        "1008 rows of a transposed left operand",
     ),
     "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
     "short from above": (Problem(4096, 4096, 1024), Problem(4096, 4096, 960), "K=960 is short"),
@@ -52,8 +72,17 @@ EDGES = {
         Problem(4096, 4096, 512),
         "K=512 is short",
     ),
-    "left lines": (Problem(4096, 4096, 4096), Problem(4096, 4096, 4104), "rows of 4104 elements"),
-    "right lines": (Problem(4096, 4096, 4096), Problem(4096, 4104, 4096), "rows of 4104 elements"),
+    "left sectors": (Problem(4096, 4096, 4112), Problem(4096, 4096, 4104), "rows of 4104 elements"),
+    "right sectors": (
+        Problem(4096, 4112, 4096),
+        Problem(4096, 4104, 4096),
+        "rows of 4104 elements",
+    ),
+    "transposed sectors": (
+        Problem(1040, 4096, 4096, transpose_a=True),
+        Problem(1032, 4096, 4096, transpose_a=True),
+        "rows of 1032 elements",
+    ),
     "wide": (
         Problem(4096, 4096, 4096, transpose_b=True, epilogue=FUSED, **WIDE),
         Problem(4096, 4096, 4096, transpose_b=True, **WIDE),
@@ -108,14 +137,17 @@ def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
     assert why in (xla_faster.why_xla(for_xla, 1e-4, 1e-4) or "")
 
 
-def test_idle_sms_count_from_so_much_on() -> None:
+@pytest.mark.parametrize("at_best", [1e-6, 1e-3])
+def test_idle_sms_count_from_so_much_on(at_best: float) -> None:
     problem = Problem(512, 512, 8192)
-    at_best = 1e-4
-    cut = xla_faster.IDLE_CUT * at_best + xla_faster.SPLIT_SECONDS
-    for is_cut, most in ((False, xla_faster.IDLE * at_best), (True, cut)):
-        below, above = (share * most for share in (0.999, 1.001))
-        assert xla_faster.why_xla(problem, below, at_best, is_cut=is_cut) is None
-        assert xla_faster.why_xla(problem, above, at_best, is_cut=is_cut) is not None
+    for has_passes, share in ((False, xla_faster.XLA_SHARE), (True, xla_faster.PASSES_SHARE)):
+        most = share * at_best + xla_faster.XLA_SECONDS
+        below, above = (
+            xla_faster.why_xla(problem, near * most, at_best, has_passes=has_passes)
+            for near in (0.999, 1.001)
+        )
+        assert below is None
+        assert "idle SMs" in (above or "")
 
 
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
