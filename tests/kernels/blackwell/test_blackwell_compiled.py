@@ -3,8 +3,8 @@
 What is compiled covers the search space without being all of it, to take half a minute of one core:
 
 * every step of the ladder, and one config for each mode of the kernel;
-* every candidate of the heuristics with each of some epilogues, which between them are in every
-  layout, of every type, in a batch and without, dealt and taken over;
+* every candidate of the heuristics with every second of some epilogues, which between them are in
+  every layout, of every type, in a batch and without, dealt and taken over;
 * some configs that are legal and never considered, as they are drawn.
 """
 
@@ -148,12 +148,12 @@ def drawn_problem(number: int, epilogue: Epilogue) -> Problem:
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_every_candidate_with_an_epilogue(name):
     row = list(EPILOGUES).index(name)
-    # The longest takes as long as three others, and registers for a chunk of any tile alike.
-    considered = list(enumerate(SHAPES))[:: 2 if name == "exact gelu" else 1]
+    # Sums are in tensor memory, and registers hold a chunk of any tile alike.
+    considered = list(enumerate(SHAPES))[row % 2 :: 2]
     cases = []
     for column, shape in considered:
         posed = drawn_problem(7 * row + column, EPILOGUES[name])
-        persistence = ("static", "dynamic")[(row + column) % 2]
+        persistence = ("static", "dynamic")[(row // 2 + column // 2) % 2]
         # Not every tile is for every layout.
         for problem in (posed, dataclasses.replace(posed, transpose_b=True)):
             (config,) = (
