@@ -90,7 +90,7 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     else:
         cost, groups = _Walk.loads, _Walk.held_groups
     allowed = ROWS_ALLOWED * math.prod(config.tile)
-    crosswise = not one_wave and config.tile[0] < config.tile[1]
+    crosswise = not one_wave and first.height < first.width
     *_, along, group = min(
         (
             max(walk.shared(group), allowed),
