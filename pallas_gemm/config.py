@@ -153,6 +153,11 @@ class GemmConfig:
         """How many pieces of work there are: cluster tiles, unless they are cut along k."""
         return self.tiles(problem)
 
+    @property
+    def cuts_all_tiles(self) -> bool:
+        """Whether every tile is cut along k."""
+        return False
+
     def workers(self, problem: Problem, device: Device) -> int:
         """How many clusters are launched."""
         pieces = self.pieces(problem)

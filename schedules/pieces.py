@@ -57,34 +57,42 @@ class Pieces:
         return np.concatenate([self.table[:, 2:], summand[:, None]], axis=1)
 
 
-def split_k(tiles: Schedule, steps: int, parts: int) -> Pieces:
-    """Cuts every tile into as many pieces of k, which differ by at most one step.
+def split_k(tiles: Schedule, steps: int, parts: int, last: int | None = None) -> Pieces:
+    """Cuts tiles into as many pieces of k, which differ by at most one step.
 
-    The first pieces of all tiles come first, in the order of the tiles: what is computed at the
-    same time reads the same part of the operands.
+    Tiles that stay whole come first, then the first pieces of all others, in the order of the
+    tiles: what is computed at the same time reads the same part of the operands.
 
     >>> from schedules import raster
     >>> split_k(raster(1, 2), steps=5, parts=2).table.tolist()
     [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 2]]
+    >>> split_k(raster(1, 2), steps=5, parts=2, last=1).table.tolist()
+    [[0, 0, 0, 5], [0, 1, 0, 3], [0, 1, 3, 2]]
 
     Args:
         tiles: The order of the tiles.
         steps: Steps of k that each takes.
         parts: Into how many pieces.
+        last: How many tiles are cut, the last ones of the order; None for all.
 
     Raises:
-        ValueError: A number is not positive, or there are more pieces than steps.
+        ValueError: A number is not positive, or there are more pieces than steps, or more tiles to
+            cut than there are.
     """
     steps, parts = _check.positive_int("steps", steps), _check.positive_int("parts", parts)
     if parts > steps:
         raise ValueError(f"parts must be at most the {steps} steps of k, got {parts}")
-    part = np.repeat(np.arange(parts), len(tiles))
+    last = len(tiles) if last is None else _check.positive_int("last", last)
+    if last > len(tiles):
+        raise ValueError(f"last must be at most the {len(tiles)} tiles, got {last}")
+    whole, cut = np.split(tiles.order, [len(tiles) - last])
+    part = np.repeat(np.arange(parts), last)
     least, longer = divmod(steps, parts)
     first = part * least + np.minimum(part, longer)
     length = least + (part < longer)
-    return Pieces(
-        tiles.grid, steps, np.column_stack([np.tile(tiles.order, (parts, 1)), first, length])
-    )
+    uncut = np.column_stack([whole, np.tile([0, steps], (len(whole), 1))])
+    pieces = np.column_stack([np.tile(cut, (parts, 1)), first, length])
+    return Pieces(tiles.grid, steps, np.concatenate([uncut, pieces]))
 
 
 def _by_tile(grid: tuple[int, int], table: Int32Array) -> tuple[np.ndarray, np.ndarray]:

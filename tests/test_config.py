@@ -246,6 +246,15 @@ CASES = {
         config(split_k=17),
         problem(k=1024),
     ),
+    "more tiles cut than there are": Case(
+        ("split_last must be below the 32 cluster tiles", "got 32; split_last=None cuts all"),
+        config(split_k=2, split_last=32),
+        problem(m=1024, n=1024, k=1024),
+    ),
+    "last tiles of a computed order": Case(
+        ("split_last needs a schedule that is a table, got 'online_raster'",),
+        config(split_k=2, split_last=3, schedule="online_raster"),
+    ),
     "partial_sums beyond a piece": Case(
         ("partial_sums must be at most 8, the fewest steps of 64 of a tile or piece", "got 9"),
         config(tile=(128, 128), split_k=2, partial_sums=9),
@@ -378,6 +387,16 @@ IMPOSSIBLE = {
     "no tile": ({"tile": (0, 128)}, "tile must be from (1, 1)", "got (0, 128)"),
     "consumers": ({"consumers": 4}, "consumers must be 1, 2 or 3", "got 4"),
     "no consumers": ({"consumers": 0}, "consumers must be 1, 2 or 3", "got 0"),
+    "no tiles to cut": (
+        {"split_k": 2, "split_last": 0},
+        "split_last must be at least 1, or None for all tiles",
+        "got 0",
+    ),
+    "one piece of the last tiles": (
+        {"split_last": 3},
+        "split_last needs split_k of at least 2",
+        "got split_last=3",
+    ),
     "no pieces": ({"split_k": 0}, "split_k must be at least 1", "got 0"),
     "no sums": ({"partial_sums": 0}, "partial_sums must be at least 1", "got 0"),
     "sums of large tiles": (

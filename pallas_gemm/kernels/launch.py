@@ -46,6 +46,7 @@ class Inputs(NamedTuple):
         up_scale: What scales the columns of the other sums of a gated result.
         up_bias: What is added to them.
         summands: Sums of pieces of k, which another kernel has left to be joined.
+        result: A result, some tiles of which another kernel has stored.
     """
 
     factors: tuple[Factors, ...]
@@ -60,6 +61,7 @@ class Inputs(NamedTuple):
     up_scale: Any = None
     up_bias: Any = None
     summands: Any = None
+    result: Any = None
 
 
 class Grid(NamedTuple):

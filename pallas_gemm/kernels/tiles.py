@@ -95,7 +95,7 @@ def computed(
 
 
 def dealt_table(
-    pieces: Schedule | Pieces, workers: int, spans: np.ndarray | None = None
+    pieces: Schedule | Pieces | work.Listed, workers: int, spans: np.ndarray | None = None
 ) -> np.ndarray:
     """Returns the operand that `read` reads, int32 `[workers, 1 + longest share + 2]`.
 
@@ -111,7 +111,9 @@ def dealt_table(
 
 
 def order_operand(
-    pieces: Schedule | Pieces | OnlineSchedule, workers: int, spans: np.ndarray | None = None
+    pieces: Schedule | Pieces | work.Listed | OnlineSchedule,
+    workers: int,
+    spans: np.ndarray | None = None,
 ) -> jax.Array | None:
     """Returns the operand by which a kernel is told an order; None if it computes the order."""
     if isinstance(pieces, OnlineSchedule):

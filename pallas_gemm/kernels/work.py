@@ -3,6 +3,7 @@
     an entry of a table    row (16 bits) | col (16 bits)
     its second word        first k step (16 bits) | k steps (16 bits)       where they differ
     its third word         which summand of its tile's sum a piece makes    where there are several
+    its fourth word        which of the cut tiles it belongs to             where others are whole
     of rows in groups      group | col, first row, end of the group
     of sums over groups    row | col, group, its first contracted element, its end
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
         first_step: The first step of k that goes into the sum; None if all do.
         steps: How many do, one at least. What lies past the end of k is zeros.
         summand: Which summand of its tile's sum it makes; None if it makes the sum.
+        cut_tile: Which of the tiles that are cut it belongs to; None if all are cut, or none.
         first_row: The first row of the tile, where rows are in groups; None if its number says it.
         end_row: The row after the last one of its group.
         first_k: The first contracted element of the piece's group, where those are in groups.
@@ -50,10 +52,27 @@ class Piece(NamedTuple):
     first_step: Any = None
     steps: Any = None
     summand: Any = None
+    cut_tile: Any = None
     first_row: Any = None
     end_row: Any = None
     first_k: Any = None
     end_k: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """Some of the pieces of a table, in its order.
+
+    Attributes:
+        order: The (row, col) of the tile of each.
+        spans: What `Coding.pack` takes of each besides.
+    """
+
+    order: np.ndarray
+    spans: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.order)
 
 
 class Cut(NamedTuple):
@@ -92,11 +111,14 @@ class Coding:
     bits: int = TABLE_BITS
     words: int = 1
 
-    def pack(self, pieces: Schedule | Pieces, spans: np.ndarray | None = None) -> np.ndarray:
+    def pack(
+        self, pieces: Schedule | Pieces | Listed, spans: np.ndarray | None = None
+    ) -> np.ndarray:
         """Returns every piece in visiting order, int32 `[pieces]`, with a tag of zero.
 
-        Given the (first step, steps) of each, and which summand it makes where there are several,
-        `[pieces, 2 or 3]`, the words of an entry are a last axis.
+        Given the (first step, steps) of each, which summand it makes where there are several, and
+        of which cut tile where others are whole, `[pieces, 2 to 4]`, the words of an entry are a
+        last axis.
         """
         tiles = _joined(pieces.order, self.bits)
         if spans is None:
@@ -109,7 +131,10 @@ class Coding:
         if self.words == 1:
             return piece
         first_step, steps = _halves(entry[1], TABLE_BITS)
-        return piece._replace(first_step=first_step, steps=steps, summand=(*entry, None)[2])
+        summand, cut_tile = (*entry, None, None)[2:4]
+        return piece._replace(
+            first_step=first_step, steps=steps, summand=summand, cut_tile=cut_tile
+        )
 
     def piece(self, row: Any, col: Any) -> Piece:
         """The piece at (row, col) of the grid of a schedule."""

@@ -12,6 +12,7 @@ of ten within 11%; the configs that they choose are 1% slower than the fastest t
 """
 
 import math
+from typing import NamedTuple
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
@@ -93,11 +94,11 @@ def seconds(
         LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / GPC_BYTES_PER_CYCLE,
     )
-    pieces = config.pieces(problem)
-    waves = math.ceil(pieces / config.workers(problem, device))
-    # A sum over a group takes as many steps as the group is long, on average.
-    length = problem.k / (problem.batch if problem.ragged_k else 1)
-    steps = math.ceil(length / config.tile_k(problem) * config.tiles(problem) / pieces)
+    loops = _loops(problem, config, device)
+    waves, steps = (
+        sum(loop.waves for loop in loops),
+        sum(loop.waves * loop.steps for loop in loops),
+    )
     stored = (2 if problem.symmetric else 1) * rows * cols
     if getattr(config, "late_store", False):
         between = MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES
@@ -105,26 +106,59 @@ def seconds(
         between = IN_TURNS_CYCLES
     else:
         between = STORE_CYCLES * stored * _stored_bytes(problem)
-    cycles = waves * steps * step + (waves - 1) * between + LAST_STORE_CYCLES * stored
-    used = pieces * config.cluster_size / (waves * device.sms) * multiply / step
+    kernels = len(loops)
+    cycles = steps * step + (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
+    cycles += (kernels - 1) * LATENCY_CYCLES
+    computed = sum(loop.pieces * loop.steps for loop in loops) * config.cluster_size
+    used = computed / (steps * device.sms) * multiply / step
     busy = cycles / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))
     memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
     both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
-    return LAUNCH_SECONDS + both + _join_cycles(problem, config, device) / device.machine.clock_hz
+    joining = _join_cycles(problem, config, loops[-1], device) / device.machine.clock_hz
+    return kernels * LAUNCH_SECONDS + both + joining
 
 
-def _join_cycles(problem: Problem, config: GemmConfig, device: Device) -> float:
+class _Loops(NamedTuple):
+    """The k loops of a kernel: as many pieces of work, in as many waves, of so many steps."""
+
+    pieces: int
+    waves: int
+    steps: int
+
+
+def _loops(problem: Problem, config: GemmConfig, device: Device) -> list[_Loops]:
+    """Returns what each kernel computes, but for the one that joins.
+
+    There are two if only the last tiles are cut along k.
+    """
+    # A sum over a group takes as many steps as the group is long, on average.
+    length = problem.k / (problem.batch if problem.ragged_k else 1)
+    workers, tiles = config.workers(problem, device), config.tiles(problem)
+    parts, last = (
+        (1, None) if not isinstance(config, HopperConfig) else (config.split_k, config.split_last)
+    )
+    split = [(tiles, parts)] if last is None else [(tiles - last, 1), (last, parts)]
+    return [
+        _Loops(
+            count * parts,
+            math.ceil(count * parts / workers),
+            math.ceil(length / config.tile_k(problem) / parts),
+        )
+        for count, parts in split
+    ]
+
+
+def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Device) -> float:
     """Predicts how long it takes to join the pieces of tiles that are cut along k, if any are."""
     if not isinstance(config, HopperConfig) or config.split_k == 1:
         return 0.0
-    chunks = config.tiles(problem) * config.cluster_size * config.consumers
+    chunks = cut.pieces // config.split_k * config.cluster_size * config.consumers
     chunks *= config.stores_per_tile(config.as_computed(problem))
     joining = config.workers(problem, device) * config.cluster_size * config.consumers
     height, width = config.consumer_tile
     width = min(width, config.store_columns * problem.sums)
     summands = math.ceil(chunks / joining) * config.split_k * height * width
-    handed_over = math.ceil(config.pieces(problem) / config.workers(problem, device))
-    handed_over *= math.prod(config.tile)
+    handed_over = cut.waves * math.prod(config.tile)
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands
 
 

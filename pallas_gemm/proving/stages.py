@@ -99,6 +99,7 @@ RUNGS: Mapping[str, Mapping[str, GemmConfig]] = {
         "in turns": dataclasses.replace(_SHARES, tile=(64, 128), pingpong=True),
         "mirrored": dataclasses.replace(_SHARES, mirrored=True),
         "cut along k": dataclasses.replace(_SHARES, split_k=3),
+        "last tiles cut along k": dataclasses.replace(_SHARES, split_k=3, split_last=2),
         "clusters": dataclasses.replace(_SHARES, cluster=(2, 1)),
         "tiles claimed": dataclasses.replace(_SHARES, persistence="dynamic"),
         "claimed by clusters": dataclasses.replace(_SHARES, persistence="dynamic", cluster=(1, 2)),

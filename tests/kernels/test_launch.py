@@ -74,6 +74,16 @@ def test_what_is_cut_along_k_is_activated_where_it_is_joined(
     assert joined.bytes_accessed >= summands + 2 * 256 * 384
 
 
+def test_kernels_of_whole_and_of_cut_tiles_share_the_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last = HopperConfig(tile=(128, 128), split_k=2, split_last=2)
+    costs = told(GELU, last, H200, monkeypatch)
+    flops, activations = 2 * 256 * 384 * 512 // 3, 256 * 384 // 3
+    assert [cost.flops for cost in costs] == [2 * flops, flops, 0]
+    assert [cost.transcendentals for cost in costs] == [2 * activations, 0, activations]
+
+
 def test_each_release_of_jax_is_told_what_it_takes() -> None:
     cost = next(estimates(traced(PLAIN, HOPPER, H200).jaxpr))
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:

@@ -173,6 +173,33 @@ def test_what_keeps_the_sms_or_the_memory_busy_is_not_cut(size: tuple[int, int, 
     assert best.split_k == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "is_cut"),
+    [
+        # Measured on an H200, 3 to 10% faster so.
+        ((2560, 2560, 8192), True),
+        ((5120, 5120, 8192), True),
+        ((1280, 5120, 16384), True),
+        # No faster; full waves of other tiles; steps too few.
+        ((7168, 2048, 8192), False),
+        ((4096, 4096, 16384), False),
+        ((2560, 2560, 4096), False),
+    ],
+    ids=str,
+)
+def test_the_last_tiles_are_cut_where_they_are_few_and_k_is_long(
+    size: tuple[int, int, int], is_cut: bool
+) -> None:
+    problem = Problem(*size, transpose_a=True)
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert (best.split_last is not None) == is_cut
+    if best.split_last is not None:
+        # All other waves are full.
+        assert (best.tiles(problem) - best.split_last) % H200.sms == 0
+        assert best.workers(problem, H200) == H200.sms
+
+
 def test_few_rows_are_cut_only_where_the_smallest_tiles_leave_most_sms_idle() -> None:
     for columns, is_cut in ((1408, True), (2816, True), (2880, False)):
         problem = Problem(17, columns, 8448, transpose_b=True)
@@ -197,9 +224,11 @@ def test_no_more_is_awaited_of_few_rows_than_memory_answers(
 @pytest.mark.parametrize(
     ("size", "fewest"),
     [
-        # XLA makes 8 sums of the first on an H200, 2 of the second and 1 of the others.
+        # XLA makes 8 sums of the first on an H200, 2 of the next and 1 of the last ones.
         ((512, 512, 16384), 6),
         ((1024, 1024, 4096), 2),
+        # The last of some tiles are cut, but not the others.
+        ((1088, 1088, 16384), 2),
         ((4096, 4096, 4096), 1),
         ((512, 512, 128), 1),
     ],
@@ -211,7 +240,8 @@ def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
     wide = Problem(*size, out_dtype=jnp.float32)
     for config in heuristics.rank(wide, H200, HOPPER):
         assert isinstance(config, HopperConfig)
-        assert config.split_k * config.partial_sums >= fewest
+        pieces = config.split_k if config.split_last is None else 1
+        assert pieces * config.partial_sums >= fewest
     for problem in (Problem(*size), dataclasses.replace(wide, a_dtype=np.int8, out_dtype=np.int32)):
         candidates = hopper_candidates.candidates(problem, H200)
         assert all(config.partial_sums == 1 for config in candidates)

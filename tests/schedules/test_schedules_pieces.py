@@ -16,11 +16,13 @@ HALVES = [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 2]]
 def test_pieces_of_a_tile_follow_each_other_and_differ_by_a_step(rows, cols, steps, data):
     parts = data.draw(st.integers(1, steps))
     tiles = build("hilbert", rows, cols)
-    pieces = split_k(tiles, steps, parts)
-    assert len(pieces) == parts * len(tiles)
-    # All tiles in their order, part after part.
-    np.testing.assert_array_equal(pieces.order, np.tile(tiles.order, (parts, 1)))
-    first, length, summand = pieces.spans.reshape(parts, len(tiles), 3)[:, 0].T
+    last = data.draw(st.none() | st.integers(1, len(tiles)))
+    pieces = split_k(tiles, steps, parts, last)
+    whole, cut = np.split(tiles.order, [len(tiles) - (last or len(tiles))])
+    # Whole tiles in their order, then all others in theirs, part after part.
+    np.testing.assert_array_equal(pieces.order, [*whole, *np.tile(cut, (parts, 1))])
+    assert pieces.spans[: len(whole)].tolist() == [[0, steps, 0]] * len(whole)
+    first, length, summand = pieces.spans[len(whole) :].reshape(parts, len(cut), 3)[:, 0].T
     np.testing.assert_array_equal(summand, range(parts))
     np.testing.assert_array_equal(first, np.cumsum(length) - length)
     assert length.sum() == steps
@@ -52,14 +54,16 @@ def test_refuses_tables_that_leave_out_a_piece_or_compute_it_twice(changes: Any,
 
 
 @pytest.mark.parametrize(
-    ("steps", "parts", "message"),
+    ("steps", "parts", "last", "message"),
     [
-        (5, 6, "parts must be at most the 5 steps of k, got 6"),
-        (5, 0, "parts must be an integer of at least 1, got 0"),
-        (0, 1, "steps must be an integer of at least 1, got 0"),
-        (65_536, 1, "steps must be below 65536, got 65536"),
+        (5, 6, None, "parts must be at most the 5 steps of k, got 6"),
+        (5, 0, None, "parts must be an integer of at least 1, got 0"),
+        (0, 1, None, "steps must be an integer of at least 1, got 0"),
+        (65_536, 1, None, "steps must be below 65536, got 65536"),
+        (5, 2, 3, "last must be at most the 2 tiles, got 3"),
+        (5, 2, 0, "last must be an integer of at least 1, got 0"),
     ],
 )
-def test_refuses_pieces_that_are_shorter_than_a_step(steps, parts, message):
+def test_refuses_pieces_that_are_shorter_than_a_step(steps, parts, last, message):
     with pytest.raises(ValueError, match=message):
-        split_k(build("raster", 1, 2), steps, parts)
+        split_k(build("raster", 1, 2), steps, parts, last)

@@ -69,6 +69,9 @@ class HopperConfig(GemmConfig):
             few columns, of which a tile may have as few as 16.
         split_k: Into how many pieces the k loop of each tile is cut, which different clusters
             compute. A second kernel adds up their sums, in float32 and always in the same order.
+        split_last: Of how many tiles, the last ones of the order, the k loop is cut, so that a wave
+            that is not full keeps all SMs busy; None for all. A kernel of its own computes the
+            others.
         partial_sums: In how many parts, one after the other, a tile or a piece of it is summed up.
             The tensor cores cut off what a sum of float32 does not hold, so that the error goes
             with the length of a part.
@@ -81,6 +84,7 @@ class HopperConfig(GemmConfig):
     late_store: bool = FITTING
     mirrored: bool = False
     split_k: int = 1
+    split_last: int | None = None
     partial_sums: int = 1
 
     def as_computed(self, problem: Problem) -> Problem:
@@ -90,7 +94,10 @@ class HopperConfig(GemmConfig):
     def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
         """See `GemmConfig`; computing the order takes the registers of a late store."""
         config = dataclasses.replace(self, schedule=schedule)
-        return dataclasses.replace(config, late_store=False) if config.is_online else config
+        if not config.is_online:
+            return config
+        parts = 1 if self.split_last else self.split_k
+        return dataclasses.replace(config, late_store=False, split_k=parts, split_last=None)
 
     def _fit(self) -> None:
         """Finds the most stages, and the widest stores that go with them, for a 16-bit result."""
@@ -256,7 +263,7 @@ class HopperConfig(GemmConfig):
         problem = self.as_computed(problem)
         (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
         # What is cut along k is stored by another kernel.
-        slots = self.consumers * self.store_slots * (self.split_k == 1)
+        slots = self.consumers * self.store_slots * (not self.cuts_all_tiles)
         stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
         # A residual takes the slots of its type that TMA stores from; else it has its own.
         of_its_own = not stored_by_tma(problem) or problem.residual_dtype is not None
@@ -291,14 +298,22 @@ class HopperConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
+    @property
+    def cuts_all_tiles(self) -> bool:
+        """See `GemmConfig`."""
+        return self.split_k > 1 and self.split_last is None
+
     def pieces(self, problem: Problem) -> int:
         """See `GemmConfig`."""
-        return super().pieces(problem) * self.split_k
+        tiles = super().pieces(problem)
+        return tiles + (self.split_last or tiles) * (self.split_k - 1)
 
     def _malformed(self) -> Iterator[str]:
         yield from super()._malformed()
         if self.split_k < 1:
             yield f"split_k must be at least 1, got {self.split_k}"
+        if self.split_last is not None and self.split_last < 1:
+            yield f"split_last must be at least 1, or None for all tiles, got {self.split_last}"
         if self.partial_sums < 1:
             yield f"partial_sums must be at least 1, got {self.partial_sums}"
         if self.consumers not in (1, 2, 3):
@@ -313,6 +328,8 @@ class HopperConfig(GemmConfig):
                 "split_k needs cooperative consumers and persistence='static', got split_k="
                 f"{self.split_k}, pingpong={self.pingpong}, persistence={self.persistence!r}"
             )
+        if self.split_last is not None and self.split_k == 1:
+            yield f"split_last needs split_k of at least 2, got split_last={self.split_last}"
         if self.partial_sums > 1 and (self.pingpong or self.late_store):
             yield (
                 "partial_sums needs cooperative consumers and late_store=False, got partial_sums="
@@ -395,6 +412,11 @@ class HopperConfig(GemmConfig):
             )
 
     def _steps_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.split_last is not None and self.split_last >= (tiles := self.tiles(problem)):
+            yield (
+                f"split_last must be below the {tiles} cluster tiles of the result, got"
+                f" {self.split_last}; split_last=None cuts all of them"
+            )
         steps = -(-problem.k // self.tile_k(problem))
         if self.split_k > steps:
             yield (
@@ -410,15 +432,19 @@ class HopperConfig(GemmConfig):
     def _mode_refusals(self, problem: Problem) -> Iterator[str]:
         if self.late_store and not self.allows_late_store(problem):
             yield (
-                "late_store needs one or two cooperative consumers, split_k=1, partial_sums=1, a"
-                " schedule that is a table, a result of at most 16 bits (16 if it is gated), no"
-                " residual, at most 128 accumulator registers and at most 4 chunks per tile, got"
+                "late_store needs one or two cooperative consumers, split_k=1 or split_last,"
+                " partial_sums=1, a schedule that is a table, a result of at most 16 bits (16 if it"
+                " is gated), no residual, at most 128 accumulator registers and at most 4 chunks"
+                " per tile, got"
                 f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
-                f" partial_sums={self.partial_sums}, schedule={self.schedule!r},"
+                f" split_last={self.split_last}, partial_sums={self.partial_sums},"
+                f" schedule={self.schedule!r},"
                 f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
                 f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
                 " late_store=False would fit"
             )
+        if self.split_last is not None and self.is_online:
+            yield f"split_last needs a schedule that is a table, got {self.schedule!r}"
         if self.split_k > 1 and problem.symmetric:
             yield f"split_k must be 1 for a symmetric result, got {self.split_k}"
         if self.persistence == "dynamic":
@@ -448,7 +474,7 @@ class HopperConfig(GemmConfig):
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
         return (
             not self.pingpong
-            and self.split_k == 1
+            and not self.cuts_all_tiles
             and self.partial_sums == 1
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3

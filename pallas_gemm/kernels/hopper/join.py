@@ -6,6 +6,9 @@
     the second    a warpgroup for each      adds up the summands of its chunk in the order of
                   chunk of the result       their steps; finishes, rounds and stores it
 
+Where only the last tiles are cut (`HopperConfig.split_last`), a kernel for the others comes first,
+and the last one stores beside what that one has stored.
+
 Results are the same in every run, whichever piece is computed first. Had the clusters of one kernel
 to await each other instead, they would count arrivals from zero, and it takes a kernel to make that
 zero: on an H200, 512 x 512 x 16384 takes as long.
@@ -48,27 +51,49 @@ def hand_over(cta: Cta, me: Any, piece: work.Piece, total: Any) -> None:
     """Stores a consumer's part of the sum of a piece as a summand."""
     plan = cta.plan
     rows, cols = plan.config.grid(plan.problem)
-    row = piece.row if piece.batch is None else piece.batch * rows + piece.row
+    tile = piece.cut_tile
+    if tile is None:
+        row = piece.row if piece.batch is None else piece.batch * rows + piece.row
+        tile = row * cols + piece.col
     rank = lax.axis_index(CLUSTER[0]) * plan.config.cluster[1] + lax.axis_index(CLUSTER[1])
-    whose = row * cols + piece.col, piece.summand, rank
+    whose = tile, piece.summand, rank
     corner, size = _corner(plan, me), plan.config.consumer_tile
     _write(plan, _blocks(cta, whose, *zip(corner, size, strict=True)), total)
 
 
 def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
-    """Returns the kernel that joins what the kernel of a plan has handed over."""
+    """Returns the kernel that joins what the kernel of a plan has handed over.
+
+    It returns the result, unless it is given one whose other tiles have been stored.
+    """
+    others = plan.computes == "cut"
     ctas = math.prod(_counts(plan)) // plan.config.consumers
     buffers, residual = store_scratch(plan)
     return launch.kernel(
-        functools.partial(_body, plan),
+        functools.partial(_store_into if others else _body, plan),
         name="pallas_gemm_hopper_join",
         grid=launch.Grid(ctas, dict.fromkeys(CLUSTER, 1), plan.config.consumers),
-        results=jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
+        results=() if others else jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype),
         scratch=(buffers, Barriers(residual=residual)),
-        operations=launch.Operations(transcendentals=launch.activations(plan.problem)),
+        operations=launch.Operations(0, plan.share(launch.activations(plan.problem))),
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )
+
+
+def inputs(plan: HopperPlan, given: launch.Inputs, summands: Any, result: Any) -> launch.Inputs:
+    """Returns what `kernel` is given, of what the kernel was that has left the summands."""
+    order = None
+    if isinstance(plan.pieces, work.Listed):
+        # The first pieces of all tiles that are cut come first.
+        first = work.Listed(plan.pieces.order[: plan.cut_tiles])
+        order = jnp.asarray(work.Coding().pack(first))
+    return given._replace(factors=(), order=order, summands=summands, result=result)
+
+
+def _store_into(plan: HopperPlan, gmem: launch.Inputs, buffers: Smem, barriers: Barriers) -> None:
+    """Joins the tiles that are cut, into the result that has the others."""
+    _body(plan, gmem, gmem.result, buffers, barriers)
 
 
 def _body(
@@ -82,7 +107,7 @@ def _body(
     rest, number = _divided(number, chunks)
     rest, consumer = _divided(rest, consumers)
     tile, rank = _divided(rest, ctas)
-    at, corner = _place(plan, tile, rank, consumer), _corner(plan, consumer)
+    at, corner = _place(cta, tile, rank, consumer), _corner(plan, consumer)
 
     def join_one_of(alike: range) -> None:
         # One part of the program is for all of them: the first one, moved to where it is.
@@ -142,9 +167,9 @@ class Summands:
 
 
 def _counts(plan: HopperPlan) -> tuple[int, int, int, int]:
-    """Chunks of a consumer's part of a tile, consumers, CTAs of a cluster, and cluster tiles."""
+    """Chunks of a consumer's part of a tile, consumers, CTAs of a cluster, and cut tiles."""
     config = plan.config
-    return len(plan.chunks), config.consumers, config.cluster_size, config.tiles(plan.problem)
+    return len(plan.chunks), config.consumers, config.cluster_size, plan.cut_tiles
 
 
 def _alike(plan: HopperPlan) -> list[range]:
@@ -159,9 +184,13 @@ def _alike(plan: HopperPlan) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise([*firsts, len(chunks)])))
 
 
-def _place(plan: HopperPlan, tile: Any, rank: Any, consumer: Any) -> place.Where:
+def _place(cta: Cta, tile: Any, rank: Any, consumer: Any) -> place.Where:
     """Where in the result a consumer's part of a CTA's tile lies."""
-    piece = plan.coding.piece(*_divided(tile, plan.config.stacked_grid(plan.problem)[1]))
+    plan = cta.plan
+    if cta.gmem.order is None:
+        piece = plan.coding.piece(*_divided(tile, plan.config.stacked_grid(plan.problem)[1]))
+    else:
+        piece = dataclasses.replace(plan.coding, words=1).unpack(cta.gmem.order[tile])
     at = place.locate(plan.config, plan.problem, piece)
     rows, columns = plan.config.out_tile(plan.problem)
     down, along = _divided(rank, plan.config.cluster[1])

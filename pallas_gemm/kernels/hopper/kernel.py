@@ -43,6 +43,7 @@ epilogue of this one; nothing drains the ring before the last tile)
 
 Tiles that are cut along k (`join.py`)
     a piece     takes its own steps, and leaves its sum in global memory; another kernel joins them
+    the last    if only the last tiles are cut, a kernel before these two stores the others
 
 Several devices (`remote.py`)
     gathered    each CTA computes the tiles of its own device's rows first, then those of the next
@@ -456,25 +457,39 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     any, then bias, then residual; or a and b of each piece. If rows are gathered, it returns them
     beside the result.
     """
+    if plan.config.split_last and plan.computes == "all":
+        return _build_last_cut(plan)
     cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
-    activations = 0 if plan.joins else launch.activations(plan.problem)
+    activations = 0 if plan.joins else plan.share(launch.activations(plan.problem))
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_hopper",
         grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
         results=remote.results(plan),
         scratch=scratch(plan),
-        operations=launch.Operations(plan.problem.flops, activations),
+        operations=launch.Operations(plan.share(plan.problem.flops), activations),
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )
     joined = join.kernel(plan) if plan.joins else None
 
-    def run(*given: jax.Array) -> Any:
+    def run(*given: jax.Array, result: Any = None) -> Any:
         inputs = _inputs(plan, given)
         out, every, summands = kernel(inputs)
         if joined:
-            return joined(inputs._replace(factors=(), order=None, summands=summands))
+            return joined(join.inputs(plan, inputs, summands, result))
         return out if every is None else (out, every)
+
+    return run
+
+
+def _build_last_cut(plan: HopperPlan) -> Callable[..., Any]:
+    """Returns the kernels of a plan whose last tiles are cut along k, and the others are not."""
+    whole, cut = build(plan.only("whole")), build(plan.only("cut"))
+
+    def run(*given: jax.Array) -> Any:
+        result = jax.new_ref(whole(*given))
+        cut(*given, result=result)
+        return jax.freeze(result)
 
     return run

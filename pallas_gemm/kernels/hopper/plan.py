@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class HopperPlan:
         config: How.
         device: On what.
         exchange: With which other devices.
+        computes: Which tiles this kernel computes, where only the last ones are cut along k
+            (`split_last`): those that stay whole, or those that are cut.
         interpret: False for the GPU, or the parameters of its simulator, which knows neither
             atomics nor two views of one buffer: tiles that would be claimed are dealt.
     """
@@ -44,6 +46,7 @@ class HopperPlan:
     config: HopperConfig
     device: Device
     exchange: Exchange = ALONE
+    computes: Literal["all", "whole", "cut"] = "all"
     interpret: Any = False
 
     def __post_init__(self) -> None:
@@ -116,14 +119,34 @@ class HopperPlan:
     @property
     def joins(self) -> bool:
         """Whether the sum of a tile is made of several pieces'."""
-        return self.config.split_k > 1
+        return self.config.split_k > 1 and self.computes != "whole"
+
+    def only(self, tiles: Literal["whole", "cut"]) -> "HopperPlan":
+        """The plan of one of the two kernels where only the last tiles are cut along k."""
+        late_store = self.config.late_store and tiles == "whole"
+        config = dataclasses.replace(self.config, late_store=late_store)
+        return dataclasses.replace(self, config=config, computes=tiles)
+
+    def share(self, of_all: int) -> int:
+        """What of something that all tiles take alike the tiles of this kernel take."""
+        tiles, last = self.config.tiles(self.problem), self.config.split_last or 0
+        own = {"all": tiles, "whole": tiles - last, "cut": last}[self.computes]
+        return of_all * own // tiles
 
     @functools.cached_property
-    def pieces(self) -> Schedule | Pieces | OnlineSchedule:
+    def pieces(self) -> Schedule | Pieces | work.Listed | OnlineSchedule:
         """The pieces of work, in order: tiles, unless they are cut along k."""
-        if not self.joins or isinstance(self.schedule, OnlineSchedule):
+        parts, last = self.config.split_k, self.config.split_last
+        if parts == 1 or isinstance(self.schedule, OnlineSchedule):
             return self.schedule
-        return split_k(self.schedule, self.k_steps, self.config.split_k)
+        pieces = split_k(self.schedule, self.k_steps, parts, last)
+        if last is None:
+            return pieces
+        whole = len(self.schedule) - last
+        if self.computes == "whole":
+            return work.Listed(pieces.order[:whole])
+        cut_tile = np.tile(np.arange(last), parts)
+        return work.Listed(pieces.order[whole:], np.column_stack([pieces.spans[whole:], cut_tile]))
 
     @property
     def cut(self) -> work.Cut | None:
@@ -134,9 +157,15 @@ class HopperPlan:
     def spans(self) -> np.ndarray | None:
         """The (first step, steps) of k of each piece of work, in order, and which summand it makes.
 
-        None if every piece takes all steps, or the order is computed.
+        And of which cut tile, if others are whole. None if every piece takes all steps, or the
+        order is computed.
         """
-        return self.pieces.spans if isinstance(self.pieces, Pieces) else None
+        return self.pieces.spans if isinstance(self.pieces, Pieces | work.Listed) else None
+
+    @property
+    def cut_tiles(self) -> int:
+        """How many tiles are cut along k, if any are."""
+        return self.config.split_last or self.config.tiles(self.problem)
 
     @property
     def own_steps(self) -> bool:
@@ -166,7 +195,8 @@ class HopperPlan:
     @functools.cached_property
     def workers(self) -> int:
         """How many clusters are launched."""
-        return self.config.workers(self.problem, self.device)
+        workers = self.config.workers(self.problem, self.device)
+        return workers if self.computes == "all" else min(workers, len(self.pieces))
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -221,7 +251,7 @@ class HopperPlan:
         """
         rows, cols = self.config.tile
         sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
-        return self.config.tiles(self.problem), self.config.split_k, self.config.cluster_size, *sums
+        return self.cut_tiles, self.config.split_k, self.config.cluster_size, *sums
 
     @property
     def store_widths(self) -> tuple[int, ...]:

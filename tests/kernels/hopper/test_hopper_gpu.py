@@ -71,8 +71,9 @@ def test_operands_in_pieces(pieces, config, layout, rng):
     [
         dataclasses.replace(EARLY, split_k=7, cluster=(2, 1)),
         dataclasses.replace(EARLY, split_k=7, mirrored=True, schedule="online_swizzle:2"),
+        dataclasses.replace(WIDE, split_k=7, split_last=5),
     ],
-    ids=["clusters", "mirrored"],
+    ids=["clusters", "mirrored", "last"],
 )
 def test_tiles_that_are_cut_along_k(config, layout, rng):
     problem = products.transposed(Problem(576, 576, 5000, batch=2), layout)

@@ -3,13 +3,16 @@
 import itertools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.hopper import ring
+from pallas_gemm.kernels import launch, work
+from pallas_gemm.kernels.hopper import join, ring
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
+from schedules import Pieces
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
@@ -66,3 +69,31 @@ def test_producer_and_consumers_agree_about_slots(mode, k_steps):
             head = ring.advance(plan, head, reader)
         assert ring.last_slot(plan, turn, kept) == expected
     assert set(readers.values()) <= set(range(config.ring_barriers))
+
+
+@pytest.mark.parametrize(("last", "cluster"), [(1, (1, 1)), (31, (1, 1)), (5, (2, 1))])
+def test_two_kernels_take_every_step_of_every_tile_once_where_the_last_are_cut(last, cluster):
+    config = HopperConfig(
+        tile=(128, 64), cluster=cluster, ctas=4, schedule="hilbert", split_k=3, split_last=last
+    )
+    plan = HopperPlan(Problem(500, 200, 504, transpose_b=True, batch=2), config, H200)
+    whole, cut = plan.only("whole"), plan.only("cut")
+    assert isinstance(whole.pieces, work.Listed)
+    assert isinstance(cut.pieces, work.Listed)
+    assert isinstance(cut.spans, np.ndarray)
+    assert whole.spans is None
+    steps = np.tile([0, 8], (len(whole.pieces), 1))
+    table = [
+        *np.hstack([whole.pieces.order, steps]),
+        *np.hstack([cut.pieces.order, cut.spans])[:, :4],
+    ]
+    pieces = Pieces(config.stacked_grid(plan.problem), 8, np.array(table, np.int32))
+    assert len(pieces) == config.pieces(plan.problem) == len(table)
+    # Every tile has a place of its own for its summands, where the joining kernel looks for them.
+    listed = join.inputs(cut, launch.Inputs((), None, None, None), None, None).order
+    number, summand = cut.spans[:, 3], cut.spans[:, 2]
+    assert len({*zip(number, summand, strict=True)}) == np.prod(cut.summands_shape[:2])
+    np.testing.assert_array_equal(work.Coding().pack(cut.pieces), np.asarray(listed)[number])
+    # The first kernel may store late, what hands over summands has no room for it.
+    assert (whole.config.late_store, cut.config.late_store) == (True, False)
+    assert whole.workers == min(4 // config.cluster_size, len(whole.pieces))

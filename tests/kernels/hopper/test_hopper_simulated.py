@@ -65,7 +65,8 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "mirrored": (False, True),
     "cluster": ((1, 1), (2, 1), (1, 2), (2, 2)),
     "persistence": ("static", "dynamic", "none"),
-    "split_k": (1, 2),
+    # Of all tiles, or of the last one alone.
+    "split_k": ((1, None), (2, None), (2, 1)),
     "schedule": ("hilbert", "shuffled", "online_swizzle:3:cols"),
     # Two make the ring wrap after two steps.
     "stages": (2, 3),
@@ -121,7 +122,8 @@ def built(case: covering.Case) -> tuple[Problem, HopperConfig] | None:
             ctas=2 * math.prod(cluster),
             store_columns=32,
             **{name: case[name] for name in ("late_store", "mirrored", "cluster", "persistence")},
-            **{name: case[name] for name in ("stages", "store_slots", "split_k")},
+            **{name: case[name] for name in ("stages", "store_slots")},
+            **dict(zip(("split_k", "split_last"), case["split_k"], strict=True)),
         )
         if case["edge"] == 16 and not config.late_store and not config.pingpong:
             # An edge has nothing to do with it, so that it takes no cases of its own.
