@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import pathlib
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.tuning.measure import Settings, Spread, Turn, Variant, measure
 from pallas_gemm.tuning.timing import TimingError
+from tests import forks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 QUICK = Settings(
@@ -567,6 +568,20 @@ def test_a_request_that_cannot_be_met_is_one_line_and_status_2(
     assert message in shown.err
 
 
+AS_A_PROGRAM = """
+import pathlib, runpy, sys
+del sys.argv[0]
+sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[forks.Forks]:
+    with contextlib.closing(forks.Forks()) as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
@@ -578,14 +593,10 @@ def test_a_request_that_cannot_be_met_is_one_line_and_status_2(
     ],
 )
 def test_a_program_started_wrongly_says_so_in_one_line(
-    program: str, arguments: list[str], message: str
+    program: str, arguments: list[str], message: str, processes: forks.Forks
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / f"{program}.py"), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = str(ROOT / "bench" / f"{program}.py")
+    done = processes.run([sys.executable, "-c", AS_A_PROGRAM, path, *arguments], env=os.environ)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"{program}: ")
