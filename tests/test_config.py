@@ -26,6 +26,7 @@ from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.kernels.hopper.candidates import MOST_STAGES, candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -172,7 +173,7 @@ CASES = {
         dataclasses.replace(GROUPS, n=4092),
     ),
     "groups, too many": Case(
-        (f"rows must be in at most {hopper_config.MOST_GROUPS} groups", "got 40000"),
+        (f"rows must be in at most {problems.MOST_GROUPS} groups", "got 40000"),
         config(),
         dataclasses.replace(GROUPS, groups=40000),
     ),
@@ -546,7 +547,7 @@ def longest_text(node: ast.AST) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", sorted(written_reasons(config_module, hopper_config, element_types))
+    "text", sorted(written_reasons(config_module, hopper_config, problems, element_types))
 )
 def test_every_refusal_that_is_written_has_a_case(text):
     said = [reason for case in CASES.values() for reason in case.reasons]

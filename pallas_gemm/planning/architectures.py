@@ -11,6 +11,7 @@ from pallas_gemm.kernels.blackwell import config as blackwell_config
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.kernels.hopper import candidates as hopper_candidates
 from pallas_gemm.kernels.hopper import config as hopper_config
+from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 
@@ -75,7 +76,7 @@ ARCHITECTURES = (
         4096,
         H200,
         hopper_config.HopperConfig,
-        lambda problem, _: hopper_config.problem_refusals(problem),
+        lambda problem, _: hopper_problems.refusals(problem),
         hopper_candidates.candidates,
         _build_hopper,
     ),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_gemm.kernels.hopper import config as hopper_config
+from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import NO_EPILOGUE, Call, Operands, signature_of
 from pallas_gemm.planning.realign import Realigned, Step, realign
@@ -54,7 +54,7 @@ def _call(
 
 
 def _realigned(call: Call, operands: tuple[Any, ...]) -> Realigned:
-    found = realign(call, signature_of(operands), hopper_config.problem_refusals)
+    found = realign(call, signature_of(operands), problems.refusals)
     assert found is not None
     return found
 
@@ -98,7 +98,7 @@ def test_every_product_can_be_realigned_for_the_hopper_kernel(
     epilogue = Epilogue(bias=with_extras, residual=with_extras)
     call, operands = _call(*size, types, layout, epilogue, batch)
     realigned = _realigned(call, operands)
-    assert not hopper_config.problem_refusals(realigned.problem)
+    assert not problems.refusals(realigned.problem)
     result = _computed(call, realigned, operands)
     expected = xla.product(call, *operands)
     np.testing.assert_array_equal(reference.wide(result), reference.wide(expected), strict=True)
@@ -235,7 +235,7 @@ def test_what_no_remedy_helps_is_refused() -> None:
     signature = signature_of(operands)
     assert realign(call, signature, lambda _: ("never",)) is None
     odd = tuple((shape, np.dtype(np.int32)) for shape, _ in signature)
-    assert realign(call, odd, hopper_config.problem_refusals) is None
+    assert realign(call, odd, problems.refusals) is None
 
 
 def test_steps_say_what_they_do() -> None:

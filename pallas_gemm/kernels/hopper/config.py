@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types, symmetric
-from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
+from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
+from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.work import CLAIM_BITS
-from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
+from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
 WGMMA_ROWS = 64
@@ -23,8 +23,6 @@ USUAL_PROBLEM = Problem(4096, 4096, 4096)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
 WARPGROUP = 128
 """Threads, which share what a consumer holds."""
-ADDRESS = 8
-"""Registers for where a vector of scales lies."""
 MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
 SPARE_REGISTERS = 64
@@ -39,18 +37,6 @@ LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
-MOST_GROUPS = 1 << 15
-"""Groups that an entry of a table numbers."""
-MOST_PIECES = 8
-"""Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
-be no more than 4,096 bytes on older drivers."""
-
-
-class Registers(NamedTuple):
-    """Registers per thread after reallocation."""
-
-    producer: int
-    consumer: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +278,7 @@ class HopperConfig(GemmConfig):
             )
         problem = self.as_computed(problem)
         return (
-            *_layout_refusals(problem),
+            *layout_refusals(problem),
             *self.form_refusals(problem),
             *super().refusals(problem, device),
             *self._resource_refusals(problem, device),
@@ -499,95 +485,3 @@ class HopperConfig(GemmConfig):
                 f"shared memory: needs {needed} bytes of {device.shared_memory};"
                 f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
             )
-
-
-def epilogue_arrays(epilogue: Epilogue) -> int:
-    """How many registers an epilogue takes for each value at most, but for the sum's own."""
-    if epilogue.is_identity:
-        return 0
-    return live_arrays(epilogue.activation) if epilogue.activation else 1
-
-
-def vector_registers(problem: Problem, rows: int, columns: int) -> int:
-    """How many registers of a thread hold what scales so many rows and columns, and address it.
-
-    A bias alone is part of what is left for the assembler.
-    """
-    epilogue = problem.epilogue
-    of_columns = epilogue.col_scale + epilogue.up_scale + epilogue.up_bias
-    across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    return (along + ADDRESS) * epilogue.row_scale + (across + ADDRESS) * of_columns
-
-
-def stored_by_tma(problem: Problem) -> bool:
-    """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
-    return problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES == 0
-
-
-def problem_refusals(problem: Problem) -> tuple[str, ...]:
-    """Returns every reason why the Hopper kernel cannot take a problem, whatever the config."""
-    reasons = tuple(_layout_refusals(problem))
-    return reasons if any(_layout_refusals(problem.mirrored())) else ()
-
-
-def _layout_refusals(problem: Problem) -> Iterator[str]:
-    yield from element_types.refusals(problem, single=True)
-    if problem.transpose_out:
-        yield from _transposed_refusals(problem)
-    if problem.symmetric:
-        yield from symmetric.refusals(problem)
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        yield (
-            f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
-            f" batch={problem.batch}"
-        )
-    for name, shape, dtype in (
-        ("a", problem.a_shape, problem.a_dtype),
-        ("b", problem.b_shape, problem.b_dtype),
-    ):
-        whole = ROW_BYTES // dtype.itemsize
-        if shape[-1] % whole:
-            yield (
-                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
-                f" multiple of {whole} for {dtype}, got {shape[-1]};"
-                f" the next is {-(-shape[-1] // whole) * whole}"
-            )
-    if problem.ragged_k and (problem.transpose_out or problem.pieces or problem.sums > 1):
-        yield "sums over groups are of two operands stored [k, m] and [k, n]"
-    if problem.groups:
-        yield from _grouped_refusals(problem)
-    if len(problem.pieces) > MOST_PIECES:
-        yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
-    step = STEP_BYTES // problem.a_dtype.itemsize
-    if any(size % step or not size for size in problem.pieces):
-        yield (
-            f"the contracted sizes of operands in pieces must be positive multiples of {step} for"
-            f" {problem.a_dtype}, got {problem.pieces}"
-        )
-    if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
-        yield (
-            "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
-            f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
-        )
-
-
-def _grouped_refusals(problem: Problem) -> Iterator[str]:
-    if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.pieces:
-        yield "rows in groups are those of one left operand stored [m, k]"
-    if problem.epilogue.residual:
-        yield "rows in groups have no residual"
-    if not stored_by_tma(problem):
-        yield (
-            "rows in groups need a result with rows of a multiple of 16 bytes, got"
-            f" {problem.out_shape[-1]} columns of {problem.out_dtype}"
-        )
-    if problem.groups > MOST_GROUPS:
-        yield f"rows must be in at most {MOST_GROUPS} groups, got {problem.groups}"
-
-
-def _transposed_refusals(problem: Problem) -> Iterator[str]:
-    if problem.out_dtype.itemsize != 2:
-        yield f"a mirrored product has a result of 16 bits, got {problem.out_dtype}"
-    if problem.epilogue.residual or problem.epilogue.gated:
-        parts = " and ".join(problem.epilogue.parts)
-        yield f"a mirrored product has neither a residual nor a gate, got {parts}"

@@ -8,8 +8,9 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol, work
-from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig, stored_by_tma
+from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
+from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Pieces, Schedule, split_k

@@ -1,0 +1,88 @@
+"""Which problems the Hopper kernel takes, whatever the config."""
+
+from collections.abc import Iterator
+
+from pallas_gemm.config import STEP_BYTES
+from pallas_gemm.kernels import element_types, symmetric
+from pallas_gemm.problem import ROW_BYTES, Problem
+
+MOST_GROUPS = 1 << 15
+"""Groups that an entry of a table numbers."""
+MOST_PIECES = 8
+"""Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
+be no more than 4,096 bytes on older drivers."""
+
+
+def stored_by_tma(problem: Problem) -> bool:
+    """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
+    return problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES == 0
+
+
+def refusals(problem: Problem) -> tuple[str, ...]:
+    """Returns every reason why the Hopper kernel cannot take a problem, whatever the config."""
+    reasons = tuple(layout_refusals(problem))
+    return reasons if any(layout_refusals(problem.mirrored())) else ()
+
+
+def layout_refusals(problem: Problem) -> Iterator[str]:
+    """Yields every reason why the kernel cannot take a problem as it is computed."""
+    yield from element_types.refusals(problem, single=True)
+    if problem.transpose_out:
+        yield from _transposed_refusals(problem)
+    if problem.symmetric:
+        yield from symmetric.refusals(problem)
+    if 0 in (problem.m, problem.n, problem.k, problem.batch):
+        yield (
+            f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
+            f" batch={problem.batch}"
+        )
+    for name, shape, dtype in (
+        ("a", problem.a_shape, problem.a_dtype),
+        ("b", problem.b_shape, problem.b_dtype),
+    ):
+        whole = ROW_BYTES // dtype.itemsize
+        if shape[-1] % whole:
+            yield (
+                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
+                f" multiple of {whole} for {dtype}, got {shape[-1]};"
+                f" the next is {-(-shape[-1] // whole) * whole}"
+            )
+    if problem.ragged_k and (problem.transpose_out or problem.pieces or problem.sums > 1):
+        yield "sums over groups are of two operands stored [k, m] and [k, n]"
+    if problem.groups:
+        yield from _grouped_refusals(problem)
+    if len(problem.pieces) > MOST_PIECES:
+        yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
+    step = STEP_BYTES // problem.a_dtype.itemsize
+    if any(size % step or not size for size in problem.pieces):
+        yield (
+            f"the contracted sizes of operands in pieces must be positive multiples of {step} for"
+            f" {problem.a_dtype}, got {problem.pieces}"
+        )
+    if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
+        yield (
+            "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
+            f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
+        )
+
+
+def _grouped_refusals(problem: Problem) -> Iterator[str]:
+    if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.pieces:
+        yield "rows in groups are those of one left operand stored [m, k]"
+    if problem.epilogue.residual:
+        yield "rows in groups have no residual"
+    if not stored_by_tma(problem):
+        yield (
+            "rows in groups need a result with rows of a multiple of 16 bytes, got"
+            f" {problem.out_shape[-1]} columns of {problem.out_dtype}"
+        )
+    if problem.groups > MOST_GROUPS:
+        yield f"rows must be in at most {MOST_GROUPS} groups, got {problem.groups}"
+
+
+def _transposed_refusals(problem: Problem) -> Iterator[str]:
+    if problem.out_dtype.itemsize != 2:
+        yield f"a mirrored product has a result of 16 bits, got {problem.out_dtype}"
+    if problem.epilogue.residual or problem.epilogue.gated:
+        parts = " and ".join(problem.epilogue.parts)
+        yield f"a mirrored product has neither a residual nor a gate, got {parts}"
