@@ -69,7 +69,7 @@ FULLER = 1.05
 """What more waves must gain in busy SMs."""
 FEWEST_WHOLE_STEPS = 128
 """Of a tile, for the last ones to be cut: 428 x 9600 x 7168, 112 steps, takes 86.6 us on an H200 so
-and 85.5 us whole, 2560 x 2560 x 8192 146 us and 154."""
+and 85.5 us whole, 2560 x 2560 x 8192 148 us and 154."""
 MOST_PARTS = 16
 """Of each of the last tiles."""
 HANDED_OVER_STEPS = 14
