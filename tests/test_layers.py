@@ -4,6 +4,7 @@ Lazy imports count: a function that imports what is above it is an arrow back al
 """
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -59,7 +60,9 @@ def _imports(path: pathlib.Path) -> Iterator[str]:
         yield from (name for name in names if name in MODULES)
 
 
-GRAPH = {name: sorted({*_imports(path)} - {name}) for name, path in MODULES.items()}
+@functools.cache
+def _graph() -> dict[str, list[str]]:
+    return {name: sorted({*_imports(path)} - {name}) for name, path in MODULES.items()}
 
 
 def _home(module: str) -> str:
@@ -91,19 +94,19 @@ def _cycle(graph: dict[str, list[str]]) -> list[str]:
     return next((found for module in graph if (found := walk(module, []))), [])
 
 
-@pytest.mark.parametrize("module", GRAPH)
+@pytest.mark.parametrize("module", MODULES)
 def test_no_arrow_points_up(module: str) -> None:
     own = _home(module)
     wrong = [
         other
-        for other in GRAPH[module]
+        for other in _graph()[module]
         if (home := _home(other)) != own and _row(home) >= _row(own)
     ]
     assert not wrong, f"{module}, of {own}, imports {', '.join(wrong)}"
 
 
 def test_no_modules_import_each_other() -> None:
-    assert not (chain := _cycle(GRAPH)), " -> ".join(chain)
+    assert not (chain := _cycle(_graph())), " -> ".join(chain)
 
 
 def test_arrows_and_cycles_are_noticed() -> None:
@@ -112,7 +115,7 @@ def test_arrows_and_cycles_are_noticed() -> None:
     assert _row(_home("pallas_gemm.kernels.hopper.plan")) > _row(_home("pallas_gemm.kernels.smem"))
     assert _home("pallas_gemm.__main__") == "pallas_gemm"
     # An import inside of a function, of a module by way of its package.
-    assert "pallas_gemm.api.doctor" in GRAPH["pallas_gemm.__main__"]
+    assert "pallas_gemm.api.doctor" in _graph()["pallas_gemm.__main__"]
 
 
 def test_the_top_of_the_package_is_read_at_a_glance() -> None:

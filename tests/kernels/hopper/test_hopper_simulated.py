@@ -147,10 +147,13 @@ def _schedule(name: str, problem: Problem, config: HopperConfig) -> str | schedu
     return schedules.Schedule((rows, cols), np.stack(np.divmod(order, cols), axis=1), name)
 
 
-CASES = list(map(built, covering.pairs(OPTIONS, built, drawn=4000)))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draws the cases of one test, but not where this module is only imported."""
+    if metafunc.function is test_any_two_options:
+        cases = list(map(built, covering.pairs(OPTIONS, built, drawn=4000)))
+        metafunc.parametrize(("problem", "config"), cases, ids=range(len(cases)))
 
 
-@pytest.mark.parametrize(("problem", "config"), CASES, ids=range(len(CASES)))
 def test_any_two_options(problem, config, rng):
     check_exact(problem, config, rng)
 
