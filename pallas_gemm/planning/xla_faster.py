@@ -14,6 +14,10 @@ from schedules.model import SECTOR_BYTES
 
 SHORT_ROW = 1024
 """Elements up to which it tells that a row of a transposed left operand begins within a line."""
+FEW_COLUMNS = 2048
+"""Up to which a transposed left operand of few rows does well, and one of many rows does not."""
+FEW_ROWS = 128
+"""Up to which rows of a right operand stored [k, n] may begin within a line."""
 XLA_SHARE = 1.05
 """Of the time with all SMs busy, what XLA takes at large products."""
 XLA_SECONDS = 5e-6
@@ -35,10 +39,12 @@ def short_rows(problem: Problem) -> str | None:
     1.71 times XLA's speed on an H200, the others at 0.62 to 1.01, half of them at 0.92 or less. 64
     and 96 rows, whole half lines, are one box: five products run at 1.14 to 1.46.
 
-    Up to 2048 columns, eight products of 48 to 656 rows run at 1.02 to 1.73, and one at 0.86 (152 x
-    1536 x 13184). With 8 and 24 rows, four run at 0.53, 0.66, 0.91 and 1.74.
+    Up to 2048 columns and with K to 3584, five products of 48 to 592 rows run at 1.10 to 1.73. With
+    K from 7808 to 24576, seven run at 0.80 to 1.15, four of them below 0.87; with 8 and 24 rows
+    four at 0.53, 0.66, 0.91 and 1.74.
     """
-    if not _has_short_rows(problem) or (problem.n <= 2048 and problem.m >= 48):
+    few_steps = problem.m >= 48 and problem.n <= FEW_COLUMNS and problem.k <= 4096
+    if not _has_short_rows(problem) or few_steps:
         return None
     size = problem.a_shape[-1] * problem.a_dtype.itemsize
     whole = LINE_BYTES // 2 if LINE_BYTES <= size < 2 * LINE_BYTES else LINE_BYTES
@@ -52,22 +58,27 @@ def _has_short_rows(problem: Problem) -> bool:
 
 
 def misaligned(problem: Problem) -> str | None:
-    """Rows that begin within a sector cost TMA more reads than they cost cuBLAS.
+    """Rows that begin within a sector, or a cache line, cost TMA more reads than they cost cuBLAS.
 
     8200, 4104 and 1000 cubed in bfloat16 reach 0.97, 0.90 and 0.94 of XLA's speed on an H200 with
     the best of their configs; nine products drawn at random whose left operand is transposed 0.78
     to 1.15, four of them 0.95 or less.
 
-    Rows of whole sectors that begin within a cache line do not: 19 products whose operands are as
-    they are run at 0.93 to 3.90 times XLA's speed, 1.25 in geometric mean, and eleven with 1504 to
-    22624 rows of a transposed left operand at 0.95 to 1.08.
+    Whole sectors are enough for rows of K elements: 16 products run at 0.97 to 3.90 times XLA's
+    speed. Elsewhere rows are read by small tiles at half the speed: 694 x 1376 x 13824 (NN) runs at
+    0.62, 8224 x 640 x 7168 and 10592 x 1024 x 4096 (TN) at 0.73 and 0.93. Large ones are not: ten
+    products with 1504 to 6704 rows of a transposed left operand and more than 2048 columns run at
+    0.95 to 1.04, and few rows by 1440 to 7392 columns stored [k, n] at 0.93, 1.02 and 1.29.
     """
-    rows = [(problem.b_shape[-1], problem.b_dtype)]
+    left = problem.n > FEW_COLUMNS if problem.transpose_a else True
+    right = problem.transpose_b or problem.m <= FEW_ROWS
+    rows = [(problem.b_shape[-1], problem.b_dtype, right)]
     if not _has_short_rows(problem):
-        rows.insert(0, (problem.a_shape[-1], problem.a_dtype))
-    for size, dtype in rows:
-        if size * np.dtype(dtype).itemsize % SECTOR_BYTES:
-            return f"rows of {size} elements are no whole number of sectors"
+        rows.insert(0, (problem.a_shape[-1], problem.a_dtype, left))
+    for size, dtype, may_begin_in_a_line in rows:
+        whole, name = (SECTOR_BYTES, "sectors") if may_begin_in_a_line else (LINE_BYTES, "lines")
+        if size * np.dtype(dtype).itemsize % whole:
+            return f"rows of {size} elements are no whole number of {name}"
     return None
 
 
@@ -131,11 +142,11 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
 def idle(seconds: float, at_best: float, *, has_passes: bool = False) -> str | None:
     """Few tiles, or a last wave of few, leave SMs idle; XLA cuts K or has other tiles.
 
-    Of 251 products that no other rule leaves to XLA, four are predicted to take more than 1.05
-    times as long as with all SMs busy, and 5 us. They run at 0.73, 0.87, 0.93 and 1.01 times XLA's
-    speed on an H200 (8224 x 640 x 7168, 3584 x 1440 x 11904 and 10592 x 1024 x 4096, all TN; 2 x
-    3328 x 29568), the others at 1.10 in geometric mean. Among these are ten small ones that are
-    predicted to take 1.4 to 1.9 times as long as with all SMs busy: they run at 1.10 to 3.90.
+    Eight products drawn at random are predicted to take more than 1.05 times as long as with all
+    SMs busy, and 5 us. They run at 0.73 to 1.01 times XLA's speed on an H200, six of them below
+    0.94; all but the last, 2 x 3328 x 29568, are XLA's by other rules, too. Of the other 276 that
+    no rule leaves to it, which run at 1.10 in geometric mean, eight small ones are predicted to
+    take 1.4 to 1.9 times as long as with all SMs busy: they run at 1.10 to 3.90.
 
     Args:
         seconds: The predicted time of the kernel, and of the passes around it.

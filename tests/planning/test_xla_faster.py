@@ -74,9 +74,29 @@ EDGES = {
     ),
     "left sectors": (Problem(4096, 4096, 4112), Problem(4096, 4096, 4104), "rows of 4104 elements"),
     "right sectors": (
-        Problem(4096, 4112, 4096),
-        Problem(4096, 4104, 4096),
+        Problem(4096, 4096, 4112, transpose_b=True),
+        Problem(4096, 4096, 4104, transpose_b=True),
         "rows of 4104 elements",
+    ),
+    "right lines": (
+        Problem(4096, 4160, 4096),
+        Problem(4096, 4112, 4096),
+        "rows of 4112 elements are no whole number of lines",
+    ),
+    "right lines of few rows": (
+        Problem(128, 4112, 4096),
+        Problem(129, 4112, 4096),
+        "rows of 4112 elements",
+    ),
+    "transposed lines": (
+        Problem(1040, 2176, 1024, transpose_a=True),
+        Problem(1040, 2048, 1024, transpose_a=True),
+        "rows of 1040 elements are no whole number of lines",
+    ),
+    "rows of few columns and steps": (
+        Problem(72, 2048, 4096, transpose_a=True),
+        Problem(72, 2048, 4160, transpose_a=True),
+        "72 rows of a transposed left operand",
     ),
     "transposed sectors": (
         Problem(1040, 4096, 4096, transpose_a=True),
