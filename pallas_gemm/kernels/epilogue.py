@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import activations, elementwise, launch, place
+from pallas_gemm.kernels import elementwise, launch, place
 from pallas_gemm.problem import Problem
 
 
@@ -44,7 +44,7 @@ def finish(problem: Problem, gmem: launch.Inputs, part: Part, total: Any, up: An
     load = _loader(problem, part)
     values = _value(problem, load, total, gmem, (gmem.col_scale, gmem.bias))
     if epilogue.activation is not None:
-        values = elementwise.plain(activations.in_kernel(epilogue.activation))(values)
+        values = elementwise.plain(epilogue.activation)(values)
     if up is not None:
         values = values * _value(problem, load, up, gmem, (gmem.up_scale, gmem.up_bias))
     return values if epilogue.residual else values.astype(problem.out_dtype)
