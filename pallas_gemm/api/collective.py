@@ -10,6 +10,7 @@ derivative of one is the other:
 The kernel sends and receives while it multiplies, wherever it can (`fused_collective`).
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -157,14 +158,14 @@ def _axis_size(axis_name: Any) -> int:
     """Returns how many devices there are along an axis.
 
     Raises:
-        ValueError: No `shard_map` around the call has it.
+        ValueError: No `shard_map` around the call has it, or it is not one axis.
     """
-    try:
-        return lax.axis_size(axis_name)
-    except (NameError, KeyError):
-        raise ValueError(
-            f"axis_name={axis_name!r} must be an axis of a `jax.shard_map` around the call"
-        ) from None
+    if isinstance(axis_name, str):
+        with contextlib.suppress(NameError, KeyError):
+            return lax.axis_size(axis_name)
+    raise ValueError(
+        f"axis_name={axis_name!r} must be the name of an axis of a `jax.shard_map` around it"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
