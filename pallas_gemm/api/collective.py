@@ -164,7 +164,7 @@ def _axis_size(axis_name: Any) -> int:
         with contextlib.suppress(NameError, KeyError):
             return lax.axis_size(axis_name)
     raise ValueError(
-        f"axis_name={axis_name!r} must be the name of an axis of a `jax.shard_map` around it"
+        f"axis_name={axis_name!r} must name one axis of a `jax.shard_map` around the call"
     )
 
 

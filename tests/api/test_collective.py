@@ -206,10 +206,10 @@ def test_what_travels() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a, b: all_gather_gemm(a, b, "model"), r"axis_name='model' must be the name"),
+        (lambda a, b: all_gather_gemm(a, b, "model"), r"axis_name='model' must name one axis"),
         (
             lambda a, b: all_gather_gemm(a, b, ("x", "y")),
-            "must be the name of an axis",
+            "must name one axis",
         ),
         (lambda a, b: all_gather_gemm(a[0], b, "x"), r"a must have the shape \[..., rows, k\]"),
         (lambda a, b: all_gather_gemm(a, b[None], "x"), r"b must have the shape \[k, n\]"),
