@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.op import mesh_axes
-from pallas_gemm.op.parts import note, share_p
+from pallas_gemm.op.parts import note, share_p, told_apart
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.op.resharding import Axes
 from pallas_gemm.planning import targeting, xla_groups
@@ -44,7 +44,8 @@ def shared_groups(call: GroupedCall, *operands: jax.Array) -> jax.Array:
         reduction_factors=("k",) if call.contracted else ("k", "g"),
         decode_shardings=False,
     )
-    return shared(*operands)
+    with told_apart(xla_groups.by_jax, call, signature_of(operands)):
+        return shared(*operands)
 
 
 def rows_of_groups(

@@ -15,7 +15,6 @@ The kernel and its config are chosen for one device's part, by the rules of `dis
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,15 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 
-from pallas_gemm._version import __version__
-from pallas_gemm.op import fused_collective, mesh_axes, mesh_context, resharding, sharing
+from pallas_gemm.op import fused_collective, mesh_axes, resharding, sharing
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
-from pallas_gemm.op.parts import Shared, note, part_p, share_p
+from pallas_gemm.op.parts import Shared, note, part_p, share_p, told_apart
 from pallas_gemm.op.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, targeting
 from pallas_gemm.planning.call import Call, Operands, Signature, signature_of
@@ -49,20 +46,8 @@ def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -
         # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
         decode_shardings=False,
     )
-    # All that the compiler sees of a product is its name; a cache of compiled programs needs more.
-    with set_xla_metadata(pallas_gemm=_fingerprint(call, contraction, signature)):
+    with told_apart(contraction.by_xla, call, signature):
         return shared(*operands)
-
-
-@functools.lru_cache(maxsize=1024)
-def _fingerprint(call: Call, contraction: Contraction, signature: Signature) -> str:
-    """Tells products apart whose results differ."""
-    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
-        shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
-        formula = jax.make_jaxpr(functools.partial(contraction.by_xla, call))(*shapes)
-    epilogue = dataclasses.replace(call.epilogue, activation=None)
-    how = (call.precision, call.options, epilogue, __version__)
-    return hashlib.sha256(f"{formula} {how}".encode()).hexdigest()
 
 
 def _partition(

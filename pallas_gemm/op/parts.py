@@ -1,14 +1,19 @@
 """What one device computes of a product that a mesh shares, and who wants to know it."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
+from pallas_gemm._version import __version__
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.planning import dispatch
@@ -90,6 +95,31 @@ def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | Non
     """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
     if (noted := _NOTED.value) is not None:
         noted.found.append(Part(call, signature, split, plan, noted.whole))
+
+
+def told_apart(
+    by_xla: Callable[..., Any], call: Call, signature: Signature
+) -> contextlib.AbstractContextManager[Any]:
+    """Lets a cache of compiled programs tell products apart whose results differ.
+
+    All that the compiler sees of a product is its name.
+
+    Args:
+        by_xla: Computes a call by XLA.
+        call: The product.
+        signature: Its operands.
+    """
+    return set_xla_metadata(pallas_gemm=_fingerprint(by_xla, call, signature))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(by_xla: Callable[..., Any], call: Call, signature: Signature) -> str:
+    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
+        shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+        formula = jax.make_jaxpr(functools.partial(by_xla, call))(*shapes)
+    epilogue = dataclasses.replace(call.epilogue, activation=None)
+    how = (call.precision, call.options, epilogue, __version__)
+    return hashlib.sha256(f"{formula} {how}".encode()).hexdigest()
 
 
 class Share(Protocol):

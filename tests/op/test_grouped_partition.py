@@ -91,6 +91,19 @@ def test_it_is_told_what_each_device_computes(mesh):
     assert "splits m along y, g along x" in str(product.mesh)
 
 
+def test_programs_whose_products_of_groups_differ_are_cached_apart(mesh):
+    a = jax.ShapeDtypeStruct((M, K), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+    b = jax.ShapeDtypeStruct((GROUPS, K, N), jnp.float32)
+
+    def name(**options: Any) -> set[str]:
+        text = jax.jit(lambda a, b: grouped_gemm(a, b, SIZES, **options)).lower(a, b).as_text()
+        return {word for word in text.split('"') if len(word) == 64}
+
+    names = [name(), name(activation="relu"), name(activation="silu")]
+    assert all(len(found) == 1 for found in names)
+    assert len(frozenset.union(*map(frozenset, names))) == len(names)
+
+
 def test_a_simulation_of_several_devices_is_refused(mesh):
     a = jax.ShapeDtypeStruct((M, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("y")))
     b = jax.ShapeDtypeStruct((GROUPS, 64, 64), jnp.bfloat16)

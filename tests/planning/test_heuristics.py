@@ -289,12 +289,18 @@ def test_each_candidate_has_as_many_stages_as_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "tile"),
-    [((64, 32), (128, 256)), ((16, 24), (128, 192)), ((9, 40), (128, 256)), ((40, 9), (128, 256))],
+    ("grid", "tile", "most"),
+    [
+        ((64, 32), (128, 256), 1.2),
+        ((9, 40), (128, 256), 1.2),
+        # The model would walk these in bands of columns, which an H200 walks more slowly.
+        ((16, 24), (128, 192), 1.3),
+        ((40, 9), (128, 256), 1.3),
+    ],
     ids=str,
 )
 def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
-    grid: tuple[int, int], tile: tuple[int, int]
+    grid: tuple[int, int], tile: tuple[int, int], most: float
 ) -> None:
     k = 4096
     problem = Problem(grid[0] * tile[0], grid[1] * tile[1], k)
@@ -312,8 +318,7 @@ def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
         for group, along in itertools.product((1, 2, 4, 8, 12, 16, 20), ("", ":cols"))
     ]
     chosen = read(bands.order(problem, config, H200))
-    # Bands of columns would read a fifth less where they are not taken, and be slower.
-    assert chosen <= 1.3 * min(map(read, (*others, "raster", "hilbert")))
+    assert chosen <= most * min(map(read, (*others, "raster", "hilbert")))
 
 
 @pytest.mark.parametrize(
