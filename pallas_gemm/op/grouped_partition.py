@@ -103,18 +103,18 @@ class _Share:
     Attributes:
         call: The product.
         letters: The dimensions of operands and result.
+        sizes: The whole size of each dimension.
         mesh: The devices.
         axes: The axes along which each dimension is split.
         scattered: The axes of sums along which the result is split, by its dimension.
-        shape: The shape of the device's part of the result.
     """
 
     call: GroupedCall
     letters: tuple[str, ...]
+    sizes: Mapping[str, int]
     mesh: Mesh
     axes: Mapping[str, Axes]
     scattered: Mapping[str, Axes]
-    shape: tuple[int, ...]
     whole = None
 
     @classmethod
@@ -130,22 +130,19 @@ class _Share:
         )
         axes: dict[str, Axes] = dict.fromkeys("mnkg", ())
         scattered: dict[str, Axes] = dict.fromkeys("mng", ())
-        share = cls(call, letters, mesh, axes, scattered, ())
+        share = cls(call, letters, sizes, mesh, axes, scattered)
         for letter, wanted in _preferred(call, a, b, out):
             taken = {axis for own in axes.values() for axis in own}
-            share._take(letter, (x for x in wanted if x not in taken), sizes, axes)
+            share._take(letter, (x for x in wanted if x not in taken), axes)
         # What follows a sum needs all of it.
         for letter, wanted in out.items() if call.epilogue.is_identity else ():
-            share._take(letter, (x for x in wanted if x in share.summed), sizes, scattered)
-        shape = tuple(sizes[x] // share._parts(x) for x in letters[-1])
-        return dataclasses.replace(share, shape=shape)
+            share._take(letter, (x for x in wanted if x in share.summed), scattered)
+        return share
 
-    def _take(
-        self, letter: str, wanted: Iterable[str], sizes: Mapping[str, int], into: dict[str, Axes]
-    ) -> None:
+    def _take(self, letter: str, wanted: Iterable[str], into: dict[str, Axes]) -> None:
         """Lets axes split a dimension, as far as all parts are of one size."""
         for axis in wanted:
-            if sizes[letter] % (self._parts(letter) * self.mesh.shape[axis]) == 0:
+            if self.sizes[letter] % (self._parts(letter) * self.mesh.shape[axis]) == 0:
                 into[letter] += (axis,)
 
     def _parts(self, letter: str) -> int:
@@ -154,6 +151,11 @@ class _Share:
 
     def _size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the device's part of the result."""
+        return tuple(self.sizes[x] // self._parts(x) for x in self.letters[-1])
 
     @property
     def out_dtype(self) -> Any:
