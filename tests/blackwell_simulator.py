@@ -38,6 +38,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.blackwell import plan as blackwell_plan
+from tests import races
 
 ANSWER_BYTES = 16
 ASYNC_UNITS = 512
@@ -506,12 +507,8 @@ def _interpret_answer(
 
 def simulate(kernel: Callable[..., Any], operands: Any) -> tuple[np.ndarray, bool]:
     """Runs a kernel that was built for the simulator; returns the result and whether it raced."""
-    try:
-        out = np.asarray(jax.jit(kernel)(*operands))
-        return out, gpu_callbacks.get_races().races_found
-    except Exception:
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        raise
+    with races.recorded() as raced:
+        return np.asarray(jax.jit(kernel)(*operands)), raced()
 
 
 def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> set[str]:
@@ -522,16 +519,16 @@ def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> s
     "asked": a request after a refusal was read. "wrong": another result.
     """
     found = set()
-    try:
-        out = np.asarray(jax.jit(kernel)(*operands)).astype(np.float64)
-        if not np.array_equal(out, expected):
-            found.add("wrong")
-    except jax.errors.JaxRuntimeError as error:
-        kinds = {"TimeoutError": "stuck", ASKED_AFTER_REFUSAL: "asked"}
-        found.add(next((kinds[text] for text in kinds if text in str(error)), "refused"))
-    if gpu_callbacks.get_races().races_found:
-        found.add("race")
-    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with races.recorded() as raced:
+        try:
+            out = np.asarray(jax.jit(kernel)(*operands)).astype(np.float64)
+            if not np.array_equal(out, expected):
+                found.add("wrong")
+        except jax.errors.JaxRuntimeError as error:
+            kinds = {"TimeoutError": "stuck", ASKED_AFTER_REFUSAL: "asked"}
+            found.add(next((kinds[text] for text in kinds if text in str(error)), "refused"))
+        if raced():
+            found.add("race")
     return found
 
 

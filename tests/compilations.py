@@ -7,7 +7,6 @@ of its process. All of them are in the name of the file: a kernel that changed i
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.resources
 import os
 import pathlib
 import tempfile
@@ -61,9 +60,8 @@ def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _name(program: bytearray, target: str) -> str:
     """Returns a digest of all that the compiler's notes depend on."""
-    parts = [bytes(program), target.encode(), pathlib.Path(offline.__file__).read_bytes()]
-    config = importlib.resources.files("pallas_gemm") / "targets" / f"{target}.txtpb"
-    parts.append(config.read_bytes())
+    described = target.encode(), offline.described(target).encode()
+    parts = [bytes(program), *described, pathlib.Path(offline.__file__).read_bytes()]
     parts += [_version(package).encode() for package in COMPILERS]
     given = sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS))
     parts.append(repr(given).encode())

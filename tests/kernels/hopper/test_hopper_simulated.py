@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251 - the only way to ask
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import schedules
@@ -20,7 +19,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
-from tests import covering
+from tests import covering, races
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and four CTAs make each
 # worker compute several tiles.
@@ -39,12 +38,9 @@ def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> 
 def run_plan(plan: HopperPlan, taken: Sequence[jax.Array]) -> np.ndarray:
     """Simulates the kernel of a plan with the arrays that it takes, likewise."""
     kernel = hopper.build(plan)
-    try:
+    with races.recorded() as raced:
         out = np.asarray(jax.jit(kernel)(*taken)).astype(np.float64)
-        assert not gpu_callbacks.get_races().races_found
-    except Exception:
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        raise
+        assert not raced()
     return out
 
 
