@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -19,6 +19,20 @@ FITTING: Any = None
 """The default of a field that depends on the other fields: found when a config is made."""
 STEP_BYTES = 128
 """Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
+
+
+class Joined(NamedTuple):
+    """How the sums of a tile that is cut along k are joined.
+
+    Attributes:
+        chunks: Parts of a CTA's tile that are joined at a time.
+        at_once: Warpgroups of a CTA, of which each joins one.
+        sums: Elements of one of its summands.
+    """
+
+    chunks: int
+    at_once: int
+    sums: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +58,11 @@ class GemmConfig:
         store_columns: Columns of the result that one store slot of the epilogue holds: 16, 32 or
             64; by default the most that leave enough shared memory for the stages.
         store_slots: Store slots per warpgroup that stores.
+        split_k: Into how many pieces the k loop of each tile is cut, which different clusters
+            compute. A second kernel adds up their sums, in float32 and always in the same order.
+        split_last: Of how many tiles, the last ones of the order, the k loop is cut, so that a wave
+            that is not full keeps all SMs busy; None for all. A kernel of its own computes the
+            others.
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (256, 256)
@@ -56,6 +75,8 @@ class GemmConfig:
     ctas: int | None = None
     store_columns: int = 64
     store_slots: int = 2
+    split_k: int = 1
+    split_last: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -130,9 +151,12 @@ class GemmConfig:
         given = self.schedule
         return (parse(given) if isinstance(given, str) else given).is_online
 
-    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> "GemmConfig":
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> Self:
         """The config with another order, and without what this order does not allow."""
-        return dataclasses.replace(self, schedule=schedule)
+        config = dataclasses.replace(self, schedule=schedule)
+        if not config.is_online or self.split_last is None:
+            return config
+        return dataclasses.replace(config, split_k=1, split_last=None)
 
     def resolve_schedule(self, problem: Problem) -> Schedule | OnlineSchedule:
         """The order of the cluster tiles of the whole batch."""
@@ -151,12 +175,18 @@ class GemmConfig:
 
     def pieces(self, problem: Problem) -> int:
         """How many pieces of work there are: cluster tiles, unless they are cut along k."""
-        return self.tiles(problem)
+        tiles = self.tiles(problem)
+        return tiles + (self.split_last or tiles) * (self.split_k - 1)
 
     @property
     def cuts_all_tiles(self) -> bool:
         """Whether every tile is cut along k."""
-        return False
+        return self.split_k > 1 and self.split_last is None
+
+    def joined(self, problem: Problem) -> Joined:
+        """How the tiles of a CTA are joined, where they are cut along k."""
+        chunks = self.out_tile(problem)[1] // self.store_columns
+        return Joined(chunks, 1, self.tile[0] * self.store_columns * problem.sums)
 
     def workers(self, problem: Problem, device: Device) -> int:
         """How many clusters are launched."""
@@ -170,7 +200,7 @@ class GemmConfig:
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
-        reasons = self._schedule_refusals(problem)
+        reasons = (*self._schedule_refusals(problem), *self._cut_refusals(problem))
         if self.persistence != "none" and device.coresident_clusters(self.cluster_size) < 1:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
@@ -190,6 +220,10 @@ class GemmConfig:
             yield f"tile must be from (1, 1) to {self.LARGEST}, got {self.tile}"
         if self.persistence not in ("none", "static", "dynamic"):
             yield f"persistence must be 'none', 'static' or 'dynamic', got {self.persistence!r}"
+        if self.split_k < 1:
+            yield f"split_k must be at least 1, got {self.split_k}"
+        if self.split_last is not None and self.split_last < 1:
+            yield f"split_last must be at least 1, or None for all tiles, got {self.split_last}"
 
     def _impossible(self) -> Iterator[str]:
         """What else is illegal whatever the problem."""
@@ -199,6 +233,13 @@ class GemmConfig:
             yield f"store_columns must be 16, 32 or 64, got {self.store_columns}"
         if self.store_slots < 1:
             yield f"store_slots must be at least 1, got {self.store_slots}"
+        if self.split_k > 1 and self.persistence != "static":
+            yield (
+                f"split_k needs persistence='static', got split_k={self.split_k} and"
+                f" persistence={self.persistence!r}"
+            )
+        if self.split_last is not None and self.split_k == 1:
+            yield f"split_last needs split_k of at least 2, got split_last={self.split_last}"
 
     def _schedule_refusals(self, problem: Problem) -> tuple[str, ...]:
         """What is illegal about the order of the tiles."""
@@ -222,6 +263,28 @@ class GemmConfig:
         elif order.triangle not in (None, wanted):
             return (f"schedule must visit {wanted or 'every tile'}, got one of {order.triangle}",)
         return ()
+
+    def _cut_refusals(self, problem: Problem) -> Iterator[str]:
+        """What is illegal about the pieces of k."""
+        if self.split_k == 1:
+            return
+        steps = -(-problem.k // self.tile_k(problem))
+        if self.split_k > steps:
+            yield (
+                f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
+                f" k={problem.k}, got {self.split_k}"
+            )
+        if problem.symmetric:
+            yield f"split_k must be 1 for a symmetric result, got {self.split_k}"
+        if self.split_last is None:
+            return
+        if self.split_last >= (tiles := self.tiles(problem)):
+            yield (
+                f"split_last must be below the {tiles} cluster tiles of the result, got"
+                f" {self.split_last}; split_last=None cuts all of them"
+            )
+        if self.is_online:
+            yield f"split_last needs a schedule that is a table, got {self.schedule!r}"
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:

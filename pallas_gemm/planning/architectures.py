@@ -64,7 +64,7 @@ def _build_blackwell(problem: Problem, config: Any, device: Device, interpret: A
             "config: the simulator knows no pairs of CTAs; cluster must be (1, 1) to be"
             f" simulated, got {config.cluster}"
         )
-    return kernel.build(BlackwellPlan(problem, config, device, interpret))
+    return kernel.build(BlackwellPlan(problem, config, device, interpret=interpret))
 
 
 # WGMMA exists on 9.0 alone; the tensor memory of Blackwell's data-centre GPUs on every 10.x, but

@@ -119,7 +119,7 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
     """
     tiles = config.pieces(problem)
     most = device.coresident_clusters(config.cluster_size)
-    if getattr(config, "split_last", None):
+    if config.split_last is not None:
         # The waves of whole tiles are full, and pieces are as many as fill the last one.
         return most * config.cluster_size
     if problem.groups:

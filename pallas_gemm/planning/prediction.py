@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.realign import Realigned
@@ -134,9 +133,7 @@ def _loops(problem: Problem, config: GemmConfig, device: Device) -> list[_Loops]
     # A sum over a group takes as many steps as the group is long, on average.
     length = problem.k / (problem.batch if problem.ragged_k else 1)
     workers, tiles = config.workers(problem, device), config.tiles(problem)
-    parts, last = (
-        (1, None) if not isinstance(config, HopperConfig) else (config.split_k, config.split_last)
-    )
+    parts, last = config.split_k, config.split_last
     split = [(tiles, parts)] if last is None else [(tiles - last, 1), (last, parts)]
     return [
         _Loops(
@@ -150,14 +147,12 @@ def _loops(problem: Problem, config: GemmConfig, device: Device) -> list[_Loops]
 
 def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Device) -> float:
     """Predicts how long it takes to join the pieces of tiles that are cut along k, if any are."""
-    if not isinstance(config, HopperConfig) or config.split_k == 1:
+    if config.split_k == 1:
         return 0.0
-    chunks = cut.pieces // config.split_k * config.cluster_size * config.consumers
-    chunks *= config.stores_per_tile(config.as_computed(problem))
-    joining = config.workers(problem, device) * config.cluster_size * config.consumers
-    height, width = config.consumer_tile
-    width = min(width, config.store_columns * problem.sums)
-    summands = math.ceil(chunks / joining) * config.split_k * height * width
+    joined, ctas = config.joined(problem), config.cluster_size
+    chunks = cut.pieces // config.split_k * ctas * joined.chunks
+    at_once = config.workers(problem, device) * ctas * joined.at_once
+    summands = math.ceil(chunks / at_once) * config.split_k * joined.sums
     handed_over = cut.waves * math.prod(config.tile)
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands
 

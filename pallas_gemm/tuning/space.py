@@ -138,7 +138,7 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
         along_cols,
         *tabled[1:],
     ]
-    if (parts := getattr(config, "split_k", 1)) > 1:
+    if (parts := config.split_k) > 1:
         others[:0] = [
             _changed(config, split_k=other, ctas=None) for other in (max(1, parts // 2), 2 * parts)
         ]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
@@ -80,9 +80,9 @@ class BlackwellConfig(GemmConfig):
     step_bytes: int = STEP_BYTES
     direct_store: bool = False
 
-    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> Self:
         """See `GemmConfig`; clusters that are taken over are looked up in a table."""
-        config = dataclasses.replace(self, schedule=schedule)
+        config = super().reordered(schedule)
         online = config.is_online and config.persistence == "dynamic"
         return dataclasses.replace(config, persistence="static") if online else config
 
@@ -149,8 +149,9 @@ class BlackwellConfig(GemmConfig):
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
         depth = self.tile_k(problem) * self.stages
-        stores = 0 if self.direct_store else self.store_slots * self.tile[0] * self.store_columns
-        stores *= 2 if problem.symmetric else 1
+        # What is cut along k is stored by another kernel.
+        stores = 0 if self.direct_store or self.cuts_all_tiles else self.store_slots
+        stores *= self.tile[0] * self.store_columns * (2 if problem.symmetric else 1)
         buffers = (
             self.tile[0] * depth * problem.a_dtype.itemsize,
             self.parts(problem) * self.b_columns(problem) * depth * problem.b_dtype.itemsize,
@@ -200,6 +201,8 @@ class BlackwellConfig(GemmConfig):
                 "specialised=False computes one tile per cluster: persistence must be 'none', got"
                 f" {self.persistence!r}"
             )
+        if not self.specialised and self.split_k > 1:
+            yield f"split_k needs specialised=True, got split_k={self.split_k}, specialised=False"
         if not 1 <= self.stages <= MAX_BARRIERS:
             yield f"stages must be from 1 to {MAX_BARRIERS}, got {self.stages}"
         if self.store_slots > MAX_BARRIERS:
@@ -234,6 +237,7 @@ class BlackwellConfig(GemmConfig):
         for asked, what in (
             (problem.epilogue.residual, "residual"),
             (problem.symmetric, "mirrored half"),
+            (self.split_last is not None, "tiles of another kernel beside its own"),
         ):
             if self.direct_store and asked:
                 yield f"direct_store has no {what}, which there is; direct_store=False would fit"

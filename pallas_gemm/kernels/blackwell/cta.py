@@ -24,9 +24,9 @@ class Smem(NamedTuple):
         mirrored: Slots for the mirror images of chunks, where the result is symmetric.
     """
 
-    a: Any
-    b: Any
-    out: Any
+    a: Any = None
+    b: Any = None
+    out: Any = None
     residual: Any = None
     mirrored: Any = None
 
@@ -34,11 +34,11 @@ class Smem(NamedTuple):
 class Barriers(NamedTuple):
     """See the table in the docstring of `kernel.py`; None for what a kernel has not."""
 
-    full: Any
-    empty: Any
-    ready: Any
-    freed: Any
-    residual: Any
+    full: Any = None
+    empty: Any = None
+    ready: Any = None
+    freed: Any = None
+    residual: Any = None
 
 
 class Cta(NamedTuple):
@@ -51,6 +51,8 @@ class Cta(NamedTuple):
         slots: Both views of every buffer in shared memory.
         sums_tmem: The accumulators, side by side in tensor memory.
         barriers: The barriers.
+        summands: The sums of all pieces in global memory, if tiles are cut along k; see
+            `joining.py`.
     """
 
     plan: BlackwellPlan
@@ -59,6 +61,7 @@ class Cta(NamedTuple):
     slots: Smem
     sums_tmem: Any
     barriers: Barriers
+    summands: Any = None
 
 
 Scratch = tuple[Smem, Any, Barriers, launch_control.Requests | None]
@@ -67,24 +70,33 @@ Scratch = tuple[Smem, Any, Barriers, launch_control.Requests | None]
 def scratch(plan: BlackwellPlan) -> Scratch:
     """The buffers and barriers of a CTA, and its requests for tiles."""
     config, problem = plan.config, plan.problem
-    stores = (config.store_slots, config.tile[0], config.store_columns)
-    boxed = functools.partial(smem.boxed, [stores], simulated=plan.simulated)
-    buffers = Smem(
-        plan.a.ring(config.stages * config.atoms),
-        plan.b.ring(config.stages * config.atoms),
-        None if config.direct_store else boxed(problem.out_dtype),
-        None if problem.residual_dtype is None else boxed(problem.residual_dtype),
-        smem.boxed([plan.mirrored_slots], problem.out_dtype, simulated=plan.simulated)
-        if problem.symmetric
-        else None,
-    )
+    # What is cut along k is stored by another kernel.
+    stores, residual = (Smem(), None) if plan.joins else store_scratch(plan)
+    slots = config.stages * config.atoms
+    buffers = stores._replace(a=plan.a.ring(slots), b=plan.b.ring(slots))
     sums = plgpu.TMEM(
         (config.tile[0], config.accumulators * config.tile[1]),
         problem.accumulator_dtype,
         collective=plan.ctas_per_mma == 2,
     )
     requests = launch_control.scratch(plan.roles) if plan.takes_over else None
-    return buffers, sums, _barriers(plan), requests
+    return buffers, sums, _barriers(plan)._replace(residual=residual), requests
+
+
+def store_scratch(plan: BlackwellPlan) -> tuple[Smem, Any]:
+    """The buffers of the epilogue, and the barriers of what it loads, if it loads anything."""
+    config, problem = plan.config, plan.problem
+    stores = (config.store_slots, config.tile[0], config.store_columns)
+    boxed = functools.partial(smem.boxed, [stores], simulated=plan.simulated)
+    buffers = Smem(
+        out=None if config.direct_store else boxed(problem.out_dtype),
+        residual=None if problem.residual_dtype is None else boxed(problem.residual_dtype),
+        mirrored=smem.boxed([plan.mirrored_slots], problem.out_dtype, simulated=plan.simulated)
+        if problem.symmetric
+        else None,
+    )
+    loaded = plgpu.Barrier(num_barriers=config.store_slots) if problem.epilogue.residual else None
+    return buffers, loaded
 
 
 def _barriers(plan: BlackwellPlan) -> Barriers:
@@ -102,19 +114,20 @@ def _barriers(plan: BlackwellPlan) -> Barriers:
             num_barriers=config.accumulators * plan.halves,
             orders_tensor_core=True,
         ),
-        residual=plgpu.Barrier(num_barriers=config.store_slots)
-        if plan.problem.epilogue.residual
-        else None,
     )
 
 
 def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
-    """Both views of every buffer that was made as `scratch` says."""
+    """Both views of every buffer that was made as `scratch` or `store_scratch` says."""
     stores = (
         None if slots is None else smem.views(slots, simulated=plan.simulated)[0]
         for slots in (buffers.out, buffers.residual, buffers.mirrored)
     )
-    return Smem(plan.a.views(buffers.a), plan.b.views(buffers.b), *stores)
+    a, b = (
+        None if slots is None else operand.views(slots)
+        for operand, slots in ((plan.a, buffers.a), (plan.b, buffers.b))
+    )
+    return Smem(a, b, *stores)
 
 
 def slot_of(plan: BlackwellPlan, step: Any) -> Any:

@@ -47,6 +47,7 @@ of this one, and its MMAs the epilogue of this one)
                 per chunk of columns: tensor memory ──▶ registers; after the last, arrive freed[x];
                           finish and round; wait until the slot's last store has been read;
                           registers ──▶ slot; TMA store
+                          of a piece of k: registers ──▶ a summand for another kernel (`join.py`)
     all         tile end: with dynamic persistence, wait answered[i], which says what comes after
                           the next tile; read it; arrive read[i]
                 at exit:  the epilogue waits for read[i] of the last answers
@@ -55,7 +56,7 @@ of this one, and its MMAs the epilogue of this one)
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, tiles, work
-from pallas_gemm.kernels.blackwell import launch_control, store
+from pallas_gemm.kernels import joining, launch, place, tiles, work
+from pallas_gemm.kernels.blackwell import join, launch_control, store
 from pallas_gemm.kernels.blackwell.cta import (
     Barriers,
     Cta,
@@ -79,48 +80,91 @@ from pallas_gemm.kernels.blackwell.cta import (
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 
 
+class Steps(NamedTuple):
+    """The k loop of a piece of work.
+
+    Attributes:
+        before: Steps that its cluster has computed before it.
+        count: How many it takes, one at least.
+        first: The first of them in k.
+        by_halves: How many at its start are multiplied half by half of a wide tile.
+    """
+
+    before: Any
+    count: Any
+    first: Any
+    by_halves: Any
+
+    @classmethod
+    def start(cls, plan: BlackwellPlan) -> Any:
+        """What comes before the first piece; None where the number of a turn says it."""
+        return jnp.int32(0) if plan.joins else None
+
+    @classmethod
+    def of(cls, plan: BlackwellPlan, turn: Any, piece: work.Piece, before: Any) -> "Steps":
+        """The steps of a piece, given what `start` or `before_next` returned."""
+        by_halves = plan.steps_by_halves
+        if before is None:
+            return cls(turn * plan.k_steps, plan.k_steps, 0, by_halves)
+        if by_halves:
+            by_halves = lax.min(piece.steps, jnp.int32(by_halves))
+        return cls(before, piece.steps, piece.first_step, by_halves)
+
+    def before_next(self, before: Any) -> Any:
+        """What comes before the next piece of the cluster."""
+        return None if before is None else before + self.count
+
+
 def loader(cta: Cta, walk: tiles.Walk) -> None:
     """Fills the ring, tile after tile."""
     plan = cta.plan
 
-    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+    def one_tile(turn: Any, piece: work.Piece, before: Any) -> Any:
         at = place.locate(plan.config, plan.problem, piece)
+        steps = Steps.of(plan, turn, piece, before)
 
         @_in_one_warp
         def _load_tile() -> None:
-            @pl.loop(0, plan.k_steps)
+            @pl.loop(0, steps.count)
             def _one_step(k: Any) -> None:
-                step = turn * plan.k_steps + k
+                step = steps.before + k
                 pl.when(step >= plan.config.stages)(
                     functools.partial(await_slot, cta, step - plan.config.stages)
                 )
-                load_step(cta, at, k, step)
+                load_step(cta, at, steps.first + k, step)
 
-    turns, _ = walk(one_tile, None)
-    _in_one_warp(functools.partial(_drain_ring, cta, turns * plan.k_steps))
+        return steps.before_next(before)
+
+    turns, counted = walk(one_tile, Steps.start(plan))
+    steps = turns * plan.k_steps if counted is None else counted
+    _in_one_warp(functools.partial(_drain_ring, cta, steps))
 
 
 def multiplier(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the loader loaded, tile after tile."""
     plan = cta.plan
 
-    def one_tile(turn: Any, _piece: work.Piece, _: None) -> None:
+    def one_tile(turn: Any, piece: work.Piece, before: Any) -> Any:
+        steps = Steps.of(plan, turn, piece, before)
+
         @_in_leaders_warp
         def _multiply_tile() -> None:
             for half in range(plan.halves):
                 _await_reuse(cta, turn, half)
-                _multiply_ahead(cta, turn, half)
+                _multiply_ahead(cta, turn, steps, half)
 
-            @pl.loop(plan.steps_by_halves, plan.k_steps)
+            @pl.loop(steps.by_halves, steps.count)
             def _one_step(k: Any) -> None:
-                step = turn * plan.k_steps + k
+                step = steps.before + k
                 await_operands(cta, step)
                 multiply_step(cta, turn, k, step)
                 free_slot(cta, step)
 
             publish_sums(cta, turn)
 
-    turns, _ = walk(one_tile, None)
+        return steps.before_next(before)
+
+    turns, _ = walk(one_tile, Steps.start(plan))
     _in_leaders_warp(functools.partial(_drain_accumulators, cta, turns))
 
 
@@ -173,20 +217,26 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
     def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
         at = place.locate(plan.config, plan.problem, piece)
         at = at._replace(row=at.row + lax.axis_index(PAIR_AXIS) * plan.config.tile[0])
-        store.fetch_residual(cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
+        if not plan.joins:
+            store.fetch_residual(cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
         await_sums(cta, turn)
         if follows:
             for half in range(plan.halves):
                 pl.when(~_is_leader())(functools.partial(_await_reuse, cta, turn, half))
+        if plan.joins:
+            join.hand_over(cta, piece, turn)
+            return
 
         @pl.loop(0, plan.chunks)
         def _one_chunk(chunk: Any) -> None:
-            store.store(cta, at, turn, chunk, store.finish(cta, at, turn, chunk))
+            load = functools.partial(store.load_sums, cta, turn, chunk)
+            store.store(cta, at, turn, chunk, store.finish(cta, at, chunk, load))
+            store.fetch_following(cta, at, turn, chunk)
 
     turns, _ = walk(one_tile, None)
     if follows:
         pl.when(~_is_leader())(functools.partial(_drain_accumulators, cta, turns))
-    if not plan.config.direct_store:
+    if not plan.config.direct_store and not plan.joins:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -279,15 +329,15 @@ def _await_reuse(cta: Cta, turn: Any, half: int) -> None:
     pl.when(before >= 0)(functools.partial(await_accumulator, cta, before, half))
 
 
-def _multiply_ahead(cta: Cta, turn: Any, half: int) -> None:
+def _multiply_ahead(cta: Cta, turn: Any, steps: Steps, half: int) -> None:
     """Multiplies the first steps of half of a wide tile, while the other half is still read."""
     plan = cta.plan
     if not plan.steps_by_halves:
         return
 
-    @pl.loop(0, plan.steps_by_halves)
+    @pl.loop(0, steps.by_halves)
     def _one_step(k: Any) -> None:
-        step = turn * plan.k_steps + k
+        step = steps.before + k
         if half == 0:
             await_operands(cta, step)
         multiply_step(cta, turn, k, step, half)
@@ -328,9 +378,9 @@ def _walk(
     plan: BlackwellPlan, order: Any, requests: launch_control.Requests | None, *, asks: bool
 ) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
-    worker, coding = lax.axis_index(launch.WORKER), work.coding(plan.config, plan.problem)
+    worker, coding = lax.axis_index(launch.WORKER), plan.coding
     if requests is None:
-        return tiles.share(plan.schedule, order, worker, plan.launched, coding).walk
+        return tiles.share(plan.schedule, order, worker, plan.launched, coding, plan.cut).walk
     return functools.partial(
         launch_control.walk, order, requests, worker, coding, asks, plan.simulated
     )
@@ -346,7 +396,8 @@ def _body(
     requests: launch_control.Requests | None,
 ) -> None:
     """What each warpgroup of a CTA does."""
-    cta = Cta(plan, gmem, out, views(plan, buffers), sums_tmem, barriers)
+    out, summands = (None, out) if plan.joins else (out, None)
+    cta = Cta(plan, gmem, out, views(plan, buffers), sums_tmem, barriers, summands)
     registers = plan.config.registers
 
     def start(role: Callable[[Cta, tiles.Walk], None]) -> None:
@@ -363,29 +414,37 @@ def _body(
     lax.switch(lax.axis_index(launch.WARPGROUP), roles)
 
 
-def build(plan: BlackwellPlan) -> Callable[..., jax.Array]:
+def build(plan: BlackwellPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
     These are, in this order: a second b if the result is gated, then bias, then residual.
     """
+    if plan.config.split_last and plan.computes == "all":
+        return joining.last_cut(plan, build)
+    activations = 0 if plan.joins else plan.share(launch.activations(plan.problem))
+    stored = jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype)
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_blackwell",
         grid=launch.Grid(plan.launched, {PAIR_AXIS: plan.ctas_per_mma}, plan.roles),
-        results=jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),
+        results=joining.summands(plan) or stored,
         scratch=scratch(plan),
-        operations=launch.Operations(plan.problem.flops, launch.activations(plan.problem)),
+        operations=launch.Operations(plan.share(plan.problem.flops), activations),
         interpret=plan.interpret,
     )
+    joined = join.kernel(plan) if plan.joins else None
 
-    def run(*given: jax.Array) -> jax.Array:
+    def run(*given: jax.Array, result: Any = None) -> Any:
         schedule: Any = plan.schedule
         if plan.takes_over:
             order = launch_control.order_operand(schedule)
         else:
-            order = tiles.order_operand(schedule, plan.launched)
-        stored = kernel(launch.inputs(plan.config, plan.problem, given, order))
-        return stored[..., : plan.problem.m, : plan.problem.n]
+            order = tiles.order_operand(plan.pieces, plan.launched, plan.spans)
+        inputs = launch.inputs(plan.config, plan.problem, given, order)
+        stored = kernel(inputs)
+        if joined:
+            stored = joined(joining.inputs(plan, inputs, stored, result))
+        return stored if result is not None else stored[..., : plan.problem.m, : plan.problem.n]
 
     return _unmapped(run) if plan.takes_over else run
 

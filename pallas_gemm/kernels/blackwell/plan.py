@@ -2,38 +2,26 @@
 
 import dataclasses
 import functools
-from typing import Any
 
-from pallas_gemm.device import Device
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.blackwell.config import SQUARE, BlackwellConfig
 from pallas_gemm.kernels.operand import OperandPlan
+from pallas_gemm.kernels.plan import Plan
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule
 
 PAIR_AXIS = "pair"
 """The axis of the cluster, of one CTA or two."""
 
 
 @dataclasses.dataclass(frozen=True)
-class BlackwellPlan:
-    """A problem, a legal config and a device, and what follows from them.
+class BlackwellPlan(Plan):
+    """See `Plan`.
 
-    Attributes:
-        problem: What the kernel computes.
-        config: How.
-        device: On what.
-        interpret: False for the GPU, or the parameters of its simulator, which knows no two views
-            of one buffer and no pairs of CTAs, and refuses every request for a tile.
+    The simulator knows no two views of one buffer and no pairs of CTAs, and refuses every request
+    for a tile.
     """
 
-    problem: Problem
     config: BlackwellConfig
-    device: Device
-    interpret: Any = False
-
-    def __post_init__(self) -> None:
-        self.config.check(self.problem, self.device)
 
     @functools.cached_property
     def a(self) -> OperandPlan:
@@ -50,11 +38,6 @@ class BlackwellPlan:
         return self._operand(self.problem.b_dtype, columns, self.problem.transpose_b, parts)
 
     @property
-    def simulated(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return bool(self.interpret)
-
-    @property
     def takes_over(self) -> bool:
         """Whether clusters take over the tiles of those that have not started."""
         return self.config.persistence == "dynamic"
@@ -64,24 +47,11 @@ class BlackwellPlan:
         """CTAs that multiply together."""
         return self.config.ctas_per_mma
 
-    @property
-    def tile_k(self) -> int:
-        """Contracted elements per step."""
-        return self.config.tile_k(self.problem)
-
-    @property
-    def k_steps(self) -> int:
-        """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
-        return -(-self.problem.k // self.tile_k)
-
-    @functools.cached_property
-    def schedule(self) -> Schedule | OnlineSchedule:
-        """The order of the cluster tiles of the whole batch."""
-        return self.config.resolve_schedule(self.problem)
-
     @functools.cached_property
     def launched(self) -> int:
         """How many clusters the grid has."""
+        if self.config.persistence == "static":
+            return self.workers
         return self.config.launched(self.problem, self.device)
 
     @property
@@ -103,7 +73,8 @@ class BlackwellPlan:
     def steps_by_halves(self) -> int:
         """Steps at the start of a tile of which the first half is multiplied before the second.
 
-        As many as the ring has slots, which nobody else needs while the second half is still read.
+        As many as the ring has slots, which nobody else needs while the second half is still read;
+        a piece of k may have fewer.
         """
         return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
 

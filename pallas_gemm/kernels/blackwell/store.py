@@ -8,7 +8,7 @@ symmetric result is written and stored twice (`mirror.py`).
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,33 +21,43 @@ from pallas_gemm.kernels.blackwell import mirror
 from pallas_gemm.kernels.blackwell.cta import Cta, freed_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 
+LoadSums = Callable[[int, int], tuple[Any, ...]]
+"""`load(first, width)`: some columns of a chunk, of each of the sums of a tile."""
 
-def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> Any:
+
+def finish(cta: Cta, at: place.Where, chunk: Any, load: LoadSums) -> Any:
     """Reads the sums of a chunk of columns and finishes them, a few columns at a time."""
     plan = cta.plan
     width, step = plan.config.store_columns, plan.config.read_columns(plan.problem)
     parts = []
     for within in range(0, width, step):
         first = chunk * width + within
-        sums = load_sums(cta, turn, first, step)
-        if within + step == width:
-            half, nth = _divided(chunk, plan.chunks // plan.halves)
-            is_last = nth == plan.chunks // plan.halves - 1
-            pl.when(is_last)(functools.partial(free_accumulator, cta, turn, half))
+        sums = load(within, step)
         rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
         part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
         parts.append(epilogue.finish(plan.problem, cta.gmem, part, *sums))
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
-def load_sums(cta: Cta, turn: Any, first: Any, width: int) -> tuple[Any, ...]:
-    """Reads some columns of each part of the sums of a tile."""
+def load_sums(cta: Cta, turn: Any, chunk: Any, first: int, width: int) -> tuple[Any, ...]:
+    """Reads some columns of a chunk, of each part of the sums of a tile."""
     plan = cta.plan
-    columns = plan.config.out_tile(plan.problem)[1]
-    return tuple(
-        plgpu.async_load_tmem(sums_of(cta, turn, part * columns + first, width))
+    columns, within = plan.config.out_tile(plan.problem)[1], plan.config.store_columns
+    sums = tuple(
+        plgpu.async_load_tmem(sums_of(cta, turn, part * columns + (chunk * within + first), width))
         for part in range(plan.problem.sums)
     )
+    if first + width == within:
+        free_when_read(cta, turn, chunk, plan.chunks)
+    return sums
+
+
+def free_when_read(cta: Cta, turn: Any, chunk: Any, chunks: int) -> None:
+    """Frees a half of an accumulator with the last of its chunks, of so many of a tile."""
+    per_half = chunks // cta.plan.halves
+    half, nth = _divided(chunk, per_half)
+    is_last = nth == per_half - 1
+    pl.when(is_last)(functools.partial(free_accumulator, cta, turn, half))
 
 
 def free_accumulator(cta: Cta, turn: Any, half: Any) -> None:
@@ -84,8 +94,15 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
         mirror.copy(cta, at, first, here, cta.slots.mirrored.box.at[slot])
     else:
         plgpu.copy_smem_to_gmem(here, _chunk(plan, cta.out, at, chunk))
-    following = chunk + plan.config.store_slots
-    pl.when(following < plan.chunks)(functools.partial(fetch_residual, cta, at, turn, (following,)))
+
+
+def fetch_following(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> None:
+    """Starts to load the residual of the chunk that takes the slot of one that is on its way."""
+    if not cta.plan.problem.epilogue.residual:
+        return
+    following = chunk + cta.plan.config.store_slots
+    fetch = functools.partial(fetch_residual, cta, at, turn, (following,))
+    pl.when(following < cta.plan.chunks)(fetch)
 
 
 def _store_directly(out: Any, values: Any, *, simulated: bool) -> None:

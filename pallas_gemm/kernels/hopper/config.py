@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Self
 
-from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
+from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig, Joined
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
@@ -53,11 +54,6 @@ class HopperConfig(GemmConfig):
         mirrored: Compute the transposed product and transpose it on the way out. A right operand
             stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
             few columns, of which a tile may have as few as 16.
-        split_k: Into how many pieces the k loop of each tile is cut, which different clusters
-            compute. A second kernel adds up their sums, in float32 and always in the same order.
-        split_last: Of how many tiles, the last ones of the order, the k loop is cut, so that a wave
-            that is not full keeps all SMs busy; None for all. A kernel of its own computes the
-            others.
         partial_sums: In how many parts, one after the other, a tile or a piece of it is summed up.
             The tensor cores cut off what a sum of float32 does not hold, so that the error goes
             with the length of a part.
@@ -69,21 +65,16 @@ class HopperConfig(GemmConfig):
     pingpong: bool = False
     late_store: bool = FITTING
     mirrored: bool = False
-    split_k: int = 1
-    split_last: int | None = None
     partial_sums: int = 1
 
     def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
         return problem.mirrored() if self.mirrored and not problem.transpose_out else problem
 
-    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> GemmConfig:
+    def reordered(self, schedule: str | Schedule | OnlineSchedule) -> Self:
         """See `GemmConfig`; computing the order takes the registers of a late store."""
-        config = dataclasses.replace(self, schedule=schedule)
-        if not config.is_online:
-            return config
-        parts = 1 if self.split_last else self.split_k
-        return dataclasses.replace(config, late_store=False, split_k=parts, split_last=None)
+        config = super().reordered(schedule)
+        return dataclasses.replace(config, late_store=False) if config.is_online else config
 
     def _fit(self) -> None:
         """Finds the most stages, and the widest stores that go with them, for a 16-bit result."""
@@ -284,22 +275,15 @@ class HopperConfig(GemmConfig):
             *self._resource_refusals(problem, device),
         )
 
-    @property
-    def cuts_all_tiles(self) -> bool:
-        """See `GemmConfig`."""
-        return self.split_k > 1 and self.split_last is None
-
-    def pieces(self, problem: Problem) -> int:
-        """See `GemmConfig`."""
-        tiles = super().pieces(problem)
-        return tiles + (self.split_last or tiles) * (self.split_k - 1)
+    def joined(self, problem: Problem) -> Joined:
+        """See `GemmConfig`; each consumer's part of a tile is cut up for itself."""
+        height, width = self.consumer_tile
+        columns = min(width, self.store_columns * problem.sums)
+        chunks = self.stores_per_tile(self.as_computed(problem))
+        return Joined(self.consumers * chunks, self.consumers, height * columns)
 
     def _malformed(self) -> Iterator[str]:
         yield from super()._malformed()
-        if self.split_k < 1:
-            yield f"split_k must be at least 1, got {self.split_k}"
-        if self.split_last is not None and self.split_last < 1:
-            yield f"split_last must be at least 1, or None for all tiles, got {self.split_last}"
         if self.partial_sums < 1:
             yield f"partial_sums must be at least 1, got {self.partial_sums}"
         if self.consumers not in (1, 2, 3):
@@ -309,13 +293,8 @@ class HopperConfig(GemmConfig):
         yield from super()._impossible()
         if self.pingpong and self.consumers != 2:
             yield f"pingpong needs 2 consumers, got {self.consumers}"
-        if self.split_k > 1 and (self.pingpong or self.persistence != "static"):
-            yield (
-                "split_k needs cooperative consumers and persistence='static', got split_k="
-                f"{self.split_k}, pingpong={self.pingpong}, persistence={self.persistence!r}"
-            )
-        if self.split_last is not None and self.split_k == 1:
-            yield f"split_last needs split_k of at least 2, got split_last={self.split_last}"
+        if self.split_k > 1 and self.pingpong:
+            yield f"split_k needs cooperative consumers, got split_k={self.split_k}, pingpong=True"
         if self.partial_sums > 1 and (self.pingpong or self.late_store):
             yield (
                 "partial_sums needs cooperative consumers and late_store=False, got partial_sums="
@@ -398,20 +377,10 @@ class HopperConfig(GemmConfig):
             )
 
     def _steps_refusals(self, problem: Problem) -> Iterator[str]:
-        if self.split_last is not None and self.split_last >= (tiles := self.tiles(problem)):
+        fewest = max(1, -(-problem.k // self.tile_k(problem)) // self.split_k)
+        if self.partial_sums > fewest:
             yield (
-                f"split_last must be below the {tiles} cluster tiles of the result, got"
-                f" {self.split_last}; split_last=None cuts all of them"
-            )
-        steps = -(-problem.k // self.tile_k(problem))
-        if self.split_k > steps:
-            yield (
-                f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
-                f" k={problem.k}, got {self.split_k}"
-            )
-        elif self.partial_sums > steps // self.split_k:
-            yield (
-                f"partial_sums must be at most {steps // self.split_k}, the fewest steps of"
+                f"partial_sums must be at most {fewest}, the fewest steps of"
                 f" {self.tile_k(problem)} of a tile or piece, got {self.partial_sums}"
             )
 
@@ -429,10 +398,6 @@ class HopperConfig(GemmConfig):
                 f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
                 " late_store=False would fit"
             )
-        if self.split_last is not None and self.is_online:
-            yield f"split_last needs a schedule that is a table, got {self.schedule!r}"
-        if self.split_k > 1 and problem.symmetric:
-            yield f"split_k must be 1 for a symmetric result, got {self.split_k}"
         if self.persistence == "dynamic":
             if self.pingpong:
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"

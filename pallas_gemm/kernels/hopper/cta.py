@@ -54,7 +54,8 @@ class Cta(NamedTuple):
         rows: Where rows of the left operand come from, and rows of the result go to.
         slots: Both views of every buffer in shared memory.
         barriers: The barriers.
-        summands: The sums of all pieces in global memory, if tiles are cut along k; see `join.py`.
+        summands: The sums of all pieces in global memory, if tiles are cut along k; see
+            `joining.py`.
     """
 
     plan: HopperPlan

@@ -63,7 +63,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, launch, place, smem, tiles, work
+from pallas_gemm.kernels import groups, joining, launch, place, smem, tiles, work
 from pallas_gemm.kernels.hopper import (
     claims,
     group_rows,
@@ -458,7 +458,7 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     beside the result.
     """
     if plan.config.split_last and plan.computes == "all":
-        return _build_last_cut(plan)
+        return joining.last_cut(plan, build)
     cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
     activations = 0 if plan.joins else plan.share(launch.activations(plan.problem))
     kernel = launch.kernel(
@@ -477,19 +477,7 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
         inputs = _inputs(plan, given)
         out, every, summands = kernel(inputs)
         if joined:
-            return joined(join.inputs(plan, inputs, summands, result))
+            return joined(joining.inputs(plan, inputs, summands, result))
         return out if every is None else (out, every)
-
-    return run
-
-
-def _build_last_cut(plan: HopperPlan) -> Callable[..., Any]:
-    """Returns the kernels of a plan whose last tiles are cut along k, and the others are not."""
-    whole, cut = build(plan.only("whole")), build(plan.only("cut"))
-
-    def run(*given: jax.Array) -> Any:
-        result = jax.new_ref(whole(*given))
-        cut(*given, result=result)
-        return jax.freeze(result)
 
     return run

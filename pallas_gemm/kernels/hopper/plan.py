@@ -2,21 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-import numpy as np
-
-from pallas_gemm.device import Device
-from pallas_gemm.kernels import protocol, work
+from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
-from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Pieces, Schedule, split_k
-
-BLOCK = 8
-"""Rows and columns of sums that a warp stores at once: in memory, they follow each other."""
+from pallas_gemm.kernels.plan import Plan
 
 
 class Chunk(NamedTuple):
@@ -29,39 +22,26 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperPlan:
-    """A problem, a legal config and a device, and what follows from them.
+class HopperPlan(Plan):
+    """See `Plan`; the problem is `config.as_computed` of the one given.
+
+    The simulator knows neither atomics nor two views of one buffer: tiles that would be claimed are
+    dealt.
 
     Attributes:
-        problem: What the kernel computes: `config.as_computed` of the problem given.
-        config: How.
-        device: On what.
         exchange: With which other devices.
-        computes: Which tiles this kernel computes, where only the last ones are cut along k
-            (`split_last`): those that stay whole, or those that are cut.
-        interpret: False for the GPU, or the parameters of its simulator, which knows neither
-            atomics nor two views of one buffer: tiles that would be claimed are dealt.
     """
 
-    problem: Problem
     config: HopperConfig
-    device: Device
     exchange: Exchange = ALONE
-    computes: Literal["all", "whole", "cut"] = "all"
-    interpret: Any = False
 
     def __post_init__(self) -> None:
-        self.config.check(self.problem, self.device)
+        super().__post_init__()
         object.__setattr__(self, "problem", self.config.as_computed(self.problem))
         if self.joins and self.exchange.size > 1:
             raise ValueError(
                 f"split_k must be 1 where devices exchange rows, got {self.config.split_k}"
             )
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return bool(self.interpret)
 
     @property
     def claims_tiles(self) -> bool:
@@ -102,102 +82,27 @@ class HopperPlan:
         return 2 * len(self.problem.pieces) or 1 + self.b.parts
 
     @property
-    def tile_k(self) -> int:
-        """Contracted elements per step."""
-        return self.config.tile_k(self.problem)
-
-    @property
-    def k_steps(self) -> int:
-        """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
-        return -(-self.problem.k // self.tile_k)
-
-    @property
     def piece_steps(self) -> tuple[int, ...]:
         """The steps of each piece of the operands; of several, each has a whole number of them."""
         pieces = self.problem.pieces
         return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
 
-    @property
-    def joins(self) -> bool:
-        """Whether the sum of a tile is made of several pieces'."""
-        return self.config.split_k > 1 and self.computes != "whole"
-
-    def only(self, tiles: Literal["whole", "cut"]) -> "HopperPlan":
-        """The plan of one of the two kernels where only the last tiles are cut along k."""
+    def only(self, tiles: Literal["whole", "cut"]) -> Self:
+        """See `Plan`; the sums of pieces are handed over at once."""
         late_store = self.config.late_store and tiles == "whole"
         config = dataclasses.replace(self.config, late_store=late_store)
         return dataclasses.replace(self, config=config, computes=tiles)
-
-    def share(self, of_all: int) -> int:
-        """What of something that all tiles take alike the tiles of this kernel take."""
-        tiles, last = self.config.tiles(self.problem), self.config.split_last or 0
-        own = {"all": tiles, "whole": tiles - last, "cut": last}[self.computes]
-        return of_all * own // tiles
-
-    @functools.cached_property
-    def pieces(self) -> Schedule | Pieces | work.Listed | OnlineSchedule:
-        """The pieces of work, in order: tiles, unless they are cut along k."""
-        parts, last = self.config.split_k, self.config.split_last
-        if parts == 1 or isinstance(self.schedule, OnlineSchedule):
-            return self.schedule
-        pieces = split_k(self.schedule, self.k_steps, parts, last)
-        if last is None:
-            return pieces
-        whole = len(self.schedule) - last
-        if self.computes == "whole":
-            return work.Listed(pieces.order[:whole])
-        cut_tile = np.tile(np.arange(last), parts)
-        return work.Listed(pieces.order[whole:], np.column_stack([pieces.spans[whole:], cut_tile]))
-
-    @property
-    def cut(self) -> work.Cut | None:
-        """How tiles are cut along k, where the order is computed."""
-        return work.Cut(self.config.split_k, self.k_steps) if self.joins else None
-
-    @functools.cached_property
-    def spans(self) -> np.ndarray | None:
-        """The (first step, steps) of k of each piece of work, in order, and which summand it makes.
-
-        And of which cut tile, if others are whole. None if every piece takes all steps, or the
-        order is computed.
-        """
-        return self.pieces.spans if isinstance(self.pieces, Pieces | work.Listed) else None
-
-    @property
-    def cut_tiles(self) -> int:
-        """How many tiles are cut along k, if any are."""
-        return self.config.split_last or self.config.tiles(self.problem)
 
     @property
     def own_steps(self) -> bool:
         """Whether each piece of work says which steps of k it takes."""
         return self.joins or self.spans is not None or self.problem.ragged_k
 
-    @functools.cached_property
-    def coding(self) -> work.Coding:
-        """How pieces of work are written."""
-        bits = work.CLAIM_BITS if self.claims_tiles else work.TABLE_BITS
-        coding = work.coding(self.config, self.problem, bits)
-        if self.spans is None:
-            return coding
-        return dataclasses.replace(coding, words=self.spans.shape[1])
-
     @property
     def wgmmas_per_step(self) -> int:
         """Groups of WGMMA that one consumer issues per step."""
         panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
         return panels * self.b.parts
-
-    @functools.cached_property
-    def schedule(self) -> Schedule | OnlineSchedule:
-        """The order of the cluster tiles of the whole batch."""
-        return self.config.resolve_schedule(self.problem)
-
-    @functools.cached_property
-    def workers(self) -> int:
-        """How many clusters are launched."""
-        workers = self.config.workers(self.problem, self.device)
-        return workers if self.computes == "all" else min(workers, len(self.pieces))
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -243,16 +148,6 @@ class HopperPlan:
     def approx_math(self) -> bool:
         """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
         return self.problem.out_dtype.itemsize <= 2
-
-    @property
-    def summands_shape(self) -> tuple[int, ...]:
-        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column].
-
-        On a GPU, rows and columns are those of blocks, whose own follow.
-        """
-        rows, cols = self.config.tile
-        sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
-        return self.cut_tiles, self.config.split_k, self.config.cluster_size, *sums
 
     @property
     def store_widths(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place
+from pallas_gemm.kernels import joining, launch, place
 from pallas_gemm.kernels.hopper import send_rows
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange, on_device
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -113,8 +113,7 @@ class Rows(NamedTuple):
 def results(plan: HopperPlan) -> Results:
     """The types of what a kernel returns."""
     if plan.joins:
-        wide = plan.problem.accumulator_dtype
-        return Results(None, summands=jax.ShapeDtypeStruct(plan.summands_shape, wide))
+        return Results(None, summands=joining.summands(plan))
     out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
     if not plan.gathers:
         return Results(out)

@@ -72,6 +72,32 @@ CASES = {
         persistence="dynamic",
         schedule="online_raster",
     ),
+    # Pieces of k.
+    "more pieces than steps": case(
+        ("split_k must be at most 4, the steps of 64 in k=256, got 5",),
+        dataclasses.replace(NT, k=256),
+        split_k=5,
+    ),
+    "half in pieces of k": case(
+        ("split_k must be 1 for a symmetric result", "got 2"), GRAM, split_k=2
+    ),
+    "more tiles cut than there are": case(
+        ("split_last must be below the 256 cluster tiles", "got 256; split_last=None cuts all"),
+        split_k=2,
+        split_last=256,
+    ),
+    "last tiles of a computed order": case(
+        ("split_last needs a schedule that is a table, got 'online_raster'",),
+        split_k=2,
+        split_last=3,
+        schedule="online_raster",
+    ),
+    "direct store of the last tiles": case(
+        ("direct_store has no tiles of another kernel", "direct_store=False would fit"),
+        direct_store=True,
+        split_k=2,
+        split_last=3,
+    ),
     # The tile and its accumulators.
     "half an atom": case(("a multiple of 128 for", "layout NN", "192)"), NN, tile=(128, 192)),
     "half of a gate": case(
@@ -196,6 +222,27 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
         "specialised=False computes one tile per cluster: persistence must be 'none'",
         "'static'",
     ),
+    "no pieces": ({"split_k": 0}, "split_k must be at least 1", "got 0"),
+    "no tiles to cut": (
+        {"split_k": 2, "split_last": 0},
+        "split_last must be at least 1, or None for all tiles",
+        "got 0",
+    ),
+    "one piece of the last tiles": (
+        {"split_last": 3},
+        "split_last needs split_k of at least 2",
+        "got split_last=3",
+    ),
+    "pieces that are taken over": (
+        {"split_k": 2, "persistence": "dynamic"},
+        "split_k needs persistence='static'",
+        "got split_k=2 and persistence='dynamic'",
+    ),
+    "pieces of one warp": (
+        {"split_k": 2, "specialised": False, "persistence": "none"},
+        "split_k needs specialised=True",
+        "got split_k=2, specialised=False",
+    ),
     "step_bytes": ({"step_bytes": 64}, "step_bytes must be 128 or 256", "got 64"),
     "no stages": ({"stages": 0}, "stages must be from 1 to 32", "got 0"),
     "barriers": ({"stages": 33}, "stages must be from 1 to 32", "got 33"),
@@ -253,7 +300,14 @@ def test_every_refusal_that_is_written_has_a_case(text: str) -> None:
     numbers=st.fixed_dictionaries(
         {
             name: st.integers(-1, 40)
-            for name in ("stages", "accumulators", "ctas", "store_columns", "store_slots")
+            for name in (
+                "stages",
+                "accumulators",
+                "ctas",
+                "store_columns",
+                "store_slots",
+                "split_k",
+            )
         }
     ),
     sizes=st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300)),
@@ -305,4 +359,5 @@ def test_k_says_which_kind_of_persistence_is_tried_first(
 ) -> None:
     problem = Problem(size, size, k, transpose_b=True)
     widest = [config for config in candidates(problem, B200) if config.tile == CONFIG.tile]
-    assert [config.persistence for config in widest if config.cluster == CONFIG.cluster] == kinds
+    pairs = [c for c in widest if c.cluster == CONFIG.cluster and c.split_k == 1]
+    assert [config.persistence for config in pairs] == kinds

@@ -199,7 +199,9 @@ def faults(
     blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds, **waiting)
     operands = products.small_integers(PROBLEM, np.random.default_rng(0))
     expected = products.rounded(PROBLEM, products.exact(PROBLEM, operands))
-    kernel = blackwell.build(BlackwellPlan(PROBLEM, config, B200, blackwell_simulator.PARAMS))
+    kernel = blackwell.build(
+        BlackwellPlan(PROBLEM, config, B200, interpret=blackwell_simulator.PARAMS)
+    )
     return blackwell_simulator.faults(kernel, operands.arrays, expected)
 
 

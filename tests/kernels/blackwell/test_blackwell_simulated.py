@@ -78,7 +78,9 @@ def check(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Any:
 
 
 def simulate(problem: Problem, config: BlackwellConfig, operands: products.Operands) -> np.ndarray:
-    kernel = blackwell.build(BlackwellPlan(problem, config, B200, blackwell_simulator.PARAMS))
+    kernel = blackwell.build(
+        BlackwellPlan(problem, config, B200, interpret=blackwell_simulator.PARAMS)
+    )
     out, raced = blackwell_simulator.simulate(kernel, operands.arrays)
     assert not raced
     return out.astype(np.float64)

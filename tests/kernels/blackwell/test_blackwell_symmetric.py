@@ -57,7 +57,9 @@ def test_squares_below_the_diagonal_make_all_of_the_result(problem, config, monk
     started = 2 if config.persistence == "dynamic" else None
     blackwell_simulator.install(monkeypatch, started=started)
     operands = drawn(problem, rng)
-    kernel = blackwell.build(BlackwellPlan(problem, config, B200, blackwell_simulator.PARAMS))
+    kernel = blackwell.build(
+        BlackwellPlan(problem, config, B200, interpret=blackwell_simulator.PARAMS)
+    )
     out, raced = blackwell_simulator.simulate(kernel, operands.arrays)
     assert not raced
     expected = mirrored(products.rounded(problem, products.exact(problem, operands)))
@@ -69,7 +71,9 @@ def test_a_slot_that_is_overwritten_before_it_was_stored_is_noticed(monkeypatch,
     monkeypatch.setattr(store, "await_store_slot", lambda _: None)
     operands = drawn(GRAM, rng)
     expected = mirrored(products.rounded(GRAM, products.exact(GRAM, operands)))
-    kernel = blackwell.build(BlackwellPlan(GRAM, SINGLE, B200, blackwell_simulator.PARAMS))
+    kernel = blackwell.build(
+        BlackwellPlan(GRAM, SINGLE, B200, interpret=blackwell_simulator.PARAMS)
+    )
     assert {"race", "refused"} & blackwell_simulator.faults(kernel, operands.arrays, expected)
 
 

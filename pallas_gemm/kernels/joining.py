@@ -1,0 +1,233 @@
+"""How the sum of a tile that is cut along k is joined (`GemmConfig.split_k`): in a second kernel.
+
+    kernel        who                       does
+    the first     whoever reads the sums,   registers ──▶ a summand of the tile's sum in global
+                  for each piece of work    memory, float32; so few that they stay in the L2
+    the second    a warpgroup for each      adds up the summands of its chunk in the order of
+                  chunk of the result       their steps; finishes, rounds and stores it
+
+Where only the last tiles are cut (`GemmConfig.split_last`), a kernel for the others comes first,
+and the last one stores beside what that one has stored.
+
+Results are the same in every run, whichever piece is computed first. Had the clusters of one kernel
+to await each other instead, they would count arrivals from zero, and it takes a kernel to make that
+zero: on an H200, 512 x 512 x 16384 takes as long.
+
+Here is what both architectures' kernels share: where summands lie and how they are added up.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import launch, place, work
+from pallas_gemm.kernels.plan import BLOCK, Plan
+
+WARPGROUP = 128
+"""Threads that hold a chunk."""
+LOADED_REGISTERS = 128
+"""Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
+"""
+
+
+class Second(NamedTuple):
+    """What is particular about an architecture's second kernel.
+
+    Attributes:
+        name: What it is called.
+        chunks: Chunks of the result of all cut tiles.
+        warpgroups: Warpgroups of a CTA, of which each joins a chunk.
+        axes: The axes of a cluster in the first kernel; here there are no clusters.
+        result: The shape of the result.
+        scratch: What a CTA takes.
+        approx_math: As for `launch.kernel`.
+    """
+
+    name: str
+    chunks: int
+    warpgroups: int
+    axes: tuple[str, ...]
+    result: tuple[int, ...]
+    scratch: Any
+    approx_math: bool = False
+
+
+def kernel(plan: Plan, second: Second, body: Callable[..., None]) -> Callable[[launch.Inputs], Any]:
+    """Returns the kernel that joins what the kernel of a plan has handed over.
+
+    It returns the result, unless it is given one whose other tiles have been stored. Each warpgroup
+    runs `body(inputs, result, *scratch)`.
+    """
+    others = plan.computes == "cut"
+
+    def body_into(gmem: launch.Inputs, *scratch: Any) -> None:
+        body(gmem, gmem.result, *scratch)
+
+    return launch.kernel(
+        body_into if others else body,
+        name=second.name,
+        grid=launch.Grid(
+            second.chunks // second.warpgroups,
+            dict.fromkeys(second.axes, 1),
+            second.warpgroups,
+        ),
+        results=() if others else jax.ShapeDtypeStruct(second.result, plan.problem.out_dtype),
+        scratch=second.scratch,
+        operations=launch.Operations(0, plan.share(launch.activations(plan.problem))),
+        interpret=plan.interpret,
+        approx_math=second.approx_math,
+    )
+
+
+def summands(plan: Plan) -> jax.ShapeDtypeStruct | None:
+    """What the first kernel leaves for the second, None if nothing is cut."""
+    if not plan.joins:
+        return None
+    return jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
+
+
+def inputs(plan: Plan, given: launch.Inputs, summands: Any, result: Any) -> launch.Inputs:
+    """Returns what `kernel` is given, of what the kernel was that has left the summands."""
+    order = None
+    if isinstance(plan.pieces, work.Listed):
+        # The first pieces of all tiles that are cut come first.
+        first = work.Listed(plan.pieces.order[: plan.cut_tiles])
+        order = jnp.asarray(work.Coding().pack(first))
+    return given._replace(factors=(), order=order, summands=summands, result=result)
+
+
+def last_cut(plan: Plan, build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns the kernels of a plan whose last tiles are cut along k, and the others are not."""
+    whole, cut = build(plan.only("whole")), build(plan.only("cut"))
+
+    def run(*given: jax.Array) -> Any:
+        result = jax.new_ref(whole(*given))
+        cut(*given, result=result)
+        return jax.freeze(result)
+
+    return run
+
+
+def tile_of(plan: Plan, piece: work.Piece) -> Any:
+    """The number of the tile that a piece belongs to, of those that are cut."""
+    if piece.cut_tile is not None:
+        return piece.cut_tile
+    rows, cols = plan.config.grid(plan.problem)
+    row = piece.row if piece.batch is None else piece.batch * rows + piece.row
+    return row * cols + piece.col
+
+
+def locate(plan: Plan, order: Any, tile: Any) -> place.Where:
+    """Where in the result the cluster tile of a number lies, given the joining kernel's order."""
+    if order is None:
+        piece = plan.coding.piece(*divided(tile, plan.config.stacked_grid(plan.problem)[1]))
+    else:
+        piece = dataclasses.replace(plan.coding, words=1).unpack(order[tile])
+    return place.locate(plan.config, plan.problem, piece)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summands:
+    """A part of a tile, of which each element's sum is made when it is asked for.
+
+    Attributes:
+        plan: The plan.
+        gmem: The sums of all pieces in global memory.
+        tile: Number of the cluster tile, and whose tile it is of the CTAs of the cluster.
+        corner: Row and column of the part in that tile.
+        layout: How values lie in registers.
+    """
+
+    plan: Plan
+    gmem: Any
+    tile: tuple[Any, Any]
+    corner: tuple[Any, Any]
+    layout: Any
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Any:
+        """Adds up the summands of some rows and columns, in the order of their steps."""
+        plan, (tile, rank) = self.plan, self.tile
+        sizes = [part.stop - part.start for part in index]
+        starts = [corner + part.start for corner, part in zip(self.corner, index, strict=True)]
+
+        def load(summand: Any) -> Any:
+            whose = tile, summand, rank
+            blocks = _blocks(plan, self.gmem.at[whose], *zip(starts, sizes, strict=True))
+            return _read(plan, blocks, self.layout)
+
+        def add(first: Any, together: int, total: Any) -> Any:
+            for part in [load(first + summand) for summand in range(together)]:
+                total = total + part
+            return total
+
+        others = plan.config.split_k - 1
+        most = max(1, LOADED_REGISTERS * WARPGROUP // math.prod(sizes))
+        together = -(-others // -(-others // most))
+        whole, rest = divmod(others, together)
+        total = load(0)
+        if whole == 1:
+            total = add(1, together, total)
+        else:
+            total = lax.fori_loop(0, whole, lambda i, t: add(1 + i * together, together, t), total)
+        return add(1 + whole * together, rest, total)
+
+    def leave(self, piece: work.Piece, values: Any) -> None:
+        """Stores the values of the part as the summand that a piece of work makes."""
+        tile, rank = self.tile
+        corner = zip(self.corner, values.shape, strict=True)
+        blocks = _blocks(self.plan, self.gmem.at[tile, piece.summand, rank], *corner)
+        _write(self.plan, blocks, values, self.layout)
+
+
+def _blocks(plan: Plan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
+    """The part of a summand that begins at a row and a column, and has so many."""
+    if plan.simulated:
+        return summand.at[pl.ds(*rows), pl.ds(*cols)]
+    down, along = (pl.ds(start // BLOCK, size // BLOCK) for start, size in (rows, cols))
+    return summand.at[down, along]
+
+
+def _write(plan: Plan, blocks: Any, values: Any, layout: Any) -> None:
+    """Stores a part of a summand."""
+    if plan.simulated:
+        blocks[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def emit(_: Any, blocks: Any, values: Any) -> None:
+        values.store_tiled(blocks, swizzle=16, optimized=False)
+
+    emit(blocks, values)
+
+
+def _read(plan: Plan, blocks: Any, layout: Any) -> Any:
+    """Loads a part of a summand."""
+    if plan.simulated:
+        return plgpu.load(blocks, layout=layout, optimized=False)
+    dtype, shape = plan.problem.accumulator_dtype, tuple(n * BLOCK for n in blocks.shape[:2])
+    signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
+    )
+    def emit(_: Any, blocks: Any) -> Any:
+        return mgpu.FragmentedArray.load_tiled(
+            blocks, swizzle=16, is_signed=signed, layout=layout.to_mgpu(), optimized=False
+        )
+
+    return emit(blocks)
+
+
+def divided(dividend: Any, divisor: int) -> tuple[Any, Any]:
+    """Divides what is not negative, and known only to the running program."""
+    by = jnp.int32(divisor)
+    return lax.div(dividend, by), lax.rem(dividend, by)
