@@ -176,6 +176,27 @@ def test_what_keeps_the_sms_or_the_memory_busy_is_not_cut(size: tuple[int, int, 
 @pytest.mark.parametrize(
     ("size", "is_cut"),
     [
+        ((128, 128, 65536), True),
+        ((512, 512, 16384), True),
+        ((512, 768, 4096), True),
+        ((4096, 4096, 4096), False),
+        ((2048, 2048, 8192), False),
+        ((16, 8192, 8192), False),
+    ],
+    ids=str,
+)
+def test_few_tiles_are_cut_on_blackwell_too(size: tuple[int, int, int], is_cut: bool) -> None:
+    best = heuristics.best(Problem(*size, transpose_b=True), B200, BLACKWELL)
+    assert isinstance(best, BlackwellConfig)
+    assert (best.split_k > 1) == is_cut
+    assert best.split_last is None
+    # What `explain` prints can be pasted.
+    assert eval(repr(best)) == best
+
+
+@pytest.mark.parametrize(
+    ("size", "is_cut"),
+    [
         # Measured on an H200, 3 to 10% faster so.
         ((2560, 2560, 8192), True),
         ((5120, 5120, 8192), True),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pallas_gemm.config import STEP_BYTES, Persistence
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import cuts
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.problem import Problem
 
@@ -38,9 +39,9 @@ as are in flight, and others none."""
 def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
     """Yields, for each tile, the configs with as many stages as fit into shared memory.
 
-    Where there are more tiles than run at once, both kinds of persistence, the one first that k
-    speaks for: tiles go to whichever cluster is free, unless one is over before it would be known
-    who gets the next.
+    Few tiles with a long k are also cut along k. Where there are more tiles than run at once, both
+    kinds of persistence, the one first that k speaks for: tiles go to whichever cluster is free,
+    unless one is over before it would be known who gets the next.
     """
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for tile, cluster, step_bytes in SHAPES:
@@ -50,12 +51,31 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
             step_bytes=step_bytes,
             store_columns=math.gcd(tile[1] // problem.sums, widest),
         )
-        for stages in range(MOST_STAGES, 1, -1):
-            deeper = dataclasses.replace(config, stages=stages)
-            if deeper.shared_memory_bytes(problem) <= device.shared_memory:
-                for persistence in _persistence(problem, deeper, device):
-                    yield dataclasses.replace(deeper, persistence=persistence)
-                break
+        deepest = _deepest(config, problem, device)
+        if deepest is None:
+            continue
+        for persistence in _persistence(problem, deepest, device):
+            yield dataclasses.replace(deepest, persistence=persistence)
+        if cuts.may_be_cut(problem, device):
+            yield from _cut(deepest, problem, device)
+
+
+def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> BlackwellConfig | None:
+    """Returns the config with as many stages as fit into shared memory, None if one does."""
+    for stages in range(MOST_STAGES, 1, -1):
+        deeper = dataclasses.replace(config, stages=stages)
+        if deeper.shared_memory_bytes(problem) <= device.shared_memory:
+            return deeper
+    return None
+
+
+def _cut(config: BlackwellConfig, problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
+    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy."""
+    for parts in cuts.parts(config, problem, device):
+        cut = dataclasses.replace(config, split_k=parts, schedule="online_swizzle:8")
+        chunks = cut.tiles(problem) * cut.cluster_size * cut.joined(problem).chunks
+        cut = cuts.joined_by_all(cut, problem, chunks, device.sms)
+        yield _deepest(cut, problem, device) or cut
 
 
 def _persistence(

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import cuts
 from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.problem import Problem
@@ -48,25 +49,12 @@ ONLY_CUT = 192
 tiles keeps 128 SMs busy."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
-FEW_ROWS = 64
-"""Or columns, below which memory bounds a product: 8 x 9984 x 8192, 16 x 4096 x 14336 and 32 x 6144
-x 4096 are no faster when cut."""
-IDLE_WITH_FEW_ROWS = 3
-"""SMs for each of the smallest tiles, from which on few rows are cut all the same: 17 x 1408 x 8448
-takes 9.5 us in 6 pieces of k and 15.7 whole, 12 x 1152 x 9216 8.8 us in 7 and 16.9 whole; XLA takes
-12.9 and 9.6."""
-FEWEST_STEPS = 8
-"""Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
 SUMS_OF_XLA = 2 / 3
 """Of the sums that XLA may make of a float32 result, how many are made here at least."""
 TILE_OF_XLA = (128, 256)
 """Tiles by which XLA is taken to see how many SMs a product would leave idle."""
 SHORTEST_SUM = 3
 """Steps of a partial sum: XLA makes four of 11 steps."""
-MOST_WAVES = 3
-"""Of pieces of k: each takes part of the L2 until it is joined."""
-FULLER = 1.05
-"""What more waves must gain in busy SMs."""
 FEWEST_WHOLE_STEPS = 128
 """Of a tile, for the last ones to be cut: 428 x 9600 x 7168, 112 steps, takes 86.6 us on an H200 so
 and 85.5 us whole, 2560 x 2560 x 8192 148 us and 154."""
@@ -115,7 +103,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
         ready = ready and _streaming(ready, problem, device)
         if ready:
             yield from _accurate(ready, problem, device)
-        if ready and _may_be_cut(problem, device) and not config.pingpong:
+        if ready and cuts.may_be_cut(problem, device) and not config.pingpong:
             for cut in (*_cut(ready, problem, device), *_last_cut(ready, problem, device)):
                 yield from _accurate(cut, problem, device)
 
@@ -145,33 +133,17 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"tile": IN_TURNS, "pingpong": True}
 
 
-def _may_be_cut(problem: Problem, device: Device) -> bool:
-    """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
-    if problem.groups or problem.ragged_k or problem.symmetric:
-        return False
-    most_tiles = problem.batch * -(-max(problem.m, problem.n) // min(COLUMNS))
-    enough = min(problem.m, problem.n) >= FEW_ROWS
-    return enough or most_tiles * IDLE_WITH_FEW_ROWS <= device.sms
-
-
 def _cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy.
-
-    Into as many pieces as make a wave; or two or three, if they leave fewer SMs idle.
-    """
-    tiles, fit = config.pieces(problem), device.coresident_clusters(config.cluster_size)
-    most = -(-problem.k // config.tile_k(problem)) // FEWEST_STEPS
-    fullest = 0.0
-    for waves in range(1, MOST_WAVES + 1):
-        parts = min(waves * fit // tiles, most)
-        share = parts * tiles / (waves * fit)
-        if parts > 1 and share > fullest * FULLER:
-            fullest = share
-            cut = dataclasses.replace(
-                config, split_k=parts, late_store=False, schedule="online_swizzle:8"
-            )
-            cut = deepest(_joined_by_all(cut, problem, fit), problem, device) or cut
-            yield _streaming(cut, problem, device)
+    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy."""
+    fit = device.coresident_clusters(config.cluster_size)
+    for parts in cuts.parts(config, problem, device):
+        cut = dataclasses.replace(
+            config, split_k=parts, late_store=False, schedule="online_swizzle:8"
+        )
+        chunks = cut.tiles(problem) * cut.stores_per_tile(problem)
+        cut = cuts.joined_by_all(cut, problem, chunks, fit)
+        cut = deepest(cut, problem, device) or cut
+        yield _streaming(cut, problem, device)
 
 
 def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
@@ -184,8 +156,8 @@ def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterato
     steps = -(-problem.k // config.tile_k(problem))
     if not full or not last or steps < FEWEST_WHOLE_STEPS:
         return
-    most = min(MOST_PARTS, steps // FEWEST_STEPS)
-    ways = [(waves, min(waves * fit // last, most)) for waves in range(1, MOST_WAVES + 1)]
+    most = min(MOST_PARTS, steps // cuts.FEWEST_STEPS)
+    ways = [(waves, min(waves * fit // last, most)) for waves in range(1, cuts.MOST_WAVES + 1)]
     share, parts = min(
         (waves * (1 / parts + HANDED_OVER_STEPS / steps), parts) for waves, parts in ways
     )
@@ -216,7 +188,7 @@ def _streaming(config: HopperConfig, problem: Problem, device: Device) -> Hopper
 
     A row of tiles that is all of the result reads each part of the other operand once.
     """
-    if 1 not in config.grid(problem) or min(problem.m, problem.n) > FEW_ROWS:
+    if 1 not in config.grid(problem) or min(problem.m, problem.n) > cuts.FEW_ROWS:
         return config
     rows, cols = config.tile
     stage = (cols if config.grid(problem)[0] == 1 else rows) * STEP_BYTES
@@ -240,16 +212,6 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterato
         except ValueError:
             return
     yield config
-
-
-def _joined_by_all(config: HopperConfig, problem: Problem, workers: int) -> HopperConfig:
-    """Returns the config with chunks so narrow that there is one for each worker, if possible."""
-    chunks = config.tiles(problem) * config.stores_per_tile(problem)
-    narrowest = max(16, 32 // problem.out_dtype.itemsize)
-    columns = config.store_columns
-    while columns > narrowest and chunks < workers:
-        columns, chunks = columns // 2, 2 * chunks
-    return dataclasses.replace(config, store_columns=columns)
 
 
 def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> bool:

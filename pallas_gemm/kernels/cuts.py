@@ -1,0 +1,65 @@
+"""Into how many pieces the heuristics cut the k loop of tiles, so that few tiles keep all SMs busy.
+
+Measured on an H200; on Blackwell by the same rules.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.device import Device
+from pallas_gemm.problem import Problem
+
+FEW_ROWS = 64
+"""Or columns, below which memory bounds a product: 8 x 9984 x 8192, 16 x 4096 x 14336 and 32 x 6144
+x 4096 are no faster when cut."""
+SMALLEST_TILE = 64
+"""Rows of a tile that few rows are counted in."""
+IDLE_WITH_FEW_ROWS = 3
+"""SMs for each of the smallest tiles, from which on few rows are cut all the same: 17 x 1408 x 8448
+takes 9.5 us in 6 pieces of k and 15.7 whole, 12 x 1152 x 9216 8.8 us in 7 and 16.9 whole; XLA takes
+12.9 and 9.6."""
+FEWEST_STEPS = 8
+"""Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
+MOST_WAVES = 3
+"""Of pieces of k: each takes part of the L2 until it is joined."""
+FULLER = 1.05
+"""What more waves must gain in busy SMs."""
+NARROWEST = 16
+"""Columns of a chunk, and bytes of half a box of TMA."""
+
+
+def may_be_cut(problem: Problem, device: Device) -> bool:
+    """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
+    if problem.groups or problem.ragged_k or problem.symmetric:
+        return False
+    most_tiles = problem.batch * -(-max(problem.m, problem.n) // SMALLEST_TILE)
+    enough = min(problem.m, problem.n) >= FEW_ROWS
+    return enough or most_tiles * IDLE_WITH_FEW_ROWS <= device.sms
+
+
+def parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
+    """Yields into how many pieces every tile may be cut.
+
+    Into as many as make a wave; or two or three, if they leave fewer SMs idle.
+    """
+    tiles, fit = config.tiles(problem), device.coresident_clusters(config.cluster_size)
+    most = -(-problem.k // config.tile_k(problem)) // FEWEST_STEPS
+    fullest = 0.0
+    for waves in range(1, MOST_WAVES + 1):
+        parts = min(waves * fit // tiles, most)
+        share = parts * tiles / (waves * fit)
+        if parts > 1 and share > fullest * FULLER:
+            fullest = share
+            yield parts
+
+
+def joined_by_all[Config: GemmConfig](
+    config: Config, problem: Problem, chunks: int, workers: int
+) -> Config:
+    """Returns the config with chunks so narrow that there is one for each worker, if possible."""
+    narrowest = max(NARROWEST, 2 * NARROWEST // problem.out_dtype.itemsize)
+    columns = config.store_columns
+    while columns > narrowest and chunks < workers:
+        columns, chunks = columns // 2, 2 * chunks
+    return dataclasses.replace(config, store_columns=columns)
