@@ -426,7 +426,8 @@ def _body(
             plgpu.set_max_registers(registers.consumer, action="increase")
         consumer(cta, _walk(plan, gmem.order, producing=False))
 
-    lax.cond(lax.axis_index(launch.WARPGROUP) == plan.config.consumers, produce, consume)
+    # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
+    lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
