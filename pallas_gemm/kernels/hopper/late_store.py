@@ -36,8 +36,12 @@ def start(cta: Cta, me: Any) -> store.Tile | None:
     plan = cta.plan
     if not plan.config.late_store:
         return None
-    nothing = jnp.zeros(plan.consumer_out_tile, plan.problem.out_dtype)
-    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+    nothing = [
+        plgpu.layout_cast(
+            jnp.zeros((chunk.rows, chunk.cols), plan.problem.out_dtype), plgpu.Layout.WGMMA
+        )
+        for chunk in plan.chunks
+    ]
     nowhere = plan.coding.piece(jnp.int32(0), jnp.int32(0))
     return store.Tile(nothing, tile_to_store(cta, nowhere, me))
 

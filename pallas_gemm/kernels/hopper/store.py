@@ -24,7 +24,8 @@ class Tile(NamedTuple):
     """A consumer's part of a tile: sums, or what they are finished and rounded.
 
     Attributes:
-        values: In registers; or what adds sums up where they are asked for (`join.Summands`).
+        values: Sums in registers, or what adds them up where they are asked for (`join.Summands`);
+            of a tile that is finished, its chunks.
         at: Where it lies.
     """
 
@@ -50,20 +51,22 @@ def store_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> None:
 
 def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
     """Stores one chunk of a tile that is finished."""
-    chunk = cta.plan.chunks[number]
-    rows, cols = slice(chunk.row, chunk.row + chunk.rows), slice(chunk.col, chunk.col + chunk.cols)
-    _store(cta, me, tile.at, number, tile.values[rows, cols])
+    _store(cta, me, tile.at, number, tile.values[number])
 
 
-def finish(cta: Cta, total: Any, at: place.Where) -> Any:
-    """Finishes a whole tile, some columns at a time where the epilogue takes registers."""
+def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
+    """Finishes a whole tile, some columns at a time where the epilogue takes registers.
+
+    Returns its chunks.
+    """
     plan = cta.plan
     height, width = plan.consumer_out_tile
     whole = Chunk(0, height, 0, width)
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else plan.strips(width)
     sums = _sums(plan, total, whole, columns)
     strips = [_finish_part(cta, at, whole, *part) for part in zip(columns, sums, strict=True)]
-    return strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
+    finished = strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
+    return _taken_apart(plan, finished, plan.chunks)
 
 
 def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
@@ -76,7 +79,8 @@ def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
         if plan.problem.epilogue.residual:
             if not residual:
                 plgpu.barrier_wait(cta.barriers.residual.at[_residual_barrier(plan, me, number)])
-                residual = _taken_apart(plan, _residual_slot(cta, me, number).tile[...], strips)
+                whole = _residual_slot(cta, me, number).tile[...]
+                residual = _strips(plan, whole, strips)
             part = residual[len(finished)]
             values = epilogue.add_residual(plan.problem, cta.gmem, at.batch, values, part)
         finished.append(values)
@@ -93,31 +97,42 @@ def _sums(
         # They are loaded when they are asked for.
         return (tuple(total[rows, f + s.start : f + s.stop] for f in firsts) for s in strips)
     parts = [total[rows, first : first + chunk.cols] for first in firsts]
-    return zip(*(_taken_apart(plan, part, strips) for part in parts), strict=True)
+    return zip(*(_strips(plan, part, strips) for part in parts), strict=True)
 
 
-def _taken_apart(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> Sequence[Any]:
-    """The strips of a chunk in registers.
+def _strips(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> list[Any]:
+    """The strips of a chunk in registers."""
+    if plan.problem.epilogue.is_identity:
+        return [values]
+    widths = [strip.stop - strip.start for strip in strips]
+    rows = values.shape[0]
+    parts = [
+        Chunk(0, rows, strip.start, width) for strip, width in zip(strips, widths, strict=True)
+    ]
+    return _taken_apart(plan, values, parts)
+
+
+def _taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[Any]:
+    """Parts of what is in registers.
 
     JAX finds out together how all that comes of a slice lies in registers, and prints each of these
     operations. Of what is taken apart in this way it knows, and a kernel with gelu is lowered in
     half the time, to the same machine code.
     """
-    if plan.simulated or plan.problem.epilogue.is_identity:
-        return [values[:, strip] for strip in strips]
-    rows, dtype = values.shape[0], values.dtype
+    places = [
+        (slice(part.row, part.row + part.rows), slice(part.col, part.col + part.cols))
+        for part in parts
+    ]
+    if plan.simulated:
+        return [values[place] for place in places]
+    types = [
+        plgpu.ShapeDtypeStruct((part.rows, part.cols), values.dtype, layout=plgpu.Layout.WGMMA)
+        for part in parts
+    ]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=[
-            plgpu.ShapeDtypeStruct(
-                (rows, strip.stop - strip.start), dtype, layout=plgpu.Layout.WGMMA
-            )
-            for strip in strips
-        ],
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=types)
     def take_apart(_: Any, values: Any) -> list[Any]:
-        return [values[:, strip] for strip in strips]
+        return [values[place] for place in places]
 
     return take_apart(values)
 
