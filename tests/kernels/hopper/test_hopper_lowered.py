@@ -1,0 +1,41 @@
+"""What lowering a kernel takes JAX, in things that can be counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import layout_inference
+
+from pallas_gemm import offline
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper import kernel, store
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.problem import Epilogue, Problem
+
+
+def test_a_consumer_is_lowered_once_and_few_values_are_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = Problem(256, 256, 256, epilogue=Epilogue(activation=jax.nn.silu))
+    run = kernel.build(HopperPlan(problem, HopperConfig(tile=(128, 128), stages=2), H200))
+    operand = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    lowered, named = [], []
+    inline, name = store.plgpu.inline_mgpu, layout_inference.ValueSite.__str__
+
+    def noted(**types: Any) -> Callable[..., Any]:
+        return lambda emit: inline(**types)(lambda *args: lowered.append(emit) or emit(*args))
+
+    def noted_name(site: Any) -> str:
+        named.append(site)
+        return name(site)
+
+    monkeypatch.setattr(store.plgpu, "inline_mgpu", noted)
+    monkeypatch.setattr(layout_inference.ValueSite, "__str__", noted_name)
+    offline.exported(run, operand, operand)
+    # A tile is taken apart into strips, and into chunks.
+    assert len(lowered) == 2
+    # To name a value JAX prints its operation, and numbers all others: 71 where slices are taken.
+    assert len(named) < 40
