@@ -6,6 +6,7 @@ are recorded. Each product that is wrong is one line with the command that compu
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -143,12 +144,14 @@ def work(own: argparse.Namespace) -> None:
     """Computes every so many-th product and prints what became of it, as lines of JSON."""
     import jax
 
+    from tests import races
     from tests.stress import cases, check
 
+    scale, recorded = cases.GPU, functools.partial(contextlib.nullcontext, lambda: False)
     if own.platform == "cpu":
-        scale, races = cases.SIMULATED, record_races()
+        record_races()
+        scale, recorded = cases.SIMULATED, races.recorded
     else:
-        scale, races = cases.GPU, lambda: None
         assert jax.default_backend() == "gpu", "no GPU; --platform=cpu simulates the kernels"
     for turn, index in enumerate(range(own.start, own.start + own.count, own.step)):
         if time.time() > own.until:
@@ -157,9 +160,9 @@ def work(own: argparse.Namespace) -> None:
         case = cases.draw(own.seed, index, scale)
         outcome, wrong = check.Outcome("nothing"), None
         try:
-            outcome = check.check(case, scale)
-            if outcome.by == "interpret":
-                wrong = races()
+            with recorded() as raced:
+                outcome = check.check(case, scale)
+                wrong = "a race" if outcome.by == "interpret" and raced() else None
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"[:600]
         done = {"index": index, "kind": case.kind, "wrong": wrong, **dataclasses.asdict(outcome)}
@@ -171,20 +174,12 @@ def work(own: argparse.Namespace) -> None:
             jax.clear_caches()
 
 
-def record_races() -> Any:
-    """Lets the simulator record races; returns a function that says whether the last run did."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251 - no other way
+def record_races() -> None:
+    """Lets the simulator record races."""
     from jax.experimental.pallas import mosaic_gpu
 
     plain = mosaic_gpu.InterpretGPUParams
     mosaic_gpu.InterpretGPUParams = functools.partial(plain, detect_races=True)  # type: ignore[misc]
-
-    def found() -> str | None:
-        raced = gpu_callbacks.get_races().races_found
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        return "a race" if raced else None
-
-    return found
 
 
 def main() -> None:
