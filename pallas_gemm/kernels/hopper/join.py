@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, place, work
-from pallas_gemm.kernels.hopper import remote, store
+from pallas_gemm.kernels.hopper import early_launch, remote, store
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,
@@ -54,6 +54,8 @@ def _body(
     plan: HopperPlan, gmem: launch.Inputs, out: Any, buffers: Smem, barriers: Barriers
 ) -> None:
     """What each warpgroup of a CTA does: it joins one chunk."""
+    early_launch.begin(plan)
+    early_launch.end(plan)
     slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
     cta = Cta(plan, gmem, out, remote.Rows(), slots, barriers, gmem.summands)
     chunks, consumers, ctas, _ = _counts(plan)

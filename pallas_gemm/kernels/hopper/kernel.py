@@ -66,6 +66,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import groups, joining, launch, place, smem, tiles, work
 from pallas_gemm.kernels.hopper import (
     claims,
+    early_launch,
     group_rows,
     group_sums,
     join,
@@ -137,6 +138,7 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
         return head
 
     turns, head = walk(one_tile, ring.start(plan))
+    early_launch.end(plan)
 
     @pl.loop(0, lax.min(ring.filled(plan, turns, None, head), jnp.int32(stages)))
     def _drain(slot: Any) -> None:
@@ -405,6 +407,7 @@ def _body(
     barriers: Barriers,
 ) -> None:
     """What each warpgroup of a CTA does."""
+    early_launch.begin(plan)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta, registers = Cta(plan, gmem, out, rows, slots, barriers, summands), plan.config.registers
 

@@ -42,6 +42,13 @@ class HopperPlan(Plan):
             raise ValueError(
                 f"split_k must be 1 where devices exchange rows, got {self.config.split_k}"
             )
+        if self.config.early_launch and self.exchange.size > 1:
+            raise ValueError("early_launch must be False where devices exchange rows, got True")
+
+    @property
+    def launched_early(self) -> bool:
+        """Whether the kernel is launched before the one before ends; never in the simulator."""
+        return self.config.early_launch and not self.simulated
 
     @property
     def claims_tiles(self) -> bool:
