@@ -16,6 +16,8 @@ from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
 WGMMA_ROWS = 64
+WGMMA_DEPTH = 16
+"""Contracted elements of 16 bits."""
 WGMMA_COLUMNS = 8
 """What a tile's columns are a multiple of, and what is finished at once at least."""
 USUAL_STAGES = 4

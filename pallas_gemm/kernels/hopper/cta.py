@@ -83,7 +83,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         baton=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
         residual=residual,
         masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
-        if plan.problem.ragged_k
+        if plan.problem.ragged_k and plan.simulated
         else None,
     )
     return buffers, barriers

@@ -1,12 +1,15 @@
 """Sums over groups: what a step loads beyond its group is no part of the sum.
 
-Both operands are stored with the contracted elements first, and groups begin and end anywhere. So
-the first and the last step of a group may load elements of its neighbours, which may be infinite or
-no numbers at all: zeros are stored in their place, in both operands, before they are multiplied.
+Both operands are stored with the contracted elements first, and groups begin and end anywhere. A
+group takes `parts` of 16 of each step: loads begin with a row of 8, and end with the part in which
+the group ends (`short_step.py`). So the first part and the last one may have elements of its
+neighbours, which may be infinite or no numbers at all: zeros are stored in their place, in both
+operands, before they are multiplied.
 
 A slot is made of panels, in which a contracted element has a row of 128 bytes. Swizzling changes
-places within such a row alone, so that a whole one is zeroed wherever its elements are. Consumers
-share what is to be zeroed, and wait for each other.
+places within such a row alone, so that a whole one is zeroed wherever its elements are. Each
+consumer zeroes all that it reads: to share what all read, they would have to wait for each other,
+which takes longer.
 """
 
 import functools
@@ -18,14 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import work
-from pallas_gemm.kernels.hopper.config import WARPGROUP, WGMMA_ROWS
+from pallas_gemm.kernels import smem, work
+from pallas_gemm.kernels.hopper.config import WARPGROUP, WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.smem import ATOM_BYTES, ATOM_ROWS
 
-ROW_WORDS = ATOM_BYTES // 16
-"""Words of 16 bytes, of which a thread stores one at a time, of a row of a panel."""
+TILED = smem.tile_transforms(ATOM_BYTES, jnp.bfloat16)
+"""How a slot lies in shared memory: atoms of 8 rows of a panel."""
+WORD = 16
+"""Bytes that a thread stores at a time: 128 threads take the 16 rows of a part in one panel."""
 
 
 class Rows(NamedTuple):
@@ -35,93 +41,85 @@ class Rows(NamedTuple):
     end: Any
 
 
+def parts(plan: HopperPlan, left: Any) -> Any:
+    """How many parts a step takes of a group of which so many elements are left: one at least."""
+    reached = lax.div(left + (WGMMA_DEPTH - 1), jnp.int32(WGMMA_DEPTH))
+    return jnp.clip(reached, 1, plan.tile_k // WGMMA_DEPTH)
+
+
 def mask(cta: Cta, me: Any, slot: Any, k: Any, within: tuple[Any, Any]) -> None:
-    """Zeroes what a slot holds of step k beyond the elements that count."""
+    """Zeroes what is multiplied of step k beyond the elements that count."""
     first, end = within
     if first is None:
         return
-    tile_k = cta.plan.tile_k
-    start = work.aligned(first) + k * tile_k
-    begins, ends = start < first, end < start + tile_k
-    # A group begins in the first 8 rows of a step, and ends in any.
-    cuts = (
-        (begins, Rows(first - start, jnp.int32(ATOM_ROWS)), ATOM_ROWS),
-        (ends, Rows(jnp.int32(0), end - start), tile_k),
-    )
-    for is_cut, rows, height in cuts:
-        pl.when(is_cut)(functools.partial(_zero_both, cta, me, slot, rows, height))
+    start = work.aligned(first) + k * cta.plan.tile_k
+    rows, last = Rows(first - start, end - start), parts(cta.plan, end - start) - 1
+    begins, ends = rows.first > 0, rows.end < (last + 1) * WGMMA_DEPTH
+    for is_cut, part in ((begins, jnp.int32(0)), (ends, last)):
+        pl.when(is_cut)(functools.partial(_zero_part, cta, me, slot, part, rows))
 
     @pl.when(begins | ends)
-    def _await_others() -> None:
+    def _before_it_is_read() -> None:
         plgpu.commit_smem()
-        plgpu.barrier_arrive(cta.barriers.masked)
-        plgpu.barrier_wait(cta.barriers.masked)
+        if cta.plan.simulated:
+            # It takes zeros that two consumers store for a race, so that one stores them for all.
+            plgpu.barrier_arrive(cta.barriers.masked)
+            plgpu.barrier_wait(cta.barriers.masked)
 
 
-def _zero_both(cta: Cta, me: Any, slot: Any, rows: Rows, height: int) -> None:
-    """Zeroes a consumer's share of what does not count of both operands, in so many rows."""
-    plan = cta.plan
-    zero = _zero_simulated if plan.simulated else _zero
-    panels, there = plan.config.consumer_tile[0] // WGMMA_ROWS, pl.ds(0, height)
-    for panel in range(panels):
-        zero(cta.slots.a.tile.at[0, slot, me * panels + panel, there], rows, jnp.int32(0), 1)
-    zero(cta.slots.b.tile.at[0, slot, there], rows, me, plan.config.consumers)
+def panels_of_a(cta: Cta, me: Any, slot: Any) -> list[Any]:
+    """The panels of the left operand that a consumer reads in a slot."""
+    panels = cta.plan.config.consumer_tile[0] // WGMMA_ROWS
+    return [cta.slots.a.tile.at[0, slot, me * panels + panel] for panel in range(panels)]
 
 
-def _zero(ref: Any, rows: Rows, share: Any, shares: int) -> None:
-    """Zeroes a share of the rows of a part of a slot, `[rows, columns]`, that do not count."""
-    height, width = ref.shape
-    words = height * width // PANEL * ROW_WORDS
-    program = _program(words, shares, width // PANEL)
-    tiled = plgpu.TilingTransform((ATOM_ROWS, PANEL)), plgpu.SwizzleTransform(ATOM_BYTES)
+def _zero_part(cta: Cta, me: Any, slot: Any, part: Any, rows: Rows) -> None:
+    """Zeroes, in a part of a step, the rows of both operands that do not count."""
+    zero = _zero_simulated if cta.plan.simulated else _zero
+    for panel in panels_of_a(cta, me, slot):
+        zero(panel, part, rows)
+    shared = functools.partial(zero, cta.slots.b.tile.at[0, slot], part, rows)
+    pl.when(me == 0)(shared) if cta.plan.simulated else shared()
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled), *(3 * (plgpu.Layout.WG_SPLAT,))))
+
+def _zero(ref: Any, part: Any, rows: Rows) -> None:
+    """Zeroes rows of a part of `[rows, columns]`: each thread a word of each panel."""
+    panels = ref.shape[1] // PANEL
+    atom = ATOM_ROWS * ATOM_BYTES
+    stores = [
+        f"@outside st.shared.v4.b32 [address + {panel * atom}], {{zero, zero, zero, zero}};"
+        for panel in range(panels)
+    ]
+    # The same atom of every panel comes before the next atom.
+    program = f"""{{
+        .reg .pred outside; .reg .u32 thread, row, address; .reg .b32 zero;
+        mov.b32 zero, 0;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, {WARPGROUP - 1};
+        shr.u32 row, thread, {(ATOM_BYTES // WORD).bit_length() - 1};
+        mad.lo.u32 row, $1, {WGMMA_DEPTH}, row;
+        setp.lt.s32 outside, row, $2;
+        setp.ge.or.s32 outside, row, $3, outside;
+        shr.u32 row, row, {ATOM_ROWS.bit_length() - 1};
+        mad.lo.u32 address, row, {panels * atom}, $0;
+        and.b32 thread, thread, {atom // WORD - 1};
+        mad.lo.u32 address, thread, {WORD}, address;
+        {" ".join(stores)}
+    }}"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), *(3 * (plgpu.Layout.WG_SPLAT,))))
     def emit(_: Any, ref: Any, *numbers: Any) -> None:
         int32 = utils.ir.IntegerType.get_signless(32)
         address = utils.llvm.ptrtoint(int32, utils.memref_ptr(ref))
         words = [number.registers.item() for number in numbers]
         utils.inline_ptx(program, address, *words, has_side_effects=True)
 
-    emit(ref, rows.first, rows.end, share)
+    emit(ref, part, *rows)
 
 
-def _program(words: int, shares: int, panels: int) -> str:
-    """Returns what each thread does: a word of zeros in each turn, unless its row counts.
-
-    Words are numbered as they lie: those of a row of a panel, the rows of an atom, the same atom of
-    every panel, and so on with the next atom.
-    """
-    stores = [
-        f"""
-        mad.lo.u32 number, $3, {WARPGROUP}, thread;
-        add.u32 number, number, {turn * shares * WARPGROUP};
-        shr.u32 row, number, {(ROW_WORDS * ATOM_ROWS).bit_length() - 1};
-        div.u32 row, row, {panels};
-        shl.b32 row, row, {ATOM_ROWS.bit_length() - 1};
-        bfe.u32 within, number, {ROW_WORDS.bit_length() - 1}, {ATOM_ROWS.bit_length() - 1};
-        add.u32 row, row, within;
-        setp.lt.s32 outside, row, $1;
-        setp.ge.or.s32 outside, row, $2, outside;
-        setp.lt.and.u32 outside, number, {words}, outside;
-        mad.lo.u32 address, number, 16, $0;
-        @outside st.shared.v4.b32 [address], {{zero, zero, zero, zero}};"""
-        for turn in range(-(-words // (WARPGROUP * shares)))
-    ]
-    return f"""{{
-        .reg .pred outside; .reg .u32 thread, number, row, within, address; .reg .b32 zero;
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, {WARPGROUP - 1};
-        mov.b32 zero, 0;{"".join(stores)}
-    }}"""
-
-
-def _zero_simulated(ref: Any, rows: Rows, share: Any, shares: int) -> None:
-    """Zeroes the same panel by panel: the simulator knows no PTX."""
-    for panel in range(ref.shape[1] // PANEL):
-
-        @pl.when(share == panel % shares)
-        def _mine(panel: int = panel) -> None:
-            part = ref.at[:, pl.ds(panel * PANEL, PANEL)]
-            row = lax.broadcasted_iota(jnp.int32, part.shape, 0)
-            inside = (rows.first <= row) & (row < rows.end)
-            part[...] = jnp.where(inside, part[...], jnp.zeros_like(part))
+def _zero_simulated(ref: Any, part: Any, rows: Rows) -> None:
+    """Zeroes the same: the simulator knows no PTX."""
+    top = part * WGMMA_DEPTH
+    here = ref.at[pl.ds(top, WGMMA_DEPTH)]
+    row = top + lax.broadcasted_iota(jnp.int32, here.shape, 0)
+    here[...] = jnp.where((rows.first <= row) & (row < rows.end), here[...], jnp.zeros_like(here))

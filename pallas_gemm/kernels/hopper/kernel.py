@@ -22,8 +22,8 @@ Barriers (`protocol.py` derives the arrival counts)
     baton[w]      the other ping-pong consumer, when it has      ping-pong consumer w, before the
                   issued the last WGMMA of its tile              first WGMMA of its tile
     residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
-    masked        every consumer, when it has zeroed its part    every consumer, before its WGMMA of
-                  of what is no group's (`group_sums.py`)        that step
+    masked        every consumer, when it has zeroed what is     every consumer, before its WGMMA of
+                  no group's (`group_sums.py`): simulated        that step
 
     Each ping-pong consumer has `full` and `empty` barriers of its own; `ring.py` says why.
 
@@ -73,9 +73,10 @@ from pallas_gemm.kernels.hopper import (
     late_store,
     remote,
     ring,
+    short_step,
     store,
 )
-from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
+from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,
@@ -99,12 +100,14 @@ class Target(NamedTuple):
         k_start: The first contracted element.
         slot: The slot of the ring.
         full: The barrier that the loads complete.
+        depth: How many contracted elements.
     """
 
     batch: Any
     k_start: Any
     slot: Any
     full: Any
+    depth: int
 
 
 def producer(cta: Cta, walk: tiles.Walk) -> None:
@@ -127,7 +130,14 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
             k_start = k * plan.tile_k
             if piece.first_k is not None:
                 k_start = work.aligned(piece.first_k) + k_start
-            load_step(cta, factors, at, Target(at.batch, k_start, head.slot, full))
+            target = Target(at.batch, k_start, head.slot, full, plan.tile_k)
+            if piece.end_k is None:
+                load_step(cta, factors, at, target)
+            else:
+                deep = group_sums.parts(plan, piece.end_k - k_start) * WGMMA_DEPTH
+                for depth in range(WGMMA_DEPTH, plan.tile_k + 1, WGMMA_DEPTH):
+                    some = target._replace(depth=depth)
+                    pl.when(deep == depth)(functools.partial(load_step, cta, factors, at, some))
             return ring.advance(plan, head, reader)
 
         before = 0
@@ -175,8 +185,9 @@ def _load(
     *,
     ends_anywhere: bool = False,
 ) -> None:
-    batch, k_start, slot, full = target
-    along, deep = pl.ds(start, operand.tile), pl.ds(k_start, operand.tile_k)
+    batch, k_start, slot, full, depth = target
+    along, deep = pl.ds(start, operand.tile), pl.ds(k_start, depth)
+    first = pl.ds(0, depth)
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
     for part, whole in enumerate(gmem):
         matrix = place.matrix(whole, batch)
@@ -191,11 +202,11 @@ def _load(
             else:
                 _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
         elif not operand.paneled:
-            copy(matrix.at[deep, along], slots.box.at[part, slot], full)
+            copy(matrix.at[deep, along], slots.box.at[part, slot, first], full)
         else:
             for panel in range(operand.tile // PANEL):
                 columns = pl.ds(start + panel * PANEL, PANEL)
-                copy(matrix.at[deep, columns], slots.box.at[part, slot, panel], full)
+                copy(matrix.at[deep, columns], slots.box.at[part, slot, panel, first], full)
 
 
 def _for_rows_that_are_there(
@@ -239,8 +250,9 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
             store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
         within = piece.first_k, piece.end_k
-        steps = Steps(turn, progress.slot, piece.steps, within)
-        total, slot = _sum(cta, me, steps, stores)
+        divided = short_step.divided(plan, piece)
+        done = _sum(cta, me, Steps(turn, progress.slot, divided.whole, within), stores)
+        total, slot = short_step.add(cta, me, piece, divided, done)
         if plan.joins:
             return Progress(join.hand_over(cta, me, piece, total), ring.upcoming(plan, slot))
         return Progress(late_store.take(cta, me, total, at), ring.upcoming(plan, slot))
@@ -277,7 +289,8 @@ class Steps(NamedTuple):
     Attributes:
         turn: The number of the tile in its worker's sequence.
         slot: The slot of its first step; None if the turn says it.
-        count: How many steps it takes, one at least; None for all of them.
+        count: How many steps it takes; None for all of them. Over groups there may be none, besides
+            a short one.
         within: The first contracted element that counts, and the one after the last; None for all.
     """
 
@@ -327,6 +340,9 @@ def multiply(
     def release(slot: Any) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
 
+    def if_any(do: Callable[[], None]) -> None:
+        do() if steps.within[0] is None else pl.when(steps.count > 0)(do)
+
     def advance(k: Any, kept: Any) -> Any:
         before, slot = ring.step(plan, turn, k, kept)
         issue(slot, k)
@@ -337,7 +353,7 @@ def multiply(
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.baton.at[me])
     slot = ring.first_slot(plan, turn, steps.slot)
-    issue(slot, 0)
+    if_any(lambda: issue(slot, 0))
     kept, issued = ring.keep(plan, slot), 1
     for k, store_chunk in stores:
         if steps.count is not None and k >= issued:
@@ -353,7 +369,7 @@ def multiply(
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
     total = acc[...]  # Waits for every WGMMA in flight.
-    release(ring.last_slot(plan, turn, kept))
+    if_any(lambda: release(ring.last_slot(plan, turn, kept)))
     return total, kept
 
 

@@ -1,0 +1,139 @@
+"""The last step of a sum over a group, of which only what the group reaches into is multiplied.
+
+    a step     has 64 contracted elements: 4 parts of 16, which is what one WGMMA contracts
+    a whole    reaches into the last part; Pallas multiplies it, of which no WGMMA is shorter
+    one
+    a short    is loaded up to the part in which the group ends. When the others are done, it is
+    one        added to their sum in registers, part by part
+
+Only the last step of a group can be short, so that a group has one at most, and may have no other.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu.mma_utils import create_descriptor
+from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import work
+from pallas_gemm.kernels.hopper import group_sums, ring
+from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.operand import PANEL
+from pallas_gemm.kernels.smem import ATOM_BYTES
+
+
+class Divided(NamedTuple):
+    """The steps of a piece.
+
+    Attributes:
+        whole: How many are whole; None for all that there are, if there are no groups.
+        parts: Of how many parts the short one is; 0 without one, None without groups.
+    """
+
+    whole: Any
+    parts: Any = None
+
+
+def divided(plan: HopperPlan, piece: work.Piece) -> Divided:
+    """Tells the whole steps of a piece from the short one."""
+    if piece.first_k is None:
+        return Divided(piece.steps)
+    before = piece.steps - 1
+    left = piece.end_k - work.aligned(piece.first_k) - before * plan.tile_k
+    parts = group_sums.parts(plan, left)
+    is_short = parts < plan.tile_k // WGMMA_DEPTH
+    return Divided(
+        lax.select(is_short, before, piece.steps), lax.select(is_short, parts, jnp.int32(0))
+    )
+
+
+def add(
+    cta: Cta, me: Any, piece: work.Piece, steps: Divided, done: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Adds the short step, if there is one, to the sum of the whole ones.
+
+    Takes and returns this sum, and the slot of the last step.
+    """
+    if steps.parts is None:
+        return done
+    total, slot = done
+    is_short = steps.parts > 0
+    slot = lax.select(is_short & (steps.whole > 0), ring.following(cta.plan, slot), slot)
+
+    @pl.when(is_short)
+    def _await() -> None:
+        plgpu.barrier_wait(cta.barriers.full.at[slot])
+        group_sums.mask(cta, me, slot, steps.whole, (piece.first_k, piece.end_k))
+
+    def one_part(part: Any, total: Any) -> Any:
+        deep = pl.ds(part * WGMMA_DEPTH, WGMMA_DEPTH)
+        a = [panel.at[deep] for panel in group_sums.panels_of_a(cta, me, slot)]
+        multiply = _multiply_simulated if cta.plan.simulated else _multiply
+        return multiply(total, cta.slots.b.tile.at[0, slot, deep], *a)
+
+    total = lax.fori_loop(0, steps.parts, one_part, total)
+
+    @pl.when(is_short)
+    def _release() -> None:
+        plgpu.barrier_arrive(cta.barriers.empty.at[slot])
+
+    return total, slot
+
+
+def _multiply(total: Any, b: Any, *panels: Any) -> Any:
+    """Adds the product of a part: `wgmma` of Mosaic, with one WGMMA for each panel."""
+    refs = (1 + len(panels)) * (plgpu.RefType(group_sums.TILED),)
+    layout = plgpu.Layout.WGMMA
+    out = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, *refs), return_type=out)
+    def emit(_: Any, total: Any, b: Any, *panels: Any) -> Any:
+        kind, columns = utils.ir.MemRefType(b.type).element_type, total.shape[1]
+        describe: Callable[..., Any] = functools.partial(create_descriptor, swizzle=ATOM_BYTES)
+        right, *_ = describe(b, group_size=(WGMMA_DEPTH, columns), logical_k_major=True)
+        acc = wgmma_fence(total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
+        sums = acc.registers.copy()
+        for number, panel in enumerate(panels):
+            turned = utils.memref_transpose(panel, (1, 0, 3, 2))
+            left, *_ = describe(turned, group_size=(PANEL, WGMMA_DEPTH), logical_k_major=False)
+            sums[number : number + 1] = wgmma_m64(
+                sums[number : number + 1],
+                left[0],
+                right[0],
+                a_transpose=True,
+                b_transpose=True,
+                a_k_stride=0,
+                b_k_stride=0,
+                n=columns,
+                swizzle=WGMMA_DEPTH * utils.bytewidth(kind),  # It issues WGMMAs for so many bytes.
+                a_element_type=kind,
+                b_element_type=kind,
+            )
+        utils.nvvm.wgmma_commit_group_sync_aligned()
+        utils.nvvm.wgmma_wait_group_sync_aligned(0)
+        done = fragmented_array.FragmentedArray(
+            _registers=sums, _layout=acc.layout, _is_signed=None
+        )
+        return fragmented_array.optimization_barrier(done).to_layout(total.layout)
+
+    return emit(total, b, *panels)
+
+
+def _multiply_simulated(total: Any, b: Any, *panels: Any) -> Any:
+    """Adds the same product: the simulator knows no Mosaic, and WGMMA of any length."""
+
+    def product(acc: Any) -> Any:
+        for number, panel in enumerate(panels):
+            mine = acc.at[pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)] if len(panels) > 1 else acc
+            plgpu.wgmma(mine, panel.transpose((1, 0)), b)
+        return acc[...]
+
+    return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))
