@@ -71,21 +71,23 @@ def test_the_grid_has_room_for_the_worst_sizes():
     assert (-(-sizes // HEIGHT)).sum() == config.grid(PROBLEM)[0]
 
 
-def test_sums_are_dealt_with_the_largest_group_first():
+@pytest.mark.parametrize("sizes", [(13, 0, 257), (20, -7, 400)], ids=["fewer", "too many"])
+def test_sums_are_dealt_with_the_largest_group_first_and_end_with_the_rows(sizes):
     problem = Problem(
         *(200, 128, 300), transpose_a=True, batch=3, shared_a=True, shared_b=True, ragged_k=True
     )
     config = HopperConfig(tile=(HEIGHT, 64), schedule="swizzle:2", late_store=False, ctas=5)
     workers = config.workers(problem, H200)
     schedule = config.resolve_schedule(problem)
-    sizes = np.array([13, 0, 257])
     table = groups.order_operand(config, problem, schedule, workers, jnp.array(sizes))
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), problem.k)
+    starts = np.append(0, ends[:-1])
     found = []
     for row in np.asarray(table):
         for turn, words in enumerate(row[1:-1].reshape(-1, 4)[: row[0]]):
             piece = work.SumCoding().unpack(*map(jnp.int32, words))
             group = int(piece.batch)
-            assert (piece.first_k, piece.end_k) == (sum(sizes[:group]), sum(sizes[: group + 1]))
+            assert (piece.first_k, piece.end_k) == (starts[group], ends[group])
             # Loads begin with a row of 8, and the last step reaches the end.
             reach = int(work.aligned(piece.first_k) + piece.steps * 64)
             assert piece.end_k <= reach
