@@ -116,6 +116,28 @@ def test_a_map_computes_each_example_with_its_own_groups():
         np.testing.assert_array_equal(own, _exact(groups, lhs, RHS, G)[0])
 
 
+def test_layers_that_are_scanned_and_computed_again_have_the_gradients_of_each():
+    layers, rows = _integers(2, 3, 8, 8), _integers(20, 8, seed=1)
+    # Each layer has groups of its own, in the same program.
+    sizes = jnp.array([[7, 0, 9], [1, 18, 1]])
+
+    def scanned(layers: jax.Array, rows: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def one(rows: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return ragged_dot(rows, *layer), None
+
+        return lax.scan(one, rows, (layers, sizes))[0]
+
+    out, pull = jax.vjp(jax.jit(scanned), layers, rows)
+    hidden, *_ = _exact(sizes[0], rows, layers[0], np.zeros((20, 8)))
+    expected, of_hidden, of_second = _exact(sizes[1], hidden, layers[1], out)
+    _, of_rows, of_first = _exact(sizes[0], rows, layers[0], of_hidden)
+    np.testing.assert_array_equal(out, expected)
+    of_layers, of_all_rows = pull(out)
+    np.testing.assert_array_equal(of_layers, np.stack([of_first, of_second]))
+    np.testing.assert_array_equal(of_all_rows, of_rows)
+
+
 def test_a_permutation_is_derived_as_one_and_adds_nothing_up():
     x, g = _integers(6, 3), _integers(6, 3, seed=1)
     places = jnp.array([3, 1, 5, 0, 2, 4])
