@@ -66,14 +66,13 @@ last 18 tiles in 7 pieces, one wave of them, and 404 us in 14."""
 SHORTER = 0.95
 """What is left of the waves at most where the last tiles are cut: 2880 x 2880 x 16384 takes 358 us
 either way, with 0.96 of them left."""
-MOST_STAGES = 20
-"""Enough to cover the latency of memory with the smallest tile."""
+MOST_STAGES = 12
+"""More than cover the latency of memory, and are slower: 21 x 1792 x 1536 takes 4.55 us on an H200
+with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20."""
 STREAMED = 11 * 2**20
 """Bytes that all CTAs await of an operand that each reads for itself. More are in each other's way:
 4 x 6144 x 4096 takes 13.8 us on an H200 with 9 MB under way, 14.3 with 10 and 15.7 with 16, and 4 x
 28672 x 8192 105.7 us with 15 MB and 108.5 with 18."""
-MOST_STREAMED_STAGES = 12
-"""Of one CTA: 4 x 4096 x 14336 takes 29.0 us with 13 stages, and 30.8 with 20."""
 FEWEST_STREAMED_STAGES = 4
 ROWS_OF_GROUPS = 128
 """Of a tile where groups have as many on average: fewer would be read from the L2 too often."""
@@ -193,9 +192,7 @@ def _streaming(config: HopperConfig, problem: Problem, device: Device) -> Hopper
     rows, cols = config.tile
     stage = (cols if config.grid(problem)[0] == 1 else rows) * STEP_BYTES
     most = STREAMED // (stage * config.workers(problem, device))
-    return dataclasses.replace(
-        config, stages=min(config.stages, MOST_STREAMED_STAGES, max(FEWEST_STREAMED_STAGES, most))
-    )
+    return dataclasses.replace(config, stages=min(config.stages, max(FEWEST_STREAMED_STAGES, most)))
 
 
 def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
