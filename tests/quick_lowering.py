@@ -1,7 +1,7 @@
 """Lets JAX lower a kernel in two thirds of the time, to the same module.
 
-To sort the places of a kernel whose layouts it infers, it prints the operation of each: an `if`
-with all that is in it. And it reads each layout anew wherever an attribute holds it.
+To sort the places of a kernel whose layouts it infers, it prints the operation of each, and numbers
+all values of the kernel for each. And it reads each layout anew wherever an attribute holds it.
 """
 
 from collections.abc import Callable
