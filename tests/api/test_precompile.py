@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_gemm
-from pallas_gemm import explain, gated_gemm, offline, precompile
+from pallas_gemm import HopperConfig, explain, gated_gemm, offline, precompile
 from pallas_gemm.api import precompile as precompilation
+from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.problem import Problem
 
 needs_compiler = pytest.mark.skipif(
@@ -161,9 +162,11 @@ def test_operands_in_pieces() -> None:
     [product] = precompile([problem], "h200")
     assert (product.implementation, product.spill_bytes) == ("hopper", 0)
     # It is cut along k, and another kernel joins it, which has no ring.
-    assert product.config is not None
-    assert product.config.pieces(problem) > product.config.tiles(problem)
-    assert product.shared_memory_bytes > 200_000
+    config = product.config
+    assert isinstance(config, HopperConfig)
+    assert config.pieces(problem) > config.tiles(problem)
+    ring = config.stages * sum(config.tile) * STEP_BYTES
+    assert ring < product.shared_memory_bytes <= config.shared_memory_bytes(problem)
     assert product.decision.problem == problem
     # Which takes them apart, so that there is no kernel of the whole.
     [product] = precompile([problem], "b200")
