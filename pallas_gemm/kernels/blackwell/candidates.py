@@ -61,7 +61,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
 
 
 def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> BlackwellConfig | None:
-    """Returns the config with as many stages as fit into shared memory, None if one does."""
+    """Returns the config with as many stages as fit into shared memory, None if two do not."""
     for stages in range(MOST_STAGES, 1, -1):
         deeper = dataclasses.replace(config, stages=stages)
         if deeper.shared_memory_bytes(problem) <= device.shared_memory:
