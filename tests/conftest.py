@@ -112,7 +112,7 @@ def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_simulator() -> Iterator[None]:
-    """Simulates kernels in half the time."""
+    """Simulates kernels in a quarter of the time."""
     from tests import quick_simulator
 
     with pytest.MonkeyPatch.context() as patch:
