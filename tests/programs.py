@@ -1,11 +1,14 @@
 """What a module of programs prints, run where no GPU is looked for."""
 
+import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -16,14 +19,14 @@ def printed(module: str) -> Any:
 
 
 def output(module: str, **settings: str) -> str:
-    """Runs a module in a process of its own, and returns what it prints.
+    """Runs `main` of a module in a process of its own, and returns what it prints.
 
     Args:
         module: Of these tests.
         **settings: Variables of its environment.
     """
     run = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", "tests.programs", module],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **settings},
         capture_output=True,
@@ -32,3 +35,16 @@ def output(module: str, **settings: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def main() -> None:
+    """Runs `main` of a module as the tests run: kernels are lowered quickly."""
+    from tests import quick_lowering
+
+    with pytest.MonkeyPatch.context() as patch:
+        quick_lowering.install(patch)
+        importlib.import_module(sys.argv[1]).main()
+
+
+if __name__ == "__main__":
+    main()
