@@ -1,6 +1,7 @@
 # make demo   shows what the project does, on a GPU or without one
 # make test   lints, type-checks and runs the tests
 # make lint   only the first two
+# make summaries  after a kernel changed: writes what the compiler says of it to tests/summaries.jsonl
 # make docs   builds the documentation into docs/_build/html; a warning is an error
 # make dist   builds what is published, checks it, and installs it in an environment of its own
 # make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
@@ -26,7 +27,7 @@ CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
 # The demo needs less; where the whole environment is, it is enough.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 
-.PHONY: demo test lint docs dist bench clean
+.PHONY: demo test lint summaries docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -44,6 +45,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+summaries: $(STAMP)
+	$(BIN)/python -m pytest --write-summaries $$(grep -l summaries.KEPT -r tests --include='test_*.py')
 
 $(STAMP): EXTRAS := test
 $(STAMP)-demo: EXTRAS := aot,bench

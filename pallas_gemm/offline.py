@@ -185,14 +185,7 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
         The reports in the order in which the kernels were compiled.
     """
     check_target(target)
-    notes = _compile_elsewhere(exported(fn, *args), target)
-    starts = [found.start() for found in _KERNEL_START.finditer(notes)]
-    reports = [
-        _read_report(notes[start:stop], target)
-        for start, stop in itertools.pairwise([*starts, len(notes)])
-    ]
-    # Some releases compile a kernel once for each place that calls it.
-    return tuple({report.ptx: report for report in reports}.values())
+    return _reports(exported(fn, *args), target)
 
 
 def check_target(target: str) -> None:
@@ -252,6 +245,18 @@ def exported(fn: Callable[..., Any], *args: Any, platform: str = "cuda") -> byte
             )(*leaves).serialize()
         finally:
             jax.config.update(setting, before)
+
+
+def _reports(program: bytearray, target: str) -> tuple[Report, ...]:
+    """Compiles an exported function and reports on every distinct kernel in it."""
+    notes = _compile_elsewhere(program, target)
+    starts = [found.start() for found in _KERNEL_START.finditer(notes)]
+    reports = [
+        _read_report(notes[start:stop], target)
+        for start, stop in itertools.pairwise([*starts, len(notes)])
+    ]
+    # Some releases compile a kernel once for each place that calls it.
+    return tuple({report.ptx: report for report in reports}.values())
 
 
 def _importable(module: str) -> bool:

@@ -1,30 +1,40 @@
 """What the compiler said of a lowered module, kept between runs of the tests.
 
 A compilation is a function of the module, the target, the releases of the compiler and the settings
-of its process. All of them are in the name of the file: a kernel that changed is compiled anew.
+of its process. All of them are in the digest: a kernel that changed is compiled anew. Where its
+lines stand is not: nothing follows from that, and one line of a comment would move most of them.
 """
 
+import functools
 import gzip
 import hashlib
 import importlib.metadata
 import os
 import pathlib
+import re
 import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax.export
 import pytest
 from jax.experimental.mosaic.gpu import core
-from jaxlib.mlir import ir
+from jax.interpreters import mlir
+from jaxlib.mlir import ir, passmanager
 
 from pallas_gemm import offline
 
 Compile = Callable[[bytearray, str], str]
 
-COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+COMPILERS = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("nvidia-cuda-nvcc", "nvidia-nvvm"),
+)
 SETTINGS = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "CUDA_")
+_NOT_READ = re.compile(r"--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+ *")
+"""Of XLA's flags: those of the CPU's compiler."""
 UNUSED_SECONDS = 14 * 24 * 3600
 """A file that was not read for so long is removed."""
 
@@ -36,7 +46,7 @@ def kept(compile_elsewhere: Compile, folder: pathlib.Path) -> Compile:
             file.unlink(missing_ok=True)
 
     def compiled(program: bytearray, target: str) -> str:
-        file = folder / f"{_name(program, target)}.gz"
+        file = folder / f"{digest(text_of(program), target)}.gz"
         if (notes := _read(file)) is not None:
             return notes
         notes = compile_elsewhere(program, target)
@@ -46,29 +56,43 @@ def kept(compile_elsewhere: Compile, folder: pathlib.Path) -> Compile:
     return compiled
 
 
-def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a kernel lowered to the same module every time: JAX numbers those of a process."""
+def anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a kernel lowered to the same module every time, in any process, from any folder.
+
+    JAX numbers the modules of a process, and tells where each operation comes from.
+    """
     stock = core._run_serde_pass
 
     def serialised(module: ir.Module, **options: Any) -> ir.Module:
         name = ir.StringAttr.get("kernel", module.context)
         module.operation.attributes["mosaic_gpu.dump_basename"] = name
+        passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)", module.context)
+        passes.run(module.operation)
         return stock(module, **options)
 
     monkeypatch.setattr(core, "_run_serde_pass", serialised)
 
 
-def _name(program: bytearray, target: str) -> str:
-    """Returns a digest of all that the compiler's notes depend on."""
+def digest(module: str, target: str) -> str:
+    """Returns a digest of all that the compiler's notes on a module depend on."""
     described = target.encode(), offline.described(target).encode()
-    parts = [bytes(program), *described, pathlib.Path(offline.__file__).read_bytes()]
+    parts = [module.encode(), *described, pathlib.Path(offline.__file__).read_bytes()]
     parts += [_version(package).encode() for package in COMPILERS]
     given = sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS))
-    parts.append(repr(given).encode())
+    parts.append(_NOT_READ.sub("", repr(given)).encode())
     # Each by its own digest, so that no byte moves from one part to the next unseen.
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:32]
 
 
+def text_of(program: bytearray) -> str:
+    """Returns an exported program as text, without where its operations come from."""
+    text = jax.export.deserialize(program).mlir_module()
+    with mlir.make_ir_context():
+        return str(ir.Module.parse(text).operation.get_asm(enable_debug_info=False))
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -29,6 +29,15 @@ CPU_FLAGS = (
 GENERATIONS = {"hopper": "9", "blackwell": "10"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option of `make summaries`."""
+    parser.addoption(
+        "--write-summaries",
+        action="store_true",
+        help="write what the compiler says of the kernels of these tests to tests/summaries.jsonl",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Settles JAX's and Hypothesis's settings before any test module imports them.
 
@@ -106,8 +115,22 @@ def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
         if cache is not None:
             keeping = compilations.kept(compile_elsewhere, cache.mkdir("compilations"))
             patch.setattr(offline, "_compile_elsewhere", keeping)
-        compilations.unnumbered(patch)
+        compilations.anonymous(patch)
         yield compile_elsewhere
+
+
+@pytest.fixture(scope="session", autouse=True)
+def written_summaries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles what summaries tell of and writes them, where asked to and unless a test fails."""
+    if not request.config.getoption("write_summaries"):
+        yield
+        return
+    from tests import summaries
+
+    summaries.KEPT.forget()
+    yield
+    if not request.session.testsfailed:
+        summaries.KEPT.write()
 
 
 @pytest.fixture(scope="session", autouse=True)

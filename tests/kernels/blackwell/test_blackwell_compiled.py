@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from pallas_gemm.planning.call import DIMENSIONS
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space
+from tests import summaries
 
 Case = tuple[BlackwellConfig, Problem]
 
@@ -76,30 +77,9 @@ MODES: dict[str, Case] = {
 }
 
 
-def told_apart(cases: Sequence[Case]) -> dict[int, Case]:
-    """Gives each kernel a grid of its own, by which its report is found again."""
-    found: dict[int, Case] = {}
-    for number, (given, posed) in enumerate(cases, start=1):
-        config = dataclasses.replace(given, ctas=B200.sms - 2 * number)
-        problem = dataclasses.replace(posed, m=posed.m + 256 * number)
-        found[config.launched(problem, B200) * config.cluster_size] = config, problem
-    assert len(found) == len(cases)
-    return found
-
-
-def compiled(cases: Sequence[Case]) -> list[tuple[Case, offline.Report]]:
-    """Compiles all kernels in one process."""
-    numbered = told_apart(cases)
-    plans = [BlackwellPlan(problem, config, B200) for config, problem in numbered.values()]
-    kernels = [blackwell.build(plan) for plan in plans]
-
-    def every(*arrays: Any) -> list[Any]:
-        return [kernel(*some) for kernel, some in zip(kernels, arrays, strict=True)]
-
-    shapes = [operands(plan.problem) for plan in plans]
-    reports = offline.compile_reports(every, *shapes, target="b200")
-    assert len(reports) == len(cases)
-    return [(numbered[math.prod(report.grid)], report) for report in reports]
+def build(case: Case) -> Callable[..., jax.Array]:
+    config, problem = case
+    return blackwell.build(BlackwellPlan(problem, config, B200))
 
 
 def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
@@ -119,12 +99,14 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
 def check_sound(cases: Sequence[Case]) -> None:
     """Nothing spills, and shared and tensor memory are as predicted."""
     assert cases
-    for (config, problem), report in compiled(cases):
-        assert report.spill_bytes == 0, config
+    for config, problem in cases:
+        kernel = build((config, problem))
+        (found,) = summaries.KEPT.of(kernel, *operands(problem), target="b200")
+        assert found.spill_bytes == 0, config
         predicted = config.shared_memory_bytes(problem)
-        assert predicted - 2560 < report.shared_memory_bytes <= predicted
+        assert predicted - 2560 < found.shared_memory_bytes <= predicted
         columns = config.accumulators * config.tile[1]
-        assert report.tensor_memory_columns == 2 ** math.ceil(math.log2(columns))
+        assert found.tensor_memory_columns == 2 ** math.ceil(math.log2(columns))
 
 
 def of_types(problem: Problem, types: tuple[Any, Any, Any]) -> Problem:
@@ -220,9 +202,12 @@ def test_what_tuning_tries():
 
 @pytest.fixture(scope="module")
 def modes() -> dict[str, tuple[Case, offline.Report]]:
-    numbered = told_apart(list(MODES.values()))
-    names = dict(zip(numbered.values(), MODES, strict=True))
-    return {names[case]: (case, report) for case, report in compiled(list(MODES.values()))}
+    found = {}
+    for name, (config, problem) in MODES.items():
+        case = dataclasses.replace(config, ctas=B200.sms - 2), problem
+        (report,) = summaries.KEPT.reports(build(case), *operands(problem), target="b200")
+        found[name] = case, report
+    return found
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -1,0 +1,123 @@
+"""Kept summaries: a kernel is compiled unless the file knows it, and the file is not believed."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm import offline
+from tests import compilations
+from tests.summaries import Summaries
+
+OPERAND = jax.ShapeDtypeStruct((128,), jnp.float32)
+SPILLING = offline.Report(
+    target="h200",
+    kernel="kernel",
+    grid=(1, 1, 1),
+    cluster=(1, 1, 1),
+    threads=128,
+    registers=255,
+    spill_store_bytes=64,
+    spill_load_bytes=72,
+    shared_memory_bytes=1024,
+    tensor_memory_columns=0,
+    serialized=("ptxas info : (C7510) wgmma instructions are serialized",),
+    ptx="",
+    log="",
+)
+
+
+def kernel_of(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = function(source[...])
+
+    return plgpu.kernel(kernel, out_type=OPERAND)
+
+
+def twice(x: jax.Array) -> jax.Array:
+    return x + x
+
+
+def squared(x: jax.Array) -> jax.Array:
+    return x * x
+
+
+def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return kernel_of(twice)(x), kernel_of(squared)(x)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that have been compiled."""
+    seen = []
+
+    def reports(program: bytearray, _: str) -> tuple[offline.Report, ...]:
+        seen.append(compilations.text_of(program))
+        return (SPILLING,)
+
+    monkeypatch.setattr(offline, "_reports", reports)
+    return seen
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path, programs: list[str]) -> pathlib.Path:
+    """What the compiler said of two kernels."""
+    file = tmp_path / "summaries.jsonl"
+    file.touch()
+    summaries = Summaries(file)
+    summaries.of(kernel_of(twice), OPERAND, target="h200")
+    summaries.reports(kernel_of(squared), OPERAND, target="h200")
+    summaries.write()
+    assert len(file.read_text().splitlines()) == len(programs) == 2
+    programs.clear()
+    return file
+
+
+def test_what_the_file_knows_is_not_compiled(file: pathlib.Path, programs: list[str]) -> None:
+    (found,) = Summaries(file).of(kernel_of(squared), OPERAND, target="h200")
+    assert (found.registers, found.spill_bytes) == (255, 64 + 72)
+    assert (found.serialized,) == SPILLING.serialized
+    assert programs == []
+
+
+def test_anything_else_is_compiled(file: pathlib.Path, programs: list[str]) -> None:
+    summaries = Summaries(file)
+    summaries.of(kernel_of(jnp.negative), OPERAND, target="h200")
+    summaries.of(kernel_of(squared), OPERAND, target="h100")
+    assert len(programs) == 2
+    summaries.forget()
+    summaries.of(kernel_of(squared), OPERAND, target="h200")
+    assert len(programs) == 3
+
+
+def test_a_program_is_compiled_with_the_kernels_that_the_file_knows(
+    file: pathlib.Path, programs: list[str]
+) -> None:
+    summaries = Summaries(file)
+    summaries.of(both, OPERAND, target="h200")
+    summaries.forget()
+    summaries.of(both, OPERAND, target="h200")
+    assert programs[0] == programs[1]
+
+
+def test_what_nobody_asks_for_is_not_written(file: pathlib.Path, programs: list[str]) -> None:
+    lines = file.read_text().splitlines()
+    summaries = Summaries(file)
+    summaries.of(kernel_of(squared), OPERAND, target="h200")
+    summaries.write()
+    (line,) = file.read_text().splitlines()
+    assert line in lines
+    assert programs == []
+
+
+def test_a_file_that_the_compiler_contradicts_is_noticed(
+    file: pathlib.Path, programs: list[str]
+) -> None:
+    file.write_text(file.read_text().replace("255", "254"))
+    with pytest.raises(AssertionError, match="make summaries"):
+        Summaries(file).reports(kernel_of(squared), OPERAND, target="h200")
+    assert len(programs) == 1
