@@ -1,6 +1,7 @@
 """`GemmConfig`: how a product is computed, and the one statement of what is legal."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -17,6 +18,8 @@ Persistence = Literal["none", "static", "dynamic"]
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 FITTING: Any = None
 """The default of a field that depends on the other fields: found when a config is made."""
+WHOLE, PAIR = int | None, tuple[int, int]
+"""Types of fields: to write them anew for each config would take longer than to check it."""
 STEP_BYTES = 128
 """Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
 
@@ -79,11 +82,9 @@ class GemmConfig:
     split_last: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in _fields(type(self)):
             value = getattr(self, field.name)
-            if type(value) is field.type:
-                continue
-            if value is not None or field.default is not None:
+            if value is not field.default and type(value) is not field.type:
                 self._set(field.name, _checked(field, value))
         self._refuse(self._malformed())
         self._fit()
@@ -287,6 +288,11 @@ class GemmConfig:
             yield f"split_last needs a schedule that is a table, got {self.schedule!r}"
 
 
+@functools.cache
+def _fields(kind: type[GemmConfig]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)
+
+
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     """Returns the value of a field as its type says; raises `TypeError` if it is of another.
 
@@ -297,12 +303,12 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         if isinstance(value, bool | np.bool_):
             return bool(value)
         raise TypeError(f"{name} must be True or False, got {value!r}")
-    if kind in (int, int | None):
+    if kind is int or kind == WHOLE:
         if _is_whole(value):
             return int(value)
         legal = "an integer" if field.default is not None else "an integer or None"
         raise TypeError(f"{name} must be {legal}, got {value!r}")
-    if kind == tuple[int, int]:
+    if kind == PAIR:
         if isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value)):
             return tuple(map(int, value))
         raise TypeError(f"{name} must be a pair of integers such as (2, 1), got {value!r}")

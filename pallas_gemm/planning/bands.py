@@ -85,23 +85,16 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     walks = _walks(problem, config, device)
     first = walks[0]
     one_wave = first.under_way == first.across * first.along
-    if one_wave or first.operands <= first.held:
-        cost, groups = _Walk.shared, _Walk.compact_groups
-    else:
-        cost, groups = _Walk.loads, _Walk.held_groups
+    shared_alone = one_wave or first.operands <= first.held
     allowed = ROWS_ALLOWED * math.prod(config.tile)
     crosswise = not one_wave and first.height < first.width
-    *_, along, group = min(
-        (
-            max(walk.shared(group), allowed),
-            crosswise and bool(along),
-            cost(walk, group),
-            along,
-            group,
-        )
-        for along, walk in zip(("", ":cols"), walks, strict=True)
-        for group in groups(walk)
-    )
+    ways = []
+    for along, walk in zip(("", ":cols"), walks, strict=True):
+        for group in walk.compact_groups() if shared_alone else walk.held_groups():
+            shared = walk.shared(group)
+            cost = shared if shared_alone else walk.loads(group)
+            ways.append((max(shared, allowed), crosswise and bool(along), cost, along, group))
+    *_, along, group = min(ways)
     return f"swizzle:{group}{along}"
 
 

@@ -87,6 +87,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for form in _forms(problem):
         config = HopperConfig(
+            stages=2,
             store_columns=widest,
             store_slots=_store_slots(problem, in_turns=form.get("pingpong", False)),
             late_store=False,
@@ -95,9 +96,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
         if config.tile[1] in FILLING and config.tiles(problem) > FEW_WAVES * device.sms:
             continue
         config = _ordered(config, problem, device)
-        narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
         ready = deepest(config, problem, device)
         if _stages(ready) < FEWEST_STAGES:
+            narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
         ready = ready and _streaming(ready, problem, device)
         if ready:
@@ -230,11 +231,9 @@ def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
     """
     if config.tiles(problem) <= device.sms and not problem.symmetric:
         return dataclasses.replace(config, schedule="online_swizzle:8")
-    if _is_short(problem):
+    if _is_short(problem) or not config.allows_late_store(config.as_computed(problem)):
         return config
-    return dataclasses.replace(
-        config, late_store=config.allows_late_store(config.as_computed(problem))
-    )
+    return dataclasses.replace(config, late_store=True)
 
 
 def _is_stored_early(problem: Problem) -> bool:
@@ -252,14 +251,11 @@ def deepest(
     config: HopperConfig, problem: Problem, device: Device, fewest: int = 2
 ) -> HopperConfig | None:
     """Returns the config with as many stages as fit into shared memory, None if too few do."""
-    two, three = (
-        dataclasses.replace(config, stages=stages).shared_memory_bytes(problem) for stages in (2, 3)
-    )
+    two, three = (config.shared_memory_bytes(problem, stages) for stages in (2, 3))
     fit = 2 + (device.shared_memory - two) // (three - two)
     most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
     for stages in range(min(most, fit), fewest - 1, -1):
-        deeper = dataclasses.replace(config, stages=stages)
         # Barriers take a little more.
-        if deeper.shared_memory_bytes(problem) <= device.shared_memory:
-            return deeper
+        if config.shared_memory_bytes(problem, stages) <= device.shared_memory:
+            return dataclasses.replace(config, stages=stages)
     return None

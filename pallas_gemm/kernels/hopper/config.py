@@ -88,7 +88,7 @@ class HopperConfig(GemmConfig):
             range(USUAL_STAGES, 1, -1) if self.stages is None else (self.stages,),
             (64, 32, 16) if self.store_columns is None else (self.store_columns,),
         )
-        for stages, columns in fits:
+        for stages, columns in fits if None in (self.stages, self.store_columns) else ():
             self._set("stages", stages)
             self._set("store_columns", columns)
             if self.shared_memory_bytes(USUAL_PROBLEM) <= Device.shared_memory:
@@ -241,10 +241,15 @@ class HopperConfig(GemmConfig):
             lines, length = length, WGMMA_ROWS
         return lines, length + (0 if stored_by_tma(problem) else LINE_PADDING)
 
-    def shared_memory_bytes(self, problem: Problem) -> int:
-        """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes."""
-        problem = self.as_computed(problem)
-        (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * self.stages
+    def shared_memory_bytes(self, problem: Problem, stages: int | None = None) -> int:
+        """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes.
+
+        Args:
+            problem: What is computed.
+            stages: Of the ring; None for as many as the config has.
+        """
+        problem, stages = self.as_computed(problem), stages or self.stages
+        (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * stages
         # What is cut along k is stored by another kernel.
         slots = self.consumers * self.store_slots * (not self.cuts_all_tiles)
         stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
@@ -256,7 +261,7 @@ class HopperConfig(GemmConfig):
             tile_n * depth * problem.b_dtype.itemsize,
             stores,
             problem.epilogue.residual * of_its_own * residual,
-            8 * (2 * self.ring_barriers + 2),
+            8 * (2 * stages * (self.consumers if self.pingpong else 1) + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
 
