@@ -27,10 +27,11 @@ from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Turn, Variant
 
 HOPPER = ARCHITECTURES[0]
-PROBLEM = Problem(256, 512, 256)
+# Small: on the CPU it is computed once for each config that is tried.
+PROBLEM = Problem(128, 128, 64)
 OLDER = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability=(8, 0))
 NO_KERNEL = "no kernel runs on NVIDIA A100"
-NARROW = Problem(128, 64, 4096)
+NARROW = Problem(128, 64, 128)
 
 
 class MadeUpGpu:
@@ -235,7 +236,7 @@ def test_a_product_for_which_nothing_is_found_does_not_stop_the_others() -> None
     assert reasons[0].startswith("no config is right: 64x")
     assert reasons[1:] == ["no config is legal", NO_KERNEL, "MemoryError: too large"]
     assert isinstance(last, tuning.Tuned)
-    assert str(without[-1]) == "256x512x320 NN bfloat16: MemoryError: too large"
+    assert str(without[-1]) == "128x128x320 NN bfloat16: MemoryError: too large"
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -294,15 +295,13 @@ def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
         dataclasses.replace(PROBLEM, epilogue=Epilogue(bias=True, residual=True, beta=0.5)),
         dataclasses.replace(PROBLEM, batch=3, transpose_a=True),
         Problem(
-            256,
-            256,
-            256,
+            *(128, 128, 128),
             transpose_b=True,
             epilogue=Epilogue(residual=True, beta=0.5),
             symmetric="product",
         ),
-        Problem(256, 256, 512, jnp.int8, jnp.int8, jnp.int32, transpose_b=True),
-        Problem(256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, transpose_b=True),
+        Problem(128, 128, 256, jnp.int8, jnp.int8, jnp.int32, transpose_b=True),
+        Problem(128, 128, 256, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, transpose_b=True),
     ],
     ids=tuning.problem_label,
 )
@@ -323,9 +322,9 @@ def test_every_kind_of_product_can_be_checked(problem: Problem) -> None:
 def test_a_product_that_was_made_longer_for_its_kernel_can_be_checked(
     layout: str, epilogue: Epilogue
 ) -> None:
-    # As 509 x 257 x 250 becomes where rows have to be whole cache lines.
-    longer = products.transposed(Problem(512, 320, 256, epilogue=epilogue), layout)
-    problem = dataclasses.replace(longer, kept=(509, 257))
+    # As 125 x 129 x 58 becomes where rows have to be whole cache lines.
+    longer = products.transposed(Problem(128, 192, 64, epilogue=epilogue), layout)
+    problem = dataclasses.replace(longer, kept=(125, 129))
 
     def by_a_kernel(*given: jax.Array) -> jax.Array:
         operands = products.Operands(*Call(problem.out_dtype, epilogue=epilogue).unpack(given))
@@ -341,11 +340,11 @@ def test_kernels_are_held_against_the_product_of_xla_that_benchmarks_time(
     # XLA adds up products of 8-bit floats more exactly in the first way that comes to its mind
     # than in the one that it finds fastest.
     fp8 = Problem(
-        256, 256, 512, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16, transpose_b=True
+        128, 128, 256, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16, transpose_b=True
     )
     seen = compilations(monkeypatch)
     run = product(fp8)
-    (candidate,) = peers.Xla().candidates(shapes.parse("256x256x512:e4m3:NT"))
+    (candidate,) = peers.Xla().candidates(shapes.parse("128x128x256:e4m3:NT"))
     candidate.build()
     in_benchmarks = [one for one in seen if one.results == {fp8.out_dtype}]
     seen.clear()
