@@ -62,8 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # Most programs run once, on a few numbers: to make them fast takes longer than they do. Not
         # by a variable, which those who compile for a GPU in another process would inherit.
         jax.config.update("jax_disable_most_optimizations", True)
-        # To leave JAX's frames out of a traceback takes 10 ms, and tests expect thousands.
+        # To leave JAX's frames out of a traceback takes 10 ms, and to ask whether another caller
+        # does so 2 ms; tests expect thousands.
         jax.config.update("jax_traceback_filtering", "off")
+        from jax._src import traceback_util  # noqa: TID251 - no setting
+
+        traceback_util._is_under_reraiser = lambda error: True  # type: ignore[assignment]
     # Modules and tests are there to the end: nothing of what collection makes is garbage.
     gc.disable()
     shared = settings(
