@@ -498,7 +498,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
             return made_up_tools().build(problem, HopperConfig(), H200)
 
     output, rows = tmp_path / "table.json", tmp_path / "tuned.csv"
-    suite = tuple(shapes.parse(f"512x512x{k}") for k in (128, 192, 256))
+    suite = tuple(shapes.parse(f"128x128x{k}") for k in (128, 192, 256))
     monkeypatch.setattr(tune.gpu, "missing_gpu", lambda: None)
     monkeypatch.setattr(tune.targeting, "first_gpu", lambda: H200)
     monkeypatch.setattr(tune, "KernelMeter", MadeUpGpu)
@@ -524,26 +524,26 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
 
 
 def test_products_are_tuned_once_and_not_again() -> None:
-    cases = tuple(map(shapes.parse, ("512x512x512", "512x512x512:both", "512x512x256")))
+    cases = tuple(map(shapes.parse, ("128x128x128", "128x128x128:both", "128x128x64")))
     chosen = dataclasses.replace(tune_options(), cases=cases, most=3)
     (known,) = tune.products_of(cases[2], H200)
     before = tables.Table.of(H200.kind, {tables.Key.of(known): tables.Entry(HopperConfig())})
     console = Console(file=io.StringIO(), width=200)
     found = list(tune.tuned_products(chosen, before, H200, made_up_tools(), console))
     layouts = sorted((tuned.problem.k, tuned.problem.layout) for tuned in found)
-    assert layouts == [(512, "NN"), (512, "NT"), (512, "TN")]
+    assert layouts == [(128, "NN"), (128, "NT"), (128, "TN")]
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.startswith("NVIDIA H200: 3 products\n1/3 ")
     (summary,) = tune.summary_lines(found)
     assert "by 0.0% in geometric mean" in summary
     lines = list(csv.DictReader(io.StringIO(tune.to_csv(found))))
-    assert lines[0]["product"] == "512x512x512 NN bfloat16"
+    assert lines[0]["product"] == "128x128x128 NN bfloat16"
     assert lines[0]["heuristics"] == lines[0]["tuned"]
 
 
 def test_no_product_is_begun_after_the_time_is_over() -> None:
-    cases = tuple(shapes.parse(f"512x512x{k}") for k in (128, 192, 256))
+    cases = tuple(shapes.parse(f"128x128x{k}") for k in (128, 192, 256))
     chosen = dataclasses.replace(tune_options(), seconds=-1.0, cases=cases, most=2)
     console = Console(file=io.StringIO(), width=200)
     nothing = tables.Table(H200.kind)
