@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_traceback_filtering", "off")
         from jax._src import traceback_util  # noqa: TID251 - no setting
 
-        traceback_util._is_under_reraiser = lambda error: True  # type: ignore[assignment]
+        traceback_util._is_under_reraiser = lambda _: True  # type: ignore[assignment]
     # Modules and tests are there to the end: nothing of what collection makes is garbage.
     gc.disable()
     shared = settings(
