@@ -131,6 +131,7 @@ def written_summaries(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from tests import summaries
 
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "one process writes all of the file"
     summaries.KEPT.forget()
     yield
     if not request.session.testsfailed:

@@ -12,6 +12,7 @@ and hold what the compiler says of it against the file.
 import functools
 import json
 import pathlib
+import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ class Summaries:
         if names in self._known:
             self._asked[names] = self._known[names]
             return self._known[names]
+        warnings.warn(f"{self._file.name} lacks a kernel: make summaries", stacklevel=2)
         if not known.isdisjoint(names.split()):
             names, program = _lowered(fn, operands, target, ())
         return self._note(names, offline._reports(program, target))

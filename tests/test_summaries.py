@@ -13,6 +13,8 @@ from pallas_gemm import offline
 from tests import compilations
 from tests.summaries import Summaries
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*lacks a kernel")
+
 OPERAND = jax.ShapeDtypeStruct((128,), jnp.float32)
 SPILLING = offline.Report(
     target="h200",
@@ -86,7 +88,8 @@ def test_what_the_file_knows_is_not_compiled(file: pathlib.Path, programs: list[
 
 def test_anything_else_is_compiled(file: pathlib.Path, programs: list[str]) -> None:
     summaries = Summaries(file)
-    summaries.of(kernel_of(jnp.negative), OPERAND, target="h200")
+    with pytest.warns(UserWarning, match="lacks a kernel"):
+        summaries.of(kernel_of(jnp.negative), OPERAND, target="h200")
     summaries.of(kernel_of(squared), OPERAND, target="h100")
     assert len(programs) == 2
     summaries.forget()

@@ -213,6 +213,7 @@ def modes() -> dict[str, tuple[Case, offline.Report]]:
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_is_sound(name, modes):
     _, report = modes[name]
+    assert ".target sm_100a" in report.ptx
     assert report.spill_bytes == 0
     assert not re.search(r"[1-9]\d* bytes stack frame", report.log)
 
