@@ -33,8 +33,10 @@ COMPILERS = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm"),
 )
 SETTINGS = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "CUDA_")
-_NOT_READ = re.compile(r"--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+ *")
+_NOT_READ = re.compile(r" *--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+")
 """Of XLA's flags: those of the CPU's compiler."""
+_INSTALLED = str(pathlib.Path(core.__file__).parents[4])
+"""The folder of packages, in which JAX names the assembler and its own libraries."""
 UNUSED_SECONDS = 14 * 24 * 3600
 """A file that was not read for so long is removed."""
 
@@ -79,7 +81,7 @@ def digest(module: str, target: str) -> str:
     parts = [module.encode(), *described, pathlib.Path(offline.__file__).read_bytes()]
     parts += [_version(package).encode() for package in COMPILERS]
     given = sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS))
-    parts.append(_NOT_READ.sub("", repr(given)).encode())
+    parts.append(_NOT_READ.sub("", repr(given)).replace(_INSTALLED, "").encode())
     # Each by its own digest, so that no byte moves from one part to the next unseen.
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(digests).hexdigest()[:32]
