@@ -117,6 +117,11 @@ class GemmConfig:
         """Rows and columns of the result that one CTA computes at a time."""
         return self.tile[0], self.tile[1] // problem.sums
 
+    def loaded_columns(self, problem: Problem) -> int:
+        """Columns of the right operand that are loaded for a tile."""
+        del problem  # A kernel may load some more for its layout.
+        return self.tile[1]
+
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""
         problem = self.as_computed(problem)

@@ -6,7 +6,7 @@ from typing import Any
 from pallas_gemm.kernels import smem
 
 PANEL = 64
-"""Rows of the left operand that one TMA copy brings where they lie along the rows in memory."""
+"""Rows or columns that one TMA copy brings where they lie one after the other in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,8 @@ class OperandPlan:
         tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
         tile_k: Contracted elements per step.
         k_major: The contracted dimension is contiguous in memory.
-        paneled: Not K-major, and loaded in panels of `PANEL`; only the left operand can be.
+        paneled: Not K-major, and loaded in panels of `PANEL`: the left operand always is, the right
+            one where a tile's columns are part of a panel.
         multicast_axis: The cluster axis along which CTAs share it, or None.
         parts: How many arrays it consists of: two if the result is gated.
         simulated: Whether the kernel runs in the simulator.

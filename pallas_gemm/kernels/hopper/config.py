@@ -11,6 +11,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
+from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -22,7 +23,7 @@ WGMMA_COLUMNS = 8
 """What a tile's columns are a multiple of, and what is finished at once at least."""
 USUAL_STAGES = 4
 """What the tile that is usual has room for, and more is hardly faster."""
-USUAL_PROBLEM = Problem(4096, 4096, 4096)
+USUAL_PROBLEM = Problem(4096, 4096, 4096, transpose_b=True)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
 WARPGROUP = 128
 """Threads, which share what a consumer holds."""
@@ -249,7 +250,7 @@ class HopperConfig(GemmConfig):
             stages: Of the ring; None for as many as the config has.
         """
         problem, stages = self.as_computed(problem), stages or self.stages
-        (tile_m, tile_n), depth = self.tile, self.tile_k(problem) * stages
+        depth = self.tile_k(problem) * stages
         # What is cut along k is stored by another kernel.
         slots = self.consumers * self.store_slots * (not self.cuts_all_tiles)
         stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
@@ -257,13 +258,19 @@ class HopperConfig(GemmConfig):
         of_its_own = not stored_by_tma(problem) or problem.residual_dtype is not None
         residual = slots * self.consumer_tile[0] * self.store_columns * problem.added_dtype.itemsize
         buffers = (
-            tile_m * depth * problem.a_dtype.itemsize,
-            tile_n * depth * problem.b_dtype.itemsize,
+            self.tile[0] * depth * problem.a_dtype.itemsize,
+            self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
             stores,
             problem.epilogue.residual * of_its_own * residual,
             8 * (2 * stages * (self.consumers if self.pingpong else 1) + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
+
+    def loaded_columns(self, problem: Problem) -> int:
+        """See `GemmConfig`; stored [k, n], they are whole panels."""
+        columns = super().loaded_columns(problem)
+        whole = 1 if self.as_computed(problem).transpose_b else PANEL
+        return -(-columns // whole) * whole
 
     @property
     def ring_barriers(self) -> int:
@@ -335,10 +342,15 @@ class HopperConfig(GemmConfig):
         return (*itertools.chain.from_iterable(of(problem) for of in common), *own)
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
-        if not problem.transpose_b and self.consumer_tile[1] % 64:
+        columns = self.consumer_tile[1]
+        shared = not self.pingpong and not self.split_rows
+        if not problem.transpose_b and columns % PANEL and (shared or problem.ragged_k):
+            whole = max(1, columns // PANEL) * PANEL * self.tile[1] // columns
+            why = "consumers share them" if shared else "groups are summed over"
             yield (
-                f"tile columns per consumer must be a multiple of 64 for layout {problem.layout},"
-                f" got tile={self.tile}"
+                f"tile columns per consumer must be a multiple of {PANEL} for layout"
+                f" {problem.layout} where {why}, got tile={self.tile}; the nearest is"
+                f" {(self.tile[0], whole)}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
         for dtype, what in zip(problem.stored_dtypes, ("result", "residual"), strict=False):

@@ -71,6 +71,7 @@ from pallas_gemm.kernels.hopper import (
     group_sums,
     join,
     late_store,
+    part_panels,
     remote,
     ring,
     short_step,
@@ -315,10 +316,12 @@ def _sum(cta: Cta, me: Any, steps: Steps, stores: late_store.Stores) -> tuple[An
             own = own._replace(count=end - first)
         if part:
             own, stores = own._replace(slot=ring.following(plan, slot)), []
-        summand, slot = pl.run_scoped(
-            functools.partial(multiply, cta, me, own, stores),
-            plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype),
-        )
+        run = functools.partial(multiply, cta, me, own, stores)
+        if plan.b.paneled:
+            summand, slot = run(None)
+        else:
+            accumulator = plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype)
+            summand, slot = pl.run_scoped(run, accumulator)
         total = summand if total is None else total + summand
     return total, slot
 
@@ -328,47 +331,53 @@ def multiply(
 ) -> tuple[Any, Any]:
     """Runs the k loop of one tile, or a part of it, with stores in between.
 
-    Returns the accumulator's value, and the slot of the last step unless it is found by dividing.
+    Takes the accumulator, unless the sum is carried from step to step (`part_panels.py`). Returns
+    its value, and the slot of the last step unless it is found by dividing.
     """
     plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
-    def issue(slot: Any, k: Any) -> None:
+    def issue(slot: Any, k: Any, total: Any) -> Any:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
         group_sums.mask(cta, me, slot, k, steps.within)
-        _issue_wgmma(cta, me, acc, slot)
+        if plan.b.paneled:
+            return part_panels.add(cta, me, slot, total)
+        return _issue_wgmma(cta, me, acc, slot)
 
     def release(slot: Any) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
 
-    def if_any(do: Callable[[], None]) -> None:
-        do() if steps.within[0] is None else pl.when(steps.count > 0)(do)
+    def if_any(do: Callable[[], Any]) -> Any:
+        return do() if steps.within[0] is None else pl.when(steps.count > 0)(do)
 
-    def advance(k: Any, kept: Any) -> Any:
+    def advance(k: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+        kept, total = done
         before, slot = ring.step(plan, turn, k, kept)
-        issue(slot, k)
+        total = issue(slot, k, total)
         plgpu.wgmma_wait(plan.wgmmas_per_step)
         release(before)
-        return ring.keep(plan, slot)
+        return ring.keep(plan, slot), total
 
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.baton.at[me])
     slot = ring.first_slot(plan, turn, steps.slot)
-    if_any(lambda: issue(slot, 0))
-    kept, issued = ring.keep(plan, slot), 1
+    total = part_panels.start(plan) if plan.b.paneled else None
+    total = if_any(lambda: issue(slot, 0, total))
+    done, issued = (ring.keep(plan, slot), total), 1
     for k, store_chunk in stores:
         if steps.count is not None and k >= issued:
-            kept = lax.fori_loop(issued, lax.min(k + 1, steps.count), advance, kept)
+            done = lax.fori_loop(issued, lax.min(k + 1, steps.count), advance, done)
         elif k == issued:
-            kept = advance(jnp.int32(k), kept)
+            done = advance(jnp.int32(k), done)
         elif k > issued:
-            kept = lax.fori_loop(issued, k + 1, advance, kept)
+            done = lax.fori_loop(issued, k + 1, advance, done)
         store_chunk()
         issued = max(issued, k + 1)
     end = plan.k_steps if steps.count is None else steps.count
-    kept = lax.fori_loop(issued, end, advance, kept)
+    kept, total = lax.fori_loop(issued, end, advance, done)
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
-    total = acc[...]  # Waits for every WGMMA in flight.
+    # Either waits for every WGMMA in flight.
+    total = part_panels.finished(plan, total) if plan.b.paneled else acc[...]
     if_any(lambda: release(ring.last_slot(plan, turn, kept)))
     return total, kept
 

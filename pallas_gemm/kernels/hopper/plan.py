@@ -72,12 +72,13 @@ class HopperPlan(Plan):
     @functools.cached_property
     def b(self) -> OperandPlan:
         """How the right operand is loaded."""
+        columns = self.config.loaded_columns(self.problem)
         return OperandPlan(
             dtype=self.problem.b_dtype,
-            tile=self.config.out_tile(self.problem)[1],
+            tile=columns // self.problem.sums,
             tile_k=self.tile_k,
             k_major=self.problem.transpose_b,
-            paneled=False,
+            paneled=columns > self.config.tile[1],
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
             parts=self.problem.sums,
             simulated=self.simulated,
@@ -108,6 +109,8 @@ class HopperPlan(Plan):
     @property
     def wgmmas_per_step(self) -> int:
         """Groups of WGMMA that one consumer issues per step."""
+        if self.b.paneled:
+            return 1
         panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
         return panels * self.b.parts
 

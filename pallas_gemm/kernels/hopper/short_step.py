@@ -9,25 +9,20 @@
 Only the last step of a group can be short, so that a group has one at most, and may have no other.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
-from jax.experimental.mosaic.gpu.mma_utils import create_descriptor
-from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
+from jax.experimental.mosaic.gpu.wgmma import wgmma_fence
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import work
-from pallas_gemm.kernels.hopper import group_sums, ring
+from pallas_gemm.kernels.hopper import group_sums, ring, wgmma
 from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.smem import ATOM_BYTES
 
 
 class Divided(NamedTuple):
@@ -96,32 +91,10 @@ def _multiply(total: Any, b: Any, *panels: Any) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(layout, *refs), return_type=out)
     def emit(_: Any, total: Any, b: Any, *panels: Any) -> Any:
-        kind, columns = utils.ir.MemRefType(b.type).element_type, total.shape[1]
-        describe: Callable[..., Any] = functools.partial(create_descriptor, swizzle=ATOM_BYTES)
-        right, *_ = describe(b, group_size=(WGMMA_DEPTH, columns), logical_k_major=True)
         acc = wgmma_fence(total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
-        sums = acc.registers.copy()
-        for number, panel in enumerate(panels):
-            turned = utils.memref_transpose(panel, (1, 0, 3, 2))
-            left, *_ = describe(turned, group_size=(PANEL, WGMMA_DEPTH), logical_k_major=False)
-            sums[number : number + 1] = wgmma_m64(
-                sums[number : number + 1],
-                left[0],
-                right[0],
-                a_transpose=True,
-                b_transpose=True,
-                a_k_stride=0,
-                b_k_stride=0,
-                n=columns,
-                swizzle=WGMMA_DEPTH * utils.bytewidth(kind),  # It issues WGMMAs for so many bytes.
-                a_element_type=kind,
-                b_element_type=kind,
-            )
-        utils.nvvm.wgmma_commit_group_sync_aligned()
+        turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
+        done = wgmma.issue(acc, turned, b, WGMMA_DEPTH)
         utils.nvvm.wgmma_wait_group_sync_aligned(0)
-        done = fragmented_array.FragmentedArray(
-            _registers=sums, _layout=acc.layout, _is_signed=None
-        )
         return fragmented_array.optimization_barrier(done).to_layout(total.layout)
 
     return emit(total, b, *panels)
