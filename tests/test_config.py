@@ -194,8 +194,19 @@ CASES = {
     ),
     # The tile and who computes it.
     "columns of a consumer": Case(
-        ("tile columns", "a multiple of 64 for layout NN", "got tile=(128, 160)"),
+        (
+            "tile columns per consumer must be a multiple of 64 for layout NN where",
+            "got tile=(64, 160); the nearest is (64, 128)",
+        ),
+        config(tile=(64, 160)),
+    ),
+    "columns of sums over groups": Case(
+        (
+            "tile columns per consumer must be a multiple of 64 for layout TN where groups are",
+            "got tile=(128, 160); the nearest is (128, 128)",
+        ),
         config(tile=(128, 160)),
+        SUMS_OVER_GROUPS,
     ),
     "columns to be multicast": Case(
         ("tile columns must be a multiple of 32 to be multicast", "got 80"),

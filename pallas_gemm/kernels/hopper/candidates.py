@@ -13,6 +13,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import cuts
 from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
+from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.problem import Problem
 
 # Rows of a tile, and its columns: with these, 94 products drawn at random take 0.5% longer on an
@@ -42,6 +43,11 @@ ONE_SLOT_STEPS = 16
 consumer stores, the other one multiplies. With a residual, 24 of 1024 x 4096 x 1024 take 295 us so
 on an H200, 300 with two slots, 8192 x 8192 x 1024 198 and 203, 16384 x 4096 x 2048 365 and 371; but
 16 of 2048 x 2048 x 512 124 and 119."""
+PARTS_OF_PANELS = {(128, 224), (128, 160)}
+"""Tiles that read a part of a panel of a right operand stored [k, n], and count. Where the columns
+begin within a line of a cache, TMA takes half as long again for a row; where within half a line,
+two and a half times as long: 832 x 2304 x 14336 (TN) takes 75 us on an H200 in tiles of 64 x 256
+and 132 in those of 64 x 240. Mirrored ones take a tenth longer than predicted."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
 ONLY_CUT = 192
@@ -125,6 +131,10 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
     for mirrored, rows in itertools.product(ways, COLUMNS):
         for columns in COLUMNS[rows]:
             if rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0:
+                continue
+            if _is_part_of_a_panel(columns, problem, mirrored=mirrored) and (
+                mirrored or (rows, columns) not in PARTS_OF_PANELS
+            ):
                 continue
             if _is_filled(rows, columns, problem, mirrored=mirrored):
                 consumers = CONSUMERS[rows]
@@ -217,6 +227,12 @@ def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> 
     across = problem.sums * problem.n
     m, n = (across, problem.m) if mirrored else (problem.m, across)
     return (rows < 2 * m or rows == min(COLUMNS)) and (columns < 2 * n or columns == 16)
+
+
+def _is_part_of_a_panel(columns: int, problem: Problem, *, mirrored: bool) -> bool:
+    """Whether a tile of so many columns reads a part of a panel of its right operand."""
+    in_panels = problem.transpose_a if mirrored else not problem.transpose_b
+    return in_panels and columns % PANEL > 0
 
 
 def _stages(config: HopperConfig | None) -> int:

@@ -11,7 +11,6 @@ WGMMA in flight, and nothing else may touch them before `finished`.
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,6 +19,7 @@ from pallas_gemm.kernels.hopper import group_sums, wgmma
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.operand import PANEL
 
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -31,14 +31,15 @@ def start(plan: HopperPlan) -> Any:
 
 
 def add(cta: Cta, me: Any, slot: Any, total: Any) -> Any:
-    """Adds the product of a step to a consumer's sum, in a group of WGMMAs that is left in flight."""
+    """Adds the product of a step to a consumer's sum, in a group of WGMMAs left in flight."""
     plan, a = cta.plan, cta.slots.a.tile
     rows, _ = plan.config.consumer_tile
     first = 0 if plan.config.pingpong else me * rows
+    tops = [first + top for top in range(0, rows, WGMMA_ROWS)]
     if plan.a.k_major:
-        lefts = [a.at[0, slot, pl.ds(first + top, WGMMA_ROWS)] for top in range(0, rows, WGMMA_ROWS)]
+        lefts = [a.at[0, slot, pl.ds(top, WGMMA_ROWS)] for top in tops]
     else:
-        lefts = [a.at[0, slot, (first + top) // WGMMA_ROWS] for top in range(0, rows, WGMMA_ROWS)]
+        lefts = [a.at[0, slot, top // PANEL] for top in tops]
     multiply = _multiply_simulated if plan.simulated else _multiply
     return multiply(plan, total, cta.slots.b.tile.at[0, slot], *lefts)
 
@@ -78,7 +79,16 @@ def _multiply(plan: HopperPlan, total: Any, b: Any, *lefts: Any) -> Any:
 
 
 def _multiply_simulated(plan: HopperPlan, total: Any, b: Any, *lefts: Any) -> Any:
-    """Adds the same product: the simulator knows no Mosaic. It sees these reads, and their races."""
-    right = jnp.concatenate(list(b[...]), axis=1)[:, : total.shape[1]]
-    parts = [left[...] if plan.a.k_major else left[...].T for left in lefts]
-    return total + lax.dot(jnp.concatenate(parts), right, preferred_element_type=total.dtype)
+    """Adds the same product: the simulator knows no Mosaic, and WGMMA of a part of a panel."""
+    columns = total.shape[1]
+
+    def product(acc: Any) -> Any:
+        for top, left in enumerate(lefts):
+            a = left if plan.a.k_major else left.transpose((1, 0))
+            for number, start in enumerate(range(0, columns, PANEL)):
+                width = min(PANEL, columns - start)
+                mine = acc.at[pl.ds(top * WGMMA_ROWS, WGMMA_ROWS), pl.ds(start, width)]
+                plgpu.wgmma(mine, a, b.at[number, :, pl.ds(0, width)])
+        return acc[...]
+
+    return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))

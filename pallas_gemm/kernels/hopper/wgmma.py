@@ -13,7 +13,7 @@ from pallas_gemm.kernels.smem import ATOM_BYTES
 
 
 def issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int) -> Any:
-    """Issues a group of WGMMAs, as Mosaic's `wgmma` does, and returns the registers that it adds to.
+    """Issues a group of WGMMAs, as Mosaic's `wgmma` does; returns the registers that it adds to.
 
     Args:
         acc: The sum, in registers as WGMMA has them; its width says how much of `right` is read.

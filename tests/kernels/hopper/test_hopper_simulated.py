@@ -56,7 +56,7 @@ MOST_THREADS = 12
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 OPTIONS: dict[str, Sequence[Any]] = {
     # Rows, columns, and the warpgroups that share a tile, or take turns.
-    "tile": ((128, 64, 2), (64, 128, 2), (192, 64, 3), (64, 16, 1), (64, 64, "in turns")),
+    "tile": ((128, 64, 2), (64, 128, 2), (192, 64, 3), (64, 32, 1), (64, 64, "in turns")),
     "late_store": (True, False),
     "mirrored": (False, True),
     "cluster": ((1, 1), (2, 1), (1, 2), (2, 2)),
@@ -167,6 +167,11 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
     "5 strips": ({"tile": (128, 80)} | EARLY, Problem(200, 160, 200, transpose_b=True)),
     "7 strips": ({"tile": (128, 112)} | EARLY, Problem(200, 224, 200, transpose_b=True)),
     "wide": ({"tile": (128, 208)} | EARLY, Problem(200, 416, 200, transpose_b=True)),
+    "part of a panel": ({"tile": (128, 160)}, Problem(296, 320, 200, transpose_a=True)),
+    "part of a panel in turns": (
+        {"tile": (128, 96), "pingpong": True, "stages": 3} | EARLY,
+        Problem(300, 320, 200, batch=2),
+    ),
     "4x1": ({"cluster": (4, 1), "ctas": 8}, Problem(1000, 128, 136)),
     "1x4": ({"cluster": (1, 4), "ctas": 8}, Problem(200, 320, 136)),
     "3 pieces": ({}, Problem(201, 192, 320, pieces=(64, 192, 64))),
