@@ -640,6 +640,7 @@ LEGAL = {
     "float8": (config(tile=(128, 128), stages=6), nt(jnp.float8_e4m3fn)),
     "gated": (config(tile=(128, 256)), GATED),
     "gated in turns": (config(tile=(64, 128), pingpong=True), GATED),
+    "part of a panel": (config(tile=(128, 224)), PROBLEM),
     "result of odd rows": (config(store_slots=1), dataclasses.replace(NT, n=4095)),
     "residual of odd rows": (
         config(stages=3),

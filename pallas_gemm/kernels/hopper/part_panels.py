@@ -68,7 +68,9 @@ def _multiply(plan: HopperPlan, total: Any, b: Any, *lefts: Any) -> Any:
     @plgpu.inline_mgpu(arg_types=(LAYOUT, *refs), return_type=out)
     def emit(_: Any, total: Any, b: Any, *lefts: Any) -> Any:
         # Panels of [k, 64] columns, in atoms, as one array of [k, n].
-        b = utils.memref_transpose(utils.memref_slice(b, (*(2 * (slice(None),)), 0)), (1, 0, 2, 3))
+        b = utils.memref_transpose(
+            utils.memref_slice(b, (slice(None), slice(None), 0)), (1, 0, 2, 3)
+        )
         if not plan.a.k_major:
             lefts = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in lefts]
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)

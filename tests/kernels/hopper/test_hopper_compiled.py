@@ -103,6 +103,10 @@ MODES: dict[str, Case] = {
     "three consumers": (dataclasses.replace(EARLY, tile=(192, 128), consumers=3), PROBLEM),
     "one consumer": (dataclasses.replace(EARLY, tile=(64, 256), consumers=1), PROBLEM),
     "transposed a": (LATE, products.transposed(PROBLEM, "TN")),
+    "part of a panel": (
+        dataclasses.replace(LATE, tile=(128, 160)),
+        products.transposed(PROBLEM, "TN"),
+    ),
     "mirrored": (dataclasses.replace(EARLY, mirrored=True), PROBLEM),
     "gated": (EARLY, GATED),
     "pieces": (LATE, PIECES),
