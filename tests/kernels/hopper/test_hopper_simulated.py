@@ -167,7 +167,10 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
     "5 strips": ({"tile": (128, 80)} | EARLY, Problem(200, 160, 200, transpose_b=True)),
     "7 strips": ({"tile": (128, 112)} | EARLY, Problem(200, 224, 200, transpose_b=True)),
     "wide": ({"tile": (128, 208)} | EARLY, Problem(200, 416, 200, transpose_b=True)),
-    "part of a panel": ({"tile": (128, 160)}, Problem(296, 320, 200, transpose_a=True)),
+    "part of a panel": (
+        {"tile": (128, 160), "store_columns": 64},
+        Problem(296, 320, 200, transpose_a=True),
+    ),
     "part of a panel in turns": (
         {"tile": (128, 96), "pingpong": True, "stages": 3} | EARLY,
         Problem(300, 320, 200, batch=2),
