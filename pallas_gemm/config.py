@@ -122,6 +122,10 @@ class GemmConfig:
         del problem  # A kernel may load some more for its layout.
         return self.tile[1]
 
+    def rounds_up(self, problem: Problem) -> bool:
+        """Whether more columns are loaded for a tile than it has."""
+        return self.loaded_columns(problem) > self.tile[1]
+
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""
         problem = self.as_computed(problem)

@@ -22,6 +22,7 @@ class OperandPlan:
             one where a tile's columns are part of a panel.
         multicast_axis: The cluster axis along which CTAs share it, or None.
         parts: How many arrays it consists of: two if the result is gated.
+        rounded_up: The tile is more than what is multiplied of it: whole panels.
         simulated: Whether the kernel runs in the simulator.
     """
 
@@ -32,6 +33,7 @@ class OperandPlan:
     paneled: bool
     multicast_axis: str | None
     parts: int = 1
+    rounded_up: bool = False
     simulated: bool = False
 
     @property

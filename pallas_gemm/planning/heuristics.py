@@ -62,9 +62,12 @@ def best(
     device: Device,
     architecture: Architecture,
     schedule: str | Schedule | OnlineSchedule | None = None,
+    *,
+    rounded_up: bool = True,
 ) -> GemmConfig | None:
-    """Returns the first of `rank`, None if there is none."""
-    return next(_legal(problem, device, architecture, schedule), None)
+    """Returns the first of `rank`, None if there is none; maybe of those that round up nothing."""
+    legal = _legal(problem, device, architecture, schedule)
+    return next((c for c in legal if rounded_up or not c.rounds_up(problem)), None)
 
 
 def _legal(
@@ -92,7 +95,7 @@ def score(
         doubt = LEAST_GAIN
     elif not config.cuts_all_tiles and config.pieces(problem) > config.tiles(problem):
         predicted, doubt = predicted + MORE_KERNELS_SECONDS, LEAST_GAIN_OF_LAST
-    if config.loaded_columns(problem) > config.tile[1]:
+    if config.rounds_up(problem):
         doubt *= LEAST_GAIN_OF_PARTS
     usual = architecture.config
     if architecture.needs_proof and (config.tile, config.cluster) != (usual.tile, usual.cluster):

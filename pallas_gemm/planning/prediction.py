@@ -79,13 +79,14 @@ def seconds(
     problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
 ) -> float:
     """Predicts the time of a kernel."""
-    (rows, cols), loaded = config.tile, config.loaded_columns(problem)
+    rows, cols = config.tile
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     multiply = rows * cols * step_bytes / per_cycle
     if architecture.capability == FITTED:
-        loading = ROW_CYCLES * rows + (CUT_ROW_CYCLES if loaded > cols else ROW_CYCLES) * loaded
+        cycles = CUT_ROW_CYCLES if config.rounds_up(problem) else ROW_CYCLES
+        loading = ROW_CYCLES * rows + cycles * config.loaded_columns(problem)
         neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     else:
         loading = PAIRED_ROW_CYCLES * (rows + cols / config.cluster_size)

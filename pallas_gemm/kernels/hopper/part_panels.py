@@ -74,8 +74,7 @@ def _multiply(plan: HopperPlan, total: Any, b: Any, *lefts: Any) -> Any:
         if not plan.a.k_major:
             lefts = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in lefts]
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        utils.nvvm.wgmma_fence_aligned()
-        return wgmma.issue(acc, lefts, b, plan.tile_k).to_layout(total.layout)
+        return wgmma.issue(acc, lefts, b, plan.tile_k, in_flight=True).to_layout(total.layout)
 
     return emit(total, b, *lefts)
 

@@ -73,14 +73,16 @@ class HopperPlan(Plan):
     def b(self) -> OperandPlan:
         """How the right operand is loaded."""
         columns = self.config.loaded_columns(self.problem)
+        rounded_up = self.config.rounds_up(self.problem)
         return OperandPlan(
             dtype=self.problem.b_dtype,
             tile=columns // self.problem.sums,
             tile_k=self.tile_k,
             k_major=self.problem.transpose_b,
-            paneled=columns > self.config.tile[1],
+            paneled=rounded_up,
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
             parts=self.problem.sums,
+            rounded_up=rounded_up,
             simulated=self.simulated,
         )
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
-from jax.experimental.mosaic.gpu.wgmma import wgmma_fence
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import work
@@ -91,9 +90,9 @@ def _multiply(total: Any, b: Any, *panels: Any) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(layout, *refs), return_type=out)
     def emit(_: Any, total: Any, b: Any, *panels: Any) -> Any:
-        acc = wgmma_fence(total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
+        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
-        done = wgmma.issue(acc, turned, b, WGMMA_DEPTH)
+        done = wgmma.issue(acc, turned, b, WGMMA_DEPTH, in_flight=False)
         utils.nvvm.wgmma_wait_group_sync_aligned(0)
         return fragmented_array.optimization_barrier(done).to_layout(total.layout)
 

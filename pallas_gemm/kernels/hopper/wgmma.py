@@ -6,13 +6,13 @@ from typing import Any
 
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.mosaic.gpu.mma_utils import Dim, create_descriptor
-from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
+from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
 
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.smem import ATOM_BYTES
 
 
-def issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int) -> Any:
+def issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int, *, in_flight: bool) -> Any:
     """Issues a group of WGMMAs, as Mosaic's `wgmma` does; returns the registers that it adds to.
 
     Args:
@@ -20,12 +20,17 @@ def issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int) -> Any:
         lefts: What its rows are products of, 64 rows each.
         right: The right operand.
         depth: Contracted elements.
+        in_flight: The sum is that of WGMMAs which may not have ended.
     """
     kind = utils.ir.MemRefType(right.type).element_type
     describe: Callable[..., Any] = functools.partial(create_descriptor, swizzle=ATOM_BYTES)
     (b, (_, b_strides)), _, b_along = describe(
         right, group_size=(depth, PANEL), logical_k_major=True
     )
+    if in_flight:
+        utils.nvvm.wgmma_fence_aligned()
+    else:
+        acc = wgmma_fence(acc)
     sums = acc.registers.copy()
     for number, left in enumerate(lefts):
         (a, (_, a_strides)), _, a_along = describe(
