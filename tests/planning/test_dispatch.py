@@ -149,7 +149,7 @@ def test_a_config_is_used_as_it_is() -> None:
 
 
 def test_an_illegal_config_is_refused_everywhere_with_every_reason() -> None:
-    config = HopperConfig(tile=(128, 160), stages=9, late_store=False)
+    config = HopperConfig(tile=(64, 160), stages=9, late_store=False)
     for target in (None, "h200", "b200"):
         with pytest.raises(ValueError, match=r"tile columns.*shared memory") as raised:
             _decided(4096, 4096, 4096, config=config, target=target)

@@ -72,7 +72,7 @@ def _multiply(plan: HopperPlan, total: Any, b: Any, *lefts: Any) -> Any:
             utils.memref_slice(b, (slice(None), slice(None), 0)), (1, 0, 2, 3)
         )
         if not plan.a.k_major:
-            lefts = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in lefts]
+            lefts = tuple(utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in lefts)
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         return wgmma.issue(acc, lefts, b, plan.tile_k, in_flight=True).to_layout(total.layout)
 
