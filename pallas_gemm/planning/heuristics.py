@@ -26,8 +26,8 @@ take 1.7% longer than predicted on an H200, in the mean, 17 whole ones 1.0% less
 MORE_KERNELS_SECONDS = 4e-6
 """What it takes to begin two more kernels, beside their own time, which is what is predicted."""
 LEAST_GAIN_OF_PARTS = 1.1
-"""The same of tiles that read a part of a panel: 26 products take 3% less to 9% longer than predicted
-on an H200 so, and 5% less to 3% longer in the tiles that they would have else."""
+"""The same of tiles that read a part of a panel: 26 products take 3% less to 9% longer so than is
+predicted on an H200, and 5% less to 3% longer in the tiles that they would have else."""
 FEW_ROWS = 64
 """Or columns, below which they are not: 16 x 2048 x 2048 takes 4.6 us cut and 5.6 whole, where 4.9
 and 5.4 are predicted."""
