@@ -91,16 +91,18 @@ def seconds(
     else:
         loading = PAIRED_ROW_CYCLES * (rows + cols / config.cluster_size)
         neighbours = 0.0
-    step = STEP_CYCLES + max(
-        multiply,
-        loading * (step_bytes / STEP_BYTES),
-        LATENCY_CYCLES / max(1, config.stages - 1),
-        neighbours / GPC_BYTES_PER_CYCLE,
-    )
     loops = _loops(problem, config, device)
     waves, steps = (
         sum(loop.waves for loop in loops),
         sum(loop.waves * loop.steps for loop in loops),
+    )
+    # A ring that holds all steps is filled once.
+    refills = waves > 1 or config.stages < steps
+    step = STEP_CYCLES + max(
+        multiply,
+        loading * (step_bytes / STEP_BYTES),
+        refills * LATENCY_CYCLES / max(1, config.stages - 1),
+        neighbours / GPC_BYTES_PER_CYCLE,
     )
     stored = (2 if problem.symmetric else 1) * rows * cols
     if getattr(config, "late_store", False):

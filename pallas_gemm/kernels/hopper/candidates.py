@@ -24,7 +24,7 @@ COLUMNS = {
     256: (208, 192),
     192: (192, 160, 144),
     128: (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96, 16),
-    64: (256, 240, 224, 192, 176, 160, 128, 64, 32, 16),
+    64: (256, 240, 224, 208, 192, 176, 160, 128, 64, 32, 16),
 }
 IN_TURNS = (128, 128)
 """The tile that a consumer stores while the other one multiplies its own, where no consumer can
@@ -74,7 +74,8 @@ SHORTER = 0.95
 either way, with 0.96 of them left."""
 MOST_STAGES = 12
 """More than cover the latency of memory, and are slower: 21 x 1792 x 1536 takes 4.55 us on an H200
-with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20."""
+with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20. So are more than a CTA's
+only tile has steps: 6 x 1152 x 448, seven steps, takes 2.27 us with 7 and 2.37 with 12."""
 STREAMED = 11 * 2**20
 """Bytes that all CTAs await of an operand that each reads for itself. More are in each other's way:
 4 x 6144 x 4096 takes 13.8 us on an H200 with 9 MB under way, 14.3 with 10 and 15.7 with 16, and 4 x
@@ -270,6 +271,9 @@ def deepest(
     two, three = (config.shared_memory_bytes(problem, stages) for stages in (2, 3))
     fit = 2 + (device.shared_memory - two) // (three - two)
     most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
+    if config.pieces(problem) <= device.coresident_clusters(config.cluster_size):
+        steps = -(-problem.k // config.tile_k(problem))
+        most = min(most, max(fewest, -(-steps // config.split_k)))
     for stages in range(min(most, fit), fewest - 1, -1):
         # Barriers take a little more.
         if config.shared_memory_bytes(problem, stages) <= device.shared_memory:
