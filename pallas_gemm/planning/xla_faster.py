@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.problem import ROW_BYTES, Problem
 from schedules.model import SECTOR_BYTES
@@ -18,6 +19,11 @@ FEW_COLUMNS = 2048
 """Up to which a transposed left operand of few rows does well, and one of many rows does not."""
 FEW_ROWS = 128
 """Up to which rows of a right operand stored [k, n] may begin within a line."""
+MANY_RESULTS, MANY_SHORTEST, MANY_AS_READ = 4096 * 4096, 12_000_000, 8_700_000
+"""Elements from which on a product with a short K is XLA's: however it is stored, up to K=512, and
+where it is stored as the tensor cores read it."""
+TINY_ROWS, TINY_COLUMNS, TINY_BYTES = 16, 640, 20 * STEP_BYTES
+"""Of a result that takes few tiles, and of the rows of K elements that are not cut into pieces."""
 XLA_SHARE = 1.05
 """Of the time with all SMs busy, what XLA takes at large products."""
 XLA_SECONDS = 5e-6
@@ -88,10 +94,34 @@ def short(problem: Problem) -> str | None:
     4096 x 4096 x 512 and 8192 x 8192 x 512 reach 0.96 and 0.97 of XLA's speed on an H200, 16384 x
     16384 x 512 0.95, 4096 x 14336 x 768 0.98 and 16384 x 4096 x 896 (NT) 0.99; with K=1024 and
     K=256 it is 1.00 and 1.03. A fused epilogue makes up for it.
+
+    From 12 million results on, four products with K=512 reach 0.93 to 0.95, below it four others
+    0.97 to 1.26. Of those that are stored as the tensor cores read them (NT), seven of 8.7 million
+    and more with K from 576 to 896 reach 0.94 to 1.05, 0.978 in geometric mean. Of eight others, NN
+    and TN, six are faster than XLA by 3 to 8%, and the slowest reaches 0.93.
     """
-    many = problem.batch * problem.m * problem.n >= 4096 * 4096
-    if many and 256 < problem.k < 1024 and problem.epilogue.is_identity:
-        return f"K={problem.k} is short"
+    if not 256 < problem.k < 1024 or not problem.epilogue.is_identity:
+        return None
+    many = MANY_RESULTS
+    if problem.a_dtype.itemsize == 2 and problem.batch == 1:
+        is_read_so = problem.transpose_b and not problem.transpose_a
+        many = MANY_AS_READ if is_read_so and problem.k > 512 else many
+        many = MANY_SHORTEST if problem.k <= 512 else many
+    return f"K={problem.k} is short" if problem.batch * problem.m * problem.n >= many else None
+
+
+def tiny(problem: Problem) -> str | None:
+    """Up to ten tiles, each of which goes through all of k alone, take longer than XLA's kernels.
+
+    5 x 448 x 512, 8 x 512 x 896 and 2 x 360 x 2048 (float8) run at 0.72 to 0.83 times XLA's speed
+    on an H200, 15 x 512 x 448 at 1.03. Of five that were looked at after these, one is faster than
+    XLA (5 x 448 x 448, 1.20), the others run at 0.50 (1 x 448 x 2304, float8) to 0.91. With 896
+    columns and more, eight of nine run at 1.01 to 1.71.
+    """
+    size = problem.k * problem.a_dtype.itemsize
+    is_one = problem.batch == 1 and problem.epilogue.is_identity
+    if is_one and problem.m <= TINY_ROWS and problem.n <= TINY_COLUMNS and size <= TINY_BYTES:
+        return "it is over before few tiles have gone through k"
     return None
 
 
@@ -114,17 +144,21 @@ def wide_results(problem: Problem) -> str | None:
     return None
 
 
-def some_rows(problem: Problem) -> str | None:
-    """With 257 to 511 rows, tiles that are partly empty keep all SMs busy.
+def partly_empty(problem: Problem) -> str | None:
+    """With a side of 257 to 511 rows or columns, tiles that are partly empty keep all SMs busy.
 
-    Of nine such products drawn at random, eight are slower than XLA on an H200: 344 x 6144 x 10240
-    at 0.80 times its speed, 432 x 10368 x 6144 0.92, 456 x 10496 x 4096 0.95, 269 x 24576 x 1536
-    and 273 x 12544 x 4608 0.97, 260 x 8960 x 4224 0.98, 438 x 7424 x 18944 and 438 x 36864 x 12800
-    0.99; 277 x 6912 x 2048 runs at 1.02. With fewer columns, 320 x 2240 x 5504 runs at 1.17.
+    Of nine such products of few rows drawn at random, eight are slower than XLA on an H200: 344 x
+    6144 x 10240 at 0.80 times its speed, 432 x 10368 x 6144 0.92, 456 x 10496 x 4096 0.95, 269 x
+    24576 x 1536 and 273 x 12544 x 4608 0.97, 260 x 8960 x 4224 0.98, 438 x 7424 x 18944 and 438 x
+    36864 x 12800 0.99; 277 x 6912 x 2048 runs at 1.02. With fewer columns, 320 x 2240 x 5504 runs
+    at 1.17. Of columns,
+    448 with 6304 rows and more run at 0.97 to 1.04, 360 at 0.95 to 0.99: eight at 0.988 in all.
     """
-    wide = problem.n >= 6144 and problem.a_dtype.itemsize == 2 and problem.epilogue.is_identity
-    if wide and problem.batch == 1 and 256 < problem.m < 512:
-        return f"{problem.m} rows leave tiles partly empty"
+    short_side, long_side = sorted((problem.m, problem.n))
+    counts = problem.a_dtype.itemsize == 2 and problem.epilogue.is_identity and problem.batch == 1
+    if counts and 256 < short_side < 512 and long_side >= 6144:
+        what = "rows" if problem.m == short_side else "columns"
+        return f"{short_side} {what} leave tiles partly empty"
     return None
 
 
@@ -135,7 +169,8 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
     short,
     single_precision,
     wide_results,
-    some_rows,
+    partly_empty,
+    tiny,
 )
 
 

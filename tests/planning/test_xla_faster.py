@@ -62,11 +62,38 @@ EDGES = {
     ),
     "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
     "short from above": (Problem(4096, 4096, 1024), Problem(4096, 4096, 960), "K=960 is short"),
-    "short of many": (Problem(4096, 4032, 512), Problem(4096, 4096, 512), "K=512 is short"),
-    "short of a batch": (
-        Problem(2048, 2048, 512, batch=3),
-        Problem(2048, 2048, 512, batch=4),
+    "short of many": (Problem(4096, 4032, 768), Problem(4096, 4096, 768), "K=768 is short"),
+    "shortest of many": (Problem(4096, 2880, 512), Problem(4096, 2944, 512), "K=512 is short"),
+    "shortest from above": (Problem(4096, 2944, 576), Problem(4096, 2944, 512), "K=512 is short"),
+    "shortest of bytes": (
+        Problem(4096, 2944, 512, a_dtype=jnp.int8, b_dtype=jnp.int8, transpose_b=True),
+        Problem(4096, 2944, 512, transpose_b=True),
         "K=512 is short",
+    ),
+    "shortest of a batch": (
+        Problem(2048, 2944, 512, batch=2),
+        Problem(4096, 2944, 512),
+        "K=512 is short",
+    ),
+    "short as it is read": (
+        Problem(4096, 2112, 768, transpose_b=True),
+        Problem(4096, 2176, 768, transpose_b=True),
+        "K=768 is short",
+    ),
+    "short as it is not read": (
+        Problem(4096, 2176, 768, transpose_a=True, transpose_b=True),
+        Problem(4096, 2176, 768, transpose_b=True),
+        "K=768 is short",
+    ),
+    "shortest as it is read": (
+        Problem(4096, 2176, 512, transpose_b=True),
+        Problem(4096, 2176, 576, transpose_b=True),
+        "K=576 is short",
+    ),
+    "short of a batch": (
+        Problem(2048, 2048, 768, batch=3),
+        Problem(2048, 2048, 768, batch=4),
+        "K=768 is short",
     ),
     "short and fused": (
         Problem(4096, 4096, 512, epilogue=FUSED),
@@ -132,11 +159,39 @@ EDGES = {
         Problem(344, 6144, 4096),
         "344 rows",
     ),
+    "some columns from below": (
+        Problem(6144, 256, 4096),
+        Problem(6144, 320, 4096),
+        "320 columns",
+    ),
+    "some columns from above": (
+        Problem(6144, 512, 4096),
+        Problem(6144, 448, 4096),
+        "448 columns",
+    ),
+    "some columns of many rows": (
+        Problem(6080, 448, 4096),
+        Problem(6144, 448, 4096),
+        "448 columns",
+    ),
     "some rows of a batch": (Problem(344, 6144, 4096, batch=2), Problem(344, 6144, 4096), "344 r"),
     "some rows of bytes": (
         Problem(344, 6144, 4096, a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.bfloat16),
         Problem(344, 6144, 4096),
         "344 rows",
+    ),
+    "tiny, rows": (Problem(17, 512, 512), Problem(16, 512, 512), "it is over before"),
+    "tiny, columns": (Problem(8, 704, 512), Problem(8, 640, 512), "it is over before"),
+    "tiny, steps": (Problem(8, 512, 1344), Problem(8, 512, 1280), "it is over before"),
+    "tiny, of a batch": (
+        Problem(8, 512, 512, batch=2),
+        Problem(8, 512, 512),
+        "it is over before",
+    ),
+    "tiny and fused": (
+        Problem(8, 512, 512, epilogue=FUSED),
+        Problem(8, 512, 512),
+        "it is over before",
     ),
     "aligned rows": (
         Problem(1001, 1001, 1001),
