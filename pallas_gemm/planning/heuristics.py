@@ -24,7 +24,7 @@ LEAST_GAIN_OF_LAST = 1.03
 """The same where only the last tiles are: 50 such configs of 13 products with K from 7168 to 32768
 take 1.7% longer than predicted on an H200, in the mean, 17 whole ones 1.0% less."""
 SECOND_KERNEL_SECONDS = 0.5e-6
-"""What it takes to begin the kernel that joins, beside its own time: on an H200 1.3 us in a stream,
+"""What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
 as the sum of kernels, and in a stream 10% less."""
 MORE_KERNELS_SECONDS = 4e-6
