@@ -180,6 +180,21 @@ EDGES = {
         Problem(344, 6144, 4096),
         "344 rows",
     ),
+    "vector, bytes": (
+        Problem(1, 4096, 2496, transpose_b=True),
+        Problem(1, 4096, 2432, transpose_b=True),
+        "one row of a small matrix",
+    ),
+    "vector, rows": (
+        Problem(2, 3072, 3072, transpose_b=True),
+        Problem(1, 3072, 3072, transpose_b=True),
+        "one row of a small matrix",
+    ),
+    "vector, layout": (
+        Problem(1, 3072, 3072),
+        Problem(1, 3072, 3072, transpose_b=True),
+        "one row of a small matrix",
+    ),
     "tiny, rows": (Problem(17, 512, 512), Problem(16, 512, 512), "it is over before"),
     "tiny, columns": (Problem(8, 704, 512), Problem(8, 640, 512), "it is over before"),
     "tiny, steps": (Problem(8, 512, 1344), Problem(8, 512, 1280), "it is over before"),
