@@ -33,8 +33,8 @@ COMPILERS = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm"),
 )
 SETTINGS = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "CUDA_")
-OF_MEMORY = "XLA_PYTHON_CLIENT_"
-"""How those begin that no compiler reads; the programs in `bench` leave one behind."""
+NOT_READ = ("XLA_PYTHON_CLIENT_", "JAX_SKIP_CUDA_")
+"""How those begin that no compiler reads; `bench` and `doctor` set one each for their process."""
 _NOT_READ = re.compile(r" *--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+")
 """Of XLA's flags: those of the CPU's compiler."""
 _INSTALLED = str(pathlib.Path(core.__file__).parents[4])
@@ -85,7 +85,7 @@ def digest(module: str, target: str) -> str:
     given = sorted(
         item
         for item in os.environ.items()
-        if item[0].startswith(SETTINGS) and not item[0].startswith(OF_MEMORY)
+        if item[0].startswith(SETTINGS) and not item[0].startswith(NOT_READ)
     )
     parts.append(_NOT_READ.sub("", repr(given)).replace(_INSTALLED, "").encode())
     # Each by its own digest, so that no byte moves from one part to the next unseen.

@@ -190,6 +190,11 @@ EDGES = {
         Problem(1, 3072, 3072, transpose_b=True),
         "one row of a small matrix",
     ),
+    "vector, bytes of an element": (
+        Problem(1, 3072, 3072, a_dtype="float8_e4m3fn", b_dtype="float8_e4m3fn", transpose_b=True),
+        Problem(1, 3072, 3072, transpose_b=True),
+        "one row of a small matrix",
+    ),
     "vector, layout": (
         Problem(1, 3072, 3072),
         Problem(1, 3072, 3072, transpose_b=True),
