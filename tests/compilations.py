@@ -33,9 +33,9 @@ COMPILERS = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm"),
 )
 SETTINGS = ("XLA_", "JAX_", "MOSAIC_", "LIBTPU_", "CUDA_")
-NOT_READ = ("XLA_PYTHON_CLIENT_", "JAX_SKIP_CUDA_")
+UNREAD_VARIABLES = ("XLA_PYTHON_CLIENT_", "JAX_SKIP_CUDA_")
 """How those begin that no compiler reads; `bench` and `doctor` set one each for their process."""
-_NOT_READ = re.compile(r" *--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+")
+_UNREAD_FLAGS = re.compile(r" *--xla_(cpu|force_host|backend_extra_options=xla_cpu)_[\w=]+")
 """Of XLA's flags: those of the CPU's compiler."""
 _INSTALLED = str(pathlib.Path(core.__file__).parents[4])
 """The folder of packages, in which JAX names the assembler and its own libraries."""
@@ -85,9 +85,9 @@ def digest(module: str, target: str) -> str:
     given = sorted(
         item
         for item in os.environ.items()
-        if item[0].startswith(SETTINGS) and not item[0].startswith(NOT_READ)
+        if item[0].startswith(SETTINGS) and not item[0].startswith(UNREAD_VARIABLES)
     )
-    parts.append(_NOT_READ.sub("", repr(given)).replace(_INSTALLED, "").encode())
+    parts.append(_UNREAD_FLAGS.sub("", repr(given)).replace(_INSTALLED, "").encode())
     # Each by its own digest, so that no byte moves from one part to the next unseen.
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(digests).hexdigest()[:32]

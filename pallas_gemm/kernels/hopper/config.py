@@ -262,7 +262,7 @@ class HopperConfig(GemmConfig):
             self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
             stores,
             problem.epilogue.residual * of_its_own * residual,
-            8 * (2 * stages * (self.consumers if self.pingpong else 1) + 2),
+            8 * (2 * stages * self.ring_readers + 2),
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
 
@@ -275,7 +275,12 @@ class HopperConfig(GemmConfig):
     @property
     def ring_barriers(self) -> int:
         """How many `full` (and how many `empty`) barriers there are."""
-        return self.stages * (self.consumers if self.pingpong else 1)
+        return self.stages * self.ring_readers
+
+    @property
+    def ring_readers(self) -> int:
+        """How many pairs of barriers a slot has: consumers in turns have one each."""
+        return self.consumers if self.pingpong else 1
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
