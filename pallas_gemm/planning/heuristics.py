@@ -20,9 +20,6 @@ LEAST_GAIN = 1.1
 """How much faster tiles must be predicted to be cut along k than whole: small tiles with a long k
 are predicted to take up to 20% too long, and 1024 x 1024 x 32768 takes 91.9 us on an H200 cut and
 90.1 us whole, where 90.8 and 98.5 are predicted."""
-LEAST_GAIN_OF_LAST = 1.03
-"""The same where only the last tiles are: 50 such configs of 13 products with K from 7168 to 32768
-take 1.7% longer than predicted on an H200, in the mean, 17 whole ones 1.0% less."""
 SECOND_KERNEL_SECONDS = 0.5e-6
 """What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
@@ -100,7 +97,7 @@ def score(
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
     elif config.pieces(problem) > config.tiles(problem):
-        predicted, doubt = predicted + MORE_KERNELS_SECONDS, LEAST_GAIN_OF_LAST
+        predicted += MORE_KERNELS_SECONDS
     if config.rounds_up(problem):
         doubt *= LEAST_GAIN_OF_PARTS
     usual = architecture.config

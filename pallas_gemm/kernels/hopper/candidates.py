@@ -61,17 +61,19 @@ TILE_OF_XLA = (128, 256)
 """Tiles by which XLA is taken to see how many SMs a product would leave idle."""
 SHORTEST_SUM = 3
 """Steps of a partial sum: XLA makes four of 11 steps."""
-FEWEST_WHOLE_STEPS = 128
-"""Of a tile, for the last ones to be cut: 428 x 9600 x 7168, 112 steps, takes 86.6 us on an H200 so
-and 85.5 us whole, 2560 x 2560 x 8192 148 us and 154."""
+FEWEST_WHOLE_STEPS = 56
+"""Of a tile, for the last ones to be cut: 27296 x 3712 x 3584 (TN), 56 steps, takes 920 us on an
+H200 so and 931 us whole, 2560 x 2560 x 8192 148 us and 154."""
+FEWEST_ROWS_OF_LAST = 128
+"""Or columns, below which only memory counts: 117 x 8960 x 49152 takes 237 us so and 221 us whole,
+150 x 10240 x 28672 165 us and 172."""
 MOST_PARTS = 16
 """Of each of the last tiles."""
 HANDED_OVER_STEPS = 14
 """As long as it takes to hand over a piece: 1920 x 2560 x 32768 takes 394 us on an H200 with the
 last 18 tiles in 7 pieces, one wave of them, and 404 us in 14."""
-SHORTER = 0.95
-"""What is left of the waves at most where the last tiles are cut: 2880 x 2880 x 16384 takes 358 us
-either way, with 0.96 of them left."""
+SHORTER = 0.985
+"""What is left of the waves at most where the last tiles are cut, as in all that was measured."""
 MOST_STAGES = 12
 """More than cover the latency of memory, and are slower: 21 x 1792 x 1536 takes 4.55 us on an H200
 with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20. So are more than a CTA's
@@ -165,7 +167,8 @@ def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterato
     fit = device.coresident_clusters(config.cluster_size)
     full, last = divmod(config.tiles(problem), fit)
     steps = -(-problem.k // config.tile_k(problem))
-    if not full or not last or steps < FEWEST_WHOLE_STEPS:
+    few = min(problem.m, problem.n) < FEWEST_ROWS_OF_LAST
+    if few or not full or not last or steps < FEWEST_WHOLE_STEPS:
         return
     most = min(MOST_PARTS, steps // cuts.FEWEST_STEPS)
     ways = [(waves, min(waves * fit // last, most)) for waves in range(1, cuts.MOST_WAVES + 1)]
