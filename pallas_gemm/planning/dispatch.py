@@ -239,6 +239,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
     has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
     seconds = plan.seconds + _more_in_whole_panels(plan)
+    seconds += heuristics.more_kernels_seconds(plan.config)
     why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
     # That is where it was measured; on other GPUs it is what is expected.
     return f"XLA is faster on an H200: {why}" if why else None

@@ -25,7 +25,7 @@ SECOND_KERNEL_SECONDS = 0.5e-6
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
 as the sum of kernels, and in a stream 10% less."""
 MORE_KERNELS_SECONDS = 4e-6
-"""What it takes to begin two more kernels, beside their own time, which is what is predicted."""
+"""The same of two more kernels, where the last tiles are cut."""
 LEAST_GAIN_OF_PARTS = 1.1
 """The same of tiles that read a part of a panel: 26 products take 3% less to 9% longer so than is
 predicted on an H200, and 5% less to 3% longer in the tiles that they would have else."""
@@ -96,14 +96,18 @@ def score(
         doubt = LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
-    elif config.pieces(problem) > config.tiles(problem):
-        predicted += MORE_KERNELS_SECONDS
+    predicted += more_kernels_seconds(config)
     if config.rounds_up(problem):
         doubt *= LEAST_GAIN_OF_PARTS
     usual = architecture.config
     if architecture.needs_proof and (config.tile, config.cluster) != (usual.tile, usual.cluster):
         doubt *= UNTRIED_GAIN
     return predicted * doubt
+
+
+def more_kernels_seconds(config: GemmConfig) -> float:
+    """Returns what it takes to begin kernels after the first, which no prediction counts."""
+    return MORE_KERNELS_SECONDS if config.split_last else 0.0
 
 
 def fitted(

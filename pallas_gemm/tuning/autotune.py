@@ -29,7 +29,7 @@ import numpy as np
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import prediction, proof, tables, targeting, xla, xla_faster
+from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting, xla, xla_faster
 from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Problem
@@ -257,6 +257,7 @@ def left_to_xla(
 ) -> str | None:
     """Returns why a problem is left to XLA where nothing is tuned or named, None if it is not."""
     seconds = prediction.seconds(problem, config, device, architecture)
+    seconds += heuristics.more_kernels_seconds(config)
     at_best = prediction.at_best(problem, device, architecture)
     return xla_faster.why_xla(problem, seconds, at_best)
 

@@ -56,7 +56,8 @@ def configs(
     hopeful = [config for config in seconds if seconds[config] <= HOPELESS * min(seconds.values())]
     hopeful.sort(key=lambda config: seconds[config])
     tiles, modes = _split_by_tile([first, *hopeful])
-    varied = list(_variations(first, problem, device))
+    whole = first if first.split_last is None else next(c for c in considered if c.split_k == 1)
+    varied = [*_other_parts(first, problem, device), *_variations(whole, problem, device)]
     shares = (1 + most * 5 // 12, most * 2 // 12, most * 4 // 12)
     parts = (tiles, _other_modes_first(first, modes), varied)
     kept = [config for part, share in zip(parts, shares, strict=True) for config in part[:share]]
@@ -118,6 +119,16 @@ def _other_modes_first(first: GemmConfig, configs: Iterable[GemmConfig]) -> list
     return [*list(firsts.values())[1:], *rest]
 
 
+def _other_parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
+    """Yields what is cut along k into half or twice as many pieces, if it is cut."""
+    for parts in (config.split_k // 2, 2 * config.split_k) if config.split_k > 1 else ():
+        other = _changed(
+            config, split_k=max(1, parts), ctas=config.ctas if config.split_last else None
+        )
+        if other != config and not other.refusals(problem, device):
+            yield other
+
+
 def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
     """Yields what differs from a config in one thing that the prediction does not see."""
     clusters = ((2, 1), (1, 2))
@@ -138,10 +149,6 @@ def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterato
         along_cols,
         *tabled[1:],
     ]
-    if (parts := config.split_k) > 1:
-        others[:0] = [
-            _changed(config, split_k=other, ctas=None) for other in (max(1, parts // 2), 2 * parts)
-        ]
     same = _changed(config, ctas=None)
     if same.workers(problem, device) == config.workers(problem, device):
         others.remove(same)

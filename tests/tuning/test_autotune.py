@@ -128,13 +128,17 @@ def test_clusters_are_tried_where_there_is_one_tile() -> None:
 
 
 def test_what_is_tried_differs_in_every_way_that_predictions_are_blind_to() -> None:
-    configs = [c for c in tried(Problem(8192, 8192, 8192)) if isinstance(c, HopperConfig)]
-    first = configs[0]
-    assert len({config.tile for config in configs}) >= 5
-    for field in ("cluster", "persistence", "store_slots", "ctas", "mirrored", "pingpong"):
-        assert len({getattr(config, field) for config in configs}) > 1, field
-    same_tile = [config for config in configs if config.tile == first.tile]
-    assert any(config.schedule != first.schedule for config in same_tile)
+    # Of the first, only the last tiles are cut, which allows for few modes.
+    for size, is_cut in ((8192, True), (4096, False)):
+        configs = [c for c in tried(Problem(size, size, size)) if isinstance(c, HopperConfig)]
+        assert (configs[0].split_last is not None) == is_cut
+        assert len({config.tile for config in configs}) >= 5
+        for field in ("cluster", "persistence", "store_slots", "ctas", "mirrored", "pingpong"):
+            assert len({getattr(config, field) for config in configs}) > 1, field
+    same_tile = [config for config in configs if config.tile == configs[0].tile]
+    assert any(config.schedule != configs[0].schedule for config in same_tile)
+    parts = {c.split_k for c in tried(Problem(8192, 8192, 8192)) if c.split_last == 56}
+    assert parts >= {2, 4}
 
 
 def test_blackwells_tiles_are_tried_dealt_out_and_taken_over() -> None:

@@ -163,12 +163,13 @@ def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterato
     """Yields the config with the tiles cut that would be a wave that is not full.
 
     Into as many pieces as make a wave, or two or three: those that take the smallest part of one.
+    Rows that threads store were not measured.
     """
     fit = device.coresident_clusters(config.cluster_size)
     full, last = divmod(config.tiles(problem), fit)
     steps = -(-problem.k // config.tile_k(problem))
-    few = min(problem.m, problem.n) < FEWEST_ROWS_OF_LAST
-    if few or not full or not last or steps < FEWEST_WHOLE_STEPS:
+    few = min(problem.m, problem.n) < FEWEST_ROWS_OF_LAST or steps < FEWEST_WHOLE_STEPS
+    if few or not full or not last or not stored_by_tma(problem):
         return
     most = min(MOST_PARTS, steps // cuts.FEWEST_STEPS)
     ways = [(waves, min(waves * fit // last, most)) for waves in range(1, cuts.MOST_WAVES + 1)]
