@@ -28,6 +28,21 @@ CPU_FLAGS = (
 # Compute capability that each generation starts with: what `pytest.mark.gpu("hopper")` asks for.
 GENERATIONS = {"hopper": "9", "blackwell": "10"}
 
+EARLY = {
+    "test_hopper_compiled.py",
+    "test_offline.py",
+    "test_partition_compiled.py",
+    "test_compiled_programs.py",
+    "test_suite.py",
+    "test_forks.py",
+    "test_packaging.py",
+}
+"""Files with a test, or with a fixture, of more than 10 seconds on an idle core.
+
+Workers take tests from each other until few are left. At the end, a long one would have one worker
+wait for the other, for a minute or two.
+"""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option of `make summaries`."""
@@ -82,7 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips, with the reason, the GPU tests that this computer cannot run."""
+    """Has long tests begin first; skips, with the reason, what this computer has no GPU for."""
+    # The others stay in order: what a module prepares is prepared once.
+    items.sort(key=lambda item: item.path.name not in EARLY)
     if not _wants_gpu(config):
         return
     for item in items:

@@ -4,6 +4,7 @@ To import JAX and the package takes a process as long as to compile a kernel. Wh
 it is first used, such as the architecture that it compiles for, each fork settles for itself.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -76,6 +77,8 @@ class Forks:
 
 def main() -> None:
     """Forks for each request on the standard input, and says how that one ended."""
+    # What is imported stays, and a fork ends before what it leaves behind is much.
+    gc.disable()
     for module in IMPORTED:
         importlib.import_module(module)
     # JAX warns that forks lack its threads, of which none has begun.

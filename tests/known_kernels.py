@@ -1,4 +1,4 @@
-"""Lowers no kernel that is known, and gives each a name by which to know it.
+"""Lowers no kernel that is known, and gives each a name by which to know it; or empties all.
 
 Most of the time that it takes to lower a kernel goes into the layouts of its values, which JAX
 infers from the module that Pallas made of it. The name is a digest of that module.
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from jax.experimental.mosaic.gpu import core
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import gpu
 
 KNOWN = "pallas_gemm.known"
 """Attribute of a module that is not lowered any further."""
@@ -45,3 +46,27 @@ def left_alone(digest: Callable[[str], str], known: Container[str]) -> Iterator[
         patch.setattr(core, "lower_mgpu_module", lowered)
         patch.setattr(core, "_run_serde_pass", serialised)
         yield names
+
+
+def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has each kernel do nothing: what surrounds it is compiled as ever, and it in no time."""
+
+    def lowered(module: ir.Module, context: Any, *_: Any, **__: Any) -> None:
+        _empty(module.operation)
+        context.scratch.finalize_size()
+
+    monkeypatch.setattr(core, "lower_mgpu_module", lowered)
+
+
+def _empty(operation: Any) -> None:
+    """Leaves one barrier in what is launched."""
+    for block in (block for region in operation.regions for block in region):
+        if isinstance(operation.opview, gpu.LaunchOp):
+            for inner in list(block.operations)[-2::-1]:
+                inner.operation.erase()
+            with ir.InsertionPoint.at_block_begin(block), operation.location:
+                # What does nothing at all is not launched.
+                gpu.barrier()
+        else:
+            for inner in block.operations:
+                _empty(inner.operation)

@@ -5,6 +5,11 @@ import pathlib
 import subprocess
 import sys
 import tomllib
+import types
+
+import pytest
+
+from tests import conftest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -76,3 +81,17 @@ def test_a_plugin_that_warns_when_it_starts_ends_nothing(tmp_path: pathlib.Path)
     (tmp_path / "others.py").write_text(WARNING)
     done = run(tmp_path, "def test_nothing():\n    pass\n", "-p", "others")
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_files_of_long_tests_are_there_and_begin_first(
+    tmp_path: pathlib.Path, pytestconfig: pytest.Config
+) -> None:
+    files = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    assert files >= conftest.EARLY
+    tests = [
+        types.SimpleNamespace(path=tmp_path / name, nodeid=nodeid)
+        for nodeid, name in enumerate(["test_a.py", *sorted(conftest.EARLY), "test_b.py"])
+    ]
+    conftest.pytest_collection_modifyitems(pytestconfig, tests)
+    last = len(conftest.EARLY) + 1
+    assert [test.nodeid for test in tests] == [*range(1, last), 0, last]
