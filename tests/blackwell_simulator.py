@@ -8,7 +8,7 @@
   any order;
 * cluster launch control, which the stock simulator always refuses: here waiting clusters are handed
   out until there are none;
-* impatience: who waits too long for a barrier fails, instead of hanging the test.
+* deadlocks: when all threads of a cluster wait, one fails, instead of hanging the test.
 
 Races are recorded as in the stock simulator. All of it follows the PTX ISA's description of
 `mbarrier`, `cp.async.bulk.tensor` with `.cta_group::2`, `tcgen05.mma` and `tcgen05.commit` with
@@ -20,7 +20,9 @@ import dataclasses
 import functools
 import threading
 import time
+import types
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src import callback  # noqa: TID251 - here and below, what is extended is private
+from jax._src.pallas.mosaic.interpret import thread_map  # noqa: TID251
 from jax._src.pallas.mosaic_gpu import primitives  # noqa: TID251
 from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
     gpu_callbacks,
@@ -44,12 +47,8 @@ ANSWER_BYTES = 16
 ASYNC_UNITS = 512
 """Asynchronous operations that can be told apart. Two that share a unit, of which the simulator has
 five if it is not asked for more, pass for one after the other, and their races are not seen."""
-IDLE = 0.03
-"""Of one core, at most, that a simulation takes in which all wait."""
-MOST_PATIENCE = 20
-"""How often as long to wait while something is computed."""
-PATIENCE_SECONDS = 300.0
-"""Far more than any wait in a correct kernel, on a busy computer too."""
+POLL_SECONDS = 0.001
+"""Between two looks at what nobody is notified of."""
 
 StockBarrier = shared_memory.Barrier
 StockCopy = gpu_callbacks.AsyncCopyGmemToSmemTask
@@ -57,14 +56,89 @@ StockMma = gpu_callbacks.TcGen05Mma
 Key = shared_memory.HostAllocationKey
 
 
-class CountingBarrier(StockBarrier):
-    """A barrier whose phase also waits for the bytes that were announced, and that is impatient."""
+class Crowd:
+    """The threads that simulate a cluster, and which of them wait for a barrier.
 
-    patience_seconds = PATIENCE_SECONDS
+    All that happens in the simulator is done by these threads: once all of them wait, they do so
+    for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._polling = 0
+        # How many wait for each barrier, and have not been notified.
+        self._waiting: dict[Any, int] = {}
+        self._stuck = False
+
+    def begin(self, threads: int) -> bool:
+        """Threads start; returns whether they are the warps of one that was there, and rests."""
+        with self._lock:
+            are_warps = self._threads > 0
+            if not are_warps:
+                self._waiting, self._stuck = {}, False
+            self._threads += threads - are_warps
+        return are_warps
+
+    def leave(self) -> None:
+        """A thread ends, and arrives no more."""
+        with self._lock:
+            self._threads -= 1
+            self._look_for_deadlock()
+            stuck = list(self._waiting) if self._stuck else []
+        for barrier in stuck:
+            with barrier:
+                barrier.notify_all()
+
+    def wait(self, barrier: "_Watched") -> None:
+        """Notes that a thread waits from now on; raises if then all do."""
+        with self._lock:
+            self._waiting[barrier] = self._waiting.get(barrier, 0) + 1
+            self._look_for_deadlock()
+        self.raise_if_stuck()
+
+    def go_on(self, barrier: "_Watched") -> None:
+        """Notes that all who wait for a barrier are notified."""
+        with self._lock:
+            self._waiting.pop(barrier, None)
+
+    def poll(self, is_over: Callable[[], Any]) -> None:
+        """Waits for something of which nobody is notified."""
+        with self._lock:
+            self._polling += 1
+        try:
+            while not is_over():
+                time.sleep(POLL_SECONDS)
+        finally:
+            with self._lock:
+                self._polling -= 1
+
+    def others_wait(self, *, or_poll: bool) -> bool:
+        """Whether all threads but the one that asks wait, or look whether they still need to."""
+        with self._lock:
+            others = self._threads - (self._polling if or_poll else 1)
+            return sum(self._waiting.values()) >= others
+
+    def raise_if_stuck(self) -> None:
+        """Raises if all threads wait."""
+        if self._stuck:
+            raise TimeoutError("All threads of the cluster wait.")
+
+    def _look_for_deadlock(self) -> None:
+        waiting = sum(self._waiting.values())
+        self._stuck = self._stuck or (waiting > 0 and waiting == self._threads)
+
+
+CROWD = Crowd()
+"""The simulator runs one cluster after the other."""
+
+
+class CountingBarrier(StockBarrier):
+    """A barrier whose phase also waits for the bytes that were announced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cv = _Impatient(self.patience_seconds)
+        self.cv = _Watched()
         self._lock = threading.RLock()
         self._missing_bytes = 0
         self._last_arrival: tuple[Any, ...] | None = None
@@ -105,20 +179,39 @@ class CountingBarrier(StockBarrier):
         super().deallocate()
 
 
-class _Impatient(threading.Condition):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
+class _Team(futures.ThreadPoolExecutor):
+    """Threads of the crowd that begin together: the roles of a cluster, or the warps of a role."""
 
+    def __init__(self, max_workers: int) -> None:
+        super().__init__(max_workers)
+        self._lock = threading.Lock()
+        self._running = max_workers
+        self._are_warps = CROWD.begin(max_workers)
+
+    def submit(self, *args: Any) -> Any:
+        return super().submit(self._run, *args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        finally:
+            with self._lock:
+                self._running -= 1
+                role_goes_on = self._are_warps and not self._running
+            if not role_goes_on:
+                CROWD.leave()
+
+
+class _Watched(threading.Condition):
     def wait(self, timeout: float | None = None) -> bool:
-        for _ in range(MOST_PATIENCE):
-            before = time.process_time()
-            if super().wait(timeout or self._seconds):
-                return True
-            # On a busy computer others are slow; who waits for each other computes nothing.
-            if time.process_time() - before < IDLE * self._seconds:
-                break
-        raise TimeoutError(f"Waited {self._seconds} s for a barrier that nobody completes.")
+        CROWD.wait(self)
+        notified = super().wait(timeout)
+        CROWD.raise_if_stuck()
+        return notified
+
+    def notify_all(self) -> None:
+        CROWD.go_on(self)
+        super().notify_all()
 
 
 class HalfCopy(StockCopy):
@@ -233,7 +326,6 @@ def install(
     *,
     started: int | None = None,
     refused: frozenset[int] = frozenset(),
-    patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
     """Teaches the simulator for the duration of a test.
 
@@ -241,10 +333,9 @@ def install(
         monkeypatch: Undoes it.
         started: How many clusters start by themselves with dynamic persistence; None for all.
         refused: See `WaitingClusters`.
-        patience_seconds: How long to wait for a barrier.
     """
-    monkeypatch.setattr(CountingBarrier, "patience_seconds", patience_seconds)
     monkeypatch.setattr(shared_memory, "Barrier", CountingBarrier)
+    monkeypatch.setattr(thread_map, "futures", types.SimpleNamespace(ThreadPoolExecutor=_Team))
     monkeypatch.setattr(gpu_callbacks, "TcGen05Mma", PairMma)
     stock_commit = gpu_callbacks.tcgen05_commit_arrive
     monkeypatch.setattr(
@@ -284,18 +375,37 @@ def install(
     )
 
 
+def dawdle(monkeypatch: pytest.MonkeyPatch, cta: int, warpgroup: int) -> None:
+    """Has one role of one CTA come to each barrier when all others can do no more."""
+    stock_wait = gpu_callbacks._barrier_wait
+
+    @functools.wraps(stock_wait)
+    def wait(token: Any, mesh_location: Any, thread: Any, *barrier: Any, **kwargs: Any) -> Any:
+        if (thread.block_id, thread.warpgroup_id) == (cta, warpgroup):
+            CROWD.poll(lambda: CROWD.others_wait(or_poll=True))
+        return stock_wait(token, mesh_location, thread, *barrier, **kwargs)
+
+    monkeypatch.setattr(gpu_callbacks, "_barrier_wait", wait)
+
+
 def _in_cta(key: Key, cta: int) -> Key:
     """The same buffer or barrier in another CTA of the pair, which may not have allocated it yet.
 
     On a GPU, a pair begins when both CTAs have their barriers.
     """
     there, memory = dataclasses.replace(key, block_id=cta), gpu_callbacks._get_shared_memory()
-    patience = time.monotonic() + PATIENCE_SECONDS
-    while there not in memory.mem:
+
+    def is_there() -> bool:
         memory.check_failed()
-        if time.monotonic() > patience:
+        nobody_makes_it = CROWD.others_wait(or_poll=False)
+        if there in memory.mem:
+            return True
+        if nobody_makes_it:
             raise TimeoutError(f"CTA {cta} has no {there}: it has left, or never came.")
-        time.sleep(0.001)
+        return False
+
+    if not is_there():
+        CROWD.poll(is_there)
     return there
 
 

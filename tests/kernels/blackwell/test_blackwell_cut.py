@@ -73,10 +73,9 @@ def found(
     case: tuple[Problem, BlackwellConfig],
     operands: Any,
     expected: np.ndarray,
-    patience_seconds: float = blackwell_simulator.PATIENCE_SECONDS,
 ) -> set[str]:
     """Simulates a product and returns what is wrong with it."""
-    blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds)
+    blackwell_simulator.install(monkeypatch)
     plan = BlackwellPlan(*case, B200, interpret=blackwell_simulator.PARAMS)
     return blackwell_simulator.faults(blackwell.build(plan), operands, expected)
 
@@ -154,7 +153,7 @@ def test_a_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong, evidence = FAULTS[name]
     monkeypatch.setattr(owner, attribute, wrong)
     arrays, expected = operands_that_tell_the_order(), np.zeros(TOLD.out_shape)
-    assert evidence & found(monkeypatch, (TOLD, ONE), arrays, expected, patience_seconds=2.0)
+    assert evidence & found(monkeypatch, (TOLD, ONE), arrays, expected)
 
 
 def compiled(case: tuple[Problem, BlackwellConfig], target: str) -> tuple[offline.Report, ...]:

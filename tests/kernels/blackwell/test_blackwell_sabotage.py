@@ -23,7 +23,7 @@ from pallas_gemm.kernels.blackwell.cta import accumulator_of, freed_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.problem import Problem
 from pallas_gemm.proving import products
-from tests import blackwell_simulator, quick_simulator
+from tests import blackwell_simulator
 
 # One pair computes five tiles of three steps, with two of everything: all of it is used in turn.
 CONFIG = BlackwellConfig(
@@ -32,10 +32,6 @@ CONFIG = BlackwellConfig(
 DYNAMIC = dataclasses.replace(CONFIG, persistence="dynamic")
 WIDE = dataclasses.replace(CONFIG, tile=(128, 512), accumulators=1, store_columns=64)
 PROBLEM = Problem(1280, 64, 136, transpose_b=True)
-PATIENCE_SECONDS = 2.0
-"""For kernels with a fault; every wait of the sound kernel is over in a fraction of a second."""
-DAWDLED_SECONDS = 0.2
-"""Longer than all others take for a tile."""
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -192,11 +188,10 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
 def faults(
     monkeypatch: pytest.MonkeyPatch,
     config: BlackwellConfig,
-    patience_seconds: float,
     **waiting: Any,
 ) -> set[str]:
     waiting = waiting or {"started": 1 if config.persistence == "dynamic" else None}
-    blackwell_simulator.install(monkeypatch, patience_seconds=patience_seconds, **waiting)
+    blackwell_simulator.install(monkeypatch, **waiting)
     operands = products.small_integers(PROBLEM, np.random.default_rng(0))
     expected = products.rounded(PROBLEM, products.exact(PROBLEM, operands))
     kernel = blackwell.build(
@@ -207,7 +202,7 @@ def faults(
 
 @pytest.mark.parametrize("config", [CONFIG, DYNAMIC, WIDE], ids=["static", "dynamic", "wide"])
 def test_nothing_is_wrong_as_it_is(config, monkeypatch):
-    assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
+    assert faults(monkeypatch, config) == set()
 
 
 @pytest.mark.parametrize(
@@ -222,15 +217,15 @@ def test_nothing_is_wrong_as_it_is(config, monkeypatch):
 )
 def test_whoever_is_slow_is_waited_for(config, cta, warpgroup, monkeypatch):
     """A phase that completes before its waiter has seen the one before is a wait without end."""
-    quick_simulator.dawdle(monkeypatch, cta, warpgroup, DAWDLED_SECONDS)
-    assert faults(monkeypatch, config, blackwell_simulator.PATIENCE_SECONDS) == set()
+    blackwell_simulator.dawdle(monkeypatch, cta, warpgroup)
+    assert faults(monkeypatch, config) == set()
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_noticed(name, monkeypatch):
     plant, config, evidence = FAULTS[name]
     plant(monkeypatch)
-    assert evidence & faults(monkeypatch, config, PATIENCE_SECONDS)
+    assert evidence & faults(monkeypatch, config)
 
 
 @pytest.mark.skipif(
@@ -240,13 +235,13 @@ def test_a_fault_is_noticed(name, monkeypatch):
 def test_a_cta_that_leaves_before_all_have_read_its_answers_is_noticed(monkeypatch):
     leave_out(launch_control, "drain")(monkeypatch)
     # The multiplier that issues nothing comes late, or nobody would arrive on a CTA that has left.
-    quick_simulator.dawdle(monkeypatch, 1, 1, DAWDLED_SECONDS)
-    assert {"race", "refused"} & faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS)
+    blackwell_simulator.dawdle(monkeypatch, 1, 1)
+    assert {"race", "refused"} & faults(monkeypatch, DYNAMIC)
 
 
 def test_an_answer_that_is_left_behind_after_a_refusal_is_noticed(monkeypatch):
     put(launch_control, "wants_more", wants_more_until_a_refusal)(monkeypatch)
     # The first cluster's second request is granted after its first was refused.
     waiting = {"started": 2, "refused": frozenset({0})}
-    found = faults(monkeypatch, DYNAMIC, PATIENCE_SECONDS, **waiting)
+    found = faults(monkeypatch, DYNAMIC, **waiting)
     assert {"refused", "stuck", "wrong"} & found

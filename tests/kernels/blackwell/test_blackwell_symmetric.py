@@ -22,7 +22,6 @@ SINGLE = BlackwellConfig(tile=(128, 64), stages=2, cluster=(1, 1), ctas=2, store
 DYNAMIC = dataclasses.replace(SINGLE, tile=(128, 128), cluster=PAIR, persistence="dynamic")
 GRAM = Problem(328, 328, 72, transpose_b=True, symmetric="gram")
 WITH_RESIDUAL = dataclasses.replace(GRAM, epilogue=Epilogue(0.5, 3.0, residual=True))
-PATIENCE_SECONDS = 2.0
 
 
 def drawn(problem: Problem, rng: np.random.Generator) -> products.Operands:
@@ -67,7 +66,7 @@ def test_squares_below_the_diagonal_make_all_of_the_result(problem, config, monk
 
 
 def test_a_slot_that_is_overwritten_before_it_was_stored_is_noticed(monkeypatch, rng):
-    blackwell_simulator.install(monkeypatch, patience_seconds=PATIENCE_SECONDS)
+    blackwell_simulator.install(monkeypatch)
     monkeypatch.setattr(store, "await_store_slot", lambda _: None)
     operands = drawn(GRAM, rng)
     expected = mirrored(products.rounded(GRAM, products.exact(GRAM, operands)))
