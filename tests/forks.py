@@ -17,12 +17,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pallas_gemm import offline
 from tests import compilations
 
 ROOT = pathlib.Path(__file__).parent.parent
 SETTINGS = (*compilations.SETTINGS, "PYTHON")
 """How variables of the environment begin that a process may read when it imports."""
 IMPORTED = ("jax.experimental.pallas.mosaic_gpu", "pallas_gemm.offline")
+AS_A_PROGRAM = """
+import os, pathlib, runpy, sys
+del sys.argv[0]
+folder = sys.argv.pop(0)
+sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
+os.chdir(folder)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Forks:
@@ -36,11 +45,18 @@ class Forks:
         self._settings: dict[str, str] = {}
 
     def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], **_: Any
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **_: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs `[sys.executable, "-c", code, *arguments]`, and captures what it prints."""
+        """Runs `[sys.executable, "-c", code, *arguments]`, and captures what it prints.
+
+        Without an environment, the variables are those of this process, and settings those of the
+        process that is forked if there is one: nothing is imported again.
+        """
         executable, option, *code_and_arguments = command
         assert (executable, option) == (sys.executable, "-c")
+        if env is None:
+            others = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
+            env = os.environ if self._server is None else others | self._settings
         with (
             self._lock,
             tempfile.NamedTemporaryFile("r") as out,
@@ -49,6 +65,12 @@ class Forks:
             request = [code_and_arguments, dict(env), out.name, err.name]
             status = self._ask(json.dumps(request), env)
             return subprocess.CompletedProcess(list(command), status, out.read(), err.read())
+
+    def run_program(
+        self, path: pathlib.Path, *arguments: str, folder: pathlib.Path = ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `python path *arguments` in a folder."""
+        return self.run([sys.executable, "-c", AS_A_PROGRAM, str(folder), str(path), *arguments])
 
     def close(self) -> None:
         """Ends the process."""
@@ -73,6 +95,12 @@ class Forks:
         assert self._server.stdout is not None
         print(request, file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
+
+
+def of_session() -> Forks:
+    """Returns those that `conftest.py` has kernels compiled in."""
+    assert isinstance(offline.subprocess, Forks)
+    return offline.subprocess
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def run(folder: pathlib.Path, test: str, *options: str) -> subprocess.CompletedP
 
 
 def test_a_deadlock_in_the_simulator_fails_its_test_and_no_other(tmp_path: pathlib.Path) -> None:
-    done = run(tmp_path, DEADLOCK, "-n1", "--dist=worksteal", "--override-ini=timeout=10")
+    done = run(tmp_path, DEADLOCK, "-n1", "--dist=worksteal", "--override-ini=timeout=3")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "crashed while running 'test_module.py::test_that_nobody_arrives'" in done.stdout
 

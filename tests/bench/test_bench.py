@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import io
 import itertools
-import os
 import pathlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -569,20 +567,6 @@ def test_a_request_that_cannot_be_met_is_one_line_and_status_2(
     assert message in shown.err
 
 
-AS_A_PROGRAM = """
-import pathlib, runpy, sys
-del sys.argv[0]
-sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[forks.Forks]:
-    with contextlib.closing(forks.Forks()) as started:
-        yield started
-
-
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
@@ -594,10 +578,9 @@ def processes() -> Iterator[forks.Forks]:
     ],
 )
 def test_a_program_started_wrongly_says_so_in_one_line(
-    program: str, arguments: list[str], message: str, processes: forks.Forks
+    program: str, arguments: list[str], message: str
 ) -> None:
-    path = str(ROOT / "bench" / f"{program}.py")
-    done = processes.run([sys.executable, "-c", AS_A_PROGRAM, path, *arguments], env=os.environ)
+    done = forks.of_session().run_program(ROOT / "bench" / f"{program}.py", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"{program}: ")

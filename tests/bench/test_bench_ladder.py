@@ -3,11 +3,8 @@
 import contextlib
 import csv
 import io
-import os
 import pathlib
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from bench.peers import Xla
 from pallas_gemm import offline
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.planning import targeting
+from tests import forks
 from tests.bench.test_bench import ENVIRONMENT, MadeUpGpu, MadeUpPeer
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -148,21 +146,12 @@ def test_a_bad_request_is_one_line(
 
 
 def test_without_a_gpu_the_programs_say_so_and_help_says_how_to_run_them() -> None:
-    def called(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "bench/blackwell_ladder.py", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    done = called()
+    program = ROOT / "bench" / "blackwell_ladder.py"
+    done = forks.of_session().run_program(program)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("blackwell_ladder: this needs an NVIDIA GPU")
-    text = called("--help").stdout
+    text = forks.of_session().run_program(program, "--help").stdout
     assert "    python bench/blackwell_ladder.py --csv=ladder.csv\n        on a B200" in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import bench
+from tests import forks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAMS = sorted(
@@ -18,19 +19,18 @@ ON_A_GPU = sorted({*PROGRAMS} - {"demo.py", "figures.py", "mesh_traffic.py"})
 
 
 def started(
-    program: str | pathlib.Path, *arguments: str, without: str = ""
+    program: pathlib.Path, *arguments: str, without: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program of `bench`, or a path; `without` is a package that cannot be imported."""
-    path = str(ROOT / "bench" / program)
+    """Runs a program; `without` is a package that cannot be imported."""
+    path = str(program)
     code = (
         "import runpy, sys\n"
         f"sys.argv = [{path!r}, *{list(arguments)!r}]\n"
         f"sys.modules[{without!r}] = None\n"
         f"runpy.run_path({path!r}, run_name='__main__')\n"
     )
-    command = [sys.executable, "-c", code] if without else [sys.executable, path, *arguments]
     return subprocess.run(
-        command,
+        [sys.executable, "-c", code],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -60,13 +60,13 @@ def test_each_reads_its_command_line_as_the_others_do(program: pathlib.Path) -> 
 
 
 def test_help_works_and_is_no_failure() -> None:
-    shown = started("demo.py", "--help")
+    shown = forks.of_session().run_program(ROOT / "bench" / "demo.py", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "What `make demo` shows" in shown.stdout
 
 
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    refused = started("parallel_bench.py")
+    refused = forks.of_session().run_program(ROOT / "bench" / "parallel_bench.py")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("\n") == 1
     assert "this needs an NVIDIA GPU" in refused.stderr

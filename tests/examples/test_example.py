@@ -4,10 +4,7 @@ import dataclasses
 import functools
 import io
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +21,7 @@ from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import Trainer, mesh_of
 from pallas_gemm import explain
-from tests import reference
+from tests import forks, reference
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -219,14 +216,8 @@ def test_a_mesh_that_cannot_be_made_is_refused(text: str, message: str) -> None:
 
 
 def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_transformer.py"), "--mesh=rows:2"],
-        cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = ROOT / "examples" / "train_transformer.py"
+    done = forks.of_session().run_program(program, "--mesh=rows:2", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("train_transformer: mesh='rows:2' must be like")
     assert done.stderr.count("\n") == 1

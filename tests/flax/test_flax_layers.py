@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 import pallas_gemm
 from pallas_gemm import explain
 from pallas_gemm.flax import linen, nnx
-from tests import layers
+from tests import forks, layers
 
 INPUTS, FEATURES = 16, 24
 X = (2, 5, INPUTS)
@@ -444,19 +444,19 @@ def test_on_a_gpu_the_kernels_train_as_the_stock_layer_does() -> None:
     layers.assert_trained_as_well(fused, follows, params, x)
 
 
-def _in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def _in_another_process(code: str) -> subprocess.CompletedProcess[str]:
+    return forks.of_session().run([sys.executable, "-c", code])
 
 
 def test_importing_the_op_imports_no_flax() -> None:
-    done = _in_a_new_process(
+    done = _in_another_process(
         "import sys, pallas_gemm; print([m for m in sys.modules if m.split('.')[0] == 'flax'])"
     )
     assert done.stdout == "[]\n", done.stderr
 
 
 def test_without_flax_the_extra_is_named() -> None:
-    done = _in_a_new_process(
+    done = _in_another_process(
         "import sys; sys.modules['flax'] = None\nimport pallas_gemm\nimport pallas_gemm.flax"
     )
     message = done.stderr.strip().splitlines()[-1]

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import stat
-import subprocess
 import sys
 import threading
 import warnings
@@ -26,6 +25,7 @@ from pallas_gemm.planning.tables import CacheWarning, Entry, Key, Table, TableEr
 from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
+from tests import forks
 
 SHIPPED = sorted((pathlib.Path(tables.__file__).parents[1] / "tuned").glob("*.json"))
 PROBLEM = Problem(512, 768, 1024)
@@ -253,7 +253,7 @@ def test_saving_for_the_user_keeps_what_was_there() -> None:
 
 
 SAVES = """
-import sys, time
+import os, sys, time
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning.tables import Entry, Key, Table
@@ -267,36 +267,19 @@ def slowly(table, path):
     save(table, path)
 
 Table.save = slowly
-print("ready", flush=True)
-sys.stdin.readline()
-for m in map(int, sys.argv[1:]):
+other = os.fork()
+for m in map(int, sys.argv[1 + bool(other) :: 2]):
     entry = {Key.of(Problem(m, 768, 1024)): Entry(HopperConfig(), 1e-5)}
     Table.of(H200.kind, entry).save_for_user()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_processes_that_save_at_once_keep_what_the_others_saved(folder: pathlib.Path) -> None:
     rows = range(64, 64 + 8 * 40, 8)
-    with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", SAVES, *map(str, rows[i::2])],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for i in range(2)
-        ]
-        for writer in writers:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "ready\n"
-        for writer in writers:
-            assert writer.stdin is not None
-            writer.stdin.write("go\n")
-            writer.stdin.flush()
-    assert [writer.returncode for writer in writers] == [0, 0]
+    saved = forks.of_session().run([sys.executable, "-c", SAVES, *map(str, rows)])
+    assert saved.returncode == 0, saved.stderr
     assert {key.m for key in Table.load(tables.user_path(H200.kind)).by_key} == set(rows)
 
 
