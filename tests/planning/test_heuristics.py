@@ -16,7 +16,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
-from schedules import build
+from schedules import build, model
 from schedules.model import predict
 from tests import clock
 
@@ -58,7 +58,7 @@ def test_large_products_on_a_b200_are_the_last_step_of_the_article(size: int) ->
         assert 1.02 < two / pair < 1.1
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.tuples(*[st.integers(1, 600).map(lambda size: size * 64)] * 3),
     st.sampled_from([jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32]),
@@ -378,8 +378,10 @@ def test_each_candidate_has_as_many_stages_as_fit() -> None:
     ids=str,
 )
 def test_the_order_is_about_as_good_as_the_best_that_the_cache_model_knows(
-    grid: tuple[int, int], tile: tuple[int, int], most: float
+    grid: tuple[int, int], tile: tuple[int, int], most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Orders differ by more than the runs that a prediction is the mean of.
+    monkeypatch.setattr(model, "_DRAWS", 1)
     k = 4096
     problem = Problem(grid[0] * tile[0], grid[1] * tile[1], k)
     config = HopperConfig(tile=tile, ctas=128)

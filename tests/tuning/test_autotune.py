@@ -105,7 +105,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problems, st.integers(1, 20))
 def test_what_is_tried_is_legal_different_and_begins_with_the_heuristics_choice(
     problem: Problem, most: int
