@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that it works where nothing of the source tree is."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +21,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # What setuptools reads to build. A copy is built, so that two runs never share a build folder.
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pallas_gemm", "schedules")
 PACKAGES = {"pallas_gemm", "schedules"}
+IMPORTS = """
+import json, os
+# A platform that does not exist makes the first look for a device fail.
+os.environ["JAX_PLATFORMS"] = "none_such"
+import pallas_gemm, schedules, jax
+try:
+    jax.devices()
+    devices = "some were there already"
+except RuntimeError:
+    devices = "none was asked for"
+from pallas_gemm import offline
+print(json.dumps({
+    "files": [pallas_gemm.__file__, schedules.__file__],
+    "version": pallas_gemm.__version__,
+    "devices": devices,
+    "targets": [target for target in offline.targets() if offline.described(target)],
+}))
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,22 +123,24 @@ def test_the_wheel_holds_every_file_of_a_package(installed: Installed, package: 
     assert f"{package}/py.typed" in in_wheel
 
 
-def test_the_installed_packages_import_from_another_folder(installed: Installed) -> None:
-    done = installed.run(
-        "import pallas_gemm, schedules; "
-        "print(pallas_gemm.__file__, schedules.__file__, pallas_gemm.__version__)"
-    )
+@pytest.fixture(scope="module")
+def imported(installed: Installed) -> dict[str, Any]:
+    """What one process found that imported the packages from another folder."""
+    done = installed.run(IMPORTS)
     assert done.returncode == 0, done.stderr
-    op, orders, version = done.stdout.split()
-    assert op == str(installed.site / "pallas_gemm" / "__init__.py")
-    assert orders == str(installed.site / "schedules" / "__init__.py")
-    assert version == pallas_gemm.__version__
+    return json.loads(done.stdout)
 
 
-def test_the_installed_targets_are_found(installed: Installed) -> None:
-    read = "print(*(t for t in offline.targets() if offline.described(t)))"
-    done = installed.run(f"from pallas_gemm import offline; {read}")
-    assert done.stdout.split() == list(offline.targets()), done.stderr
+def test_the_installed_packages_import_from_another_folder(
+    installed: Installed, imported: dict[str, Any]
+) -> None:
+    packages = ("pallas_gemm", "schedules")
+    assert imported["files"] == [str(installed.site / name / "__init__.py") for name in packages]
+    assert imported["version"] == pallas_gemm.__version__
+
+
+def test_the_installed_targets_are_found(imported: dict[str, Any]) -> None:
+    assert imported["targets"] == list(offline.targets())
 
 
 def test_no_module_of_schedules_imports_jax(installed: Installed) -> None:
@@ -138,17 +160,8 @@ def test_no_module_of_schedules_imports_jax(installed: Installed) -> None:
     assert loaded.strip() == "['jax']"
 
 
-def test_importing_the_op_does_not_start_a_device(installed: Installed) -> None:
-    # A platform that does not exist makes the first look for a device fail.
-    done = installed.run(
-        "import os; os.environ['JAX_PLATFORMS'] = 'none_such'\n"
-        "import pallas_gemm, jax\n"
-        "try:\n"
-        "    jax.devices()\n"
-        "except RuntimeError:\n"
-        "    print('no device was asked for')"
-    )
-    assert done.stdout.strip() == "no device was asked for", done.stderr
+def test_importing_the_op_does_not_start_a_device(imported: dict[str, Any]) -> None:
+    assert imported["devices"] == "none was asked for"
 
 
 def test_a_foreign_package_named_schedules_is_named(

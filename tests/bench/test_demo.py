@@ -5,13 +5,14 @@ import io
 import itertools
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from bench import demo, gemm_bench, machine, report
-from schedules import build
+from schedules import build, model
 from schedules.__main__ import main
 
 
@@ -28,6 +29,14 @@ def shown(console: Console) -> str:
 
 ORDERS = ("raster", "swizzle:8")
 """Of those whose cost is predicted: each takes seconds, and the next one shows nothing new."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_run() -> Iterator[None]:
+    """Figures that are compared with each other are of one simulated run, and no mean of four."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_DRAWS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
