@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pallas_gemm
 import schedules
 from pallas_gemm import config as config_module
 from pallas_gemm.config import CLUSTERS, GemmConfig
@@ -29,6 +28,8 @@ from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.kernels.hopper.candidates import MOST_STAGES, candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.call import Call, Options
 from pallas_gemm.problem import Epilogue, Problem
 from tests import summaries
 
@@ -709,25 +710,30 @@ def test_registers_never_leave_a_product_without_a_config(activation, size):
     ]
     for turn, (layout, bias, residual, scaled) in enumerate(combinations, start=m):
         dtype, out = EPILOGUE_TYPES[turn % len(EPILOGUE_TYPES)]
-        a = jax.ShapeDtypeStruct((k, m) if layout[0] == "T" else (m, k), dtype)
-        b = jax.ShapeDtypeStruct((n, k) if layout[1] == "T" else (k, n), dtype)
-        with pallas_gemm.target("h200"):
-            explained = pallas_gemm.explain(
-                pallas_gemm.gemm,
-                *(a, b),
-                transpose_a=layout[0] == "T",
-                transpose_b=layout[1] == "T",
-                alpha=0.5 if scaled else 1.0,
-                beta=2.0 if scaled and residual else 1.0,
-                bias=jax.ShapeDtypeStruct((n,), jnp.float32) if bias else None,
-                residual=jax.ShapeDtypeStruct((m, n), out) if residual else None,
-                activation=activation,
-                preferred_element_type=out,
-                implementation="hopper",
-            )
-        assert explained.plan is not None
-        assert explained.plan.realigned.unfused is None
-        assert isinstance(explained.plan.config, HopperConfig)
+        epilogue = Epilogue(
+            alpha=0.5 if scaled else 1.0,
+            beta=2.0 if scaled and residual else 1.0,
+            bias=bias,
+            residual=residual,
+            activation=activation,
+        )
+        call = Call(
+            out,
+            transpose_a=layout[0] == "T",
+            transpose_b=layout[1] == "T",
+            epilogue=epilogue,
+            options=Options("hopper", target=H200),
+        )
+        signature = [
+            ((k, m) if call.transpose_a else (m, k), np.dtype(dtype)),
+            ((n, k) if call.transpose_b else (k, n), np.dtype(dtype)),
+            *[((n,), np.dtype(jnp.float32))] * bias,
+            *[((m, n), np.dtype(out))] * residual,
+        ]
+        plan = dispatch.decide(call, tuple(signature)).plan
+        assert plan is not None
+        assert plan.realigned.unfused is None
+        assert isinstance(plan.config, HopperConfig)
 
 
 def test_shared_memory_is_predicted_to_the_next_1024_bytes():
