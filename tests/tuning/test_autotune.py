@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,27 @@ def product(problem: Problem, off_by: float = 0.0) -> Callable[..., jax.Array]:
     return jax.jit(lambda *operands: _plus(xla.product(call, *operands), off_by))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Many tests tune the same products: what follows from a product alone is found once."""
+    compiled: dict[Any, Any] = {}
+    stock = accuracy.compiled_at_once
+
+    def kept(f: Callable[..., Any], *operands: Any) -> Callable[..., Any]:
+        own = (f.func, f.args) if isinstance(f, functools.partial) else f
+        key = own, *operands
+        if key not in compiled:
+            compiled[key] = stock(f, *operands)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "compiled_at_once", kept)
+        patch.setattr(tuning, "_exact", functools.cache(tuning._exact))
+        patch.setattr(tuning, "_by_xla", functools.cache(tuning._by_xla))
+        patch.setattr(tuning_space, "configs", functools.cache(tuning_space.configs))
+        yield
+
+
 def _plus(x: jax.Array, number: float) -> jax.Array:
     return x + jnp.asarray(number, x.dtype)
 
@@ -89,9 +111,8 @@ def tuned(
     return found, gpu
 
 
-@functools.cache
 def tried(problem: Problem) -> list[GemmConfig]:
-    return tuning_space.configs(problem, H200, HOPPER)
+    return tuning_space.configs(problem, H200, HOPPER, tuning_space.MOST)
 
 
 problems = st.builds(
