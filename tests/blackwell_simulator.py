@@ -188,12 +188,12 @@ class _Team(futures.ThreadPoolExecutor):
         self._running = max_workers
         self._are_warps = CROWD.begin(max_workers)
 
-    def submit(self, *args: Any) -> Any:
-        return super().submit(self._run, *args)
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        return super().submit(self._run, fn, *args, **kwargs)
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             with self._lock:
                 self._running -= 1

@@ -89,10 +89,16 @@ class MadeUpPeer(JaxPeer):
 
     def _build(self, case: Case, off_by: float) -> peers.Runner:
         self._breaks()
-        formula = products.plain(case)
-        return peers.compiled(
-            lambda operands: tuple(x + jnp.bfloat16(off_by) for x in formula(operands)), case
-        )
+        return made_up_product(case, off_by)
+
+
+@functools.cache
+def made_up_product(case: Case, off_by: float) -> peers.Runner:
+    """Compiles a product once, whoever computes it."""
+    formula = products.plain(case)
+    return peers.compiled(
+        lambda operands: tuple(x + jnp.bfloat16(off_by) for x in formula(operands)), case
+    )
 
 
 def fail() -> None:
