@@ -18,6 +18,7 @@ Races are recorded as in the stock simulator. All of it follows the PTX ISA's de
 import collections
 import dataclasses
 import functools
+import sys
 import threading
 import time
 import types
@@ -335,6 +336,7 @@ def install(
         refused: See `WaitingClusters`.
     """
     monkeypatch.setattr(shared_memory, "Barrier", CountingBarrier)
+    monkeypatch.setattr(sys.modules[__name__], "CROWD", Crowd())
     monkeypatch.setattr(thread_map, "futures", types.SimpleNamespace(ThreadPoolExecutor=_Team))
     monkeypatch.setattr(gpu_callbacks, "TcGen05Mma", PairMma)
     stock_commit = gpu_callbacks.tcgen05_commit_arrive
