@@ -135,7 +135,13 @@ CROWD = Crowd()
 
 
 class CountingBarrier(StockBarrier):
-    """A barrier whose phase also waits for the bytes that were announced."""
+    """A barrier whose phase also waits for the bytes that were announced.
+
+    Attributes:
+        slow: The CTA and the warpgroup that come late, if any do.
+    """
+
+    slow: tuple[int, int] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,6 +178,12 @@ class CountingBarrier(StockBarrier):
             if self._last_arrival is not None and not self._missing_bytes:
                 arrival, self._last_arrival = self._last_arrival, None
                 super().arrive(*arrival)
+
+    def wait(self, thread: Any, logging_info: Any = None) -> None:
+        """Waits, and comes late if told to."""
+        if (thread.block_id, thread.warpgroup_id) == self.slow:
+            CROWD.poll(lambda: CROWD.others_wait(or_poll=True))
+        super().wait(thread, logging_info)
 
     def deallocate(self) -> None:
         """Fails if anything is still on its way."""
@@ -322,13 +334,31 @@ class WaitingClusters:
             return self._next - 1
 
 
+class Launch:
+    """The clusters that wait in each launch of a kernel."""
+
+    def __init__(self) -> None:
+        self.plan(0, 0)
+
+    def plan(self, *waiting: Any) -> None:
+        """Says what `WaitingClusters` are made of."""
+        self._waiting = waiting
+        self.begin()
+
+    def begin(self) -> None:
+        """Has all of them wait."""
+        self.now = WaitingClusters(*self._waiting)
+
+
 def install(
     monkeypatch: pytest.MonkeyPatch,
     *,
     started: int | None = None,
     refused: frozenset[int] = frozenset(),
-) -> None:
+) -> Launch:
     """Teaches the simulator for the duration of a test.
+
+    A kernel that was traced meanwhile can be run again, after `begin` of what is returned.
 
     Args:
         monkeypatch: Undoes it.
@@ -354,14 +384,14 @@ def install(
             else _interpret_half_copy(self, eqn, token, get())
         ),
     )
+    waiting = Launch()
     if started is None:
-        return
+        return waiting
     plan = blackwell_plan.BlackwellPlan
-    waiting: dict[Any, WaitingClusters] = {}
 
     def launched(self: blackwell_plan.BlackwellPlan) -> int:
         total = self.config.launched(self.problem, self.device)
-        waiting["now"] = WaitingClusters(started, total, refused)
+        waiting.plan(started, total, refused)
         return started
 
     monkeypatch.setattr(plan, "launched", property(launched))
@@ -375,19 +405,12 @@ def install(
         "_interpret_query_cluster_cancel_p",
         lambda self, eqn, token, get: _interpret_answer(self, eqn, token, get(), waiting),
     )
+    return waiting
 
 
 def dawdle(monkeypatch: pytest.MonkeyPatch, cta: int, warpgroup: int) -> None:
     """Has one role of one CTA come to each barrier when all others can do no more."""
-    stock_wait = gpu_callbacks._barrier_wait
-
-    @functools.wraps(stock_wait)
-    def wait(token: Any, mesh_location: Any, thread: Any, *barrier: Any, **kwargs: Any) -> Any:
-        if (thread.block_id, thread.warpgroup_id) == (cta, warpgroup):
-            CROWD.poll(lambda: CROWD.others_wait(or_poll=True))
-        return stock_wait(token, mesh_location, thread, *barrier, **kwargs)
-
-    monkeypatch.setattr(gpu_callbacks, "_barrier_wait", wait)
+    monkeypatch.setattr(CountingBarrier, "slow", (cta, warpgroup))
 
 
 def _in_cta(key: Key, cta: int) -> Key:
@@ -515,7 +538,7 @@ def _commit(
 
 
 def _interpret_request(
-    self: Any, eqn: Any, token: Any, invals: Any, waiting: dict[Any, WaitingClusters]
+    self: Any, eqn: Any, token: Any, invals: Any, waiting: Launch
 ) -> tuple[Any, list[Any]]:
     answer, barrier, *leaves = invals
     tree = eqn.params["result_transforms_tree"]
@@ -547,17 +570,17 @@ def _request(
     thread: Any,
     answer: Any,
     barrier: Any,
-    waiting: dict[Any, WaitingClusters],
+    waiting: Launch,
     source_info: Any,
 ) -> Any:
-    waiting["now"].check_request(_role(mesh_location, thread))
+    waiting.now.check_request(_role(mesh_location, thread))
     memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread)
     key = Key.from_array(barrier)
     _barrier(key).arrive(thread, clock, announced=ANSWER_BYTES)
     if thread.block_id:
         return token
-    taken = waiting["now"].take(mesh_location.cluster_coords)
+    taken = waiting.now.take(mesh_location.cluster_coords)
     words = np.array([taken or 0, taken is not None, 0, 0], np.int32)
     answer_key, access = _window(memory, *answer)
 
@@ -581,15 +604,15 @@ def _role(mesh_location: Any, thread: Any) -> str:
 
 @gpu_callbacks.fail_on_exception
 def _see_answer(
-    *, token: Any, mesh_location: Any, thread: Any, granted: Any, waiting: dict[Any, Any]
+    *, token: Any, mesh_location: Any, thread: Any, granted: Any, waiting: Launch
 ) -> Any:
     if not granted:
-        waiting["now"].see_refusal(_role(mesh_location, thread))
+        waiting.now.see_refusal(_role(mesh_location, thread))
     return token
 
 
 def _interpret_answer(
-    self: Any, eqn: Any, token: Any, invals: Any, waiting: dict[Any, WaitingClusters]
+    self: Any, eqn: Any, token: Any, invals: Any, waiting: Launch
 ) -> tuple[Any, list[Any]]:
     assert eqn.primitive is primitives.query_cluster_cancel_p
     answer, *leaves = invals
@@ -624,7 +647,7 @@ def simulate(kernel: Callable[..., Any], operands: Any) -> tuple[np.ndarray, boo
 
 
 def faults(kernel: Callable[..., Any], operands: Any, expected: np.ndarray) -> set[str]:
-    """Runs a kernel and returns what is wrong with it.
+    """Runs a kernel, which may be jitted, and returns what is wrong with it.
 
     "race": two accesses that nothing orders. "stuck": a barrier that nobody completes. "refused":
     what the simulator never allows, such as a phase of a barrier that a waiter does not see.

@@ -90,7 +90,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         (source / stray / "__init__.py").touch()
     # As pip would call it, which takes longer to start.
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     python = folder / "env" / "bin" / "python"
