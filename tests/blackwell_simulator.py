@@ -429,7 +429,7 @@ def _in_cta(key: Key, cta: int) -> Key:
             raise TimeoutError(f"CTA {cta} has no {there}: it has left, or never came.")
         return False
 
-    if not is_there():
+    if there not in memory.mem:
         CROWD.poll(is_there)
     return there
 
