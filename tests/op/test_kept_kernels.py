@@ -1,5 +1,6 @@
 """Lowered kernels are kept: in the process, and in the user's folder for the next one."""
 
+import gc
 import os
 import pathlib
 import time
@@ -148,3 +149,30 @@ def test_kernels_of_versions_that_nobody_uses_are_thrown_away(
     assert "recent" in names
     assert "old" not in names
     assert len(names) == 2
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_a_kernel_is_lowered_and_as_ever_afterwards(
+    collects: bool,
+) -> None:
+    seen = []
+
+    def run(a: Any, b: Any) -> Any:
+        seen.append(gc.isenabled())
+        return jnp.matmul(a, b.T)
+
+    def failing(*_: Any) -> Any:
+        raise ArithmeticError
+
+    signature = tuple((x.shape, x.dtype) for x in OPERANDS)
+    if not collects:
+        gc.disable()
+    try:
+        kept_kernels._lowered_anew(run, signature)
+        seen.append(gc.isenabled())
+        with pytest.raises(ArithmeticError):
+            kept_kernels._lowered_anew(failing, signature)
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [False, collects, collects]
