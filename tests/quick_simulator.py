@@ -14,7 +14,6 @@ import collections
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,19 +52,6 @@ def ordered(clock: Any, other: Any) -> bool:
         before |= own < others
         after |= own > others
     return before != after
-
-
-def dawdle(monkeypatch: pytest.MonkeyPatch, cta: int, warpgroup: int, seconds: float) -> None:
-    """Has one role of one CTA come late to every barrier for which it waits."""
-    stock_wait = gpu_callbacks._barrier_wait
-
-    @functools.wraps(stock_wait)
-    def wait(token: Any, mesh_location: Any, thread: Any, *barrier: Any, **kwargs: Any) -> Any:
-        if (thread.block_id, thread.warpgroup_id) == (cta, warpgroup):
-            time.sleep(seconds)
-        return stock_wait(token, mesh_location, thread, *barrier, **kwargs)
-
-    monkeypatch.setattr(gpu_callbacks, "_barrier_wait", wait)
 
 
 def _evaluated() -> Callable[..., None]:
