@@ -56,7 +56,8 @@ def configs(
     hopeful = [config for config in seconds if seconds[config] <= HOPELESS * min(seconds.values())]
     hopeful.sort(key=lambda config: seconds[config])
     tiles, modes = _split_by_tile([first, *hopeful])
-    whole = first if first.split_last is None else next(c for c in considered if c.split_k == 1)
+    wholes = (config for config in considered if config.split_k == 1)
+    whole = first if first.split_last is None else next(wholes, first)
     varied = [*_other_parts(first, problem, device), *_variations(whole, problem, device)]
     shares = (1 + most * 5 // 12, most * 2 // 12, most * 4 // 12)
     parts = (tiles, _other_modes_first(first, modes), varied)
