@@ -202,10 +202,10 @@ def test_few_tiles_are_cut_on_blackwell_too(size: tuple[int, int, int], is_cut: 
         ((5120, 5120, 8192), True),
         ((1280, 5120, 16384), True),
         ((27296, 3712, 3584), True),
-        # Full waves of other tiles; steps too few; rows too few.
+        # Full waves of other tiles; steps too few; less gained than it takes to begin two kernels.
         ((4096, 4096, 16384), False),
         ((27296, 3712, 3520), False),
-        ((120, 8960, 49152), False),
+        ((3936, 2368, 4096), False),
     ],
     ids=str,
 )
@@ -220,6 +220,12 @@ def test_the_last_tiles_are_cut_where_they_are_few_and_k_is_long(
         # All other waves are full.
         assert (best.tiles(problem) - best.split_last) % H200.sms == 0
         assert best.workers(problem, H200) == H200.sms
+
+
+def test_the_last_tiles_of_few_rows_or_columns_are_not_cut() -> None:
+    for size, may_be in (((128, 8960), True), ((120, 8960), False), ((8960, 120), False)):
+        candidates = hopper_candidates.candidates(Problem(*size, 49152), H200)
+        assert any(config.split_last for config in candidates) == may_be
 
 
 def test_few_rows_are_cut_only_where_the_smallest_tiles_leave_most_sms_idle() -> None:

@@ -313,6 +313,15 @@ def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
     assert found.is_useful
 
 
+def test_the_launches_of_a_cut_product_count_beside_xla() -> None:
+    # It runs at 0.93 times XLA's speed on an H200.
+    problem = Problem(2048, 2560, 8192, transpose_a=True)
+    cut = heuristics.best(problem, H200, HOPPER)
+    assert cut is not None
+    assert cut.split_last is not None
+    assert "idle SMs" in (tuning.left_to_xla(problem, cut, H200, HOPPER) or "")
+
+
 @pytest.mark.parametrize(
     "problem",
     [
