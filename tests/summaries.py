@@ -3,13 +3,16 @@
 To compile a kernel takes longer than to lower it, and what comes of it follows from its module, the
 target and the compilers. A line is found by a digest of these and by nothing else: for a kernel
 that changed, or another release of a compiler, there is none, and it is compiled. So an old line
-costs its place, and never says anything wrong. Tests that read instructions compile what they read,
-and hold what the compiler says of it against the file.
+costs its place, and never says anything wrong. A line may also keep what tests find in the
+instructions, by a digest of the function that reads them. Tests compile some of what they read, and
+hold what the compiler says of it, and what they find, against the file.
 
 `make summaries` compiles all anew and writes the file, without the lines that nobody asks for.
 """
 
 import functools
+import hashlib
+import inspect
 import json
 import pathlib
 import warnings
@@ -36,20 +39,27 @@ class Summary(NamedTuple):
 Kernels = tuple[Summary, ...]
 """Of one program."""
 
+Findings = dict[str, Any]
+"""Of one kernel: values of JSON."""
+
 
 class Summaries:
     """A file of summaries, and which of them this run has asked for.
 
-    Arguments and errors of `of` and `reports` are those of `offline.compile_reports`.
+    Arguments and errors of `of`, `reports` and `findings` are those of `offline.compile_reports`.
     """
 
     def __init__(self, file: pathlib.Path) -> None:
         self._file = file
-        lines = file.read_text().splitlines()
-        self._known = {
-            names: tuple(map(Summary._make, rows)) for names, *rows in map(json.loads, lines)
-        }
+        self._wrong = f"{file} is wrong: make summaries"
+        self._known: dict[str, Kernels] = {}
+        self._found: dict[tuple[str, str], Findings] = {}
+        for names, *rows in map(json.loads, file.read_text().splitlines()):
+            if isinstance(rows[-1], dict):
+                self._found |= {(names, by): found for by, found in rows.pop().items()}
+            self._known[names] = tuple(map(Summary._make, rows))
         self._asked: dict[str, Kernels] = {}
+        self._read: dict[str, dict[str, Findings]] = {}
 
     def of(self, fn: Callable[..., Any], *operands: Any, target: str) -> Kernels:
         """Returns what the file says of the kernels of a program, or else the compiler."""
@@ -67,20 +77,54 @@ class Summaries:
         self, fn: Callable[..., Any], *operands: Any, target: str
     ) -> tuple[offline.Report, ...]:
         """Returns what the compiler says of a program; fails where the file says otherwise."""
-        names, program = _lowered(fn, operands, target, ())
-        found = offline._reports(program, target)
-        said = self._note(names, found)
-        assert self._known.get(names, said) == said, f"{self._file} is wrong: make summaries"
+        return self._compared(*_lowered(fn, operands, target, ()), target)
+
+    def findings(
+        self,
+        read: Callable[[offline.Report], Findings],
+        fn: Callable[..., Any],
+        *operands: Any,
+        target: str,
+        anew: bool,
+    ) -> Findings:
+        """Returns what the file says that a function reads of a kernel, or else what it does read.
+
+        Args:
+            read: The function. Of what it calls, all but modules is inside it.
+            anew: Whether to compile in any case, and to fail where the file says otherwise.
+        """
+        by = hashlib.sha256(inspect.getsource(read).encode()).hexdigest()[:16]
+        known = () if anew else {names for names, reader in self._found if reader == by}
+        names, program = _lowered(fn, operands, target, known)
+        if names in known:
+            self._asked[names], found = self._known[names], self._found[names, by]
+        else:
+            if not anew:
+                warnings.warn(f"{self._file.name} lacks a kernel: make summaries", stacklevel=2)
+            (report,) = self._compared(names, program, target)
+            found = read(report)
+            assert self._found.get((names, by), found) == found, self._wrong
+        self._read.setdefault(names, {})[by] = found
         return found
 
     def forget(self) -> None:
         """Has everything compiled."""
         self._known.clear()
+        self._found.clear()
 
     def write(self) -> None:
         """Writes the file: what has been asked for, and no more."""
-        lines = (json.dumps([names, *self._asked[names]]) for names in sorted(self._asked))
+        lines = [
+            json.dumps([names, *kernels, *filter(None, [self._read.get(names)])])
+            for names, kernels in sorted(self._asked.items())
+        ]
         self._file.write_text("".join(f"{line}\n" for line in lines))
+
+    def _compared(self, names: str, program: bytearray, target: str) -> tuple[offline.Report, ...]:
+        found = offline._reports(program, target)
+        said = self._note(names, found)
+        assert self._known.get(names, said) == said, self._wrong
+        return found
 
     def _note(self, names: str, reports: tuple[offline.Report, ...]) -> Kernels:
         self._asked[names] = tuple(map(_summary, reports))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import offline
 from tests import compilations
-from tests.summaries import Summaries
+from tests.summaries import Findings, Summaries
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lacks a kernel")
 
@@ -124,3 +124,46 @@ def test_a_file_that_the_compiler_contradicts_is_noticed(
     with pytest.raises(AssertionError, match="make summaries"):
         Summaries(file).reports(kernel_of(squared), OPERAND, target="h200")
     assert len(programs) == 1
+
+
+def threads(report: offline.Report) -> Findings:
+    return {"threads": report.threads}
+
+
+def launched(report: offline.Report) -> Findings:
+    return {"threads": report.threads, "grid": list(report.grid)}
+
+
+def found(
+    file: pathlib.Path, read: Callable[[offline.Report], Findings] = threads, *, anew: bool = False
+) -> Findings:
+    """Has the file say, or keep, what a function reads of a kernel."""
+    summaries = Summaries(file)
+    # What another test asks of the same kernel is in the same line.
+    summaries.of(kernel_of(squared), OPERAND, target="h200")
+    said = summaries.findings(read, kernel_of(squared), OPERAND, target="h200", anew=anew)
+    summaries.write()
+    return said
+
+
+def test_what_is_read_of_a_kernel_is_kept_until_what_reads_it_changes(
+    file: pathlib.Path, programs: list[str]
+) -> None:
+    assert found(file) == found(file) == {"threads": 128}
+    assert len(programs) == 1
+    assert found(file, launched) == found(file, launched) == {"threads": 128, "grid": [1, 1, 1]}
+    assert len(programs) == 2
+    (line,) = file.read_text().splitlines()
+    assert line.count("threads") == 1
+
+
+def test_a_finding_that_the_compiler_contradicts_is_noticed(
+    file: pathlib.Path, programs: list[str]
+) -> None:
+    found(file)
+    assert found(file, anew=True) == {"threads": 128}
+    file.write_text(file.read_text().replace('"threads": 128', '"threads": 256'))
+    assert found(file) == {"threads": 256}
+    with pytest.raises(AssertionError, match="make summaries"):
+        found(file, anew=True)
+    assert len(programs) == 3
