@@ -21,6 +21,7 @@ import itertools
 import math
 import re
 import resource
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -378,14 +379,75 @@ ODD_MODES: dict[str, Case] = {
 }
 
 
-def reports_of(modes: Mapping[str, Case]) -> dict[str, offline.Report]:
-    found = {}
-    for name, case in modes.items():
-        (found[name],) = summaries.KEPT.reports(build(case), *operands(case[1]), target="h200")
-    return found
+def read(report: offline.Report) -> summaries.Findings:
+    """Returns what the checks below are about. The file knows it until a line here changes."""
+    ptx = report.ptx
+
+    def constant(operand: str) -> int:
+        """The number in an operand, or in the register that is set to it once."""
+        if operand.isdigit():
+            return int(operand)
+        (value,) = re.findall(rf"mov\.b32\s+{re.escape(operand)}, (\d+);", ptx)
+        return int(value)
+
+    def constants(pattern: str) -> list[int]:
+        return sorted(map(constant, re.findall(pattern, ptx)))
+
+    def distinct(pattern: str) -> list[str]:
+        return sorted(set(re.findall(pattern, ptx)))
+
+    texts = (
+        *("st.global", "ld.global", "tanh.approx", "@inside ld.global.b32 word, [entry];"),
+        *("atom.relaxed.gpu.global.add", "st.relaxed.gpu.global"),
+    )
+    # Some releases of JAX say shared::cta for the copies that only one CTA gets.
+    copies = r"cp\.async\.bulk\.tensor\.(\d)d\.shared::\w+\.global\.(\S+)"
+    moves = r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)"
+    steps = re.findall(r"\b(bar\.sync|stmatrix|st\.shared|ld\.shared|wgmma\.mma)", ptx)
+    order = ["", *(step for step, _ in itertools.groupby(steps)), ""]
+    return {
+        "spill_bytes": report.spill_bytes,
+        "serialized": list(report.serialized),
+        "grid": math.prod(report.grid),
+        "cluster": math.prod(report.cluster),
+        "moved": [" ".join(move) for move in re.findall(moves, ptx)],
+        "loads": [" ".join(load) for load in distinct(copies)],
+        "barriers": constants(r"mbarrier\.init\.shared\S* \[\S+\], (\S+);"),
+        "bulk_stores": ptx.count("cp.async.bulk.tensor.2d.global.shared::cta"),
+        "stores": distinct(r"\bst\.((?:v\d\.)?b\d+)"),
+        "texts": [text for text in texts if text in ptx],
+        "waits": [int(groups) for groups in distinct(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")],
+        "divisions": distinct(r"(?:mul\.hi|mul\.lo|div|rem)\.[su]64|(?:div|rem)\.[su]32"),
+        "bounds": constants(r"setp\.lt\.u32 inside, number, (\S+);\s"),
+        "firsts": constants(r"add\.u32 number, number, (\S+);\s"),
+        "counters": [
+            [int(offset) for offset in re.findall(rf"add\.s64\s+{counter}, %rd\d+, (\d+);", ptx)]
+            for counter in re.findall(r"atom\.relaxed\S+ number, \[(%rd\d+)\]", ptx)
+        ],
+        "comparisons": len(re.findall(r"setp\.eq\.u32 old, tag, (\S+);\s+@old bra RESOLVED", ptx)),
+        "rereads": len(re.findall(r"ld\.relaxed\S+ \S+ \[\S+\];\s+bra RESOLVE;", ptx)),
+        "around_writes": sorted(
+            {
+                f"{before} {after}"
+                for before, step, after in zip(order, order[1:], order[2:], strict=False)
+                if step in ("stmatrix", "st.shared")
+            }
+        ),
+    }
 
 
-Check = Callable[[dict[str, offline.Report]], None]
+def findings_of(modes: Mapping[str, Case]) -> dict[str, summaries.Findings]:
+    """Compiles a fifth of the modes, another one every day, and asks the file for the others."""
+    day = int(time.time() // (24 * 3600))
+    return {
+        name: summaries.KEPT.findings(
+            read, build(case), *operands(case[1]), target="h200", anew=(day + turn) % 5 == 0
+        )
+        for turn, (name, case) in enumerate(modes.items())
+    }
+
+
+Check = Callable[[dict[str, summaries.Findings]], None]
 OF_EVERY_MODE: list[Check] = []
 OF_ODD_ROWS: list[Check] = []
 
@@ -403,12 +465,11 @@ def of_odd_rows(check: Check) -> Check:
 @of_odd_rows
 def odd_rows_are_stored_as_wide_as_they_are_aligned(odd_modes):
     alone = {"4 bytes": "b32", "8 bytes": "v2.b32", "float32": "b32", "float8": "b8"}
-    for name, report in odd_modes.items():
-        assert not report.spill_bytes, name
-        assert not report.serialized, name
-        assert "cp.async.bulk.tensor.2d.global.shared::cta" not in report.ptx, name
-        stores = set(re.findall(r"\bst\.((?:v\d\.)?b\d+)", report.ptx))
-        assert stores == {alone.get(name, "b16")}, name
+    for name, found in odd_modes.items():
+        assert not found["spill_bytes"], name
+        assert not found["serialized"], name
+        assert not found["bulk_stores"], name
+        assert found["stores"] == [alone.get(name, "b16")], name
 
 
 def plan_of(name: str) -> HopperPlan:
@@ -419,23 +480,22 @@ def plan_of(name: str) -> HopperPlan:
 @of_every_mode
 def every_mode_is_sound(modes):
     unsound = {
-        name: (report.spill_bytes, report.serialized)
-        for name, report in modes.items()
-        if report.spill_bytes or report.serialized
+        name: (found["spill_bytes"], found["serialized"])
+        for name, found in modes.items()
+        if found["spill_bytes"] or found["serialized"]
     }
     assert unsound == {}
 
 
 @of_every_mode
 def registers_are_reallocated_and_suffice(modes):
-    for name, report in modes.items():
+    for name, found in modes.items():
         config, _ = MODES[name]
-        moved = re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", report.ptx)
         if config.registers is None:
-            assert moved == [], name
+            assert found["moved"] == [], name
             continue
         producer, consumer = config.registers
-        assert moved == [("dec", str(producer)), ("inc", str(consumer))], name
+        assert found["moved"] == [f"dec {producer}", f"inc {consumer}"], name
         assert 128 * (producer + config.consumers * consumer) <= 65_536, name
         assert config.accumulator_registers < consumer, name
 
@@ -443,75 +503,58 @@ def registers_are_reallocated_and_suffice(modes):
 @of_every_mode
 def each_operand_is_multicast_to_those_that_share_it(modes):
     for cluster in CLUSTERS:
-        report = modes["cluster {}x{}".format(*cluster)]
-        # In layout NN, a is loaded in boxes of 2 dimensions and b in boxes of 4. Some releases of
-        # JAX say shared::cta for the copies that only one CTA gets.
-        copies = r"cp\.async\.bulk\.tensor\.(\d)d\.shared::\w+\.global\.(\S+)"
-        loads = re.findall(copies, report.ptx)
+        found = modes["cluster {}x{}".format(*cluster)]
+        # In layout NN, a is loaded in boxes of 2 dimensions and b in boxes of 4.
+        loads = [load.split() for load in found["loads"]]
         assert {dimensions for dimensions, _ in loads} == {"2", "4"}, cluster
         for dimensions, flags in loads:
             sharers = cluster[1] if dimensions == "2" else cluster[0]
             assert ("multicast::cluster" in flags) == (sharers > 1), cluster
-        assert math.prod(report.cluster) == math.prod(cluster)
+        assert found["cluster"] == math.prod(cluster)
 
 
 @of_every_mode
 def barriers_are_made_with_the_counts_of_the_protocol(modes):
-    for name, report in modes.items():
+    for name, found in modes.items():
         plan = plan_of(name)
-        config, ptx = plan.config, report.ptx
-        made = [int(_constant(register, ptx)) for register in _barrier_counts(ptx)]
+        config = plan.config
         empty = protocol.empty_arrivals_in_cluster(plan.empty_arrivals, config.cluster)
         # All 128 threads of a warpgroup arrive on a barrier of one CTA.
         expected = [128 * plan.full_arrivals, empty] * config.ring_barriers
         expected += [128 * protocol.baton_arrivals()] * (config.consumers if config.pingpong else 0)
         if plan.problem.epilogue.residual:
             expected += [128] * config.consumers * config.store_slots
-        assert sorted(made) == sorted(expected), name
-
-
-def _barrier_counts(ptx: str) -> list[str]:
-    return re.findall(r"mbarrier\.init\.shared\S* \[\S+\], (\S+);", ptx)
-
-
-def _constant(operand: str, ptx: str) -> str:
-    """The number in an operand, or in the register that is set to it once."""
-    if operand.isdigit():
-        return operand
-    (value,) = re.findall(rf"mov\.b32\s+{re.escape(operand)}, (\d+);", ptx)
-    return value
+        assert found["barriers"] == sorted(expected), name
 
 
 @of_every_mode
 def results_leave_through_shared_memory_alone(modes):
-    for name, report in modes.items():
+    for name, found in modes.items():
         plan = plan_of(name)
-        stores = re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", report.ptx)
         # With `late_store`, beside the next tile, and at the end the last tile's.
         times = (2 if plan.config.late_store else 1) * (2 if plan.problem.symmetric else 1)
-        assert len(stores) == len(plan.chunks) * times, name
-        assert "st.global" not in report.ptx, name
+        assert found["bulk_stores"] == len(plan.chunks) * times, name
+        assert "st.global" not in found["texts"], name
 
 
 @of_every_mode
 def a_step_is_in_flight_while_the_next_is_issued(modes):
-    for name, report in modes.items():
-        waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", report.ptx)
-        assert {int(groups) for groups in waits} == {0, plan_of(name).wgmmas_per_step}, name
+    for name, found in modes.items():
+        assert set(found["waits"]) == {0, plan_of(name).wgmmas_per_step}, name
 
 
 @of_every_mode
 def tiles_are_claimed_by_an_atomic_addition_and_only_then(modes):
-    for name, report in modes.items():
-        claimed = "atom.relaxed.gpu.global.add" in report.ptx
+    for name, found in modes.items():
+        claimed = "atom.relaxed.gpu.global.add" in found["texts"]
         assert claimed == (MODES[name][0].persistence == "dynamic")
-        assert ("st.relaxed.gpu.global" in report.ptx) == claimed
+        assert ("st.relaxed.gpu.global" in found["texts"]) == claimed
 
 
 @of_every_mode
 def functions_are_approximate_in_results_of_16_bits_alone(modes):
-    assert "tanh.approx" in modes["not persistent"].ptx
-    assert "tanh.approx" not in modes["float32"].ptx
+    assert "tanh.approx" in modes["not persistent"]["texts"]
+    assert "tanh.approx" not in modes["float32"]["texts"]
 
 
 @of_every_mode
@@ -520,71 +563,60 @@ def claims_end_with_the_last_tile(modes):
         claims_are_sound(modes[name], *MODES[name], tiles)
 
 
-def claims_are_sound(report, config, problem, tiles):
-    ptx, workers = report.ptx, math.prod(report.grid) // config.cluster_size
-    (bound,) = re.findall(r"setp\.lt\.u32 inside, number, (\S+);\s", ptx)
-    (first,) = re.findall(r"add\.u32 number, number, (\S+);\s", ptx)
-    assert math.prod(config.stacked_grid(problem)) == tiles == int(_constant(bound, ptx))
-    assert int(_constant(first, ptx)) == workers
-    assert "@inside ld.global.b32 word, [entry];" in ptx
+def claims_are_sound(found, config, problem, tiles):
+    workers = found["grid"] // config.cluster_size
+    assert found["bounds"] == [tiles] == [math.prod(config.stacked_grid(problem))]
+    assert found["firsts"] == [workers]
+    assert "@inside ld.global.b32 word, [entry];" in found["texts"]
     # The counter is in the row after all mailboxes.
-    (counter,) = re.findall(r"atom\.relaxed\S+ number, \[(%rd\d+)\]", ptx)
-    mailboxes = workers * claims.SLOTS * np.dtype(np.int32).itemsize
-    assert re.search(rf"add\.s64\s+{counter}, %rd\d+, {mailboxes};", ptx)
+    (offsets,) = found["counters"]
+    assert workers * claims.SLOTS * np.dtype(np.int32).itemsize in offsets
     # Producer and consumers both compare the tag of the word that they read.
-    waits = re.findall(r"setp\.eq\.u32 old, tag, (\S+);\s+@old bra RESOLVED", ptx)
-    assert len(waits) == len(re.findall(r"ld\.relaxed\S+ \S+ \[\S+\];\s+bra RESOLVE;", ptx)) == 2
+    assert found["comparisons"] == found["rereads"] == 2
 
 
 @of_odd_rows
 def threads_wait_before_they_write_a_line_slot_and_before_they_read_it(odd_modes):
-    steps = r"\b(bar\.sync|stmatrix|st\.shared|ld\.shared|wgmma\.mma)"
     # Beside a slot that is written, a residual's is read.
     for name in ODD_MODES.keys() - {"residual"}:
-        order = [step for step, _ in itertools.groupby(re.findall(steps, odd_modes[name].ptx))]
-        written = [at for at, step in enumerate(order) if step in ("stmatrix", "st.shared")]
-        assert written, name
-        assert all(order[at - 1] == order[at + 1] == "bar.sync" for at in written), name
+        assert odd_modes[name]["around_writes"] == ["bar.sync bar.sync"], name
 
 
 @of_every_mode
 def the_order_is_read_from_a_table_or_computed(modes):
-    assert "ld.global" in modes["early"].ptx
-    assert "ld.global" not in modes["on-line"].ptx
+    assert "ld.global" in modes["early"]["texts"]
+    assert "ld.global" not in modes["on-line"]["texts"]
 
 
 @of_every_mode
 def no_slot_of_the_ring_costs_a_division(modes):
     # A divisor that is known when a kernel is traced makes it a multiplication, of 64 bits maybe.
-    for name, report in modes.items():
-        assert not re.findall(r"(?:mul\.hi|mul\.lo|div|rem)\.[su]64", report.ptx), name
-        assert not re.findall(r"(?:div|rem)\.[su]32", report.ptx), name
+    for name, found in modes.items():
+        assert found["divisions"] == [], name
 
 
 @of_every_mode
 def the_grid_is_as_large_as_the_persistence_says(modes):
     tiles = (4096 // 128) * (4096 // 256)
-    assert math.prod(modes["not persistent"].grid) == tiles
+    assert modes["not persistent"]["grid"] == tiles
     assert all(
-        math.prod(report.grid) <= H200.sms
-        for name, report in modes.items()
-        if name != "not persistent"
+        found["grid"] <= H200.sms for name, found in modes.items() if name != "not persistent"
     )
 
 
 # One test each: what is compiled for it is compiled once, whichever worker has it.
 def test_every_mode(subtests):
-    reports = reports_of(MODES)
+    findings = findings_of(MODES)
     for check in OF_EVERY_MODE:
         with subtests.test(check.__name__):
-            check(reports)
+            check(findings)
 
 
 def test_odd_rows(subtests):
-    reports = reports_of(ODD_MODES)
+    findings = findings_of(ODD_MODES)
     for check in OF_ODD_ROWS:
         with subtests.test(check.__name__):
-            check(reports)
+            check(findings)
 
 
 def cpu_seconds() -> float:
