@@ -238,29 +238,12 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     # XLA makes this pass as well.
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
     has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
-    seconds = plan.seconds + _more_in_whole_panels(plan)
-    seconds += heuristics.more_kernels_seconds(plan.config)
+    seconds = plan.seconds + heuristics.more_beside_xla(
+        plan.realigned.problem, plan.config, plan.device, plan.architecture
+    )
     why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
     # That is where it was measured; on other GPUs it is what is expected.
     return f"XLA is faster on an H200: {why}" if why else None
-
-
-def _more_in_whole_panels(plan: Plan) -> float:
-    """Returns how much longer a kernel is predicted to take in tiles that round up nothing.
-
-    Where those leave SMs idle, XLA is faster than either: of six such products on an H200, tiles
-    that read a part of a panel run at 0.89 to 0.98 of its speed.
-    """
-    problem, device, architecture = plan.realigned.problem, plan.device, plan.architecture
-    if not plan.config.rounds_up(problem):
-        return 0.0
-    whole = heuristics.best(problem, device, architecture, rounded_up=False)
-    if whole is None:
-        return 0.0
-    one, other = (
-        prediction.seconds(problem, config, device, architecture) for config in (plan.config, whole)
-    )
-    return other - one
 
 
 def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | None:

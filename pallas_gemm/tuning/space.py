@@ -123,9 +123,7 @@ def _other_modes_first(first: GemmConfig, configs: Iterable[GemmConfig]) -> list
 def _other_parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
     """Yields what is cut along k into half or twice as many pieces, if it is cut."""
     for parts in (config.split_k // 2, 2 * config.split_k) if config.split_k > 1 else ():
-        other = _changed(
-            config, split_k=max(1, parts), ctas=config.ctas if config.split_last else None
-        )
+        other = _changed(config, split_k=parts, ctas=config.ctas if config.split_last else None)
         if other != config and not other.refusals(problem, device):
             yield other
 

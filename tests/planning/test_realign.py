@@ -83,7 +83,7 @@ def _computed(call: Call, realigned: Realigned, operands: tuple[Any, ...]) -> ja
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([64, 128]))
 
 
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(
     st.tuples(sizes, sizes, sizes),
     st.sampled_from(TYPES),

@@ -126,7 +126,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(problems, st.integers(1, 20))
 def test_what_is_tried_is_legal_different_and_begins_with_the_heuristics_choice(
     problem: Problem, most: int
@@ -320,6 +320,9 @@ def test_the_launches_of_a_cut_product_count_beside_xla() -> None:
     assert cut is not None
     assert cut.split_last is not None
     assert "idle SMs" in (tuning.left_to_xla(problem, cut, H200, HOPPER) or "")
+    # Whole, in parts of panels: what the best tiles of whole panels take counts, which are cut.
+    part = HopperConfig(tile=(128, 160), schedule="swizzle:8", ctas=128)
+    assert "idle SMs" in (tuning.left_to_xla(problem, part, H200, HOPPER) or "")
 
 
 @pytest.mark.parametrize(
