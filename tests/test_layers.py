@@ -34,6 +34,10 @@ Of the package itself, row `pallas_gemm` holds what re-exports its names, and th
 FEW = 9
 """Python files that a reader finds at the top of the package."""
 
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 50
+"""Lines of a kernel's files, and of their functions."""
+
 
 def _name(path: pathlib.Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -120,3 +124,12 @@ def test_arrows_and_cycles_are_noticed() -> None:
 
 def test_the_top_of_the_package_is_read_at_a_glance() -> None:
     assert len(list((ROOT / "pallas_gemm").glob("*.py"))) <= FEW
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if ".kernels" in name])
+def test_the_code_of_a_kernel_is_read_in_one_sitting(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert len(text.splitlines()) < LONGEST_FILE
+    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef))
+    lines = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions}
+    assert not {name for name, count in lines.items() if count > LONGEST_FUNCTION}

@@ -63,7 +63,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, joining, launch, place, smem, tiles, work
+from pallas_gemm.kernels import groups, joining, launch, tiles, work
 from pallas_gemm.kernels.hopper import (
     claims,
     early_launch,
@@ -71,6 +71,7 @@ from pallas_gemm.kernels.hopper import (
     group_sums,
     join,
     late_store,
+    load,
     part_panels,
     remote,
     ring,
@@ -89,26 +90,6 @@ from pallas_gemm.kernels.hopper.cta import (
     views,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.operand import PANEL, OperandPlan
-from pallas_gemm.kernels.smem import ATOM_ROWS
-
-
-class Target(NamedTuple):
-    """What the loads of one step fill, and with what.
-
-    Attributes:
-        batch: Which product of the batch; None without one.
-        k_start: The first contracted element.
-        slot: The slot of the ring.
-        full: The barrier that the loads complete.
-        depth: How many contracted elements.
-    """
-
-    batch: Any
-    k_start: Any
-    slot: Any
-    full: Any
-    depth: int
 
 
 def producer(cta: Cta, walk: tiles.Walk) -> None:
@@ -131,14 +112,14 @@ def producer(cta: Cta, walk: tiles.Walk) -> None:
             k_start = k * plan.tile_k
             if piece.first_k is not None:
                 k_start = work.aligned(piece.first_k) + k_start
-            target = Target(at.batch, k_start, head.slot, full, plan.tile_k)
+            target = load.Target(at.batch, k_start, head.slot, full, plan.tile_k)
             if piece.end_k is None:
-                load_step(cta, factors, at, target)
+                load.step(cta, factors, at, target)
             else:
                 deep = group_sums.parts(plan, piece.end_k - k_start) * WGMMA_DEPTH
                 for depth in range(WGMMA_DEPTH, plan.tile_k + 1, WGMMA_DEPTH):
                     some = target._replace(depth=depth)
-                    pl.when(deep == depth)(functools.partial(load_step, cta, factors, at, some))
+                    pl.when(deep == depth)(functools.partial(load.step, cta, factors, at, some))
             return ring.advance(plan, head, reader)
 
         before = 0
@@ -164,74 +145,6 @@ def _span(plan: HopperPlan, piece: work.Piece, before: int, steps: int) -> tuple
     if len(plan.piece_steps) == 1:
         return first, end
     return jnp.clip(first - before, 0, steps), jnp.clip(end - before, 0, steps)
-
-
-def load_step(cta: Cta, factors: launch.Factors, at: place.Where, target: Target) -> None:
-    """Starts the loads of one step."""
-    plan = cta.plan
-
-    def load_left(a: Any, row: Any) -> None:
-        _load(plan.a, (a,), cta.slots.a, row, target, ends_anywhere=at.end is not None)
-
-    cta.rows.load(factors.a, at, load_left)
-    _load(plan.b, factors.b, cta.slots.b, at.col, target)
-
-
-def _load(
-    operand: OperandPlan,
-    gmem: Sequence[Any],
-    slots: smem.Boxed,
-    start: Any,
-    target: Target,
-    *,
-    ends_anywhere: bool = False,
-) -> None:
-    batch, k_start, slot, full, depth = target
-    along, deep = pl.ds(start, operand.tile), pl.ds(k_start, depth)
-    first = pl.ds(0, depth)
-    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
-    for part, whole in enumerate(gmem):
-        matrix = place.matrix(whole, batch)
-        if operand.k_major:
-
-            def load_rows(rows: int, matrix: Any = matrix, part: int = part) -> None:
-                box = slots.box.at[part, slot, pl.ds(0, rows)]
-                copy(matrix.at[pl.ds(start, rows), deep], box, full)
-
-            if ends_anywhere:
-                load_rows(operand.tile)
-            else:
-                _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
-        elif not operand.paneled:
-            copy(matrix.at[deep, along], slots.box.at[part, slot, first], full)
-        else:
-            for panel in range(operand.tile // PANEL):
-                first_column = start + panel * PANEL
-                if operand.rounded_up:
-                    # TMA would fill a panel beyond the edge with zeros, and that takes long.
-                    is_there = first_column < matrix.shape[1]
-                    first_column = lax.select(is_there, first_column, start)
-                columns = pl.ds(first_column, PANEL)
-                copy(matrix.at[deep, columns], slots.box.at[part, slot, panel, first], full)
-
-
-def _for_rows_that_are_there(
-    operand: OperandPlan, rows: int, start: Any, load: Callable[[int], None]
-) -> None:
-    """Loads a tile by `load(how many rows)`: of the last tile, only those that there are.
-
-    TMA would fill up the tile with zeros, and that takes long: 146 x 6784 x 14784 in mirrored tiles
-    of 64 x 256 takes 149 us on an H200 with them, and 79 us without. What the slot holds in their
-    place gets into rows and columns of the sums that are never stored.
-    """
-    last = -(-(rows % operand.tile) // ATOM_ROWS) * ATOM_ROWS
-    if not last or operand.multicast_axis is not None:
-        load(operand.tile)
-    elif rows < operand.tile:
-        load(last)
-    else:
-        pl.when(start + operand.tile <= rows)(lambda: load(operand.tile))
-        pl.when(start + operand.tile > rows)(lambda: load(last))
 
 
 class Progress(NamedTuple):
@@ -367,16 +280,7 @@ def multiply(
     slot = ring.first_slot(plan, turn, steps.slot)
     total = part_panels.start(plan) if plan.b.paneled else None
     total = if_any(lambda: issue(slot, 0, total))
-    done, issued = (ring.keep(plan, slot), total), 1
-    for k, store_chunk in stores:
-        if steps.count is not None and k >= issued:
-            done = lax.fori_loop(issued, lax.min(k + 1, steps.count), advance, done)
-        elif k == issued:
-            done = advance(jnp.int32(k), done)
-        elif k > issued:
-            done = lax.fori_loop(issued, k + 1, advance, done)
-        store_chunk()
-        issued = max(issued, k + 1)
+    done, issued = _store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
     end = plan.k_steps if steps.count is None else steps.count
     kept, total = lax.fori_loop(issued, end, advance, done)
     if plan.config.pingpong:
@@ -385,6 +289,26 @@ def multiply(
     total = part_panels.finished(plan, total) if plan.b.paneled else acc[...]
     if_any(lambda: release(ring.last_slot(plan, turn, kept)))
     return total, kept
+
+
+def _store_between(
+    stores: late_store.Stores, count: Any, advance: Callable[[Any, Any], Any], done: Any
+) -> tuple[Any, int]:
+    """Advances from the second step on, and stores each chunk after the step that it says.
+
+    Returns what was done, and how many steps have been issued, of all or of `count`.
+    """
+    issued = 1
+    for k, store_chunk in stores:
+        if count is not None and k >= issued:
+            done = lax.fori_loop(issued, lax.min(k + 1, count), advance, done)
+        elif k == issued:
+            done = advance(jnp.int32(k), done)
+        elif k > issued:
+            done = lax.fori_loop(issued, k + 1, advance, done)
+        store_chunk()
+        issued = max(issued, k + 1)
+    return done, issued
 
 
 def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
