@@ -46,6 +46,9 @@ class GemmConfig:
     what does not suit a product and a GPU. `dataclasses.replace` keeps what was found for a default
     that depends on other fields.
 
+    >>> dataclasses.replace(HopperConfig(tile=(128, 128)), schedule="hilbert").stages
+    4
+
     Attributes:
         LARGEST: The largest tile of an architecture.
         tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of

@@ -24,6 +24,9 @@ class OnlineSchedule:
     tiles; nothing checks that. Instances are hashable, and everything but the index is known when
     a kernel is traced.
 
+    >>> online_swizzle(4, 4, group=2)(5)
+    (1, 2)
+
     Attributes:
         grid: (rows, cols) of output tiles.
         name: The text that `parse` reads as the equal table.

@@ -19,6 +19,9 @@ class Pieces:
 
     The sum of a tile is made of its pieces', in the order of their first steps.
 
+    >>> Pieces((1, 1), 5, [[0, 0, 2, 3], [0, 0, 0, 2]]).spans.tolist()
+    [[2, 3, 1], [0, 2, 0]]
+
     Attributes:
         grid: (rows, cols) of output tiles.
         steps: Steps of k that each tile takes in all.

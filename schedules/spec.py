@@ -126,6 +126,9 @@ def build(spec: str, rows: int, cols: int) -> Schedule:
 def resolve(spec: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
     """Returns the order that `spec` names, on a grid, as a table or as arithmetic.
 
+    >>> resolve("online_swizzle:2", 4, 4).is_online
+    True
+
     Raises:
         ValueError: As for `build`.
     """
@@ -136,6 +139,9 @@ def resolve(spec: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
 @functools.lru_cache(maxsize=256, typed=True)
 def parse(spec: str) -> Builder:
     """Returns the builder that `spec` names: call it with (rows, cols).
+
+    >>> parse("swizzle:2")(4, 4).name
+    'swizzle:2'
 
     Args:
         spec: The name of an order with its options; the module's docstring has the grammar.

@@ -23,6 +23,10 @@ class Schedule:
     Two schedules are equal when they visit the same grid in the same order, whatever their names,
     so that a schedule can be a dictionary key, a static argument or the key of a cache.
 
+    >>> backwards = Schedule((1, 2), [[0, 1], [0, 0]], name="backwards")
+    >>> backwards.packed().tolist()
+    [1, 0]
+
     Attributes:
         grid: (rows, cols) of output tiles.
         order: int32 `[tiles, 2]`, the (row, col) of each tile in visiting order. Read-only.

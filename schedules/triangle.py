@@ -15,6 +15,9 @@ class Triangle:
 
     Sizes of a tile count in whatever unit both have in common: (128, 256) is (1, 2).
 
+    >>> Triangle(3).tiles((3, 3))
+    6
+
     Attributes:
         rows: Rows of tiles of one matrix; a batch of them is stacked along the rows of the grid.
         tile: Rows and columns of a tile.

@@ -1,20 +1,27 @@
 """The pages of `docs`: their code runs, and raises the errors that they say it raises."""
 
+import dataclasses
+import doctest
 import pathlib
 import re
 import textwrap
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import pallas_gemm
 import schedules
 from bench import figures
 from pallas_gemm.api import precompile as precompilation
+from pallas_gemm.flax import linen, nnx
 from schedules import draw
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+API = (DOCS / "api.md").read_text()
 
 ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/test_partition.py"}
 """Pages whose code another test runs, which looks at what it computes too."""
@@ -128,8 +135,7 @@ def test_dir_shows_what_is_public() -> None:
 
 @pytest.mark.parametrize("package", [pallas_gemm, schedules], ids=lambda package: package.__name__)
 def test_the_reference_has_every_public_name(package: Any) -> None:
-    page = (DOCS / "api.md").read_text()
-    words = set(re.findall(r"\w+", page))
+    words = set(re.findall(r"\w+", API))
     public = {
         name
         for name in dir(package)
@@ -138,6 +144,41 @@ def test_the_reference_has_every_public_name(package: Any) -> None:
     # That of `schedules`.
     public.discard("Schedule" if package is pallas_gemm else "")
     assert public <= words
+
+
+def _public() -> Iterator[Any]:
+    """Yields each public name with its value; `schedules` has doctests of its own."""
+    for package in (pallas_gemm, schedules, linen, nnx):
+        names = re.findall(r"^.. autofunction:: (\w+)|^.. autoclass:: (\w+)", API, re.M)
+        listed = re.findall(rf"automodule:: {package.__name__}\n   :members: (.*)", API)
+        shown = listed[0].split(", ") if listed else [a or b for a, b in names]
+        yield from (pytest.param(getattr(package, name), id=name) for name in shown)
+
+
+@pytest.mark.parametrize("value", list(_public()))
+def test_a_public_name_has_an_example_that_runs(value: Any) -> None:
+    x = jnp.ones((64, 16), jnp.bfloat16)
+    known = {
+        **{name: getattr(pallas_gemm, name) for name in dir(pallas_gemm)},
+        **{name: getattr(schedules, name) for name in dir(schedules)},
+        "jax": jax,
+        "jnp": jnp,
+        "dataclasses": dataclasses,
+        "x": x,
+        "w": jnp.ones((16, 32), jnp.bfloat16),
+        "bias": jnp.ones(32),
+        "experts": jnp.ones((3, 16, 32), jnp.bfloat16),
+        "sizes": jnp.array([20, 0, 40]),
+        "squares": x @ x.T,
+        "large": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
+    }
+    finder, runner = (
+        doctest.DocTestFinder(recurse=False, exclude_empty=False),
+        doctest.DocTestRunner(),
+    )
+    (found,) = finder.find(value, value.__name__, module=False, globs=known)
+    assert found.examples
+    assert not runner.run(found).failed
 
 
 def test_the_front_page_shows_the_explorer_where_the_site_has_it() -> None:

@@ -81,6 +81,11 @@ class Group:
 class Explanation:
     """What would compute the products of a function. `print` it, or give it to `rich.print`.
 
+    >>> with target("h200"):
+    ...     (product,) = explain(gemm, large, large).products
+    >>> product.implementation
+    'hopper'
+
     Attributes:
         products: The decision for each product, in the order of the program. What is derived or
             mapped is there as it is computed: the products of a gradient, one for a whole `vmap`.

@@ -59,6 +59,10 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     sum and everything after it is in float32; the sum of int8 is in int32. Where there are leading
     dimensions, scales and bias may have the same in front: then each product has its own.
 
+    >>> y = gemm(x, w, bias=bias, activation="gelu")
+    >>> y.shape, y.dtype
+    ((64, 32), dtype(bfloat16))
+
     Args:
         a: The left operand.
         b: The right operand.
@@ -119,7 +123,14 @@ def matmul(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Computes `jnp.matmul`, with the same arguments."""
+    """Computes `jnp.matmul`, with the same arguments, shapes and types.
+
+    >>> y = matmul(x, w)
+
+    Raises:
+        TypeError: The operands are no arrays, or their shapes have no product.
+        ValueError: An operand has no dimension.
+    """
     asked = request.of_gemm(
         Operands(a, b),
         Epilogue(),
@@ -145,6 +156,11 @@ def dot_general(
 
     Dimensions that lie side by side are merged by reshapes; where they do not, an operand is
     transposed first, and `explain` says which.
+
+    >>> y = dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    Raises:
+        TypeError: The operands are no arrays, or have no such dimensions.
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
     asked = request.of_dot_general(
@@ -184,6 +200,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
     With everything that there is, `activation(gate) * up + beta * residual`, where `gate` is
     `alpha * row_scale[:, None] * gate_scale * (a @ w_gate) + gate_bias`, and `up` likewise.
+
+    >>> y = gated_gemm(x, w, w)  # the matrices of gate and up
 
     Args:
         a: The left operand.

@@ -50,6 +50,8 @@ def ragged_dot(
     running program alone: nothing is compiled again, padded or copied when it changes, and the
     values of other groups' rows, of rows in no group and of matrices without rows never show.
 
+    >>> y = ragged_dot(x, experts, jnp.array([20, 0, 40]))  # the last 4 of 64 rows are zeros
+
     Args:
         lhs: The rows, `[m, k]`.
         rhs: A matrix for each group, `[groups, k, n]`.
@@ -87,6 +89,10 @@ def ragged_dot_general(
 
     The products of matrices that `ragged_dot` and its gradients are of may be a kernel's; those
     with batch dimensions, and several dimensions of a kind, are JAX's.
+
+    >>> over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    >>> ragged_dot_general(x, x, sizes, over_rows).shape
+    (3, 16, 16)
 
     Args:
         lhs: The left operand.
@@ -135,6 +141,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     With everything that there is, the result is `activation(value) * up_value`, where `value` is
     `alpha * row_scale[:, None] * col_scale * (a @ b[group]) + bias` and `up_value` the same of up,
     `up_scale` and `up_bias`. Rows in no group are zeros.
+
+    >>> y = grouped_gemm(x, experts, sizes, bias=bias, activation="gelu")
 
     Args:
         a: The rows, `[m, k]`, those of a group together, one group after the other.

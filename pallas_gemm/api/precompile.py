@@ -43,6 +43,10 @@ _HOW = frozenset(("precision", "schedule", "config", "implementation"))
 class Precompiled:
     """What a product becomes on a GPU. `print` it.
 
+    >>> (product,) = precompile([(4096, 4096, 4096)], "h200")  # doctest: +SKIP
+    >>> product.report.spill_bytes  # doctest: +SKIP
+    0
+
     Attributes:
         decision: What computes it, and why: as `explain` says it.
         report: What the compiler made of the kernel; None where XLA computes the product.

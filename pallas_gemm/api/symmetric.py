@@ -41,6 +41,10 @@ def gram(  # noqa: PLR0913 - each is a keyword
     product, all of it is computed, as by `gemm`. On a mesh of several devices, outside of
     `jax.shard_map`, it is symmetric as far as `gemm` makes it so.
 
+    >>> squares = gram(x)
+    >>> squares.shape
+    (64, 64)
+
     Args:
         x: A matrix, or several: leading dimensions are those of a batch.
         alpha: As for `gemm`.
@@ -87,6 +91,8 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     So do powers and polynomials of one matrix, such as `symmetric_matmul(a, a)`. The result is then
     symmetric, too, and a kernel computes half of it, as for `gram`. Bit for bit it is symmetric
     where `a` is `b`; of others, squares of 64 on the diagonal are as they are computed.
+
+    >>> fourth_powers = symmetric_matmul(squares, squares)
 
     Args:
         a: A symmetric matrix, or several: leading dimensions are those of a batch.

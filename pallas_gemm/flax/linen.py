@@ -70,6 +70,8 @@ class QuantisedDense(Dense):
     `kernel` in the collection "quantised", which `quantised` makes of a stock layer's; only the
     bias is one.
 
+    >>> QuantisedDense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
+
     Attributes:
         quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`.
     """
@@ -156,6 +158,8 @@ class Fp8Dense(Dense):
     in the collection `_overwrite_with_gradient`: their gradients are their values for the next
     step, which `flax.training.train_state.TrainState` knows.
 
+    >>> Fp8Dense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
+
     Attributes:
         scaling: "current": a scale is of its tensor; "delayed": of what earlier steps saw, which
             saves a pass over each tensor.
@@ -229,7 +233,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
         key = flax.linen.Dense(1024, name="key")(inputs)
         value = flax.linen.Dense(1024, name="value")(inputs)
 
-        query, key, value = projections(inputs, {"query": 4096, "key": 1024, "value": 1024})
+    >>> sizes = {"query": 4096, "key": 1024, "value": 1024}
+    >>> query, key, value = projections(inputs, sizes)  # doctest: +SKIP
 
     Args:
         inputs: Any number of dimensions, of which the last is contracted.
@@ -275,6 +280,8 @@ class GatedDense(nn.Module):
 
     so `{"gate": {"kernel": ...}, "up": {"kernel": ...}}`, both of shape `[inputs, features]`. A
     checkpoint of a block with other names loads with `gate_name` and `up_name`.
+
+    >>> GatedDense(14336, dtype=jnp.bfloat16)  # doctest: +SKIP
 
     Attributes:
         features: Columns of the result.

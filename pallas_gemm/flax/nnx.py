@@ -172,6 +172,8 @@ class Fp8Linear(Linear):
 
     With current scaling it has the parameters of the stock layer. With delayed scaling it has, as
     `OverwriteWithGradient`, the states that `flax.linen.fp8_ops` has, under the same names.
+
+    >>> Fp8Linear(4096, 14336, dtype=jnp.bfloat16, rngs=rngs)  # doctest: +SKIP
     """
 
     def __init__(
@@ -288,6 +290,8 @@ class GatedDense(nnx.Module):
 
     has the same state and the same initial values; of a block with other names, put its layers in
     their place.
+
+    >>> GatedDense(4096, 14336, dtype=jnp.bfloat16, rngs=rngs)  # doctest: +SKIP
     """
 
     def __init__(

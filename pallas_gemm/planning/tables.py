@@ -121,6 +121,9 @@ class Found:
 class Table:
     """Tuned configs for one kind of GPU. `with table:` puts it into use.
 
+    >>> with Table.load("mine.json"):  # doctest: +SKIP
+    ...     train_step(params, batch)
+
     Attributes:
         device: The `device_kind` of JAX.
         entries: (key, entry) pairs, in the order of their keys.

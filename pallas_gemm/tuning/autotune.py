@@ -164,6 +164,9 @@ def autotune(
     `f` is compiled but not run; its products are, alone and with operands drawn from N(0, 1). It
     takes a few seconds for each.
 
+    >>> table = autotune(train_step, params, batch)  # doctest: +SKIP
+    >>> table.save_for_user()  # doctest: +SKIP
+
     Args:
         f: A function that calls this package, under `jax.jit` or not.
         *args: Its arguments, or `jax.ShapeDtypeStruct` in their place.

@@ -300,7 +300,11 @@ def test_sizes_beyond_any_machine_integer_are_only_wide() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".raster", ".swizzle", ".hilbert", ".dies", ".online", ".spec", ".draw"]
+    "module",
+    [
+        *("", ".raster", ".swizzle", ".hilbert", ".dies", ".online", ".spec", ".draw"),
+        *(".table", ".triangle", ".pieces"),
+    ],
 )
 def test_drawings_in_the_docstrings_are_true(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"schedules{module}"))

@@ -55,6 +55,9 @@ class BlackwellConfig(GemmConfig):
     that run take over the tiles of those that wait (cluster launch control), so that `ctas` says
     nothing.
 
+    >>> BlackwellConfig(tile=(128, 256), persistence="dynamic").cluster
+    (2, 1)
+
     Attributes:
         accumulators: Accumulators in tensor memory. With two, a tile is stored while the next one
             is multiplied; a tile of more than 256 columns leaves room for one, whose halves are

@@ -47,6 +47,9 @@ MAX_BARRIERS = 32
 class HopperConfig(GemmConfig):
     """What the Hopper kernel can be told.
 
+    >>> HopperConfig(tile=(128, 256)).late_store, HopperConfig(tile=(256, 192)).late_store
+    (True, False)
+
     Attributes:
         consumers: Warpgroups that multiply. With `pingpong` each computes whole tiles of the size
             `tile`; else they share each tile, by rows where it is tall enough, or by columns.
