@@ -3,6 +3,7 @@
 # make lint   only the first two
 # make summaries  after a kernel changed: writes what the compiler says of it to tests/summaries.jsonl
 # make docs   builds the documentation into docs/_build/html; a warning is an error
+# make links  asks for every page of others that it links to
 # make dist   builds what is published, checks it, and installs it in an environment of its own
 # make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
 # make clean  removes what these made
@@ -27,7 +28,7 @@ CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
 # The demo needs less; where the whole environment is, it is enough.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 
-.PHONY: demo test lint summaries docs dist bench clean
+.PHONY: demo test lint summaries docs links dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -65,6 +66,11 @@ docs: $(VENV)/.pallas-gemm-docs
 	$(BIN)/python -m schedules explore --out docs/_build/extra/order.html
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "The site is docs/_build/html/index.html."
+
+# Links within the site are checked where it is built; these need the network.
+links: $(VENV)/.pallas-gemm-docs
+	mkdir -p docs/_build/extra
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/links
 
 $(VENV)/.pallas-gemm-docs: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
