@@ -19,6 +19,7 @@ import numpy as np
 
 from schedules import draw, report, spec
 from schedules.model import MACHINES, Persistence, Prediction, machine_named, predict
+from schedules.pieces import split_k
 from schedules.table import Schedule
 
 COMPARED = (
@@ -39,6 +40,12 @@ EXPLORED = ("raster", "swizzle:8", "swizzle:24", "nested_swizzle:16x8", "hilbert
 
 TILE_LIMIT = 2**22
 """More tiles than a picture shows or a prediction takes minutes for."""
+
+STEPS = 64
+"""Steps of k that are drawn if nothing is said: a K of 4096 in 16 bits."""
+
+LABEL_COLUMNS = 16
+"""What the name of a tile takes of a line."""
 
 SLOW_TILES = 2**16
 """More tiles than a prediction takes a second or two for."""
@@ -141,6 +148,18 @@ def _add_show(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--png", type=Path, metavar="FILE", help="write a picture (extra viz) instead of text"
     )
+    command.add_argument(
+        "--split-k",
+        type=_size,
+        metavar="PARTS",
+        help="draw the pieces of k into which tiles are cut: a line for each tile, along k",
+    )
+    command.add_argument(
+        "--split-last", type=_size, metavar="N", help="of the last N tiles alone; default all"
+    )
+    command.add_argument(
+        "--steps", type=_size, metavar="N", help="of k that each tile takes; default 64"
+    )
     command.set_defaults(run=_show)
 
 
@@ -242,6 +261,11 @@ def _sizes(*counts: int) -> Callable[[str], tuple[int, ...]]:
 
 def _show(options: argparse.Namespace) -> None:
     schedule = _built(options.order, options.grid)
+    if options.split_k is not None:
+        _show_pieces(schedule, options)
+        return
+    if options.split_last is not None or options.steps is not None:
+        raise ValueError("--split-last and --steps need --split-k, into how many pieces")
     if options.png is not None:
         draw.png(schedule, options.png, workers=options.workers)
         print(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles: {options.png}")
@@ -254,6 +278,25 @@ def _show(options: argparse.Namespace) -> None:
         f"{len(steps) - jumps} steps, {jumps} jumps"
     )
     print(picture)
+
+
+def _show_pieces(schedule: Schedule, options: argparse.Namespace) -> None:
+    if options.png is not None or options.style != "auto":
+        raise ValueError("--split-k draws a line for each tile: without --png and --style")
+    if schedule.triangle is not None:
+        raise ValueError("--split-k cuts the tiles of a whole grid, not of a triangle")
+    steps = options.steps or STEPS
+    work = split_k(schedule, steps, options.split_k, options.split_last)
+    workers = options.workers or 1
+    width = max(1, shutil.get_terminal_size().columns - LABEL_COLUMNS)
+    print(
+        f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles: {len(work)} pieces, along"
+        f" {steps} steps of k"
+    )
+    print(draw.pieces(work, workers, width=width))
+    letter = f"{workers} pieces at a time" if options.workers else "a piece"
+    together = -(-steps // width)
+    print(f"one letter: {letter}" + (f", {together} steps of k" if together > 1 else ""))
 
 
 def _built(order: str, grid: tuple[int, int]) -> Schedule:

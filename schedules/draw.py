@@ -1,4 +1,4 @@
-"""An order as a picture: number grid, path and waves in text, and a PNG through matplotlib."""
+"""An order as a picture: numbers, path, waves and pieces in text, and a PNG through matplotlib."""
 
 import os
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules import _check
+from schedules.pieces import Pieces
 from schedules.table import Int32Array, Schedule
 
 if TYPE_CHECKING:
@@ -101,6 +102,42 @@ def path(schedule: Schedule, *, workers: int | None = None, colour: bool = False
         for row in zip(glyphs.tolist(), links.tolist(), strict=True)
     ]
     return _render(cells, "", _shades(schedule.positions(), workers, colour=colour))
+
+
+def pieces(work: Pieces, workers: int = 1, *, width: int = 64) -> str:
+    """Returns a line for each tile, along k: which piece, or which wave of them, computes a step.
+
+    Of more steps than `width` each letter stands for several, and shows the first of them. Letters
+    are those of `waves`.
+
+    >>> from schedules import raster, split_k
+    >>> work = split_k(raster(1, 3), steps=6, parts=2, last=2)
+    >>> print(pieces(work))
+    (0, 0)  000000
+    (0, 1)  111333
+    (0, 2)  222444
+    >>> print(pieces(work, workers=3))
+    (0, 0)  000000
+    (0, 1)  000111
+    (0, 2)  000111
+
+    Args:
+        work: The pieces to draw.
+        workers: How many pieces are computed at the same time.
+        width: The most letters of a line.
+    """
+    workers, width = _check.worker_count(workers), _check.positive_int("width", width)
+    together = -(-work.steps // width)
+    rows, cols = work.grid
+    drawn = np.empty((rows, cols, -(-work.steps // together)), np.int64)
+    for number, (row, col, first, steps) in enumerate(work.table.tolist()):
+        letters = slice(-(-first // together), -(-(first + steps) // together))
+        drawn[row, col, letters] = number // workers % len(WAVE_LETTERS)
+    names = [f"({row}, {col})" for row in range(rows) for col in range(cols)]
+    digits = max(map(len, names))
+    shown = np.array(list(WAVE_LETTERS))[drawn].reshape(rows * cols, -1)
+    lines = zip(names, shown.tolist(), strict=True)
+    return "\n".join(f"{name:{digits}}  {''.join(line)}" for name, line in lines)
 
 
 def _links(schedule: Schedule) -> NDArray[np.int64]:

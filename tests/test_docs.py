@@ -127,6 +127,11 @@ def test_the_waves_of_the_ideas_are_those_that_the_schedules_draw() -> None:
     assert "\n".join(lines) in IDEAS["tile-orders"]
 
 
+def test_the_pieces_of_the_ideas_are_those_that_the_schedules_draw() -> None:
+    work = schedules.split_k(schedules.raster(1, 3), steps=6, parts=2, last=2)
+    assert f"```text\n{draw.pieces(work)}\none letter: a piece\n```" in IDEAS["along-k"]
+
+
 def test_dir_shows_what_is_public() -> None:
     shown = dir(pallas_gemm)
     assert {"gemm", "explain", "Table", "checkpoint_policies", "__version__"} <= set(shown)

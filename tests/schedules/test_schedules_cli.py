@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schedules import build, draw, hilbert
+from schedules import build, draw, hilbert, split_k
 from schedules.__main__ import COMPARED, main
 from schedules.model import H100, predict
 
@@ -67,6 +67,22 @@ def test_colour_is_for_terminals_that_want_it(
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b[" not in printed(capsys, "show", "hilbert")
+
+
+def test_show_draws_pieces_of_k_and_says_what_a_letter_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = ["show", "hilbert", "--grid", "3x4", "--split-k", "5"]
+    work = split_k(hilbert(3, 4), 64, 5)
+    monkeypatch.setenv("COLUMNS", "80")
+    header, _, picture = printed(capsys, *order).partition("\n")
+    assert header == "hilbert, 3 x 4 tiles: 60 pieces, along 64 steps of k"
+    assert picture == draw.pieces(work) + "\none letter: a piece\n"
+    long = split_k(hilbert(3, 4), 130, 5, 2)
+    shown = printed(capsys, *order, "--steps", "130", "--split-last", "2", "--workers", "9")
+    assert draw.pieces(long, 9) in shown
+    assert shown.endswith("one letter: 9 pieces at a time, 3 steps of k\n")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_show_writes_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -132,6 +148,10 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
         (["draw"], "invalid choice: 'draw'"),
         (["show"], "the following arguments are required: ORDER"),
         (["show", "hilbrt"], "there is no order 'hilbrt'; did you mean 'hilbert'"),
+        (["show", "hilbert", "--split-k", "65"], "parts must be at most the 64 steps of k, got 65"),
+        (["show", "hilbert", "--steps", "8"], "--steps need --split-k"),
+        (["show", "hilbert", "--split-k", "2", "--png", "x"], "without --png and --style"),
+        (["show", "triangle:raster", "--split-k", "2"], "not of a triangle"),
         (["show", "swizzle:0"], "group must be an integer of at least 1, got 0"),
         (["show", "hilbert", "--grid", "8"], "--grid: must be 2 positive integers .*, got '8'"),
         (["show", "hilbert", "--grid", "8x0"], "--grid: must be .* positive .*, got '8x0'"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import Schedule, draw, hilbert, raster, swizzle
+from schedules import Schedule, draw, hilbert, raster, split_k, swizzle
 
 sides = st.integers(1, 15)
 PAINT = re.compile(r"\x1b\[38;5;(\d+);48;5;(\d+)m([^\x1b]*)")
@@ -36,6 +36,26 @@ def test_letters_are_the_waves(rows: int, cols: int, workers: int) -> None:
         for line in draw.waves(schedule, workers).split("\n")
     ]
     assert drawn == (schedule.positions() // workers % len(draw.WAVE_LETTERS)).tolist()
+
+
+@given(rows=sides, cols=sides, steps=st.integers(1, 40), data=st.data())
+def test_letters_along_k_are_the_pieces(rows: int, cols: int, steps: int, data: Any) -> None:
+    parts = data.draw(st.integers(1, steps))
+    last = data.draw(st.none() | st.integers(1, rows * cols))
+    work = split_k(hilbert(rows, cols), steps, parts, last)
+    workers, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 50))
+    together = -(-steps // width)
+    lines = draw.pieces(work, workers, width=width).split("\n")
+    assert len(lines) == rows * cols
+    for tile, line in zip(np.ndindex(rows, cols), lines, strict=True):
+        name, letters = re.findall(r"(\(.*\)) +(\w+)", line)[0]
+        assert name == str(tile)
+        assert len(letters) <= width
+        for letter, step in zip(letters, range(0, steps, together), strict=True):
+            row, col, first, length = work.table.T
+            own = (row == tile[0]) & (col == tile[1]) & (first <= step) & (step < first + length)
+            wave = int(own.argmax()) // workers % len(draw.WAVE_LETTERS)
+            assert letter == draw.WAVE_LETTERS[wave]
 
 
 def follow(picture: str) -> list[tuple[int, int]]:
