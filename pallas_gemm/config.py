@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule, Triangle
+from schedules import OnlineSchedule, Pieces, Schedule, Triangle
 from schedules.spec import ONLINE, parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
@@ -328,14 +328,29 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         if isinstance(value, str):
             return value
         raise TypeError(f"{name} must be 'none', 'static' or 'dynamic', got {value!r}")
+    return checked_order(value)
+
+
+def checked_order(value: Any) -> str | Schedule | OnlineSchedule:
+    """Checks `schedule`, of a call or of a config, as far as that goes without a grid.
+
+    Raises:
+        TypeError: It is no order.
+        ValueError: It is the name of none.
+    """
     if isinstance(value, str):
         parse(value)
-        return value
-    if isinstance(value, Schedule | OnlineSchedule):
-        return value
-    raise TypeError(
-        f"{name} must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got {value!r}"
-    )
+    elif isinstance(value, Pieces):
+        raise TypeError(
+            "schedule must be an order of whole tiles, got Pieces: config=HopperConfig(split_k=...)"
+            " cuts them along k"
+        )
+    elif not isinstance(value, Schedule | OnlineSchedule):
+        raise TypeError(
+            "schedule must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got"
+            f" {value!r:.80}"
+        )
+    return value
 
 
 def _is_whole(value: Any) -> bool:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.config import GemmConfig
+from pallas_gemm.config import GemmConfig, checked_order
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Options
 from pallas_gemm.problem import Epilogue, element_type
-from schedules import OnlineSchedule, Schedule, parse
 
 
 def array(name: str, x: Any) -> Any:
@@ -277,7 +276,8 @@ def options(implementation: Any, config: Any, schedule: Any) -> Options:
             "config and schedule have no meaning for implementation='xla', got"
             f" config={config!r}, schedule={schedule!r}"
         )
-    return Options(_implementation(implementation), _config(config), _schedule(schedule))
+    order = None if schedule is None else checked_order(schedule)
+    return Options(_implementation(implementation), _config(config), order)
 
 
 def _implementation(value: Any) -> str | None:
@@ -298,19 +298,6 @@ def _config(value: Any) -> GemmConfig | None:
         raise TypeError(
             f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
         )
-    return value
-
-
-def _schedule(value: Any) -> str | Schedule | OnlineSchedule | None:
-    """Checks `schedule=`, as far as that goes without a grid."""
-    if value is None or isinstance(value, Schedule | OnlineSchedule):
-        return value
-    if not isinstance(value, str):
-        raise TypeError(
-            f"schedule must be a name such as 'swizzle:8', a Schedule or an OnlineSchedule, got"
-            f" {type(value).__name__}"
-        )
-    parse(value)
     return value
 
 
