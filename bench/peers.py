@@ -7,6 +7,7 @@ way to compute the case, or several of which the fastest is taken. Only what is 
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,9 @@ from pallas_gemm.tuning.autotune import config_label
 
 Runner = Callable[[Any], Any]
 """Takes operands in the peer's own form, starts the computation, and returns its results."""
+
+CUDNN_OF_GROUPS = (9, 22)
+"""The first release of cuDNN that computes rows in groups for XLA."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +129,50 @@ class Xla(JaxPeer):
     def candidates(self, case: Case) -> Sequence[Candidate]:
         """Returns the one program that a user would write."""
         return [Candidate("", lambda: compiled(plain(case), case))]
+
+
+class CudnnGroups(Xla):
+    """Rows in groups by XLA's fusion of `lax.ragged_dot`, which cuDNN computes."""
+
+    name = "cudnn"
+    option = "xla_gpu_experimental_use_ragged_dot_fusion"
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        packages = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+        found = [version for package in packages if (version := _version(package))]
+        if any(version >= CUDNN_OF_GROUPS for version in found):
+            return None
+        return f"cuDNN {'.'.join(map(str, CUDNN_OF_GROUPS))} or newer is not installed"
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        return None if case.groups else "rows in groups only"
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns the program that a user would write, compiled with the option."""
+        return [Candidate("", lambda: compiled(plain(case), case, {self.option: True}))]
+
+
+class Tokamax(JaxPeer):
+    """Rows in groups by tokamax, whose kernels have the arguments of `lax.ragged_dot`."""
+
+    name = "tokamax"
+
+    def absent(self) -> str | None:
+        """Returns why it cannot be used here, or None."""
+        return missing("tokamax", "tokamax")
+
+    def refusal(self, case: Case) -> str | None:
+        """Returns why it cannot compute a case, or None."""
+        return None if case.groups else "rows in groups only"
+
+    def candidates(self, case: Case) -> Sequence[Candidate]:
+        """Returns each of its kernels for GPUs, with the config that it chooses."""
+        return [
+            Candidate(kernel, functools.partial(_tokamax, case, kernel))
+            for kernel in ("mosaic", "triton")
+        ]
 
 
 class Op(JaxPeer):
@@ -416,6 +464,8 @@ PEERS: Mapping[str, Callable[[], Peer]] = MappingProxyType(
         "xla": Xla,
         "ours": Op,
         "jax": JaxHopper,
+        "tokamax": Tokamax,
+        "cudnn": CudnnGroups,
         "torch": Torch,
         "quack": Quack,
         "triton": Triton,
@@ -433,6 +483,15 @@ def missing(module: str, package: str) -> str | None:
     return None if found else f"{package} is not installed"
 
 
+def _version(package: str) -> tuple[int, int] | None:
+    """Returns the first two numbers of an installed package's version, or None."""
+    try:
+        major, minor, *_ = importlib.metadata.version(package).split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
 def built(candidate: Candidate, pool: workers.Workers | None) -> Runner:
     """Compiles a candidate, lowered by other processes if there are any and it can be."""
     if pool is None or candidate.program is None:
@@ -440,9 +499,16 @@ def built(candidate: Candidate, pool: workers.Workers | None) -> Runner:
     return pool.build(candidate.program)
 
 
-def compiled(compute: Callable[[Operands], Results], case: Case) -> Runner:
-    """Returns a JAX function compiled for the operands of a case."""
-    return jax.jit(compute).lower(operand_shapes(case)).compile()
+def compiled(
+    compute: Callable[[Operands], Results], case: Case, options: dict[str, Any] | None = None
+) -> Runner:
+    """Returns a JAX function compiled for the operands of a case, with options of XLA."""
+    return jax.jit(compute).lower(operand_shapes(case)).compile(options)
+
+
+def _tokamax(case: Case, kernel: str) -> Runner:
+    ragged_dot = importlib.import_module("tokamax").ragged_dot
+    return compiled(plain(case, functools.partial(ragged_dot, implementation=kernel)), case)
 
 
 def fused(case: Case) -> Callable[[Operands], Results]:

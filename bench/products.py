@@ -56,11 +56,16 @@ def make_operands(case: Case, key: jax.Array) -> Operands:
     }
 
 
-def plain(case: Case) -> Formula:
-    """Returns what a user of JAX would write, to be put under `jax.jit`."""
+def plain(case: Case, by_groups: Callable[..., jax.Array] = lax.ragged_dot) -> Formula:
+    """Returns what a user of JAX would write, to be put under `jax.jit`.
+
+    Args:
+        case: What to compute.
+        by_groups: What multiplies rows in groups, with the arguments of `lax.ragged_dot`.
+    """
 
     def product(a: jax.Array, b: jax.Array, *sizes: jax.Array) -> jax.Array:
-        multiply: Callable[..., jax.Array] = lax.ragged_dot if case.groups else jnp.matmul
+        multiply: Callable[..., jax.Array] = by_groups if case.groups else jnp.matmul
         dtype = case.problem.out_dtype
         return multiply(*_upright(case, a, b), *sizes, preferred_element_type=dtype)
 

@@ -4,10 +4,13 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import importlib.metadata
 import io
 import itertools
 import pathlib
 import re
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -271,6 +274,43 @@ def test_jaxs_kernels_of_groups_take_what_their_tiles_divide() -> None:
     program: Any = jax_peer.candidates(case)[0].program
     results = jax.eval_shape(program.make(*program.args), *program.operands)
     assert [result.shape for result in results] == [(16384, 4096)]
+
+
+def test_peers_of_groups_multiply_as_jax_does_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def ragged_dot(*operands: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        asked.append(implementation)
+        return jax.lax.ragged_dot(*operands, **options)
+
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(ragged_dot=ragged_dot))
+    case = Case(40, 16, 8, groups=4, routing="zipf", layout="NT", direction="both")
+    operands = products.make_operands(case, jax.random.key(1))
+    expected = jax.jit(products.plain(case))(operands)
+    for peer in (peers.Tokamax(), peers.CudnnGroups()):
+        assert peer.refusal(case) is None
+        assert peer.refusal(Case(40, 16, 8)) == "rows in groups only"
+        for candidate in peer.candidates(case):
+            for result, other in zip(candidate.build()(operands), expected, strict=True):
+                np.testing.assert_array_equal(result, other)
+    assert set(asked) == {"mosaic", "triton"}
+
+
+def test_the_fusion_is_asked_of_xla_where_cudnn_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, case = peers.CudnnGroups(), Case(40, 16, 8, groups=4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        peers.compiled(products.plain(case), case, {f"{peer.option}_": True})
+    for version, absent in (("9.21.1", True), ("9.22.0.7", False), ("10.0", False)):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        assert bool(peer.absent()) is absent
+    monkeypatch.setattr(importlib.metadata, "version", _not_installed)
+    assert peer.absent() == "cuDNN 9.22 or newer is not installed"
+
+
+def _not_installed(package: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(package)
 
 
 @pytest.mark.parametrize("layout", shapes.LAYOUTS)
