@@ -23,6 +23,7 @@ from pallas_gemm import (
     gemm,
     offline,
     projections,
+    ragged_dot,
     target,
 )
 from tests import known_kernels
@@ -130,6 +131,23 @@ def _views(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], tup
     }
 
 
+def _by_groups(shape: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradients of a product of groups, of the rows and of the matrices."""
+
+    def both(a: jax.Array, b: jax.Array, sizes: jax.Array, g: jax.Array) -> Any:
+        return jax.vjp(lambda a, b: ragged_dot(a, b, sizes), a, b)[1](g)
+
+    square = shape(8 * SIZE, SIZE)
+    return both, (square, shape(64, SIZE, SIZE), shape(64, dtype=jnp.int32), square)
+
+
+def _own_memory(program: jax.stages.Compiled) -> float:
+    """Returns what a program takes beside its operands and results, as a share of them."""
+    memory: Any = program.memory_analysis()
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return memory.temp_size_in_bytes / given
+
+
 def _handed_over(text: str) -> list[str]:
     """Returns what is done around kernels in place, without a copy."""
     bodies = re.findall(r"^%dynamic-slice-fusion[^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
@@ -144,19 +162,23 @@ def main() -> None:
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    def text(f: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        return jax.jit(f).lower(*operands).compile().as_text()
+    def compiled(f: Callable[..., Any], operands: tuple[Any, ...]) -> jax.stages.Compiled:
+        return jax.jit(f).lower(*operands).compile()
 
     with pytest.MonkeyPatch.context() as patch:
         known_kernels.emptied(patch)
-        _print(shape, text)
+        _print(shape, compiled)
 
 
-def _print(shape: Callable[..., Any], text: Callable[..., str]) -> None:
-    contents = {name: _contents(text(*program)) for name, program in _programs(shape).items()}
+def _print(shape: Callable[..., Any], compiled: Callable[..., jax.stages.Compiled]) -> None:
+    def text(program: tuple[Callable[..., Any], tuple[Any, ...]]) -> str:
+        return compiled(*program).as_text() or ""
+
+    contents = {name: _contents(text(program)) for name, program in _programs(shape).items()}
     with target("h200"):
-        views = {name: _handed_over(text(*program)) for name, program in _views(shape).items()}
-    json.dump({"contents": contents, "views": views}, sys.stdout)
+        views = {name: _handed_over(text(program)) for name, program in _views(shape).items()}
+        memory = _own_memory(compiled(*_by_groups(shape)))
+    json.dump({"contents": contents, "views": views, "memory": memory}, sys.stdout)
 
 
 if __name__ == "__main__":
