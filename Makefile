@@ -32,7 +32,7 @@ DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
-	$(BIN)/python -m bench.demo
+	$(BIN)/python bench/demo.py
 
 # The tests run whatever the linter says, so that one run reports everything; either can fail it.
 # Each worker takes a stretch of them, so that what a module prepares is seldom prepared twice. Of
