@@ -19,7 +19,9 @@ from schedules.online import OnlineSchedule as OnlineSchedule
 from schedules.online import online_raster as online_raster
 from schedules.online import online_swizzle as online_swizzle
 from schedules.pieces import Pieces as Pieces
+from schedules.pieces import Split as Split
 from schedules.pieces import split_k as split_k
+from schedules.pieces import unsplit as unsplit
 from schedules.raster import raster as raster
 from schedules.spec import BUILDERS as BUILDERS
 from schedules.spec import ONLINE_BUILDERS as ONLINE_BUILDERS

@@ -1,12 +1,14 @@
 """Work along K: which steps of which tile are computed at a time, as plain data."""
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from schedules import _check
-from schedules.table import Int32Array, Schedule
+from schedules.table import Int32Array, Schedule, frozen
 
 FIELDS = ("row", "col", "first step", "steps")
 STEP_LIMIT = 65_536
@@ -17,7 +19,8 @@ STEP_LIMIT = 65_536
 class Pieces:
     """Pieces of work, in the order in which they are computed.
 
-    The sum of a tile is made of its pieces', in the order of their first steps.
+    The sum of a tile is made of its pieces', in the order of their first steps. Two are equal when
+    they have the same pieces in the same order, as two schedules are.
 
     >>> Pieces((1, 1), 5, [[0, 0, 2, 3], [0, 0, 0, 2]]).spans.tolist()
     [[2, 3, 1], [0, 2, 0]]
@@ -41,12 +44,29 @@ class Pieces:
         steps = _check.positive_int("steps", self.steps)
         if steps >= STEP_LIMIT:
             raise ValueError(f"steps must be below {STEP_LIMIT}, got {steps}")
-        table = _checked(grid, steps, self.table)
-        table.flags.writeable = False
-        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "table", frozen(_checked(grid, steps, self.table)))
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pieces):
+            return NotImplemented
+        # What they cover says the grid and the steps.
+        return np.array_equal(self.table, other.table)
+
+    def __hash__(self) -> int:
+        return self._content_hash
+
+    @functools.cached_property
+    def _content_hash(self) -> int:
+        return hash(self.table.tobytes())
+
+    def __reduce__(self) -> tuple[type["Pieces"], tuple[Any, ...]]:
+        # As of a schedule: a pickle must not carry the cached hash.
+        return Pieces, (self.grid, self.steps, self.table)
 
     @property
     def order(self) -> Int32Array:
@@ -58,6 +78,19 @@ class Pieces:
         """The (first step, steps) of each piece, and which summand of its tile it makes."""
         _, summand = _by_tile(self.grid, self.table)
         return np.concatenate([self.table[:, 2:], summand[:, None]], axis=1)
+
+
+class Split(NamedTuple):
+    """How tiles are cut along k: what `split_k` is told, but for the steps.
+
+    >>> from schedules import raster
+    >>> unsplit(split_k(raster(1, 2), steps=5, parts=2)) == Split(raster(1, 2), parts=2)
+    True
+    """
+
+    tiles: Schedule
+    parts: int
+    last: int | None = None
 
 
 def split_k(tiles: Schedule, steps: int, parts: int, last: int | None = None) -> Pieces:
@@ -96,6 +129,34 @@ def split_k(tiles: Schedule, steps: int, parts: int, last: int | None = None) ->
     uncut = np.column_stack([whole, np.tile([0, steps], (len(whole), 1))])
     pieces = np.column_stack([np.tile(cut, (parts, 1)), first, length])
     return Pieces(tiles.grid, steps, np.concatenate([uncut, pieces]))
+
+
+def unsplit(pieces: Pieces) -> Split:
+    """Returns of what `split_k` makes these pieces; `last` is None if all or none are cut.
+
+    >>> from schedules import raster
+    >>> tiles, parts, last = unsplit(split_k(raster(1, 2), steps=5, parts=3, last=1))
+    >>> tiles.order.tolist(), parts, last
+    ([[0, 0], [0, 1]], 3, 1)
+
+    Raises:
+        ValueError: It makes none such.
+    """
+    first = pieces.table[:, 2] == 0
+    tiles = Schedule(pieces.grid, pieces.order[first])
+    parts = 1 + int(pieces.spans[:, 2].max())
+    whole = int((pieces.table[:, 3] == pieces.steps).sum())
+    last = len(tiles) - whole if parts > 1 and whole else None
+    made = split_k(tiles, pieces.steps, parts, last).table
+    if np.array_equal(made, pieces.table):
+        return Split(tiles, parts, last)
+    how = f"split_k(..., steps={pieces.steps}, parts={parts}, last={last})"
+    if len(made) != len(pieces):
+        raise ValueError(f"{how} makes {len(made)} pieces of the tiles, got {len(pieces)}")
+    wrong = int((made != pieces.table).any(axis=1).argmax())
+    raise ValueError(
+        f"piece {wrong} of {how} is {made[wrong].tolist()}, got {pieces.table[wrong].tolist()}"
+    )
 
 
 def _by_tile(grid: tuple[int, int], table: Int32Array) -> tuple[np.ndarray, np.ndarray]:

@@ -53,7 +53,7 @@ class Schedule:
             raise ValueError(f"name must be a string, got {self.name!r}")
         grid = _check.grid_size(*self.grid)
         object.__setattr__(self, "grid", grid)
-        object.__setattr__(self, "order", _frozen(_checked_order(grid, self.order, self.triangle)))
+        object.__setattr__(self, "order", frozen(_checked_order(grid, self.order, self.triangle)))
 
     @property
     def rows(self) -> int:
@@ -116,7 +116,7 @@ class Schedule:
     @functools.cached_property
     def _packed(self) -> Int32Array:
         unsigned = self.order.astype(np.uint32)
-        return _frozen((unsigned[:, 0] << 16 | unsigned[:, 1]).view(np.int32))
+        return frozen((unsigned[:, 0] << 16 | unsigned[:, 1]).view(np.int32))
 
     def positions(self) -> Int32Array:
         """Returns int32 `[rows, cols]`: when each tile is visited, counted from 0; else -1."""
@@ -151,7 +151,7 @@ class Schedule:
             table[:] = dealt.reshape(longest, workers).T
         else:
             table[np.arange(longest) < share_sizes(len(self), workers)[:, None]] = self.packed()
-        return _frozen(table)
+        return frozen(table)
 
 
 def share_sizes(tiles: int, workers: int) -> NDArray[np.int64]:
@@ -191,6 +191,6 @@ def _checked_order(
     return given.astype(np.int32)
 
 
-def _frozen(array: Int32Array) -> Int32Array:
+def frozen(array: Int32Array) -> Int32Array:
     """Returns a copy that cannot be made writeable again: its memory is an immutable `bytes`."""
     return np.frombuffer(array.tobytes(), np.int32).reshape(array.shape)

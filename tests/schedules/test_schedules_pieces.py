@@ -1,5 +1,8 @@
 """Work along K as data: what a table of pieces accepts, and how tiles are cut."""
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import Pieces, build, split_k
+from schedules import Pieces, build, split_k, unsplit
 
 HALVES = [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 2]]
 
@@ -27,11 +30,45 @@ def test_pieces_of_a_tile_follow_each_other_and_differ_by_a_step(rows, cols, ste
     np.testing.assert_array_equal(first, np.cumsum(length) - length)
     assert length.sum() == steps
     assert length.max() - length.min() <= 1
+    # To cut all tiles is what no number says, too, and one piece is the whole tile.
+    how = (1, None) if parts == 1 else (parts, None if last == len(tiles) else last)
+    assert unsplit(pieces) == (tiles, *how)
 
 
 def test_summands_are_numbered_by_their_steps_whatever_the_order():
     pieces = Pieces((1, 2), 5, np.array(HALVES)[[3, 0, 2, 1]])
     assert pieces.spans.tolist() == [[3, 2, 1], [0, 3, 0], [3, 2, 1], [0, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        HALVES[::-1],
+        [HALVES[i] for i in (0, 1, 3, 2)],
+        [[0, 0, 0, 2], [0, 1, 0, 2], [0, 0, 2, 3], [0, 1, 2, 3]],
+        [[0, 0, 0, 3], [0, 0, 3, 2], [0, 1, 0, 5]],
+        [[0, 0, 0, 3], [0, 1, 0, 3], [0, 0, 3, 2], [0, 1, 3, 1], [0, 1, 4, 1]],
+    ],
+    ids=["backwards", "second parts swapped", "longer at the end", "the first tile", "by fives"],
+)
+def test_what_nobody_cuts_so_has_no_parts(table: Any):
+    pieces = Pieces((1, 2), 5, table)
+    with pytest.raises(ValueError, match=r"split_k\(..., steps=5, parts=\d, last=(None|1)\)"):
+        unsplit(pieces)
+
+
+def test_equal_pieces_are_one_key_and_nothing_in_them_can_be_changed():
+    halves, again = Pieces((1, 2), 5, HALVES), split_k(build("raster", 1, 2), 5, 2)
+    others = [split_k(build("raster", *grid), 5, 2) for grid in ((2, 1), (2, 2))]
+    others += [Pieces((1, 2), 5, HALVES[::-1]), split_k(build("raster", 1, 2), 6, 2)]
+    assert halves == again != "halves"
+    assert len({halves, again, *others}) == 5
+    for twin in (pickle.loads(pickle.dumps(halves)), copy.deepcopy(halves)):
+        assert (twin, hash(twin)) == (halves, hash(halves))
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            twin.table.setflags(write=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        halves.steps = 6  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
