@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Pieces, Schedule, Triangle
+from schedules import OnlineSchedule, Pieces, Schedule, Triangle, unsplit
 from schedules.spec import ONLINE, parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
@@ -111,6 +111,10 @@ class GemmConfig:
     def tile_k(self, problem: Problem) -> int:
         """Contracted elements per step."""
         return STEP_BYTES // problem.a_dtype.itemsize
+
+    def steps(self, problem: Problem) -> int:
+        """Steps of k of a tile; what lies beyond the edge in the last one is zeros."""
+        return -(-problem.k // self.tile_k(problem))
 
     def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
@@ -218,6 +222,24 @@ class GemmConfig:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
 
+    def mismatches(self, pieces: Pieces, problem: Problem) -> Iterator[str]:
+        """Yields why a table of pieces is not what this config cuts tiles into, in some order."""
+        grid, steps, depth = self.stacked_grid(problem), self.steps(problem), self.tile_k(problem)
+        if pieces.grid != grid:
+            yield f"schedule must be made for the grid {grid}, got {pieces.grid}"
+        if pieces.steps != steps:
+            least, most = (pieces.steps - 1) * depth + 1, pieces.steps * depth
+            yield (
+                f"schedule must be made for {steps} steps of k, of {depth} in k={problem.k}, got"
+                f" {pieces.steps}, which are those of k={least} to {most}"
+            )
+        _, parts, last = unsplit(pieces)
+        if (self.split_k, self.split_last) != (parts, last):
+            yield (
+                f"schedule cuts tiles as split_k={parts} and split_last={last} do, got"
+                f" split_k={self.split_k} and split_last={self.split_last}"
+            )
+
     def check(self, problem: Problem, device: Device) -> None:
         """Raises `ValueError` with every reason why this config cannot compute `problem`."""
         reasons = self.refusals(problem, device)
@@ -281,7 +303,7 @@ class GemmConfig:
         """What is illegal about the pieces of k."""
         if self.split_k == 1:
             return
-        steps = -(-problem.k // self.tile_k(problem))
+        steps = self.steps(problem)
         if self.split_k > steps:
             yield (
                 f"split_k must be at most {steps}, the steps of {self.tile_k(problem)} in"
@@ -332,7 +354,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def checked_order(value: Any) -> str | Schedule | OnlineSchedule:
-    """Checks `schedule`, of a call or of a config, as far as that goes without a grid.
+    """Checks an order of whole tiles, as far as that goes without a grid.
 
     Raises:
         TypeError: It is no order.
@@ -342,8 +364,8 @@ def checked_order(value: Any) -> str | Schedule | OnlineSchedule:
         parse(value)
     elif isinstance(value, Pieces):
         raise TypeError(
-            "schedule must be an order of whole tiles, got Pieces: config=HopperConfig(split_k=...)"
-            " cuts them along k"
+            "schedule of a config must be an order of whole tiles, got Pieces: split_k and"
+            " split_last cut them along k, or the schedule of a call"
         )
     elif not isinstance(value, Schedule | OnlineSchedule):
         raise TypeError(

@@ -13,8 +13,9 @@ import numpy as np
 from pallas_gemm.config import GemmConfig, checked_order
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Options
+from pallas_gemm.planning.call import Options, Order
 from pallas_gemm.problem import Epilogue, element_type
+from schedules import Pieces, unsplit
 
 
 def array(name: str, x: Any) -> Any:
@@ -276,8 +277,7 @@ def options(implementation: Any, config: Any, schedule: Any) -> Options:
             "config and schedule have no meaning for implementation='xla', got"
             f" config={config!r}, schedule={schedule!r}"
         )
-    order = None if schedule is None else checked_order(schedule)
-    return Options(_implementation(implementation), _config(config), order)
+    return Options(_implementation(implementation), _config(config), _schedule(schedule))
 
 
 def _implementation(value: Any) -> str | None:
@@ -298,6 +298,19 @@ def _config(value: Any) -> GemmConfig | None:
         raise TypeError(
             f"config must be the config of a kernel, such as HopperConfig(...), got {value!r:.80}"
         )
+    return value
+
+
+def _schedule(value: Any) -> Order:
+    """Checks `schedule=`, as far as that goes without a grid."""
+    if value is None:
+        return None
+    if not isinstance(value, Pieces):
+        return checked_order(value)
+    try:
+        unsplit(value)
+    except ValueError as error:
+        raise ValueError(f"schedule must be pieces as split_k makes them: {error}") from None
     return value
 
 

@@ -21,12 +21,10 @@ from pallas_gemm.op.explicit import explicit_product
 from pallas_gemm.op.product import product
 from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch, ignored
-from pallas_gemm.planning.call import Operands, Options
+from pallas_gemm.planning.call import Operands, Options, Order
 from pallas_gemm.problem import Epilogue
-from schedules import OnlineSchedule, Schedule
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
-Order = str | Schedule | OnlineSchedule | None
 
 
 @compiled("a", "b", "bias", "residual", "row_scale", "col_scale")
@@ -82,7 +80,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         transpose_a: Swaps the last two dimensions of the left operand, without a copy.
         transpose_b: Swaps the last two dimensions of the right operand, without a copy.
         schedule: The order of the output tiles: a name such as "hilbert" or "swizzle:8", or a
-            `Schedule` made for the grid of tiles.
+            `Schedule` made for the grid of tiles. Or `Pieces` of `split_k`, made for the grid and
+            the steps of k: the order of pieces of tiles that are cut along k.
         config: The kernel's config, instead of what the heuristics choose.
         implementation: "hopper", "blackwell", "xla", or "interpret" (the kernel simulated on the
             CPU). None takes the best that can compute this, and always works.

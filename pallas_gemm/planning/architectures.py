@@ -28,7 +28,8 @@ class Architecture:
         example: A GPU to plan for when nothing else is known.
         config: The class of the kernel's configs.
         problem_refusals: Why the kernel cannot take a problem on a GPU, whatever the config.
-        candidates: The configs that the heuristics consider for a problem.
+        candidates: The configs that the heuristics consider for a problem; or, where tiles are to
+            be cut along k in one way, those that cut them so.
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
@@ -41,7 +42,7 @@ class Architecture:
     example: Device
     config: type[GemmConfig]
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
-    candidates: Callable[[Problem, Device], Iterable[GemmConfig]]
+    candidates: Callable[..., Iterable[GemmConfig]]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
     needs_proof: bool = False
 

@@ -11,8 +11,11 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Epilogue, Problem
-from schedules import OnlineSchedule, Schedule
+from schedules import OnlineSchedule, Pieces, Schedule
 
+Order = str | Schedule | OnlineSchedule | Pieces | None
+"""What a caller says of the order of the work: of tiles, or of pieces of k; None for the config's.
+"""
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
 """The (shape, dtype) of each operand."""
 
@@ -68,14 +71,14 @@ class Options:
     Attributes:
         implementation: The name of an implementation, or None for the best one.
         config: The kernel's config, or None for the heuristics' choice.
-        schedule: The order of the tiles, or None for the config's.
+        schedule: The order of the tiles, or of their pieces of k; None for the config's.
         target: The GPU to plan for; None until the program is lowered for one.
         reduced: The type in which devices exchange partial sums; None for that of the sums.
     """
 
     implementation: str | None = None
     config: GemmConfig | None = None
-    schedule: str | Schedule | OnlineSchedule | None = None
+    schedule: Order = None
     target: Device | None = None
     reduced: np.dtype | None = None
 

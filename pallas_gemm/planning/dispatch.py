@@ -34,12 +34,13 @@ from pallas_gemm.planning.call import (
     Call,
     GroupedCall,
     Options,
+    Order,
     Signature,
     SymmetricCall,
 )
 from pallas_gemm.planning.realign import Realigned, realign
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule
+from schedules import Pieces, unsplit
 
 Reasons = tuple[str, ...]
 
@@ -372,30 +373,43 @@ def _named_config(
     config, kind = options.config, architecture.config
     if not isinstance(config, kind):
         return (f"it takes a {kind.__name__}, got a {type(config).__name__}",)
-    if options.schedule is not None:
-        config = dataclasses.replace(config, schedule=options.schedule)
+    schedule = options.schedule
+    if isinstance(schedule, Pieces):
+        if reasons := tuple(config.mismatches(schedule, problem)):
+            return reasons
+        schedule = unsplit(schedule).tiles
+    if schedule is not None:
+        config = dataclasses.replace(config, schedule=schedule)
     return config.refusals(problem, device) or config
 
 
 def _why_no_config(
-    schedule: str | Schedule | OnlineSchedule | None,
+    schedule: Order,
     problem: Problem,
     device: Device,
     architecture: Architecture,
 ) -> Reasons:
     """Says what all configs lack, or the one that comes nearest; or which grids an order fits."""
-    if schedule is None:
-        considered = architecture.candidates(problem, device)
+    if schedule is None or isinstance(schedule, Pieces):
+        considered = heuristics.considered(problem, device, architecture, schedule)
         refused = [config.refusals(problem, device) for config in considered]
         fewest = min(refused, key=len, default=("no config is considered",))
-        return tuple(why for why in fewest if all(why in others for others in refused)) or fewest
+        if refused or schedule is None:
+            shared = (why for why in fewest if all(why in others for others in refused))
+            return tuple(shared) or fewest
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for config in heuristics.rank(problem, device, architecture):
         grids.setdefault(config.stacked_grid(problem), config.tile)
     legal = ", ".join(f"{grid} for tiles of {tile}" for grid, tile in grids.items())
     if isinstance(schedule, str):
         return (f"schedule={schedule!r} fits none of the grids {legal}",)
-    return (f"schedule is made for the grid {schedule.grid}; legal are {legal}",)
+    other_grid = f"schedule is made for the grid {schedule.grid}; legal are {legal}"
+    if not isinstance(schedule, Pieces):
+        return (other_grid,)
+    cut = architecture.candidates(problem, device, unsplit(schedule))
+    why = {c.stacked_grid(problem): tuple(c.mismatches(schedule, problem)) for c in cut}
+    _, *other_steps = min(why.values(), key=len, default=(other_grid,))
+    return why.get(schedule.grid, (other_grid, *other_steps))
 
 
 def implement(decision: Decision, call: Call) -> Callable[..., Any]:

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.planning.call import Order
 from pallas_gemm.planning.prediction import seconds
 from pallas_gemm.problem import Problem
-from schedules import OnlineSchedule, Schedule
+from schedules import Pieces, unsplit
 from schedules.spec import ONLINE
 
 FULL_WAVES = 0.96
@@ -46,7 +47,7 @@ def rank(
     problem: Problem,
     device: Device,
     architecture: Architecture,
-    schedule: str | Schedule | OnlineSchedule | None = None,
+    schedule: Order = None,
 ) -> tuple[GemmConfig, ...]:
     """Returns every legal candidate for a problem, fastest first.
 
@@ -54,7 +55,7 @@ def rank(
         problem: What is to be computed.
         device: The GPU that it is for.
         architecture: Whose kernel it is.
-        schedule: The order of the tiles; None for the one that suits each candidate.
+        schedule: The order of tiles or of pieces; None for the one that suits each candidate.
     """
     return tuple(_legal(problem, device, architecture, schedule))
 
@@ -64,7 +65,7 @@ def best(
     problem: Problem,
     device: Device,
     architecture: Architecture,
-    schedule: str | Schedule | OnlineSchedule | None = None,
+    schedule: Order = None,
     *,
     rounded_up: bool = True,
 ) -> GemmConfig | None:
@@ -77,16 +78,31 @@ def _legal(
     problem: Problem,
     device: Device,
     architecture: Architecture,
-    schedule: str | Schedule | OnlineSchedule | None,
+    schedule: Order,
 ) -> Iterator[GemmConfig]:
     """Yields legal candidates, fastest first; to score them is quicker than to check them."""
-    candidates: Iterable[GemmConfig] = architecture.candidates(problem, device)
-    if schedule is not None:
-        candidates = (config.reordered(schedule) for config in candidates)
+    candidates = considered(problem, device, architecture, schedule)
     ready = (fitted(problem, config, device, schedule) for config in candidates)
     for config in sorted(ready, key=lambda c: score(problem, c, device, architecture)):
         if not config.refusals(problem, device):
             yield config
+
+
+def considered(
+    problem: Problem, device: Device, architecture: Architecture, schedule: Order = None
+) -> Iterator[GemmConfig]:
+    """Yields every candidate, legal or not, with the order that is given.
+
+    Where that is one of pieces: those alone of whose tiles these are the pieces.
+    """
+    if isinstance(schedule, Pieces):
+        split = unsplit(schedule)
+        for config in architecture.candidates(problem, device, split):
+            if not any(config.mismatches(schedule, problem)):
+                yield config.reordered(split.tiles)
+    else:
+        for config in architecture.candidates(problem, device):
+            yield config if schedule is None else config.reordered(schedule)
 
 
 def score(
@@ -131,7 +147,7 @@ def fitted(
     problem: Problem,
     config: GemmConfig,
     device: Device,
-    schedule: str | Schedule | OnlineSchedule | None = None,
+    schedule: Order = None,
 ) -> GemmConfig:
     """Returns the config with balanced CTAs and, unless it is given, the order that suits it."""
     config = dataclasses.replace(config, ctas=balanced_ctas(problem, config, device))

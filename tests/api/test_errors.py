@@ -15,7 +15,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning.ignored import IgnoredWarning
-from schedules import build, split_k
+from schedules import build
 
 A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -330,12 +330,6 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     ("schedule's name", lambda: gemm(A, B, schedule="hilbrt"), ValueError, "mean 'hilbert'"),
     ("schedule's kind", lambda: gemm(A, B, schedule=8), TypeError, "schedule must be a name"),
-    (
-        "pieces for a schedule",
-        lambda: gemm(A, B, schedule=split_k(build("raster", 1, 1), 6, 2)),
-        TypeError,
-        r"schedule must be an order of whole tiles, got Pieces: config=HopperConfig\(split_k=",
-    ),
     (
         "schedule's grid",
         lambda: gemm(A, B, schedule=build("hilbert", 3, 3)),

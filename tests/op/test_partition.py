@@ -27,7 +27,7 @@ from pallas_gemm import (
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op import partition
 from pallas_gemm.op.parts import part_p
-from schedules import build
+from schedules import build, split_k
 from tests import meshes, reference
 
 M, N, K = 16, 32, 64
@@ -520,12 +520,14 @@ def test_a_mesh_of_six_and_devices_out_of_order() -> None:
 
 # It is compiled for a CPU, where no kernel has an order.
 @pytest.mark.filterwarnings("ignore:schedule=.* has no effect")
-def test_what_is_named_is_for_one_devices_part(mesh: Mesh) -> None:
+@pytest.mark.parametrize("parts", [None, 4])
+def test_what_is_named_is_for_one_devices_part(mesh: Mesh, parts: int | None) -> None:
     a = meshes.place(mesh, _integers(1024, 1024, dtype=jnp.bfloat16), "x", None)
     b = meshes.place(mesh, _integers(1024, 1024, seed=1, dtype=jnp.bfloat16), None, "y")
 
     def product(a: jax.Array, b: jax.Array, rows: int) -> jax.Array:
-        return gemm(a, b, schedule=build("raster", rows=rows, cols=1))
+        order = build("raster", rows=rows, cols=1)
+        return gemm(a, b, schedule=split_k(order, 16, parts) if parts else order)
 
     with pallas_gemm.target("h200"):
         # 512 x 256 for each device, in tiles of 128 x 256.

@@ -18,7 +18,7 @@ from pallas_gemm.planning import bands, dispatch, tables, xla_faster
 from pallas_gemm.planning.call import Operands
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.problem import Epilogue
-from schedules import build
+from schedules import build, split_k
 from tests import reference
 
 NAMED = ("implementation", "config", "schedule")
@@ -168,6 +168,36 @@ def test_a_schedule_picks_a_tile_that_has_its_grid() -> None:
     assert plan is not None
     assert plan.config.schedule == schedule
     assert plan.config.stacked_grid(plan.realigned.problem) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "grid", "steps", "split"),
+    [
+        ("hopper", (4, 3), 64, (8, None)),
+        ("hopper", (8, 12), 64, (3, 5)),
+        ("blackwell", (2, 3), 64, (4, None)),
+        # Steps of 256 bytes.
+        ("blackwell", (4, 12), 32, (4, 2)),
+        ("hopper", (4, 3), 64, (1, None)),
+    ],
+    ids=str,
+)
+def test_pieces_pick_a_tile_that_has_their_grid_and_steps(
+    kernel: str, grid: tuple[int, int], steps: int, split: tuple[int, int | None]
+) -> None:
+    size, order = (512, 768, 4096), build("hilbert", *grid)
+    pieces = split_k(order, steps, *split)
+    plan = _decided(*size, schedule=pieces, implementation=kernel, target=None).plan
+    assert plan is not None
+    problem, config = plan.realigned.problem, plan.config
+    assert (config.stacked_grid(problem), config.steps(problem)) == (grid, steps)
+    assert (config.schedule, config.split_k, config.split_last) == (order, *split)
+    # As if a config had said so.
+    asked = dataclasses.replace(config, schedule="raster")
+    for how in ({"config": config}, {"config": asked, "schedule": pieces}):
+        again = _decided(*size, **how, implementation=kernel, target=None).plan
+        assert again is not None
+        assert again.config == config
 
 
 def test_no_other_order_is_thought_about_where_one_is_named(

@@ -16,7 +16,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
-from schedules import build, model
+from schedules import build, model, split_k
 from schedules.model import predict
 from tests import clock
 
@@ -357,6 +357,38 @@ def test_few_rows_are_cut_where_it_is_worth_a_second_kernel(
     best = heuristics.best(Problem(*size), H200, HOPPER)
     assert best is not None
     assert best.split_k == parts
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(512, 512, 16384, transpose_a=True),
+        # Its tiles are those of the transposed result.
+        Problem(640, 1408, 16384, transpose_b=True),
+        # The last tiles.
+        Problem(5120, 5120, 8192, transpose_a=True),
+    ],
+    ids=str,
+)
+def test_pieces_that_would_be_chosen_are_computed_by_the_config_that_would(
+    problem: Problem,
+) -> None:
+    best = heuristics.best(problem, H200, HOPPER)
+    assert best is not None
+    assert best.split_k > 1
+    tiles = build("hilbert", *best.stacked_grid(problem))
+    pieces = split_k(tiles, best.steps(problem), best.split_k, best.split_last)
+    named = heuristics.best(problem, H200, HOPPER, pieces)
+    assert named == dataclasses.replace(best, schedule=tiles)
+
+
+@pytest.mark.parametrize(("parts", "last", "sums"), [(1, None, 8), (2, None, 4), (2, 3, 8)])
+def test_float32_in_pieces_is_made_of_as_many_sums(parts: int, last: int | None, sums: int) -> None:
+    problem = Problem(512, 768, 4096, out_dtype=jnp.float32)
+    pieces = split_k(build("hilbert", 8, 6), 64, parts, last)
+    best = heuristics.best(problem, H200, HOPPER, pieces)
+    assert isinstance(best, HopperConfig)
+    assert (best.split_k, best.split_last, best.partial_sums) == (parts, last, sums)
 
 
 def test_tiles_of_64_rows_are_as_wide_as_few_columns_ask_for() -> None:

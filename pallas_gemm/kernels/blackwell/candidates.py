@@ -9,6 +9,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import cuts
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.problem import Problem
+from schedules import Split
 
 # (rows, columns) of the tile, the cluster, and the bytes of a step. Pairs read half as much of the
 # right operand, so they come first among equals. A step of 128 bytes of the smallest tile is 128
@@ -36,12 +37,15 @@ FEWEST_DYNAMIC_WAVES = 2
 as are in flight, and others none."""
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
+def candidates(
+    problem: Problem, device: Device, split: Split | None = None
+) -> Iterator[BlackwellConfig]:
     """Yields, for each tile, the configs with as many stages as fit into shared memory.
 
     Few tiles with a long k are also cut along k. Where there are more tiles than run at once, both
     kinds of persistence, the one first that k speaks for: tiles go to whichever cluster is free,
-    unless one is over before it would be known who gets the next.
+    unless one is over before it would be known who gets the next. Or they are cut only as a caller
+    says.
     """
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for tile, cluster, step_bytes in SHAPES:
@@ -54,10 +58,12 @@ def candidates(problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
         deepest = _deepest(config, problem, device)
         if deepest is None:
             continue
-        for persistence in _persistence(problem, deepest, device):
-            yield dataclasses.replace(deepest, persistence=persistence)
-        if cuts.may_be_cut(problem, device):
-            yield from _cut(deepest, problem, device)
+        for parts, last in (split[1:],) if split else _ways(deepest, problem, device):
+            if parts == 1:
+                for persistence in _persistence(problem, deepest, device):
+                    yield dataclasses.replace(deepest, persistence=persistence)
+            else:
+                yield _cut(deepest, parts, last, problem, device)
 
 
 def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> BlackwellConfig | None:
@@ -69,13 +75,25 @@ def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> Black
     return None
 
 
-def _cut(config: BlackwellConfig, problem: Problem, device: Device) -> Iterator[BlackwellConfig]:
-    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy."""
-    for parts in cuts.parts(config, problem, device):
-        cut = dataclasses.replace(config, split_k=parts, schedule="online_swizzle:8")
-        chunks = cut.tiles(problem) * cut.cluster_size * cut.joined(problem).chunks
-        cut = cuts.joined_by_all(cut, problem, chunks, device.sms)
-        yield _deepest(cut, problem, device) or cut
+def _ways(
+    config: BlackwellConfig, problem: Problem, device: Device
+) -> Iterator[tuple[int, int | None]]:
+    """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
+    yield 1, None
+    if cuts.may_be_cut(problem, device):
+        yield from ((parts, None) for parts in cuts.parts(config, problem, device))
+
+
+def _cut(
+    config: BlackwellConfig, parts: int, last: int | None, problem: Problem, device: Device
+) -> BlackwellConfig:
+    """Returns the config with the k loop of its tiles cut, or of the last ones."""
+    if last is not None:
+        return dataclasses.replace(config, split_k=parts, split_last=last)
+    cut = dataclasses.replace(config, split_k=parts, schedule="online_swizzle:8")
+    chunks = cut.tiles(problem) * cut.cluster_size * cut.joined(problem).chunks
+    cut = cuts.joined_by_all(cut, problem, chunks, device.sms)
+    return _deepest(cut, problem, device) or cut
 
 
 def _persistence(

@@ -15,6 +15,7 @@ from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.problem import Problem
+from schedules import Split
 
 # Rows of a tile, and its columns: with these, 94 products drawn at random take 0.5% longer on an
 # H200 than with the best of 41 tiles. One of the right width makes the last wave a full one, narrow
@@ -91,8 +92,13 @@ take 92 us on an H200 with two slots and four stages, and 84 us with four slots 
 as XLA's do. With four steps, two slots are the better choice."""
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields, for each tile, the config with as many stages as fit into shared memory."""
+def candidates(
+    problem: Problem, device: Device, split: Split | None = None
+) -> Iterator[HopperConfig]:
+    """Yields, for each tile, the config with as many stages as fit into shared memory.
+
+    Whole, and cut along k where that may be faster; or only as a caller says.
+    """
     widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
     for form in _forms(problem):
         config = HopperConfig(
@@ -110,11 +116,13 @@ def candidates(problem: Problem, device: Device) -> Iterator[HopperConfig]:
             narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
         ready = ready and _streaming(ready, problem, device)
-        if ready:
-            yield from _accurate(ready, problem, device)
-        if ready and cuts.may_be_cut(problem, device) and not config.pingpong:
-            for cut in (*_cut(ready, problem, device), *_last_cut(ready, problem, device)):
-                yield from _accurate(cut, problem, device)
+        if not ready:
+            continue
+        for parts, last in (split[1:],) if split else _ways(ready, problem, device):
+            if parts == 1:
+                yield from _accurate(ready, problem, device)
+            elif not config.pingpong:
+                yield from _accurate(_cut(ready, parts, last, problem, device), problem, device)
 
 
 def _store_slots(problem: Problem, *, in_turns: bool) -> int:
@@ -146,21 +154,34 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"tile": IN_TURNS, "pingpong": True}
 
 
-def _cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields the config with the k loop of its tiles cut, so that few tiles keep all SMs busy."""
+def _ways(
+    config: HopperConfig, problem: Problem, device: Device
+) -> Iterator[tuple[int, int | None]]:
+    """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
+    yield 1, None
+    if cuts.may_be_cut(problem, device):
+        yield from ((parts, None) for parts in cuts.parts(config, problem, device))
+        yield from _last_ways(config, problem, device)
+
+
+def _cut(
+    config: HopperConfig, parts: int, last: int | None, problem: Problem, device: Device
+) -> HopperConfig:
+    """Returns the config with the k loop of its tiles cut, or of the last ones."""
+    if last is not None:
+        return dataclasses.replace(config, split_k=parts, split_last=last)
+    cut = dataclasses.replace(config, split_k=parts, late_store=False, schedule="online_swizzle:8")
+    chunks = cut.tiles(problem) * cut.stores_per_tile(problem)
     fit = device.coresident_clusters(config.cluster_size)
-    for parts in cuts.parts(config, problem, device):
-        cut = dataclasses.replace(
-            config, split_k=parts, late_store=False, schedule="online_swizzle:8"
-        )
-        chunks = cut.tiles(problem) * cut.stores_per_tile(problem)
-        cut = cuts.joined_by_all(cut, problem, chunks, fit)
-        cut = deepest(cut, problem, device) or cut
-        yield _streaming(cut, problem, device)
+    cut = cuts.joined_by_all(cut, problem, chunks, fit)
+    cut = deepest(cut, problem, device) or cut
+    return _streaming(cut, problem, device)
 
 
-def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields the config with the tiles cut that would be a wave that is not full.
+def _last_ways(
+    config: HopperConfig, problem: Problem, device: Device
+) -> Iterator[tuple[int, int | None]]:
+    """Yields how the tiles may be cut that would be a wave that is not full.
 
     Into as many pieces as make a wave, or two or three: those that take the smallest part of one.
     Rows that threads store were not measured.
@@ -177,7 +198,7 @@ def _last_cut(config: HopperConfig, problem: Problem, device: Device) -> Iterato
         (waves * (1 / parts + HANDED_OVER_STEPS / steps), parts) for waves, parts in ways
     )
     if parts > 1 and full + share < SHORTER * (full + 1):
-        yield dataclasses.replace(config, split_k=parts, split_last=last)
+        yield parts, last
 
 
 def fewest_sums(problem: Problem, device: Device) -> int:
