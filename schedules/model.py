@@ -27,6 +27,7 @@ from schedules.model_forms import mn_tiling_intensity as mn_tiling_intensity
 from schedules.model_pace import pace_of
 from schedules.model_problem import Problem
 from schedules.model_run import simulate
+from schedules.pieces import Pieces
 from schedules.table import Int32Array, Schedule
 
 Persistence = Literal["none", "static", "dynamic"]
@@ -56,12 +57,14 @@ class Prediction:
         merged_bytes: The part of it that joined a request already under way.
         fabric_bytes: What one partition of the L2 asked of another.
         dram_read_bytes: Read from device memory.
-        dram_write_bytes: Written to device memory: the output, once.
+        dram_write_bytes: Written to device memory: the output, once, and of the sums of pieces what
+            does not stay in the L2 until they are joined.
         compulsory_read_bytes: The operands, once: no order can read less.
         concurrency: Workers (clusters) that run at the same time.
-        waves: How often each worker at most takes a tile.
+        waves: How often each worker at most takes a tile, or a piece of one.
         tail: Share of the workers that the last wave leaves idle.
-        balance: Mean share of a worker divided by the largest share.
+        balance: Mean share of a worker divided by the largest share; pieces count as long as they
+            are.
     """
 
     l2_sectors: int
@@ -96,7 +99,7 @@ class TileByTile:
 
 
 def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a keyword
-    schedule: Schedule,
+    schedule: Schedule | Pieces,
     *,
     machine: Machine,
     tile: tuple[int, int, int],
@@ -115,7 +118,9 @@ def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a
     the edge count as whole ones.
 
     Args:
-        schedule: The order, on the grid of cluster tiles (of output tiles without clusters).
+        schedule: The order, on the grid of cluster tiles (of output tiles without clusters). Or
+            pieces of tiles that are cut along K: each reads its own part of K, and stores float32
+            sums, which are read once when all are there.
         machine: What it runs on.
         tile: Rows and columns of one CTA's output tile, and its step along K, in elements.
         k: Extent of the contraction.
@@ -162,6 +167,8 @@ def predict_tiles(
         ValueError: An argument is not legal; the message names it.
     """
     _check.one_of("persistence", persistence, ("none", "static", "dynamic"))
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule must be a Schedule, got {schedule!r}")
     problem = Problem.checked(
         schedule,
         tile=tile,
@@ -229,7 +236,7 @@ class _Crew:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One run: the cache with its counters, and what memory answered for each tile visited."""
+    """One run: the cache with its counters, and what memory answered: see `simulate`."""
 
     cache: SplitCache
     from_memory: list[int]
@@ -259,6 +266,7 @@ def _simulated(problem: Problem, machine: Machine, crew: _Crew, dealt: bool, see
         workers=crew.walking,
         loads=1 / problem.tile[0] + 1 / problem.tile[1],
         k=problem.k,
+        shares=problem.shares,
         speed_spread=machine.speed_spread,
         rng=rng,
     )
@@ -272,7 +280,18 @@ def _summary(problem: Problem, runs: list[_Run], crew: _Crew) -> Prediction:
         for counter in ("read", "merged", "fabric", "dram", "written")
     )
     looked_up = read + fabric + written
-    waves = math.ceil(problem.tiles / crew.walking)
+    # The sums of pieces are never written to memory, but for those that are read from it again.
+    back = sum(sum(run.from_memory[problem.tiles :]) for run in runs)
+    handed_over = sum(map(len, problem.joined)) * problem.sum_bytes
+    stored = written - handed_over + back / (len(runs) * problem.stretches)
+    waves = [math.ceil(count / crew.walking) for count in problem.kernels]
+    last = problem.kernels[-1] - (waves[-1] - 1) * crew.walking
+    # What each worker computes of every kernel, in tiles.
+    work = np.zeros((len(waves), max(waves) * crew.walking))
+    of_kernels = np.split(problem.shares, np.cumsum(problem.kernels)[:-1])
+    for own, shares in zip(work, of_kernels, strict=True):
+        own[: len(shares)] = shares
+    computed = work.reshape(-1, crew.walking).sum(axis=0)
     return Prediction(
         l2_sectors=round(looked_up / SECTOR_BYTES),
         l2_hit_rate=1 - (fabric + dram) / looked_up,
@@ -280,10 +299,10 @@ def _summary(problem: Problem, runs: list[_Run], crew: _Crew) -> Prediction:
         merged_bytes=round(merged),
         fabric_bytes=round(fabric),
         dram_read_bytes=round(dram),
-        dram_write_bytes=round(written),
+        dram_write_bytes=round(stored),
         compulsory_read_bytes=problem.operand_bytes,
         concurrency=crew.clusters,
-        waves=waves,
-        tail=1 - (problem.tiles - (waves - 1) * crew.walking) / crew.walking,
-        balance=problem.tiles / (waves * crew.walking),
+        waves=sum(waves),
+        tail=1 - last / crew.walking,
+        balance=float(computed.sum() / (computed.max() * crew.walking)),
     )

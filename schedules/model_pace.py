@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 STEP = 64
 """The K step of the measured kernels, in elements: the unit of the times below."""
@@ -52,6 +53,7 @@ def pace_of(
     workers: int,
     loads: float,
     k: int,
+    shares: NDArray[np.float64],
     speed_spread: float,
     rng: np.random.Generator,
 ) -> Pace:
@@ -62,18 +64,19 @@ def pace_of(
         workers: Workers that run at the same time.
         loads: Elements that a worker reads per multiply-add.
         k: Extent of the contraction.
+        shares: For each tile, the part of it that is visited, where tiles are cut along K.
         speed_spread: Standard deviation of the time that different workers take for a tile.
         rng: Where the randomness comes from.
     """
 
-    def durations(count: int, spread: float) -> list[float]:
+    def durations(count: int, spread: float | NDArray[np.float64]) -> list[float]:
         # No tile takes no time, however widely a very short one varies.
         return np.clip(1 + spread * rng.standard_normal(count), 0.5, 1.5).tolist()
 
     steps = k / STEP
     return Pace(
         worker=durations(workers, speed_spread),
-        tile=durations(tiles, STEP_SPREAD * loads / steps**0.5),
+        tile=durations(tiles, STEP_SPREAD * loads / steps**0.5 / np.sqrt(shares)),
         stall=STALL_PER_MISS,
         under_way=min(STEPS_UNDER_WAY / steps, LONGEST_UNDER_WAY),
     )

@@ -1,14 +1,18 @@
 """The matrix multiply whose order is being judged, checked, and laid out for the simulated run."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedules import _check
 from schedules.model_run import Launch, Stripes
+from schedules.pieces import Pieces, unsplit
 from schedules.table import Int32Array, Schedule
 
 STRETCHES = 16
@@ -20,6 +24,9 @@ FEWEST_STRETCHES = 4
 STRETCHES_IN_ALL = 2**18
 """How many a simulation may take before tiles get fewer of them: about half a second."""
 
+SUM_BYTES = 4
+"""Of each sum that a piece of a tile hands over: float32, or int32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -27,10 +34,12 @@ class Problem:
 
     Attributes:
         grid: Rows and columns of the tiles that one worker computes at a time.
-        order: The (row, col) of each such tile, in visiting order.
+        order: The (row, col) of each such tile, or piece of one, in visiting order.
         tile: Rows and columns of such a tile, in elements.
         k: Extent of the contraction.
+        kernels: How many of them each kernel visits.
         stretches: Stretches along K that are simulated.
+        spans: For each tile or piece, the first stretch of its own, and the one after its last.
         joinable: Whether reads of A, and of B, may join a request under way.
         itemsize: Bytes of an element of A or B.
         out_itemsize: Bytes of an element of the output.
@@ -44,7 +53,9 @@ class Problem:
     order: Int32Array
     tile: tuple[int, int]
     k: int
+    kernels: tuple[int, ...]
     stretches: int
+    spans: NDArray[np.int64]
     joinable: tuple[bool, bool]
     itemsize: int
     out_itemsize: int
@@ -55,7 +66,7 @@ class Problem:
     @classmethod
     def checked(
         cls,
-        schedule: Schedule,
+        schedule: Schedule | Pieces,
         *,
         tile: tuple[int, int, int],
         k: int,
@@ -66,37 +77,53 @@ class Problem:
         batch: int,
     ) -> Self:
         """Returns the problem, or raises a `ValueError` that names the argument at fault."""
-        if not isinstance(schedule, Schedule):
-            raise ValueError(f"schedule must be a Schedule, got {schedule!r}")
+        if not isinstance(schedule, Schedule | Pieces):
+            raise ValueError(f"schedule must be a Schedule or Pieces, got {schedule!r}")
         tile_m, tile_n, k_block = positive_ints("tile", tile, 3)
         cluster_m, cluster_n = positive_ints("cluster", cluster, 2)
         k = _check.positive_int("k", k)
         _check.true_or_false("multicast", multicast)
-        grid, order, triangle = schedule.grid, schedule.order, schedule.triangle
+        grid, order = schedule.grid, schedule.order
+        triangle = schedule.triangle if isinstance(schedule, Schedule) else None
+        steps, batch = math.ceil(k / k_block), _check.positive_int("batch", batch)
+        ctas = 1 if multicast else cluster_m * cluster_n
+        stretches = min(steps, _stretches(len(order) * ctas * batch))
+        spans = np.tile([0, stretches], (len(order), 1))
+        kernels = (len(order) * batch,)
+        if isinstance(schedule, Pieces):
+            if schedule.steps != steps:
+                raise ValueError(
+                    f"schedule must be made for {steps} steps of k, of {k_block} in k={k}, got"
+                    f" {schedule.steps}"
+                )
+            if batch > 1:
+                raise ValueError(f"batch must be 1 for pieces of k, got {batch}")
+            kernels, stretches, spans = _cut(schedule, stretches)
         if multicast:
             tile_m, tile_n = tile_m * cluster_m, tile_n * cluster_n
         else:
             # Each CTA reads for itself, like a worker of its own beside the others of its cluster.
             grid = grid[0] * cluster_m, grid[1] * cluster_n
             order = _ctas_of(order, cluster_m, cluster_n)
-        batch = _check.positive_int("batch", batch)
         return cls(
             grid=grid,
             order=order,
             tile=(tile_m, tile_n),
             k=k,
-            stretches=min(math.ceil(k / k_block), _stretches(len(order) * batch)),
+            kernels=tuple(count * ctas for count in kernels),
+            stretches=stretches,
+            spans=spans.repeat(ctas, axis=0),
             joinable=(not multicast or cluster_n == 1, not multicast or cluster_m == 1),
             itemsize=_check.positive_int("itemsize", itemsize),
             out_itemsize=_check.positive_int("out_itemsize", out_itemsize),
             batch=batch,
-            matrices=1 if triangle is None else -(-schedule.rows // triangle.rows),
+            matrices=1 if triangle is None else -(-schedule.grid[0] // triangle.rows),
             symmetric=triangle is not None,
         )
 
     @property
     def tiles(self) -> int:
-        """Tiles of the whole batch."""
+        """Tiles of the whole batch, or pieces of them."""
         return len(self.order) * self.batch
 
     @property
@@ -107,8 +134,27 @@ class Problem:
     @property
     def output_bytes(self) -> int:
         """Bytes that are stored for one tile: of a symmetric output, on average."""
-        whole = self.tile[0] * self.tile[1] * self.out_itemsize
-        return whole * math.prod(self.grid) // len(self.order)
+        whole = math.prod(self.tile) * self.out_itemsize
+        return whole * math.prod(self.grid) // len(self.order) if self.symmetric else whole
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes that are stored for one piece of a tile."""
+        return math.prod(self.tile) * SUM_BYTES
+
+    @functools.cached_property
+    def shares(self) -> NDArray[np.float64]:
+        """For each tile or piece, how much of the tile it is."""
+        first, end = self.spans.T
+        return np.tile((end - first) / self.stretches, self.batch)
+
+    @functools.cached_property
+    def joined(self) -> list[list[int]]:
+        """For each tile that is cut, the numbers of its pieces."""
+        tile = self.order @ [self.grid[1], 1]
+        _, counts = np.unique(tile, return_counts=True)
+        by_tile = np.split(np.lexsort((self.spans[:, 0], tile)), counts.cumsum()[:-1])
+        return [pieces.tolist() for pieces in by_tile if len(pieces) > 1]
 
     @property
     def operand_bytes(self) -> int:
@@ -119,7 +165,7 @@ class Problem:
     @property
     def blocks(self) -> int:
         """Blocks that the run touches: stretches of A and B, and output tiles."""
-        return self.batch * self._stripes * self.stretches + self.tiles
+        return self.batch * self._stripes * self.stretches + self.tiles + len(self.joined)
 
     @property
     def _stripes(self) -> int:
@@ -142,16 +188,23 @@ class Problem:
             groups: For each worker, the group of SMs it belongs to.
             dealt: Whether the tiles are dealt out beforehand.
         """
-        both = sum(self.stripe_bytes)
+        both, joined = sum(self.stripe_bytes), self.joined
+        sizes = [self.output_bytes * self.stretches] * self.tiles
+        for piece in itertools.chain.from_iterable(joined):
+            sizes[piece] = self.sum_bytes * self.stretches
         operands = tuple(
             Stripes((stripe * self.stretches).tolist(), size, size / both, joinable)
             for stripe, size, joinable in self._read()
         )
         return Launch(
+            kernels=self.kernels,
             operands=operands,
             stretches=self.stretches,
-            first_output=self.blocks - self.tiles,
-            output_size=self.output_bytes * self.stretches,
+            spans=[(first, end) for first, end in self.spans.tolist()] * self.batch,
+            first_output=self.blocks - self.tiles - len(joined),
+            output_sizes=sizes,
+            joined=joined,
+            joined_size=self.output_bytes * self.stretches,
             groups=groups,
             dealt=dealt,
         )
@@ -178,6 +231,23 @@ class Problem:
         ):
             for i in range(part):
                 yield (start + i).ravel(), size // part, joinable
+
+
+def _cut(pieces: Pieces, stretches: int) -> tuple[tuple[int, ...], int, NDArray[np.int64]]:
+    """Returns how many pieces each kernel visits, how many stretches a tile has, and which a piece.
+
+    Pieces of one tile differ by a step at most: they have as many stretches as each other.
+    """
+    try:
+        _, parts, last = unsplit(pieces)
+    except ValueError as error:
+        raise ValueError(f"schedule must be pieces as split_k makes them: {error}") from None
+    each = max(1, round(stretches / parts))
+    whole = 0 if last is None else len(pieces) - last * parts
+    first = each * pieces.spans[:, 2].astype(np.int64)
+    end = np.where(np.arange(len(pieces)) < whole, each * parts, first + each)
+    kernels = (whole, len(pieces) - whole) if whole else (len(pieces),)
+    return kernels, each * parts, np.stack([first, end], axis=1)
 
 
 def positive_ints(argument: str, value: object, count: int) -> tuple[int, ...]:

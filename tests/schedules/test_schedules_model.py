@@ -5,12 +5,13 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedules
-from schedules import model, model_problem
+from schedules import model, model_pace, model_problem
 from schedules.model import H100, H200, Machine, Prediction, predict
 from tests import clock
 
@@ -222,6 +223,115 @@ def test_item_sizes_scale_the_bytes() -> None:
     assert four.dram_write_bytes == 2 * two.dram_write_bytes == 4 * 16 * OUTPUT
 
 
+# Pieces of k.
+
+SUMS = 64 * 32 * 4
+"""Bytes of the float32 sums that a piece of a tile of `TILE` hands over."""
+
+
+def predicted_in_pieces(
+    grid: tuple[int, int], parts: int, last: int | None, on: Machine, **options: Any
+) -> Prediction:
+    pieces = schedules.split_k(schedules.hilbert(*grid), PROBLEM_K // TILE[2], parts, last)
+    return predict(pieces, machine=on, **({"tile": TILE, "k": PROBLEM_K} | options))
+
+
+@pytest.mark.parametrize(("parts", "last"), [(4, None), (3, None), (4, 5), (16, 1)])
+@pytest.mark.parametrize("persistence", ["static", "dynamic"])
+def test_pieces_read_their_part_of_k_and_hand_over_their_sums_once(
+    parts: int, last: int | None, persistence: str
+) -> None:
+    tiles, handed_over = 6 * 4, (last or 24) * parts * SUMS
+    fits, never = (
+        predicted_in_pieces((6, 4), parts, last, machine(size), persistence=persistence)
+        for size in (2**30, 0)
+    )
+    asked = tiles * (A_STRIPE + B_STRIPE) + handed_over
+    assert fits.requested_bytes == never.requested_bytes == asked
+    assert fits.dram_read_bytes == fits.compulsory_read_bytes == 6 * A_STRIPE + 4 * B_STRIPE
+    assert fits.dram_write_bytes == tiles * OUTPUT
+    # Where nothing stays in the L2, sums are written to memory and read from it.
+    assert never.dram_read_bytes == never.requested_bytes - never.merged_bytes
+    assert never.dram_write_bytes == tiles * OUTPUT + handed_over
+    # What is looked up is what is asked for, but for merged reads, and what is stored.
+    looked_up = fits.requested_bytes - fits.merged_bytes + tiles * OUTPUT + handed_over
+    assert fits.l2_sectors == pytest.approx(looked_up / 32, abs=1)
+
+
+def test_what_reads_other_parts_of_k_shares_nothing() -> None:
+    # All of k in turn by one part each: nothing is read twice, as the ideal has it.
+    result = predicted_in_pieces((1, 1), 16, None, machine(0, sms=16))
+    read = result.requested_bytes - 16 * SUMS
+    assert (read, result.merged_bytes) == (A_STRIPE + B_STRIPE, 0)
+    assert model.k_tiling_intensity(64, 32) == 64 * 32 * PROBLEM_K / (read / 2)
+    # Those of one part share it, like tiles: a row of them reads its part of A once.
+    row = predicted_in_pieces((1, 8), 4, None, machine(0, gpcs=1), persistence="none")
+    whole = predicted("raster", 1, 8, machine(0, gpcs=1), persistence="none")
+    assert row.merged_bytes == pytest.approx(whole.merged_bytes, rel=0.2)
+    assert whole.merged_bytes > 0.6 * 8 * A_STRIPE
+
+
+def test_pieces_fill_the_last_wave() -> None:
+    # Eight workers, and eleven tiles: the last three are half of another wave, or an eighth.
+    whole, cut = predicted("raster", 1, 11, machine(0)), {}
+    for parts in (2, 8):
+        cut[parts] = predicted_in_pieces((1, 11), parts, 3, machine(0))
+    assert (whole.waves, whole.tail, whole.balance) == (2, 5 / 8, 11 / 16)
+    assert (cut[2].waves, cut[2].tail, cut[2].balance) == (2, 2 / 8, 11 / (8 * 1.5))
+    assert (cut[8].waves, cut[8].tail, cut[8].balance) == (4, 0, 1)
+    all_cut = predicted_in_pieces((1, 11), 8, None, machine(0))
+    assert (all_cut.waves, all_cut.balance) == (11, 1)
+
+
+def test_pieces_wait_for_the_tiles_that_are_whole() -> None:
+    # Two workers idle while six tiles are computed, and then ten pieces are two waves.
+    result = predicted_in_pieces((1, 11), 2, 5, machine(0))
+    assert (result.waves, result.tail, result.balance) == (3, 6 / 8, 11 / (8 * 2))
+    # One worker has nobody's reads to join: its own are over.
+    assert predicted_in_pieces((1, 2), 2, 1, machine(0), workers=1).merged_bytes == 0
+
+
+def test_the_time_of_a_piece_varies_as_that_of_a_shorter_tile(rng: np.random.Generator) -> None:
+    shares = np.repeat([1.0, 0.25], 4000)
+    pace = model_pace.pace_of(
+        tiles=8000, workers=1, loads=1 / 64, k=8192, shares=shares, speed_spread=0.0, rng=rng
+    )
+    whole, quarters = np.std(np.reshape(pace.tile, (2, 4000)), axis=1)
+    assert quarters == pytest.approx(2 * whole, rel=0.1)
+
+
+def test_tiles_in_one_piece_are_whole() -> None:
+    whole = predict(schedules.hilbert(5, 7), machine=H200, tile=TILE, k=PROBLEM_K)
+    assert predicted_in_pieces((5, 7), 1, None, H200) == whole
+
+
+def test_a_cluster_without_multicast_cuts_the_tile_of_each_cta() -> None:
+    result = predicted_in_pieces((2, 3), 4, 5, machine(0), cluster=(2, 1), multicast=False)
+    asked = 12 * (A_STRIPE + B_STRIPE) + 10 * 4 * SUMS
+    assert result.requested_bytes == asked
+    assert result.dram_write_bytes == 12 * OUTPUT + 10 * 4 * SUMS
+
+
+HALVES = schedules.split_k(schedules.raster(1, 2), 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "options", "message"),
+    [
+        (HALVES, {"k": 272}, r"made for 17 steps of k, of 16 in k=272, got 16"),
+        (HALVES, {"batch": 2}, "batch must be 1 for pieces of k, got 2"),
+        (schedules.Pieces((1, 2), 16, HALVES.table[::-1]), {}, "be pieces as split_k makes them"),
+    ],
+)
+def test_other_pieces_are_refused(
+    pieces: schedules.Pieces, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict(pieces, machine=H200, **({"tile": TILE, "k": PROBLEM_K} | options))
+    with pytest.raises(ValueError, match="schedule must be a Schedule, got Pieces"):
+        model.predict_tiles(pieces, machine=H200, tile=TILE, k=PROBLEM_K)  # type: ignore[arg-type]
+
+
 # How fine and how fast.
 
 
@@ -302,7 +412,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_bare_array_is_no_schedule() -> None:
-    with pytest.raises(ValueError, match="schedule must be a Schedule, got array"):
+    with pytest.raises(ValueError, match="schedule must be a Schedule or Pieces, got array"):
         predict(schedules.raster(1, 1).order, machine=H200, tile=TILE, k=PROBLEM_K)
 
 
