@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import explain, gated_gemm, gemm
+from pallas_gemm import explain, gated_gemm, gemm, gram, grouped_gemm
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op.product import product_p
@@ -204,6 +204,18 @@ def test_what_is_not_cut_along_k_has_no_pieces(monkeypatch: pytest.MonkeyPatch) 
     a = jnp.ones((M, K), jnp.bfloat16)
     with pytest.raises(ValueError, match="no meaning for implementation='xla'"):
         gemm(a, a, transpose_b=True, schedule=split_k(TILES, STEPS, 2), implementation="xla")
+
+
+def test_groups_and_symmetric_results_are_not_cut() -> None:
+    x, sizes = jnp.ones((256, 256), jnp.bfloat16), jnp.array([200, 56])
+    cut, whole = (split_k(swizzle(2, 2), 4, parts) for parts in (2, 1))
+    with pytest.raises(ValueError, match="split_k must be 1 for a symmetric result, got 2"):
+        gram(x, schedule=cut)
+    reference.assert_exact(
+        gram(x, schedule=whole, implementation="interpret"), np.full((256, 256), 256)
+    )
+    with pytest.raises(ValueError, match="schedule must be a name or an OnlineSchedule for groups"):
+        grouped_gemm(x, jnp.stack([x, x]), sizes, schedule=split_k(swizzle(3, 2), 4, 2))
 
 
 def test_both_halves_of_a_gated_product_are_cut() -> None:
