@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +139,21 @@ def kept_compilations(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             patch.setattr(offline, "_compile_elsewhere", keeping)
         compilations.anonymous(patch)
         yield compile_elsewhere
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_executables(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Compiles no program for the CPU again that was compiled before; gives what compiles each."""
+    from jax._src import compiler  # noqa: TID251 - no setting
+
+    from tests import executables
+
+    compile_and_load = compiler.backend_compile_and_load
+    cache = getattr(request.config, "cache", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if cache is not None and not _wants_gpu(request.config):
+            executables.install(patch, cache.mkdir("executables"))
+        yield compile_and_load
 
 
 @pytest.fixture(scope="session", autouse=True)
