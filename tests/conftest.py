@@ -191,6 +191,20 @@ def quick_lowering() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_arrays(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
+    """Has JAX take NumPy's arrays without a program; gives what it does by itself."""
+    from jax._src.lax import lax  # noqa: TID251 - no setting
+
+    from tests import quick_arrays
+
+    stock = lax.stage_p.impl
+    with pytest.MonkeyPatch.context() as patch:
+        if not _wants_gpu(request.config):
+            quick_arrays.install(patch)
+        yield stock
+
+
 @pytest.fixture
 def compiled_anew(kept_compilations: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of compiling itself: nothing is taken from an earlier run."""
