@@ -17,11 +17,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax._src import callback as callbacks  # noqa: TID251 - here and below, what is slow is private
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock  # noqa: TID251
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret  # noqa: TID251
+from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
+    gpu_callbacks,
+    jaxpr_interpret,
+    shared_memory,
+)
 
 from tests import numpy_programs
 
@@ -36,6 +42,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_map, "_run_jaxpr", _evaluated())
     monkeypatch.setattr(callbacks, "io_callback_impl", _of_numpy(callbacks.io_callback_impl))
     monkeypatch.setattr(vector_clock.NpVectorClock, "ordered", ordered)
+    request = shared_memory.HostAllocationRequest
+    fields = functools.cache(vars(request)["shape_and_dtype"].__func__)
+    monkeypatch.setattr(request, "shape_and_dtype", classmethod(fields))
+    monkeypatch.setattr(request, "from_array", classmethod(_read_request))
+    name = "_get_barrier_allocation_key_from_inval"
+    stock_key = getattr(jaxpr_interpret, name)
+    monkeypatch.setattr(
+        jaxpr_interpret, name, lambda keys, *transforms: stock_key(Keys(keys), *transforms)
+    )
     interpreter = jaxpr_interpret.JaxprInterpreter
     stock_copy = interpreter._interpret_copy_gmem_to_smem_p
     monkeypatch.setattr(
@@ -52,6 +67,36 @@ def ordered(clock: Any, other: Any) -> bool:
         before |= own < others
         after |= own > others
     return before != after
+
+
+class Keys:
+    """The keys of barriers, of which one is taken without looking whether its number is negative.
+
+    That, and to count from the end if it is, takes eight equations of each wait and arrival.
+    """
+
+    def __init__(self, keys: jax.Array) -> None:
+        self._keys = keys
+        self.shape, self.ndim = keys.shape, keys.ndim
+
+    def __getitem__(self, index: tuple[Any, ...]) -> jax.Array:
+        taken = self._keys
+        for number in index:
+            if isinstance(number, int):
+                taken = lax.index_in_dim(taken, number, keepdims=False)
+            else:
+                taken = lax.dynamic_index_in_dim(
+                    taken, number, keepdims=False, allow_negative_indices=False
+                )
+        return taken
+
+
+def _read_request(cls: Any, request: np.ndarray) -> Any:
+    """Returns the allocation that an array describes, by its fields in order."""
+    shape = cls.shape_and_dtype().shape
+    if request.shape != shape or request.dtype.kind != "i":
+        raise ValueError(f"expected integers of shape {shape}: got {request!r}")
+    return cls(**dict(zip(cls.__dataclass_fields__, request.tolist(), strict=True)))
 
 
 def _evaluated() -> Callable[..., None]:

@@ -1,8 +1,13 @@
 """What the quick simulator computes in another way than JAX is the same."""
 
 import itertools
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock  # noqa: TID251
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory  # noqa: TID251
 
 from tests import quick_simulator
 
@@ -18,3 +23,25 @@ def test_clocks_are_ordered_as_by_jax() -> None:
     for one, other in itertools.product(clocks, repeat=2):
         expected = one.lt(other) or other.lt(one)
         assert quick_simulator.ordered(one, other) == expected
+
+
+@pytest.mark.parametrize(
+    "cls", [shared_memory.HostAllocationRequest, shared_memory.HostAllocationKey]
+)
+def test_requests_are_read_as_by_jax(cls: Any) -> None:
+    numbers = np.arange(3, 3 + cls.shape_and_dtype().shape[0], dtype=np.int32)
+    read = cls.from_array(numbers)
+    assert list(read) == numbers.tolist()
+    assert list(cls.from_array(read.as_np_array)) == numbers.tolist()
+    for wrong in (numbers[1:], numbers.astype(np.float32)):
+        with pytest.raises(ValueError, match="integers"):
+            cls.from_array(wrong)
+
+
+def test_a_barrier_has_the_key_that_jax_finds() -> None:
+    keys = jnp.arange(2 * 3 * 6).reshape(2, 3, 6)
+    quick = quick_simulator.Keys(keys)
+    for row, col in itertools.product(range(2), range(3)):
+        for index in ((row, col), (jnp.int32(row), col), (row, jnp.int32(col))):
+            np.testing.assert_array_equal(quick[index], keys[row, col])
+        np.testing.assert_array_equal(quick[(row,)], keys[row])
