@@ -85,8 +85,8 @@ def exact(problem: Problem, operands: Operands) -> np.ndarray:
 
 def rounded(problem: Problem, values: np.ndarray) -> np.ndarray:
     """Rounds once to the result's dtype, and returns float64 for comparing."""
-    wide = jnp.asarray(values, problem.accumulator_dtype)
-    return np.asarray(wide.astype(problem.out_dtype)).astype(np.float64)
+    wide = values.astype(problem.accumulator_dtype)
+    return wide.astype(problem.out_dtype).astype(np.float64)
 
 
 def _operands(problem: Problem, draw: Any) -> Operands:
@@ -94,17 +94,22 @@ def _operands(problem: Problem, draw: Any) -> Operands:
     *batch, rows, cols = problem.out_shape
     sizes = {"m": (rows,), "n": (cols,), "": ()}
     extras = {
-        name: jnp.asarray(draw(problem.residual_shape), problem.out_dtype)
+        name: _converted(draw(problem.residual_shape), problem.out_dtype)
         if name == "residual"
-        else jnp.asarray(draw((*batch, *sizes[DIMENSIONS[name]])), jnp.float32)
+        else _converted(draw((*batch, *sizes[DIMENSIONS[name]])), jnp.float32)
         for name in epilogue.operands
     }
     return Operands(
-        jnp.asarray(draw(problem.a_shape), problem.a_dtype),
-        jnp.asarray(draw(problem.b_shape), problem.b_dtype),
-        jnp.asarray(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
+        _converted(draw(problem.a_shape), problem.a_dtype),
+        _converted(draw(problem.b_shape), problem.b_dtype),
+        _converted(draw(problem.b_shape), problem.b_dtype) if epilogue.gated else None,
         **extras,
     )
+
+
+def _converted(numbers: np.ndarray, dtype: Any) -> jax.Array:
+    """Converts with NumPy, for which JAX would compile a program for each shape and type."""
+    return jnp.asarray(numbers.astype(dtype))
 
 
 def transposed(problem: Problem, layout: str) -> Problem:
