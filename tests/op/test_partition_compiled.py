@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_gemm import explain, gemm, offline, target
-from tests import programs
+from tests import partitioned_programs, programs
 
 pytestmark = pytest.mark.skipif(
     bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
     """Lines of what the assembler says of each kernel, and a last one of what the programs do."""
-    return programs.output("tests.partitioned_programs", MOSAIC_GPU_DUMP_PTXAS="1").splitlines()
+    return programs.output(
+        "tests.partitioned_programs", **{partitioned_programs.ASSEMBLED: "1"}
+    ).splitlines()
 
 
 @pytest.fixture(scope="module")
