@@ -1,5 +1,6 @@
 """How the tests run: on the CPU unless a GPU is asked for, strict about dtypes, and repeatable."""
 
+import atexit
 import contextlib
 import gc
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _pytest import unraisableexception
 from hypothesis import HealthCheck, settings
 
 CPU_FLAGS = (
@@ -72,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     # What was tuned on this computer says nothing about the code.
     os.environ["PALLAS_GEMM_CACHE_DIR"] = str(pathlib.Path(os.devnull, "no tables"))
-    if not _wants_gpu(config):
+    # What no plugin sees any more is looked for once at the end, and not five times.
+    config.stash[unraisableexception.gc_collect_iterations_key] = 1
+    if not _wants_gpu(config) and not _only_controls(config):
         import jax
 
         # Most programs run once, on a few numbers: to make them fast takes longer than they do. Not
@@ -95,6 +99,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same examples every time: a failure there belongs to the commit and not to chance.
     settings.register_profile("ci", shared, derandomize=True, database=None)
     settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Has a worker that has told all end at once: to free what it made takes it 5 seconds."""
+    if hasattr(config, "workerinput"):
+        # What is registered last is done first.
+        atexit.register(os._exit, 0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -233,6 +244,11 @@ def new_processes(kept_compilations: Callable[..., str], monkeypatch: pytest.Mon
 def rng() -> np.random.Generator:
     """Random numbers that are the same in every run."""
     return np.random.default_rng(0)
+
+
+def _only_controls(config: pytest.Config) -> bool:
+    """Whether other processes run the tests."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 def _wants_gpu(config: pytest.Config) -> bool:
