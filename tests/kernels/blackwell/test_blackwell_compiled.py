@@ -2,7 +2,7 @@
 
 What is compiled covers the search space without being all of it, to take half a minute of one core:
 
-* every step of the ladder, and one config for each mode of the kernel;
+* every step of the ladder, and one config for each mode of the kernel: a fifth of them in a run;
 * every candidate of the heuristics with every second of some epilogues, which between them are in
   every layout, of every type, in a batch and without, dealt and taken over;
 * some configs that are legal and never considered, as they are drawn.
@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,114 +201,158 @@ def test_what_tuning_tries():
     check_sound([(config, PROBLEM) for config in dict.fromkeys(tried)])
 
 
+def read(report: offline.Report) -> summaries.Findings:
+    """Returns what the checks below are about. The file knows it until a line here changes."""
+    ptx = report.ptx
+
+    def constant(operand: str) -> int:
+        """The number in an operand, or in the register that is set to it once."""
+        if operand.isdigit():
+            return int(operand)
+        (value,) = re.findall(rf"mov\.b32\s+{re.escape(operand)}, (\d+);", ptx)
+        return int(value)
+
+    # What each says that it does is in its name.
+    families = r"(?:tcgen05|clusterlaunchcontrol|cp\.async\.bulk|fence\.proxy)"
+    instructions = collections.Counter(re.findall(rf"\b{families}[a-z0-9_.:]+", ptx))
+    waits = re.findall(r"cp\.async\.bulk\.wait_group\.read\s+(\d+)", ptx)
+    moves = re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", ptx)
+    barriers = re.findall(r"mbarrier\.init\.shared\S* \[\S+\], (\S+);", ptx)
+    return {
+        "target": re.findall(r"\.target (\w+)", ptx),
+        "spill_bytes": report.spill_bytes,
+        "stack": bool(re.search(r"[1-9]\d* bytes stack frame", report.log)),
+        "cluster": list(report.cluster),
+        "grid": math.prod(report.grid),
+        "threads": report.threads,
+        "registers": report.registers,
+        "tensor_memory_columns": report.tensor_memory_columns,
+        "instructions": dict(sorted(instructions.items())),
+        "stored_bits": sum(map(int, re.findall(r"\bst(?:\.global)?\.b(\d+)", ptx))),
+        "stmatrix": "stmatrix" in ptx,
+        "waits": sorted(set(map(int, waits))),
+        "moved": [" ".join(move) for move in moves],
+        "barriers": sorted(map(constant, barriers)),
+    }
+
+
 @pytest.fixture(scope="module")
-def modes() -> dict[str, tuple[Case, offline.Report]]:
+def modes() -> dict[str, tuple[Case, summaries.Findings]]:
+    """Compiles a fifth of the modes, another one every day, and asks the file for the others."""
+    day = int(time.time() // (24 * 3600))
     found = {}
-    for name, (config, problem) in MODES.items():
-        case = dataclasses.replace(config, ctas=B200.sms - 2), problem
-        (report,) = summaries.KEPT.reports(build(case), *operands(problem), target="b200")
-        found[name] = case, report
+    for turn, (name, case) in enumerate(cases_of_modes().items()):
+        anew = (day + turn) % 5 == 0
+        found[name] = (
+            case,
+            summaries.KEPT.findings(
+                read, build(case), *operands(case[1]), target="b200", anew=anew
+            ),
+        )
     return found
+
+
+def cases_of_modes() -> dict[str, Case]:
+    """The modes with a pair less than there is room for."""
+    return {
+        name: (dataclasses.replace(config, ctas=B200.sms - 2), problem)
+        for name, (config, problem) in MODES.items()
+    }
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_is_sound(name, modes):
-    _, report = modes[name]
-    assert ".target sm_100a" in report.ptx
-    assert report.spill_bytes == 0
-    assert not re.search(r"[1-9]\d* bytes stack frame", report.log)
+    _, found = modes[name]
+    assert found["target"] == ["sm_100a"]
+    assert found["spill_bytes"] == 0
+    assert not found["stack"]
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_pairs_multiply_load_and_commit_together(name, modes):
-    (config, _), report = modes[name]
-    found = instructions(report.ptx)
+    (config, _), found = modes[name]
+    done = collections.Counter(found["instructions"])
     pair = config.cluster_size == 2
     # A step of 64 is four MMAs of 16; each step has a commit, and so has each tile.
     each = config.step_bytes // 32
-    assert found["tcgen05.mma.cta_group::2.kind::f16"] == (each if pair else 0)
-    assert found["tcgen05.mma.cta_group::1.kind::f16"] == (0 if pair else each)
-    commits = {name for name in found if name.startswith("tcgen05.commit")}
+    assert done["tcgen05.mma.cta_group::2.kind::f16"] == (each if pair else 0)
+    assert done["tcgen05.mma.cta_group::1.kind::f16"] == (0 if pair else each)
+    commits = {name for name in done if name.startswith("tcgen05.commit")}
     assert all(("multicast::cluster" in commit) == pair for commit in commits)
-    assert sum(found[commit] for commit in commits) == 2
-    loads = {name for name in found if re.match(r"cp\.async\.bulk\.tensor\.2d\.shared", name)}
+    assert sum(done[commit] for commit in commits) == 2
+    loads = {name for name in done if re.match(r"cp\.async\.bulk\.tensor\.2d\.shared", name)}
     operand_loads = {name for name in loads if name.endswith("cta_group::2")}
     assert bool(operand_loads) == pair
-    assert report.cluster == (config.cluster_size, 1, 1)
+    assert found["cluster"] == [config.cluster_size, 1, 1]
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_tiles_are_taken_over_by_cluster_launch_control_and_only_then(name, modes):
-    (config, problem), report = modes[name]
-    found = instructions(report.ptx)
+    (config, problem), found = modes[name]
+    done = collections.Counter(found["instructions"])
     dynamic = config.persistence == "dynamic"
-    asks = sum(found[name] for name in found if "clusterlaunchcontrol.try_cancel" in name)
-    reads = sum(found[name] for name in found if "query_cancel.is_canceled" in name)
+    asks = sum(done[name] for name in done if "clusterlaunchcontrol.try_cancel" in name)
+    reads = sum(done[name] for name in done if "query_cancel.is_canceled" in name)
     # One role asks: for the two that are in flight at first, and in a loop for those that follow.
     assert asks == (2 + 1 if dynamic else 0)
     assert reads == (3 if dynamic else 0)
-    assert all("multicast::cluster::all" in name for name in found if "try_cancel" in name)
-    assert found["fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster"] == (
+    assert all("multicast::cluster::all" in name for name in done if "try_cancel" in name)
+    assert done["fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster"] == (
         1 if dynamic else 0
     )
     tiles = math.prod(config.stacked_grid(problem)) * config.cluster_size
-    assert math.prod(report.grid) == (config.ctas if config.persistence == "static" else tiles)
+    assert found["grid"] == (config.ctas if config.persistence == "static" else tiles)
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_result_leaves_by_tma_unless_it_is_stored_directly(name, modes):
-    (config, problem), report = modes[name]
-    found = instructions(report.ptx)
+    (config, problem), found = modes[name]
     stores = sum(
         count
-        for instruction, count in found.items()
+        for instruction, count in found["instructions"].items()
         if instruction.startswith("cp.async.bulk.tensor.2d.global.shared::cta")
     )
     assert stores == (0 if config.direct_store else 1)
     # Each of 128 threads stores its part of 128 rows: of each column an element.
-    direct = sum(map(int, re.findall(r"\bst(?:\.global)?\.b(\d+)", report.ptx)))
     chunk = 8 * problem.out_dtype.itemsize * config.store_columns
-    assert direct == (chunk if config.direct_store else 0)
-    assert ("stmatrix" in report.ptx) == (not config.direct_store)
+    assert found["stored_bits"] == (chunk if config.direct_store else 0)
+    assert found["stmatrix"] == (not config.direct_store)
     # What is read ahead of the last store may still be read by TMA.
-    left = set(map(int, re.findall(r"cp\.async\.bulk\.wait_group\.read\s+(\d+)", report.ptx)))
     waits = {0} if problem.epilogue.residual else {0, config.store_slots - 1}
-    assert left == (set() if config.direct_store else waits)
+    assert set(found["waits"]) == (set() if config.direct_store else waits)
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_sums_are_read_from_tensor_memory(name, modes):
-    (config, problem), report = modes[name]
-    found = instructions(report.ptx)
-    reads = [name for name in found if name.startswith("tcgen05.ld")]
+    (config, problem), found = modes[name]
+    done = collections.Counter(found["instructions"])
+    reads = [name for name in done if name.startswith("tcgen05.ld")]
     assert reads
     # A load of 16x256b.xN brings 4 N registers; as a warp reads 32 lanes, it takes two.
     repeats = {name: int(re.findall(r"\.x(\d+)\.", name)[0]) for name in reads}
-    registers = sum(4 * repeats[name] * found[name] for name in reads)
+    registers = sum(4 * repeats[name] * done[name] for name in reads)
     assert registers == config.read_columns(problem)
-    assert found["tcgen05.wait::ld.sync.aligned"] == 1
-    assert report.tensor_memory_columns == config.accumulators * config.tile[1]
+    assert done["tcgen05.wait::ld.sync.aligned"] == 1
+    assert found["tensor_memory_columns"] == config.accumulators * config.tile[1]
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_warps_are_specialised_in_warpgroups_of_their_own(name, modes):
-    (config, _), report = modes[name]
-    moved = re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", report.ptx)
+    (config, _), found = modes[name]
     if not config.specialised:
-        assert (report.threads, moved) == (256, [])
+        assert (found["threads"], found["moved"]) == (256, [])
         return
     issuing, stored = config.registers
-    assert report.threads == 384
-    assert moved == [("dec", str(issuing))] * 2 + [("inc", str(stored))]
-    assert 128 * (2 * issuing + stored) <= 128 * 3 * report.registers
+    assert found["threads"] == 384
+    assert found["moved"] == [f"dec {issuing}"] * 2 + [f"inc {stored}"]
+    assert 128 * (2 * issuing + stored) <= 128 * 3 * found["registers"]
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_barriers_are_made_with_the_counts_of_the_protocol(name, modes):
-    (config, problem), report = modes[name]
+    (config, problem), found = modes[name]
     plan = BlackwellPlan(problem, config, B200)
-    counts = re.findall(r"mbarrier\.init\.shared\S* \[\S+\], (\S+);", report.ptx)
-    made = collections.Counter(int(_constant(count, report.ptx)) for count in counts)
+    made = collections.Counter(found["barriers"])
     # All 128 threads of a warpgroup arrive on a barrier of one CTA that does not order MMAs.
     expected = collections.Counter({128 * plan.full_arrivals: config.stages})
     expected[protocol.commit_arrivals()] += config.stages + config.accumulators
@@ -317,20 +362,6 @@ def test_barriers_are_made_with_the_counts_of_the_protocol(name, modes):
         expected[128] += config.store_slots
     if config.persistence == "dynamic":
         expected[128 * protocol.answer_arrivals()] += launch_control.IN_FLIGHT
-        read = protocol.read_arrivals(plan.roles) * config.cluster_size
-        expected[read] += launch_control.IN_FLIGHT
+        readers = protocol.read_arrivals(plan.roles) * config.cluster_size
+        expected[readers] += launch_control.IN_FLIGHT
     assert made == expected
-
-
-def instructions(ptx: str) -> collections.Counter[str]:
-    """How often each instruction is written that says what it does in its name."""
-    families = r"(?:tcgen05|clusterlaunchcontrol|cp\.async\.bulk|fence\.proxy)"
-    return collections.Counter(re.findall(rf"\b{families}[a-z0-9_.:]+", ptx))
-
-
-def _constant(operand: str, ptx: str) -> str:
-    """The number in an operand, or in the register that is set to it once."""
-    if operand.isdigit():
-        return operand
-    (value,) = re.findall(rf"mov\.b32\s+{re.escape(operand)}, (\d+);", ptx)
-    return value
