@@ -4,6 +4,7 @@ To import JAX and the package takes a process as long as to compile a kernel. Wh
 it is first used, such as the architecture that it compiles for, each fork settles for itself.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pallas_gemm import offline
 from tests import compilations
@@ -122,8 +123,34 @@ def main() -> None:
         os.environ.update(env)
         sys.argv = ["-c", *arguments]
         warnings.resetwarnings()
+        _end(_status_of(code))
+    _end(0)
+
+
+def _status_of(code: str) -> int:
+    """Runs code, and returns the status with which a process of its own would end."""
+    try:
         exec(code, {"__name__": "__main__"})
-        return
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process when all has been done but to free what it imported: half a second."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ print("said", file=sys.stderr)
 os.write(1, b"unbuffered")
 sys.exit(int(sys.argv[1]))
 """
+LATE = """
+import atexit, threading, time
+atexit.register(print, "ended")
+threading.Thread(target=lambda: (time.sleep(0.2), print("late"))).start()
+print("begun")
+"""
 
 
 def test_a_fork_does_what_a_process_does() -> None:
@@ -38,6 +44,9 @@ def test_a_fork_does_what_a_process_does() -> None:
         )
         assert "ZeroDivisionError" in run("1 / 0").stderr
         assert run("import os; os.kill(os.getpid(), 9)").returncode == -9
+        assert run("import sys; sys.exit('no')").stderr == "no\n"
+        assert run("import sys; sys.exit()").returncode == 0
+        assert run(LATE).stdout == "begun\nlate\nended\n"
         # What is read when JAX is imported is what the variables say now.
         wide = [sys.executable, "-c", "import jax; print(jax.config.jax_enable_x64)"]
         assert processes.run(wide, env=env).stdout == "False\n"
