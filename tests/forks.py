@@ -123,8 +123,8 @@ def main() -> None:
         os.environ.update(env)
         sys.argv = ["-c", *arguments]
         warnings.resetwarnings()
-        _end(_status_of(code))
-    _end(0)
+        end(_status_of(code))
+    end(0)
 
 
 def _status_of(code: str) -> int:
@@ -142,7 +142,7 @@ def _status_of(code: str) -> int:
     return 0
 
 
-def _end(status: int) -> NoReturn:
+def end(status: int) -> NoReturn:
     """Ends the process when all has been done but to free what it imported: half a second."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:

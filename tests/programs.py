@@ -44,11 +44,12 @@ def main() -> None:
     To look for garbage takes a fifth of its time, and the process ends soon.
     """
     gc.disable()
-    from tests import quick_lowering
+    from tests import forks, quick_lowering
 
     with pytest.MonkeyPatch.context() as patch:
         quick_lowering.install(patch)
         importlib.import_module(sys.argv[1]).main()
+    forks.end(0)
 
 
 if __name__ == "__main__":
