@@ -29,7 +29,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, work
-from pallas_gemm.kernels.plan import BLOCK, Plan
+from pallas_gemm.kernels.plan import BLOCK, KernelPlan
 
 WARPGROUP = 128
 """Threads that hold a chunk."""
@@ -60,7 +60,9 @@ class Second(NamedTuple):
     approx_math: bool = False
 
 
-def kernel(plan: Plan, second: Second, body: Callable[..., None]) -> Callable[[launch.Inputs], Any]:
+def kernel(
+    plan: KernelPlan, second: Second, body: Callable[..., None]
+) -> Callable[[launch.Inputs], Any]:
     """Returns the kernel that joins what the kernel of a plan has handed over.
 
     It returns the result, unless it is given one whose other tiles have been stored. Each warpgroup
@@ -87,14 +89,14 @@ def kernel(plan: Plan, second: Second, body: Callable[..., None]) -> Callable[[l
     )
 
 
-def summands(plan: Plan) -> jax.ShapeDtypeStruct | None:
+def summands(plan: KernelPlan) -> jax.ShapeDtypeStruct | None:
     """What the first kernel leaves for the second, None if nothing is cut."""
     if not plan.joins:
         return None
     return jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
 
 
-def inputs(plan: Plan, given: launch.Inputs, summands: Any, result: Any) -> launch.Inputs:
+def inputs(plan: KernelPlan, given: launch.Inputs, summands: Any, result: Any) -> launch.Inputs:
     """Returns what `kernel` is given, of what the kernel was that has left the summands."""
     order = None
     if isinstance(plan.pieces, work.Listed):
@@ -104,7 +106,7 @@ def inputs(plan: Plan, given: launch.Inputs, summands: Any, result: Any) -> laun
     return given._replace(factors=(), order=order, summands=summands, result=result)
 
 
-def last_cut(plan: Plan, build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+def last_cut(plan: KernelPlan, build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
     """Returns the kernels of a plan whose last tiles are cut along k, and the others are not."""
     whole, cut = build(plan.only("whole")), build(plan.only("cut"))
 
@@ -116,7 +118,7 @@ def last_cut(plan: Plan, build: Callable[[Any], Callable[..., Any]]) -> Callable
     return run
 
 
-def tile_of(plan: Plan, piece: work.Piece) -> Any:
+def tile_of(plan: KernelPlan, piece: work.Piece) -> Any:
     """The number of the tile that a piece belongs to, of those that are cut."""
     if piece.cut_tile is not None:
         return piece.cut_tile
@@ -125,7 +127,7 @@ def tile_of(plan: Plan, piece: work.Piece) -> Any:
     return row * cols + piece.col
 
 
-def locate(plan: Plan, order: Any, tile: Any) -> place.Where:
+def locate(plan: KernelPlan, order: Any, tile: Any) -> place.Where:
     """Where in the result the cluster tile of a number lies, given the joining kernel's order."""
     if order is None:
         piece = plan.coding.piece(*divided(tile, plan.config.stacked_grid(plan.problem)[1]))
@@ -146,7 +148,7 @@ class Summands:
         layout: How values lie in registers.
     """
 
-    plan: Plan
+    plan: KernelPlan
     gmem: Any
     tile: tuple[Any, Any]
     corner: tuple[Any, Any]
@@ -187,7 +189,7 @@ class Summands:
         _write(self.plan, blocks, values, self.layout)
 
 
-def _blocks(plan: Plan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
+def _blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
     """The part of a summand that begins at a row and a column, and has so many."""
     if plan.simulated:
         return summand.at[pl.ds(*rows), pl.ds(*cols)]
@@ -195,7 +197,7 @@ def _blocks(plan: Plan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, in
     return summand.at[down, along]
 
 
-def _write(plan: Plan, blocks: Any, values: Any, layout: Any) -> None:
+def _write(plan: KernelPlan, blocks: Any, values: Any, layout: Any) -> None:
     """Stores a part of a summand."""
     if plan.simulated:
         blocks[...] = values
@@ -208,7 +210,7 @@ def _write(plan: Plan, blocks: Any, values: Any, layout: Any) -> None:
     emit(blocks, values)
 
 
-def _read(plan: Plan, blocks: Any, layout: Any) -> Any:
+def _read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
     """Loads a part of a summand."""
     if plan.simulated:
         return plgpu.load(blocks, layout=layout, optimized=False)

@@ -38,8 +38,8 @@ def locate(
             own = lax.axis_index(axes[axis]) * tile if axes else 0
             starts.append(piece.first_row + own)
             continue
-        ctas = index * config.cluster[axis]
-        starts.append((ctas + lax.axis_index(axes[axis]) if axes else ctas) * tile)
+        first = index * config.cluster[axis]
+        starts.append((first + lax.axis_index(axes[axis]) if axes else first) * tile)
     return Where(piece.batch, *starts, end=piece.end_row)
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: what follows from problem, config and device for the kernels of all architectures."""
+"""`KernelPlan`: what follows from problem, config and device, whatever the architecture."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ BLOCK = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A problem, a legal config and a device, and what follows from them.
 
     Attributes:

@@ -81,17 +81,13 @@ def lower(
 @functools.lru_cache(maxsize=1024)
 def _lowered(call: Call, decision: Decision, signature: Signature, settings: str) -> bytes:
     """Returns the module of a kernel, with what is done before and after it, as bytecode."""
-
-    def anew() -> bytes:
-        return _lowered_anew(dispatch.implement(decision, call), signature)
-
-    try:
-        name = _digest(_text(_what_is_lowered(call, decision, signature)))
-    except TypeError:
-        # What a function of the caller's computes is known in this process alone.
-        return anew()
-    made_by = versions.of_sources("pallas_gemm/**/*.py", "schedules/**/*.py")
-    return _kept(_digest(made_by, settings)[:16], name, anew)
+    path = _path(call, decision, signature, settings)
+    if path is not None and (kept := _read(path)):
+        return kept
+    made = _lowered_anew(dispatch.implement(decision, call), signature)
+    if path is not None:
+        _keep(path, made)
+    return made
 
 
 def _lowered_anew(run: Callable[..., Any], signature: Signature) -> bytes:
@@ -165,23 +161,31 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _kept(version: str, name: str, make: Callable[[], bytes]) -> bytes:
-    """Returns what is kept under a name; makes and keeps it if nothing sound is."""
-    path = None
+def _path(call: Call, decision: Decision, signature: Signature, settings: str) -> Any:
+    """Returns the file of a kernel; None where nothing can be kept."""
+    made_by = versions.of_sources("pallas_gemm/**/*.py", "schedules/**/*.py")
+    # What a function of the caller's computes is known in this process alone.
+    with contextlib.suppress(TypeError, OSError):
+        name = _digest(_text(_what_is_lowered(call, decision, signature)))
+        return user_folder.user_folder() / "kernels" / _digest(made_by, settings)[:16] / name
+    return None
+
+
+def _read(path: pathlib.Path) -> bytes | None:
+    """Returns what a file holds, if that is what it says it holds."""
     with contextlib.suppress(OSError):
-        path = user_folder.user_folder() / "kernels" / version / name
         check, content = (held := path.read_bytes())[:32], held[32:]
-        if hashlib.sha256(content).digest() == check:
-            return content
-    made = make()
-    if path is not None:
-        # A program runs as well where nothing can be kept.
-        with contextlib.suppress(OSError):
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True)
-                _throw_away_unused(path.parent.parent)
-            user_folder.write(path, hashlib.sha256(made).digest() + made)
-    return made
+        return content if hashlib.sha256(content).digest() == check else None
+    return None
+
+
+def _keep(path: pathlib.Path, made: bytes) -> None:
+    # A program runs as well where nothing can be kept.
+    with contextlib.suppress(OSError):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            _throw_away_unused(path.parent.parent)
+        user_folder.write(path, hashlib.sha256(made).digest() + made)
 
 
 def _throw_away_unused(folder: pathlib.Path) -> None:

@@ -155,9 +155,9 @@ def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Devi
     """Predicts how long it takes to join the pieces of tiles that are cut along k, if any are."""
     if config.split_k == 1:
         return 0.0
-    joined, ctas = config.joined(problem), config.cluster_size
-    chunks = cut.pieces // config.split_k * ctas * joined.chunks
-    at_once = config.workers(problem, device) * ctas * joined.at_once
+    joined, cluster_size = config.joined(problem), config.cluster_size
+    chunks = cut.pieces // config.split_k * cluster_size * joined.chunks
+    at_once = config.workers(problem, device) * cluster_size * joined.at_once
     summands = math.ceil(chunks / at_once) * config.split_k * joined.sums
     handed_over = cut.waves * math.prod(config.tile)
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands

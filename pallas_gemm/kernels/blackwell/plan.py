@@ -6,7 +6,7 @@ import functools
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.blackwell.config import SQUARE, BlackwellConfig
 from pallas_gemm.kernels.operand import OperandPlan
-from pallas_gemm.kernels.plan import Plan
+from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.problem import Problem
 
 PAIR_AXIS = "pair"
@@ -14,8 +14,8 @@ PAIR_AXIS = "pair"
 
 
 @dataclasses.dataclass(frozen=True)
-class BlackwellPlan(Plan):
-    """See `Plan`.
+class BlackwellPlan(KernelPlan):
+    """See `KernelPlan`.
 
     The simulator knows no two views of one buffer and no pairs of CTAs, and refuses every request
     for a tile.

@@ -58,11 +58,11 @@ def _body(
     early_launch.end(plan)
     slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
     cta = Cta(plan, gmem, out, remote.Rows(), slots, barriers, gmem.summands)
-    chunks, consumers, ctas, _ = _counts(plan)
+    chunks, consumers, cluster_size, _ = _counts(plan)
     number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
     rest, number = joining.divided(number, chunks)
     rest, consumer = joining.divided(rest, consumers)
-    tile, rank = joining.divided(rest, ctas)
+    tile, rank = joining.divided(rest, cluster_size)
     at, corner = _place(cta, tile, rank, consumer), _corner(plan, consumer)
 
     def join_one_of(alike: range) -> None:

@@ -1,7 +1,7 @@
 """What the producer of the Hopper kernel loads in one step of the k loop."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -35,66 +35,71 @@ class Target(NamedTuple):
 def step(cta: Cta, factors: launch.Factors, at: place.Where, target: Target) -> None:
     """Starts the loads of one step."""
     plan = cta.plan
-
-    def load_left(a: Any, row: Any) -> None:
-        _load(plan.a, (a,), cta.slots.a, row, target, ends_anywhere=at.end is not None)
-
+    load_left = functools.partial(
+        _load, plan.a, cta.slots.a, target, ends_anywhere=at.end is not None
+    )
     cta.rows.load(factors.a, at, load_left)
-    _load(plan.b, factors.b, cta.slots.b, at.col, target)
+    for part, b in enumerate(factors.b):
+        _load(plan.b, cta.slots.b, target, b, at.col, part=part)
 
 
 def _load(
     operand: OperandPlan,
-    gmem: Sequence[Any],
     slots: smem.Boxed,
-    start: Any,
     target: Target,
+    whole: Any,
+    start: Any,
     *,
+    part: int = 0,
     ends_anywhere: bool = False,
 ) -> None:
+    """Starts to load a tile of an operand.
+
+    Args:
+        operand: How it is loaded.
+        slots: Where to.
+        target: Of which step.
+        whole: The operand.
+        start: The first row or column of the tile.
+        part: Which of several right operands it is.
+        ends_anywhere: The rows of the tile that count may end at any.
+    """
     batch, k_start, slot, full, depth = target
     along, deep = pl.ds(start, operand.tile), pl.ds(k_start, depth)
-    first = pl.ds(0, depth)
+    first, matrix = pl.ds(0, depth), place.matrix(whole, batch)
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=operand.multicast_axis)
-    for part, whole in enumerate(gmem):
-        matrix = place.matrix(whole, batch)
-        if operand.k_major:
-
-            def load_rows(rows: int, matrix: Any = matrix, part: int = part) -> None:
-                box = slots.box.at[part, slot, pl.ds(0, rows)]
-                copy(matrix.at[pl.ds(start, rows), deep], box, full)
-
-            if ends_anywhere:
-                load_rows(operand.tile)
-            else:
-                _for_rows_that_are_there(operand, matrix.shape[0], start, load_rows)
-        elif not operand.paneled:
-            copy(matrix.at[deep, along], slots.box.at[part, slot, first], full)
-        else:
-            for panel in range(operand.tile // PANEL):
-                first_column = start + panel * PANEL
-                if operand.rounded_up:
-                    # TMA would fill a panel beyond the edge with zeros, and that takes long.
-                    is_there = first_column < matrix.shape[1]
-                    first_column = lax.select(is_there, first_column, start)
-                columns = pl.ds(first_column, PANEL)
-                copy(matrix.at[deep, columns], slots.box.at[part, slot, panel, first], full)
+    if operand.k_major:
+        # Whole tiles of a group: what is past its last row is another group's, or beyond the edge.
+        end = operand.tile if ends_anywhere else matrix.shape[0]
+        for rows, are_there in _rows(operand, end, start):
+            box = slots.box.at[part, slot, pl.ds(0, rows)]
+            load = functools.partial(copy, matrix.at[pl.ds(start, rows), deep], box, full)
+            load() if are_there is None else pl.when(are_there)(load)
+    elif not operand.paneled:
+        copy(matrix.at[deep, along], slots.box.at[part, slot, first], full)
+    else:
+        for panel in range(operand.tile // PANEL):
+            first_column = start + panel * PANEL
+            if operand.rounded_up:
+                # TMA would fill a panel beyond the edge with zeros, and that takes long.
+                is_there = first_column < matrix.shape[1]
+                first_column = lax.select(is_there, first_column, start)
+            columns = pl.ds(first_column, PANEL)
+            copy(matrix.at[deep, columns], slots.box.at[part, slot, panel, first], full)
 
 
-def _for_rows_that_are_there(
-    operand: OperandPlan, rows: int, start: Any, load: Callable[[int], None]
-) -> None:
-    """Loads a tile by `load(how many rows)`: of the last tile, only those that there are.
+def _rows(operand: OperandPlan, end: int, start: Any) -> Iterator[tuple[int, Any]]:
+    """Yields (how many rows of a tile to load, on what condition): of the last, those there are.
 
     TMA would fill up the tile with zeros, and that takes long: 146 x 6784 x 14784 in mirrored tiles
     of 64 x 256 takes 149 us on an H200 with them, and 79 us without. What the slot holds in their
     place gets into rows and columns of the sums that are never stored.
     """
-    last = -(-(rows % operand.tile) // ATOM_ROWS) * ATOM_ROWS
+    tile, last = operand.tile, -(-(end % operand.tile) // ATOM_ROWS) * ATOM_ROWS
     if not last or operand.multicast_axis is not None:
-        load(operand.tile)
-    elif rows < operand.tile:
-        load(last)
+        yield tile, None
+    elif end < tile:
+        yield last, None
     else:
-        pl.when(start + operand.tile <= rows)(lambda: load(operand.tile))
-        pl.when(start + operand.tile > rows)(lambda: load(last))
+        yield tile, start + tile <= end
+        yield last, start + tile > end

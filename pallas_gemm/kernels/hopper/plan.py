@@ -9,7 +9,7 @@ from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
-from pallas_gemm.kernels.plan import Plan
+from pallas_gemm.kernels.plan import KernelPlan
 
 
 class Chunk(NamedTuple):
@@ -22,8 +22,8 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperPlan(Plan):
-    """See `Plan`; the problem is `config.as_computed` of the one given.
+class HopperPlan(KernelPlan):
+    """See `KernelPlan`; the problem is `config.as_computed` of the one given.
 
     The simulator knows neither atomics nor two views of one buffer: tiles that would be claimed are
     dealt.
@@ -98,7 +98,7 @@ class HopperPlan(Plan):
         return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
 
     def only(self, tiles: Literal["whole", "cut"]) -> Self:
-        """See `Plan`; the sums of pieces are handed over at once."""
+        """See `KernelPlan`; the sums of pieces are handed over at once."""
         late_store = self.config.late_store and tiles == "whole"
         config = dataclasses.replace(self.config, late_store=late_store)
         return dataclasses.replace(self, config=config, computes=tiles)
