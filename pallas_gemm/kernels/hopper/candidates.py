@@ -51,9 +51,6 @@ rows begin at any quarter of a cache's line, which TMA reads at a third of the s
 gained nothing where it was tried, with panels beyond the edge still loaded."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
-ONLY_CUT = 192
-"""Rows of tiles that only count where their k loop is cut: with 4 pieces of k, 768 x 1536 in such
-tiles keeps 128 SMs busy."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
 SUMS_OF_XLA = 2 / 3

@@ -73,6 +73,8 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     # What is cut along k is stored by another kernel.
     stores, residual = (Smem(), None) if plan.joins else store_scratch(plan)
     buffers = stores._replace(a=plan.a.ring(config.stages), b=plan.b.ring(config.stages))
+    handed = protocol.baton_arrivals()
+    baton = plgpu.Barrier(num_arrivals=handed, num_barriers=config.consumers)
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
         empty=plgpu.ClusterBarrier(
@@ -80,7 +82,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
             num_arrivals=plan.empty_arrivals,
             num_barriers=config.ring_barriers,
         ),
-        baton=plgpu.Barrier(num_barriers=config.consumers) if config.pingpong else None,
+        baton=baton if config.pingpong else None,
         residual=residual,
         masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
         if plan.problem.ragged_k and plan.simulated
