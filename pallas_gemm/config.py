@@ -16,6 +16,8 @@ from schedules.spec import ONLINE, parse, resolve
 Persistence = Literal["none", "static", "dynamic"]
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+STORE_COLUMNS = (64, 32, 16)
+"""How many columns of the result may be stored at once."""
 FITTING: Any = None
 """The default of a field that depends on the other fields: found when a config is made."""
 WHOLE, PAIR = int | None, tuple[int, int]
@@ -264,8 +266,8 @@ class GemmConfig:
         """What else is illegal whatever the problem."""
         if self.ctas is not None and self.ctas < self.cluster_size:
             yield f"ctas must be at least one cluster ({self.cluster_size}), got {self.ctas}"
-        if self.store_columns not in (16, 32, 64):
-            yield f"store_columns must be 16, 32 or 64, got {self.store_columns}"
+        if self.store_columns not in STORE_COLUMNS:
+            yield f"store_columns must be one of {STORE_COLUMNS}, got {self.store_columns}"
         if self.store_slots < 1:
             yield f"store_slots must be at least 1, got {self.store_slots}"
         if self.split_k > 1 and self.persistence != "static":

@@ -438,7 +438,7 @@ IMPOSSIBLE = {
         "got 'lazy'",
     ),
     "ctas": ({"cluster": (2, 1), "ctas": 1}, "ctas must be at least one cluster (2)", "got 1"),
-    "store_columns": ({"store_columns": 48}, "store_columns must be 16, 32 or 64", "got 48"),
+    "store_columns": ({"store_columns": 48}, "store_columns must be one of (64, 32, 16)", "got 48"),
     "store_slots": ({"store_slots": 0}, "store_slots must be at least 1", "got 0"),
     "pingpong": (
         {"tile": (128, 128), "pingpong": True, "consumers": 1},

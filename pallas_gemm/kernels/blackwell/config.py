@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, Self
 
-from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig
+from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types, symmetric
 from pallas_gemm.problem import Problem
@@ -71,7 +71,7 @@ class BlackwellConfig(GemmConfig):
             slots and TMA. Nothing clips it there: a ragged result is stored in whole tiles and cut.
     """
 
-    LARGEST: ClassVar[tuple[int, int]] = (256, TMEM_COLUMNS)
+    LARGEST: ClassVar[tuple[int, int]] = (MMA_ROWS, TMEM_COLUMNS)
 
     tile: tuple[int, int] = (128, 256)
     stages: int = FITTING
@@ -92,7 +92,7 @@ class BlackwellConfig(GemmConfig):
     def _fit(self) -> None:
         """Finds the widest stores of a 16-bit result, and the most stages that go with them."""
         if self.store_columns is None:
-            self._set("store_columns", math.gcd(self.tile[1], 64))
+            self._set("store_columns", max(math.gcd(self.tile[1], 64), STORE_COLUMNS[-1]))
         for stages in range(USUAL_STAGES, 0, -1) if self.stages is None else ():
             self._set("stages", stages)
             if self.shared_memory_bytes(USUAL_PROBLEM) <= Device.shared_memory:
@@ -188,11 +188,15 @@ class BlackwellConfig(GemmConfig):
 
     def _impossible(self) -> Iterator[str]:
         yield from super()._impossible()
+        whole = 16 * self.ctas_per_mma
         if self.tile[0] != MMA_ROWS:
             yield f"tile rows must be {MMA_ROWS}, got tile={self.tile}"
-        elif self.tile[1] % (16 * self.ctas_per_mma):
-            whole = 16 * self.ctas_per_mma
-            yield f"tile columns must be a multiple of {whole}, got tile={self.tile}"
+        elif self.tile[1] % whole:
+            nearest = MMA_ROWS, max(round(self.tile[1] / whole), 1) * whole
+            yield (
+                f"tile columns must be a multiple of {whole}, got tile={self.tile}; the nearest is"
+                f" {nearest}"
+            )
         if self.accumulators not in (1, 2):
             yield f"accumulators must be 1 or 2, got {self.accumulators}"
         elif self.accumulators * self.tile[1] > TMEM_COLUMNS:

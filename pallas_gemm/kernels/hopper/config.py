@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Self
 
-from pallas_gemm.config import FITTING, STEP_BYTES, GemmConfig, Joined
+from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
@@ -90,7 +90,7 @@ class HopperConfig(GemmConfig):
         """Finds the most stages, and the widest stores that go with them, for a 16-bit result."""
         fits = itertools.product(
             range(USUAL_STAGES, 1, -1) if self.stages is None else (self.stages,),
-            (64, 32, 16) if self.store_columns is None else (self.store_columns,),
+            STORE_COLUMNS if self.store_columns is None else (self.store_columns,),
         )
         for stages, columns in fits if None in (self.stages, self.store_columns) else ():
             self._set("stages", stages)

@@ -203,18 +203,27 @@ CASES = {
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "cluster": ({"cluster": (1, 2)}, "cluster must be (1, 1) or, for a pair", "got (1, 2)"),
-    "tile": ({"tile": (512, 512)}, "tile must be from (1, 1) to (256, 512)", "(512, 512)"),
+    "tile": ({"tile": (512, 512)}, "tile must be from (1, 1) to (128, 512)", "(512, 512)"),
     "persistence": (
         {"persistence": "lazy"},
         "persistence must be 'none', 'static' or 'dynamic'",
         "'lazy'",
     ),
     "ctas": ({"ctas": 1}, "ctas must be at least one cluster (2)", "got 1"),
-    "store_columns": ({"store_columns": 8}, "store_columns must be 16, 32 or 64", "got 8"),
+    "store_columns": ({"store_columns": 8}, "store_columns must be one of (64, 32, 16)", "got 8"),
     "store_slots": ({"store_slots": 0}, "store_slots must be at least 1", "got 0"),
     "schedule": ({"schedule": "zigzag"}, "there is no order", "'zigzag'"),
     "rows": ({"tile": (64, 256)}, "tile rows must be 128", "got tile=(64, 256)"),
-    "columns": ({"tile": (128, 208)}, "tile columns must be a multiple of 32", "tile=(128, 208)"),
+    "columns": (
+        {"tile": (128, 208)},
+        "tile columns must be a multiple of 32",
+        "tile=(128, 208); the nearest is (128, 192)",
+    ),
+    "columns of no default": (
+        {"tile": (128, 100)},
+        "BlackwellConfig: tile columns must be a multiple of 32",
+        "tile=(128, 100); the nearest is (128, 96)",
+    ),
     "room": ({"tile": (128, 512)}, "accumulators must be 1 for tile=(128, 512)", "got 2"),
     "accumulators": ({"accumulators": 3}, "accumulators must be 1 or 2", "got 3"),
     "one tile": (
