@@ -21,6 +21,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
+from pallas_gemm.tuning import trials
 
 Runner = Callable[..., Any]
 
@@ -105,7 +106,7 @@ class Workers:
 
 def kernel_program(problem: Problem, config: GemmConfig, device: Device) -> Program:
     """Returns the kernel of a config as a program."""
-    operands = tuning.operand_shapes(problem).present()
+    operands = trials.operand_shapes(problem).present()
     return Program(_kernel, (sendable_problem(problem), config, sendable_device(device)), operands)
 
 

@@ -25,20 +25,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting, xla, xla_faster
+from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting, xla_faster
 from pallas_gemm.planning.architectures import Architecture, architecture_of
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Problem
-from pallas_gemm.tuning import accuracy
+from pallas_gemm.tuning import accuracy, trials
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Meter, Result, Settings, Variant, measure
-
-Runner = Callable[..., jax.Array]
-"""A compiled product: a function of its operands."""
+from pallas_gemm.tuning.trials import Runner
 
 Later = concurrent.futures.Future[Callable[..., Any]]
 """What is being compiled, or has been."""
@@ -63,10 +59,6 @@ FINALISTS = 3
 
 NOISE = 0.005
 """By how much a config has to be faster than the heuristics' choice to replace it."""
-
-COLD_BYTES = 2**28
-"""Operands are rotated until this much has been read: several times the L2 of any GPU."""
-MOST_SETS = 32
 
 XLA = "xla"
 
@@ -239,7 +231,7 @@ def gpu_tools() -> Tools:
 
 def build(problem: Problem, config: GemmConfig, device: Device) -> Runner:
     """Compiles the kernel of a config."""
-    operands = operand_shapes(problem).present()
+    operands = trials.operand_shapes(problem).present()
     return jax.jit(kernel(problem, config, device)).lower(*operands).compile()
 
 
@@ -342,9 +334,9 @@ def _begun(
     configs = tuning_space.configs(problem, device, architecture, most)
     if not configs:
         return Untuned(problem, "no config is legal")
-    operands = operand_shapes(problem).present()
+    operands = trials.operand_shapes(problem).present()
     result = jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype)
-    reference = jax.ShapeDtypeStruct(problem.out_shape, _exact_dtype(problem))
+    reference = jax.ShapeDtypeStruct(problem.out_shape, trials.exact_dtype(problem))
     errors = jax.eval_shape(accuracy.tile_errors, result, reference)
     key = jax.eval_shape(jax.random.key, 0)
 
@@ -356,8 +348,8 @@ def _begun(
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
         left_to_xla(problem, configs[0], device, architecture) is not None,
-        pool.submit(accuracy.compiled_reference, _exact(problem), *operands),
-        later(functools.partial(_drawn, problem), key),
+        pool.submit(accuracy.compiled_reference, trials.exact(problem), *operands),
+        later(functools.partial(trials.drawn, problem), key),
         later(accuracy.tile_errors, result, reference),
         later(accuracy.worst_error, result, reference, errors),
     )
@@ -373,11 +365,11 @@ def _outcome(field: _Field, meter: Meter) -> Tuned | Untuned:
 
 def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
     """Times what is right."""
-    sets = _operand_sets(field)
+    sets = trials.sets(field.problem, field.draw.result())
     # As the benchmarks have it: which way XLA finds fastest decides how 8-bit floats are added up.
     # It finds out by timing kernels on the GPU, which nobody else uses now.
-    operands = operand_shapes(field.problem).present()
-    by_xla = jax.jit(_by_xla(field.problem)).lower(*operands).compile()
+    operands = trials.operand_shapes(field.problem).present()
+    by_xla = jax.jit(trials.by_xla(field.problem)).lower(*operands).compile()
     right, dropped = _checked(field, by_xla, sets)
     if not right:
         return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
@@ -459,97 +451,6 @@ def _score(results: Mapping[str, Result], name: str) -> float:
 def _seconds(results: Mapping[str, Result], name: str) -> float:
     timing = results[name].burst
     return timing.seconds.median if timing else math.nan
-
-
-def _by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Runner:
-    """Returns XLA's product of a kernel's operands.
-
-    Operands may have been made longer for the kernel, which then leaves out what is too much of
-    the result. XLA, which takes any size, multiplies what they were made of.
-    """
-    call = Call(
-        problem.out_dtype if out_dtype is None else out_dtype,
-        problem.transpose_a,
-        problem.transpose_b,
-        problem.epilogue,
-        precision,
-    )
-    rows, cols = problem.kept or (problem.m, problem.n)
-
-    def product(*operands: jax.Array) -> jax.Array:
-        given = call.unpack(operands)
-        a = given.a[..., :rows] if problem.transpose_a else given.a[..., :rows, :]
-        b, up = (
-            x if x is None else x[..., :cols, :] if problem.transpose_b else x[..., :cols]
-            for x in (given.b, given.up)
-        )
-        residual = None if given.residual is None else given.residual[..., :cols]
-        cut = given._replace(a=a, b=b, up=up, residual=residual)
-        return xla.product(call, *cut.present())
-
-    return product
-
-
-def _exact(problem: Problem) -> Runner:
-    """Returns the product of wide operands, not rounded.
-
-    It is a program of its own: in one with XLA's product, XLA may leave out the rounding of that.
-    """
-    return _by_xla(problem, _exact_dtype(problem), jax.lax.Precision.HIGHEST)
-
-
-def _exact_dtype(problem: Problem) -> np.dtype:
-    """Returns the type of a result that is not rounded: float32, or int32 of integers."""
-    return np.dtype(np.int32 if np.issubdtype(problem.out_dtype, np.integer) else np.float32)
-
-
-def operand_shapes(problem: Problem) -> Operands:
-    """Returns shape and type of each operand, as a kernel takes it."""
-    epilogue = problem.epilogue
-    types = {"bias": problem.out_dtype, "residual": problem.added_dtype}
-    b = jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)
-    sizes: dict[str, int] = dict(zip("mn", problem.out_shape[-2:], strict=True))
-    extras = {
-        name: jax.ShapeDtypeStruct(
-            problem.residual_shape
-            if name == "residual"
-            else tuple(sizes[letter] for letter in DIMENSIONS[name]),
-            types.get(name, np.dtype(np.float32)),
-        )
-        for name in epilogue.operands
-    }
-    return Operands(
-        jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
-        b,
-        b if epilogue.gated else None,
-        **extras,
-    )
-
-
-def _drawn(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Draws operands from N(0, 1), for the power that a GPU draws depends on its data."""
-    shapes = operand_shapes(problem).present()
-    keys = jax.random.split(key, len(shapes))
-    drawn = [accuracy.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes, strict=True)]
-    if problem.symmetric:
-        # A Gram matrix is of one array, and a square is the one product of any two that commute.
-        a = drawn[0] if problem.symmetric == "gram" else _mean_with_its_transpose(drawn[0])
-        drawn[:2] = a, a
-        place = 2 + (*problem.epilogue.operands, "residual").index("residual")
-        drawn[place : place + 1] = map(_mean_with_its_transpose, drawn[place : place + 1])
-    return tuple(drawn)
-
-
-def _mean_with_its_transpose(x: jax.Array) -> jax.Array:
-    return (x + jnp.swapaxes(x, -1, -2)) / 2
-
-
-def _operand_sets(field: _Field) -> list[tuple[jax.Array, ...]]:
-    """Returns operands to take in turn, so many that each is out of the cache again."""
-    read = sum(x.size * x.dtype.itemsize for x in operand_shapes(field.problem).present())
-    count = min(MOST_SETS, math.ceil(COLD_BYTES / read))
-    draw = field.draw.result()
-    return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
 
 
 def _to_stderr(line: str) -> None:

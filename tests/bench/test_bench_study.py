@@ -24,6 +24,7 @@ from pallas_gemm.planning import tables
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
+from pallas_gemm.tuning import trials
 from pallas_gemm.tuning.measure import Result, Settings, Spread, Timing, Turn, Variant
 from pallas_gemm.tuning.timing import TimingError
 from schedules.model import Prediction
@@ -448,7 +449,7 @@ def tune_options(*arguments: str) -> tune.Options:
 
 def made_up_tools() -> tuning.Tools:
     def build(problem: Problem, *_: object) -> tuning.Runner:
-        return jax.jit(tuning._by_xla(problem))
+        return jax.jit(trials.by_xla(problem))
 
     return tuning.Tools(MadeUpGpu(), build)
 

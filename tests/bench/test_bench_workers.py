@@ -20,8 +20,8 @@ from pallas_gemm.kernels import activations
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
-from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import space as tuning_space
+from pallas_gemm.tuning import trials
 from tests import reference
 
 CASE = Case(64, 32, 128)
@@ -112,7 +112,7 @@ def test_every_config_that_is_tuned_can_be_sent_and_lowered() -> None:
     lowered = jax.export.deserialize(bytearray(workers._lowered(programs[0], "cuda")))
     assert "mosaic_gpu" in lowered.mlir_module()
     shapes = [(aval.shape, aval.dtype) for aval in lowered.in_avals]
-    assert shapes == [(x.shape, x.dtype) for x in tuning.operand_shapes(problem).present()]
+    assert shapes == [(x.shape, x.dtype) for x in trials.operand_shapes(problem).present()]
 
 
 def test_what_was_made_longer_for_a_kernel_is_lowered_as_the_kernel_takes_it() -> None:

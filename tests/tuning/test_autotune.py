@@ -22,7 +22,7 @@ from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
-from pallas_gemm.tuning import accuracy
+from pallas_gemm.tuning import accuracy, trials
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Turn, Variant
@@ -87,8 +87,8 @@ def compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "compiled_at_once", kept)
-        patch.setattr(tuning, "_exact", functools.cache(tuning._exact))
-        patch.setattr(tuning, "_by_xla", functools.cache(tuning._by_xla))
+        patch.setattr(trials, "exact", functools.cache(trials.exact))
+        patch.setattr(trials, "by_xla", functools.cache(trials.by_xla))
         patch.setattr(tuning_space, "configs", functools.cache(tuning_space.configs))
         yield
 
@@ -469,7 +469,7 @@ def test_operands_of_a_symmetric_result_make_one(kind: str) -> None:
         epilogue=Epilogue(alpha=None, residual=True),
         symmetric=kind,  # type: ignore[arg-type]
     )
-    a, b, residual, alpha = tuning._drawn(problem, jax.random.key(0))
+    a, b, residual, alpha = trials.drawn(problem, jax.random.key(0))
     assert (a == b).all()
     assert (residual == residual.T).all()
     assert (a == a.T).all() == (kind == "product")
