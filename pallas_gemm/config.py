@@ -187,7 +187,7 @@ class GemmConfig:
         return order.within(triangle)
 
     def _named_order(self, name: str, problem: Problem) -> Schedule | OnlineSchedule:
-        if problem.groups or problem.ragged_k:
+        if problem.in_groups:
             # Which tiles there are, and of which groups, is known when the kernel starts.
             name = ONLINE + name.removeprefix(ONLINE)
         return resolve(name, *self.stacked_grid(problem))
@@ -292,7 +292,7 @@ class GemmConfig:
                 return (f"schedule: {error}",)
         elif order.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {order.grid}",)
-        elif (problem.groups or problem.ragged_k) and not order.is_online:
+        elif problem.in_groups and not order.is_online:
             return ("schedule must be a name or an OnlineSchedule for groups",)
         if isinstance(order, OnlineSchedule):
             if wanted is not None:

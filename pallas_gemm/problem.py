@@ -181,6 +181,11 @@ class Problem:
         return 2 if self.epilogue.gated else 1
 
     @property
+    def in_groups(self) -> bool:
+        """Whether the sizes of groups are an operand."""
+        return self.groups > 0 or self.ragged_k
+
+    @property
     def flops(self) -> int:
         """Multiplications plus additions."""
         products = 1 if self.ragged_k else self.batch

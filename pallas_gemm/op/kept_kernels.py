@@ -29,7 +29,7 @@ from jax.interpreters import mlir
 
 from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.op import mesh_context
-from pallas_gemm.planning import dispatch, user_folder, versions
+from pallas_gemm.planning import implementation, user_folder, versions
 from pallas_gemm.planning.call import Call, Options, Signature
 from pallas_gemm.planning.dispatch import Decision
 
@@ -84,7 +84,7 @@ def _lowered(call: Call, decision: Decision, signature: Signature, settings: str
     path = _path(call, decision, signature, settings)
     if path is not None and (kept := _read(path)):
         return kept
-    made = _lowered_anew(dispatch.implement(decision, call), signature)
+    made = _lowered_anew(implementation.of(decision, call), signature)
     if path is not None:
         _keep(path, made)
     return made

@@ -18,7 +18,7 @@ from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, ignored, targeting, xla
+from pallas_gemm.planning import dispatch, ignored, implementation, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.call import Call, Signature, SymmetricCall
 from pallas_gemm.planning.dispatch import Decision
@@ -55,7 +55,7 @@ def effects(call: Call, signature: Signature) -> Any:
     """
     if call.options.implementation != "interpret":
         return set()
-    run = dispatch.implement(dispatch.decide(call, signature), call)
+    run = implementation.of(dispatch.decide(call, signature), call)
     operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
     inside = jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
     return jax.make_jaxpr(run)(*operands).effects - inside
@@ -196,7 +196,7 @@ def _lowered_kernel(
 @functools.lru_cache(maxsize=1024)
 def _traced_once(call: Call, decision: Decision) -> Callable[..., Any]:
     """Returns a kernel, or its simulation, that is traced once, in however many programs it is."""
-    return jax.jit(dispatch.implement(decision, call))
+    return jax.jit(implementation.of(decision, call))
 
 
 def _refuse_gpu_kernel(call: Call) -> None:

@@ -9,8 +9,7 @@ refuses what a caller names and no kernel can do.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -26,13 +25,11 @@ from pallas_gemm.planning import (
     tables,
     xla,
     xla_faster,
-    xla_groups,
 )
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
 from pallas_gemm.planning.call import (
     NO_EPILOGUE,
     Call,
-    GroupedCall,
     Options,
     Order,
     Signature,
@@ -231,7 +228,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or plan.source != "heuristics" or in_groups(problem):
+    if options.names_something or plan.source != "heuristics" or problem.in_groups:
         return None
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
@@ -311,7 +308,8 @@ def _realigned(
     if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
         return (why,)
     unfused = activations.kernel_refusal(call.epilogue.activation)
-    if in_groups(problem := call.problem(signature)):
+    problem = call.problem(signature)
+    if problem.in_groups:
         # Nothing is done to such operands: what is copied would be as much as XLA does.
         refused = (unfused,) if unfused else tuple(architecture.problem_refusals(problem, device))
         bare = dataclasses.replace(problem, epilogue=NO_EPILOGUE, out_dtype=_sums(call, signature))
@@ -323,7 +321,7 @@ def _realigned(
     reasons: list[str] = []
     for fused in (True, False):
         # Operands in pieces have no epilogue.
-        if (fused and unfused) or (not fused and call.problem(signature).pieces):
+        if (fused and unfused) or (not fused and problem.pieces):
             continue
         variant, own = (call, signature) if fused else (sums_only(call, signature), signature[:2])
         realigned = realign(variant, own, lambda p: architecture.problem_refusals(p, device))
@@ -353,7 +351,7 @@ def _config(
     if options.config is not None:
         return _named_config(options, problem, device, architecture), "argument"
     schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated and not in_groups(problem):
+    if schedule is None and not simulated and not problem.in_groups:
         # In pieces or not, it takes the same steps.
         found = tables.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:
@@ -410,51 +408,3 @@ def _why_no_config(
     why = {c.stacked_grid(problem): tuple(c.mismatches(schedule, problem)) for c in cut}
     _, *other_steps = min(why.values(), key=len, default=(other_grid,))
     return why.get(schedule.grid, (other_grid, *other_steps))
-
-
-def implement(decision: Decision, call: Call) -> Callable[..., Any]:
-    """Returns the function of the operands that a decision stands for."""
-    plan = decision.plan
-    if plan is None:
-        return functools.partial(xla.product, call)
-    simulator = decision.implementation == "interpret" and _simulator()
-    realigned = plan.realigned
-    kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
-    if isinstance(call, GroupedCall):
-        whole = realigned.unfused is None
-        return kernel if whole else functools.partial(_unfused_groups, call, kernel)
-    if decision.problem.pieces:
-        return kernel
-    run = _fused if realigned.unfused is None else _unfused
-    return functools.partial(run, call, realigned, kernel)
-
-
-def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
-    ready = realigned.prepare(call.unpack(operands))
-    return realigned.restore(kernel(*ready.present()))
-
-
-def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
-    given = call.unpack(operands)
-    sums = []
-    for b in (given.b, given.up):
-        if b is not None:
-            ready = realigned.prepare(type(given)(given.a, b))
-            sums.append(realigned.restore(kernel(ready.a, ready.b)))
-    result = sums[0] if call.epilogue.is_identity else xla.finish(call.epilogue, sums, given)
-    return result.astype(call.out_dtype)
-
-
-def _unfused_groups(call: GroupedCall, kernel: Callable[..., Any], *operands: Any) -> Any:
-    return xla_groups.finished(call, lambda _, *factors: kernel(*factors), *operands)
-
-
-def in_groups(problem: Problem) -> bool:
-    """Whether the sizes of groups are an operand."""
-    return problem.groups > 0 or problem.ragged_k
-
-
-def _simulator() -> Any:
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu.InterpretGPUParams()

@@ -282,7 +282,7 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
     for asked, missing in (
         (problem.pieces, f"takes no operands in pieces, got {problem.pieces}"),
-        (problem.groups or problem.ragged_k, "takes no groups"),
+        (problem.in_groups, "takes no groups"),
         (problem.kept, f"stores all rows and columns, got kept={problem.kept}"),
     ):
         if asked:

@@ -208,7 +208,7 @@ def fewest_sums(problem: Problem, device: Device) -> int:
     """
     narrow = problem.a_dtype.itemsize <= 2 and problem.accumulator_dtype == np.float32
     counts = narrow and problem.out_dtype == np.float32
-    if not counts or problem.groups or problem.ragged_k:
+    if not counts or problem.in_groups:
         return 1
     rows, cols = TILE_OF_XLA
     tiles = problem.batch * -(-problem.m // rows) * -(-problem.n * problem.sums // cols)

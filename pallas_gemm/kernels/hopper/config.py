@@ -345,7 +345,7 @@ class HopperConfig(GemmConfig):
 
     def form_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns what is illegal about tile and mode, whatever an SM has."""
-        own = self._group_refusals(problem) if problem.groups or problem.ragged_k else ()
+        own = self._group_refusals(problem) if problem.in_groups else ()
         common = (self._tile_refusals, self._steps_refusals, self._mode_refusals)
         return (*itertools.chain.from_iterable(of(problem) for of in common), *own)
 

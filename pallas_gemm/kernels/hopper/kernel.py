@@ -340,7 +340,7 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
 def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
     """Where this cluster's tiles come from, given the order as the kernel's operand."""
     worker = lax.axis_index(launch.WORKER)
-    if plan.problem.groups or plan.problem.ragged_k:
+    if plan.problem.in_groups:
         return tiles.read(order, worker, plan.coding).walk
     if not plan.claims_tiles:
         return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
@@ -397,7 +397,7 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     schedule: Any = plan.schedule
-    if plan.problem.groups or plan.problem.ragged_k:
+    if plan.problem.in_groups:
         sizes = operands.pop(factors)
         order: Any = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
     elif plan.claims_tiles:

@@ -1,0 +1,53 @@
+"""What a decision stands for: a function of the operands, with what is done around a kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pallas_gemm.planning import xla, xla_groups
+from pallas_gemm.planning.call import Call, GroupedCall
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.realign import Realigned
+
+
+def of(decision: Decision, call: Call) -> Callable[..., Any]:
+    """Returns the function of the operands that a decision stands for."""
+    plan = decision.plan
+    if plan is None:
+        return functools.partial(xla.product, call)
+    simulator = decision.implementation == "interpret" and _simulator()
+    realigned = plan.realigned
+    kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
+    if isinstance(call, GroupedCall):
+        whole = realigned.unfused is None
+        return kernel if whole else functools.partial(_unfused_groups, call, kernel)
+    if decision.problem.pieces:
+        return kernel
+    run = _fused if realigned.unfused is None else _unfused
+    return functools.partial(run, call, realigned, kernel)
+
+
+def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+    ready = realigned.prepare(call.unpack(operands))
+    return realigned.restore(kernel(*ready.present()))
+
+
+def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+    given = call.unpack(operands)
+    sums = []
+    for b in (given.b, given.up):
+        if b is not None:
+            ready = realigned.prepare(type(given)(given.a, b))
+            sums.append(realigned.restore(kernel(ready.a, ready.b)))
+    result = sums[0] if call.epilogue.is_identity else xla.finish(call.epilogue, sums, given)
+    return result.astype(call.out_dtype)
+
+
+def _unfused_groups(call: GroupedCall, kernel: Callable[..., Any], *operands: Any) -> Any:
+    return xla_groups.finished(call, lambda _, *factors: kernel(*factors), *operands)
+
+
+def _simulator() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.InterpretGPUParams()
