@@ -89,5 +89,5 @@ def device_named(name: str) -> Device:
     for short, device in DEVICES.items():
         if str(name).lower() in (short, short.replace("_", "-"), device.kind.lower()):
             return device
-    kinds = ", ".join(repr(d.kind) for d in DEVICES.values())
-    raise ValueError(f"device must be one of {', '.join(DEVICES)} or {kinds}, got {name!r}")
+    names = ", ".join(DEVICES)
+    raise ValueError(f"device must be one of {names}, or what JAX calls its kind, got {name!r}")

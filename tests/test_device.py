@@ -122,7 +122,7 @@ def test_a_preset_is_found_by_its_name_and_by_what_jax_calls_it(target):
 
 
 def test_an_unknown_name_is_refused_with_the_legal_ones():
-    with pytest.raises(ValueError, match=r"h100, h200, b200, .* or 'NVIDIA .*, got 'a100'"):
+    with pytest.raises(ValueError, match=r"h100, h200, b200, .*, or what JAX .*, got 'a100'"):
         device_named("a100")
 
 

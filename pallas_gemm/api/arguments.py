@@ -169,7 +169,7 @@ def result_type(
     """
     wanted = None
     if preferred_element_type is not None:
-        wanted = _number_type("preferred_element_type", preferred_element_type)
+        wanted = number_type("preferred_element_type", preferred_element_type)
     operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
     settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
     return _result_type(product, *operands, wanted, precision, settings)
@@ -189,7 +189,12 @@ def _result_type(
     return jax.eval_shape(multiply, *vectors)
 
 
-def _number_type(name: str, value: Any) -> np.dtype:
+def number_type(name: str, value: Any) -> np.dtype:
+    """Returns the type of numbers that an argument names.
+
+    Raises:
+        TypeError: It names none.
+    """
     try:
         wanted = jax.dtypes.canonicalize_dtype(element_type(value))
     except TypeError:
@@ -250,10 +255,14 @@ def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[
         activations = [activations] * len(weights)
     for name, value in (("weights", weights), ("biases", biases)):
         if not isinstance(value, list | tuple) and (name, value) != ("biases", None):
-            hint = f"list({name}.values()) is one" if isinstance(value, dict) else f"{value!r:.80}"
-            raise TypeError(
-                f"{name} must be a list or tuple of arrays, got {type(value).__name__}: {hint}"
-            )
+            given = type(value).__name__
+            if isinstance(value, dict):
+                given += f": list({name}.values()) is one"
+            elif hasattr(value, "shape"):
+                given = f"one of {list(value.shape)}: [{name}] is one"
+            else:
+                given += f": {value!r:.80}"
+            raise TypeError(f"{name} must be a list or tuple of arrays, got {given}")
     if not weights:
         raise ValueError(f"weights must be one array or more, got {weights!r}")
     biases = [None] * len(weights) if biases is None else biases

@@ -31,7 +31,7 @@ from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
-from pallas_gemm.problem import Epilogue, Problem, element_type
+from pallas_gemm.problem import Epilogue, Problem
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
@@ -133,6 +133,8 @@ def precompile(
         RuntimeError: The compiler is not installed, or refuses a kernel.
     """
     check_target(target)
+    if not isinstance(shapes, Iterable):
+        raise ValueError(f"shapes must be a list of shapes, got {shapes!r}: [(m, n, k)] is one")
     extras = Epilogue(bias=bias, residual=residual, gated=gated)
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
     distinct = list(dict.fromkeys(products))
@@ -253,7 +255,7 @@ def _product(
             " integers, or a Problem"
         )
     dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
-    a_dtype, b_dtype = (jnp.dtype(element_type(own)) for own in dtypes)
+    a_dtype, b_dtype = (arguments.number_type("dtype", own) for own in dtypes)
     out_dtype = options.get("preferred_element_type") or jnp.promote_types(a_dtype, b_dtype)
     layout: dict[str, Any] = {
         name: bool(options.get(name, False)) for name in ("transpose_a", "transpose_b")

@@ -130,8 +130,10 @@ def check(num_experts: int, top_k: int) -> None:
     """Checks the numbers of a layer.
 
     Raises:
-        ValueError: A token cannot have so many experts.
+        ValueError: There are no experts, or fewer than a token is to have.
     """
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if not 1 <= top_k <= num_experts:
         raise ValueError(
             f"top_k must be from 1 to num_experts, which is {num_experts}, got {top_k}"

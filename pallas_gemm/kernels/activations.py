@@ -119,7 +119,7 @@ def _primitives(activation: Activation) -> frozenset[str]:
     if [(result.shape, result.dtype) for result in results] != [(_PROBE, jnp.float32)]:
         raise TypeError(
             f"activation={activation!r} must turn a float32 array into one of the same shape, it"
-            f" turns float32{list(_PROBE)} into {', '.join(map(str, results))}"
+            f" turns float32{list(_PROBE)} into {', '.join(map(str, results)) or 'nothing'}"
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):

@@ -26,7 +26,7 @@ from pallas_gemm.planning import (
     xla,
     xla_faster,
 )
-from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture
+from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
 from pallas_gemm.planning.call import (
     NO_EPILOGUE,
     Call,
@@ -123,9 +123,12 @@ def decide(call: Call, signature: Signature) -> Decision:
     device = options.target
     if device is None:
         why = "no GPU is planned for"
-    elif not any(architecture.fits(device) for architecture in ARCHITECTURES):
+    elif (own := architecture_of(device)) is None:
         has = ".".join(map(str, device.compute_capability))
         why = f"no kernel is for compute capability {has} ({device.kind})"
+    elif options.config is not None and not isinstance(options.config, own.config):
+        given, taken = type(options.config).__name__, own.config.__name__
+        why = f"config is a {given}, and the kernel for {device.kind} takes a {taken}"
     return Decision("xla", problem, why, None, tuple(refused))
 
 

@@ -22,7 +22,7 @@ def warn(message: str) -> None:
 def warn_of_options(options: Options, why: str) -> None:
     """Warns of an order or a config that is named for a product which XLA computes."""
     named = [
-        f"{name}={value!r:.60}"
+        f"{name}={value!r}" if isinstance(value, str) else f"{name}={type(value).__name__}(...)"
         for name in ("schedule", "config")
         if (value := getattr(options, name)) is not None
     ]

@@ -202,6 +202,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "dimension_numbers must be .* sequences of integers",
     ),
     ("target", lambda: target(3).__enter__(), ValueError, "device must be one of h100.* got 3"),
+    (
+        "activation of nothing",
+        lambda: gemm(A, B, activation=lambda _: None),
+        TypeError,
+        r"it turns float32\[2, 3\] into nothing",
+    ),
     ("beta", lambda: gemm(A, B, beta="1"), TypeError, "beta must be a number, .*got str: '1'"),
     (
         "alpha of one dimension",
@@ -431,6 +437,12 @@ COMPLEX = jnp.ones((11, 13), jnp.complex64)
         (
             lambda: gemm(COMPLEX, COMPLEX.T, schedule="hilbert"),
             "no effect.*takes .* complex64",
+        ),
+        (
+            lambda: jax.jit(lambda c, d: gemm(c, d, config=HopperConfig(stages=3))).lower(
+                C.astype(jnp.bfloat16), D.astype(jnp.bfloat16)
+            ),
+            r"^config=HopperConfig\(\.\.\.\) has no effect.*no GPU is pla",
         ),
         (lambda: gemm(C, D, beta=0.5), "beta=0.5 has no effect without a residual"),
     ],

@@ -133,6 +133,7 @@ def test_what_no_kernel_considers_is_xlas() -> None:
         ([(1, 2, 3.0)], {}, r"shapes\[0\]=\(1, 2, 3.0\) must be"),
         ([(1, 2, 3)], {"target": "a100"}, "target='a100' is unknown; legal are b200, "),
         ([(1, 2, 3)], {"target": 9}, "target=9 is unknown"),
+        (5, {}, r"shapes must be a list of shapes, got 5: \[\(m, n, k\)\] is one"),
         ([(1, 2, 3)], {"activation": "gleu"}, "did you mean 'gelu'"),
         ([(64, 64, 64)], {"implementation": "blackwell"}, "needs compute capability 10"),
     ],
@@ -140,6 +141,11 @@ def test_what_no_kernel_considers_is_xlas() -> None:
 def test_bad_requests_are_refused(shapes: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         precompile(shapes, **{"target": "h200", **options})
+
+
+def test_a_type_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="dtype='bf17' is no type of numbers"):
+        precompile([(1, 2, 3)], "h200", dtype="bf17")
 
 
 def test_a_missing_compiler_is_told_before_anything_is_planned(

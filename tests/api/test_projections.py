@@ -380,7 +380,7 @@ def test_a_simulated_sum_of_products_is_rounded_once(layout: tuple[bool, bool]) 
     ("weights", "biases", "error", "message"),
     [
         ([], None, ValueError, r"weights must be one array or more, got \[\]"),
-        (jnp.ones((3, 4)), None, TypeError, "weights must be a list or tuple of arrays, got"),
+        (jnp.ones((3, 4)), None, TypeError, r"arrays, got one of \[3, 4\]: \[weights\] is one"),
         ({"q": jnp.ones(3)}, None, TypeError, r"got dict: list\(weights.values\(\)\) is one"),
         (
             [jnp.ones((3, 4))],

@@ -151,6 +151,11 @@ def test_all_products_of_a_training_step_are_the_kernels() -> None:
     assert {product.implementation for product in (*grouped, *sums)} == {"hopper"}
 
 
+def test_there_is_one_expert_at_least() -> None:
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+        linen.Experts(**SIZES | {"num_experts": 0}).init(KEY, jnp.ones(X))
+
+
 @pytest.mark.parametrize("top_k", [0, EXPERTS + 1])
 def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: int) -> None:
     message = f"top_k must be from 1 to num_experts, which is {EXPERTS}, got {top_k}"

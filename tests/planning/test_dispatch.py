@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import gated_gemm, gemm
+from pallas_gemm import BlackwellConfig, gated_gemm, gemm
 from pallas_gemm.api import arguments, request
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
@@ -156,10 +156,21 @@ def test_an_illegal_config_is_refused_everywhere_with_every_reason() -> None:
         assert "config=HopperConfig" in str(raised.value)
 
 
-def test_a_config_for_another_gpu_leaves_the_product_to_xla() -> None:
-    decision = _decided(4096, 4096, 4096, config=HopperConfig(), target="b200")
+@pytest.mark.parametrize(
+    ("config", "gpu", "taken", "capability"),
+    [
+        (HopperConfig(), "b200", "BlackwellConfig", "9.0"),
+        (BlackwellConfig(), "h200", "HopperConfig", "10.x"),
+    ],
+)
+def test_a_config_for_another_gpu_leaves_the_product_to_xla(
+    config: Any, gpu: str, taken: str, capability: str
+) -> None:
+    decision = _decided(4096, 4096, 4096, config=config, target=gpu)
     assert decision.implementation == "xla"
-    assert "needs compute capability 9.0" in str(decision.refused)
+    assert f"needs compute capability {capability}" in str(decision.refused)
+    kind, given = f"NVIDIA {gpu.upper()}", type(config).__name__
+    assert decision.reason == f"config is a {given}, and the kernel for {kind} takes a {taken}"
 
 
 def test_a_schedule_picks_a_tile_that_has_its_grid() -> None:
