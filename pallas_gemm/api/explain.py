@@ -133,7 +133,8 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     anew.__name__ = f"explained_{uuid.uuid4().hex}"
     with noted() as parts:
         jax.jit(anew).lower(*args).compile()
-    return Explanation(tuple(_decided_part(part, gpu) for part in parts.found))
+    nothing = "no product that a mesh splits; explain has what each device computes for itself"
+    return Explanation(tuple(_decided_part(part, gpu) for part in parts.found), nothing=nothing)
 
 
 def note(asked: Request) -> None:

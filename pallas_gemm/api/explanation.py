@@ -93,6 +93,7 @@ class Explanation:
         copies: Copies that are made of operands to bring their dimensions side by side.
         origins: Who asks for each of the products; empty where that is not known.
         by_jax: The lines that multiply by JAX's own functions, once for each product.
+        nothing: What is said where there is no product.
     """
 
     products: tuple[Decision, ...]
@@ -100,6 +101,7 @@ class Explanation:
     copies: tuple[Copy, ...] = ()
     origins: tuple[Origin, ...] = ()
     by_jax: tuple[str, ...] = ()
+    nothing: str = "no product"
 
     @property
     def implementation(self) -> str:
@@ -113,7 +115,7 @@ class Explanation:
         """Why that computes it."""
         if self.products:
             return self.products[0].reason
-        return self.outside[0][1] if self.outside else "no product"
+        return self.outside[0][1] if self.outside else self.nothing
 
     @property
     def plan(self) -> Plan | None:
@@ -141,7 +143,7 @@ class Explanation:
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self.by_jax), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
-        return "\n".join(parts) or "no product"
+        return "\n".join(parts) or self.nothing
 
     def __rich__(self) -> Any:
         """Returns the table and the totals for `rich.print`."""
@@ -249,10 +251,12 @@ def _totals(explanation: Explanation) -> Iterator[tuple[str, str]]:
     kinds = dict.fromkeys(g.decision.plan.device.kind for g in groups if g.decision.plan)
     place = f", for {', '.join(kinds)}" if kinds else ""
     yield "products", f"{len(explanation.products)}, of which {len(groups)} are distinct{place}"
-    forward = 1e3 * sum(group.seconds for group in groups if not group.gradient)
-    both = 1e3 * sum(group.seconds for group in groups)
-    ways = f"{forward:.2f} forward and {both - forward:.2f} in gradients"
-    yield "predicted", f"{both:.2f} ms in kernels, {ways}"
+    forward, gradients = (
+        round(1e6 * sum(group.seconds for group in groups if group.gradient is gradient))
+        for gradient in (False, True)
+    )
+    ways = f"{forward:,} forward and {gradients:,} in gradients"
+    yield "predicted", f"{forward + gradients:,} us in kernels, {ways}"
     flops = sum(d.problem.flops for d in explanation.products)
     left = sum(d.problem.flops for d in explanation.products if d.plan is None)
     count = sum(d.plan is None for d in explanation.products) + len(explanation.outside)
@@ -313,24 +317,30 @@ def _by_jax_text(places: tuple[str, ...]) -> str:
     )
 
 
+def _batch_text(problem: Problem) -> str:
+    # A batch of sums over groups is of these, which are told beside the rows that they share.
+    return f"{problem.batch} x " if problem.batch != 1 and not problem.ragged_k else ""
+
+
 def _short_text(problem: Problem) -> str:
-    batch = f"{problem.batch} x " if problem.batch != 1 else ""
     dtypes = dict.fromkeys((problem.a_dtype.name, problem.b_dtype.name))
     types = "*".join(_SHORT.get(name, name) for name in dtypes)
     rows = f"{problem.m} ({problem.groups})" if problem.groups else str(problem.m)
-    sizes = f"{batch}{rows} x {problem.n} x {problem.k} {problem.layout}"
+    depth = f"{problem.k} ({problem.batch})" if problem.ragged_k else str(problem.k)
+    sizes = f"{_batch_text(problem)}{rows} x {problem.n} x {depth} {problem.layout}"
     return " ".join([sizes, types, *_extras(problem)])
 
 
 def _problem_text(problem: Problem) -> str:
-    batch = f"{problem.batch} x " if problem.batch != 1 else ""
     sizes = f"m={problem.m} n={problem.n} k={problem.k}"
     dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
     if problem.pieces:
         sizes += f" ({' + '.join(map(str, problem.pieces))})"
     if problem.groups:
         sizes += f" in {problem.groups} groups of rows"
-    return " ".join([f"{batch}{sizes} {problem.layout} {dtypes}", *_extras(problem)])
+    if problem.ragged_k:
+        sizes += f" in {problem.batch} groups of k"
+    return " ".join([f"{_batch_text(problem)}{sizes} {problem.layout} {dtypes}", *_extras(problem)])
 
 
 def _extras(problem: Problem) -> tuple[str, ...]:
@@ -350,6 +360,7 @@ def _as_json(group: Group) -> dict[str, Any]:
         "m": problem.m,
         "n": problem.n,
         "k": problem.k,
+        "groups": problem.batch if problem.ragged_k else problem.groups,
         "layout": problem.layout,
         "dtypes": [str(t) for t in (problem.a_dtype, problem.b_dtype, problem.out_dtype)],
         "epilogue": _extras(problem),

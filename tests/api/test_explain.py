@@ -157,8 +157,12 @@ def test_products_of_a_program_are_grouped_and_summed_up() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert f"17, of which {len(groups)} are distinct, for NVIDIA H200" in text
     assert "3 x hopper: m=2048 n=1024 k=4096 NN" in text
-    total = sum(decision.plan.seconds for decision in explained.products if decision.plan)
-    assert f"{total * 1e3:.2f} ms in kernels" in text
+    ways = [
+        round(1e6 * sum(group.seconds for group in groups if group.gradient is gradient))
+        for gradient in (False, True)
+    ]
+    predicted = f"{sum(ways):,} us in kernels, {ways[0]:,} forward and {ways[1]:,} in gradients"
+    assert predicted in " ".join(text.split())
     assert "left to XLA   0 products, 0% of the arithmetic" in text
 
     document = json.loads(explained.json())
@@ -167,6 +171,22 @@ def test_products_of_a_program_are_grouped_and_summed_up() -> None:
     console = rich.console.Console(width=80, file=io.StringIO())
     console.print(explained)
     assert "2048 x 1024 x 4096 NN bf16" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_groups_of_rows_and_of_k_are_told_apart_from_a_batch() -> None:
+    sizes = jnp.full(4, 512, jnp.int32)
+    with pallas_gemm.target("h200"):
+        explained = explain(
+            jax.grad(lambda w, x: jnp.sum(pallas_gemm.ragged_dot(x, w, sizes) ** 2)),
+            *(_shape(4, 512, 256), _shape(2048, 512)),
+        )
+    text = str(explained)
+    assert "m=2048 n=256 k=512 in 4 groups of rows NN" in text
+    assert "hopper: m=512 n=256 k=2048 in 4 groups of k TN" in text
+    assert "2048 (4) x 256 x 512 NN bf16" in text
+    assert "512 x 256 x 2048 (4) TN bf16" in text
+    document = json.loads(explained.json())
+    assert [entry["groups"] for entry in document["products"]] == [4, 4]
 
 
 def test_products_of_jax_are_counted_and_what_to_write_is_said() -> None:
