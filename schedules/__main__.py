@@ -345,7 +345,7 @@ def _compare(options: argparse.Namespace) -> None:
         best_first = report.ranked(predictions, options.by)
         print(json.dumps({order: dataclasses.asdict(p) for order, p in best_first}, indent=2))
         return
-    print(setting.headline(next(iter(predictions.values()))))
+    print(setting.headline(predictions[schedules[0].name], len(schedules[0])))
     print(report.ranking(predictions, options.by))
 
 
@@ -357,7 +357,7 @@ def _predict(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({schedule.name: dataclasses.asdict(prediction)}, indent=2))
         return
-    print(f"{schedule.name} on {setting.headline(prediction)}\n")
+    print(f"{schedule.name} on {setting.headline(prediction, len(schedule))}\n")
     print(report.details(setting, prediction))
 
 

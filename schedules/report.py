@@ -44,22 +44,28 @@ class Setting:
         rows, cols = (-(-self.problem[i] // side) for i, side in enumerate(sides))
         return rows, cols
 
-    def headline(self, prediction: Prediction) -> str:
-        """Returns three lines that say what runs, and how it fills the machine."""
+    def headline(self, prediction: Prediction, units: int) -> str:
+        """Returns three lines that say what runs, and how it fills the machine.
+
+        Args:
+            prediction: Of an order.
+            units: How many tiles the order has: all of the grid, or those of a triangle.
+        """
         cluster = "no clusters"
         if self.cluster != (1, 1):
             cast = "with" if self.multicast else "without"
             cluster = f"clusters of {_times(self.cluster)} {cast} multicast"
         persistence = "not persistent" if self.persistence == "none" else self.persistence
         rows, cols = self.grid
+        is_whole = units == rows * cols
+        grid = f"{rows} x {cols} = {units}" if is_whole else f"{units} of {rows} x {cols}"
         full = f"{(1 - prediction.tail) * 100:.0f}% full"
         one = prediction.waves == 1
         waves = f"1 wave, {full}" if one else f"{prediction.waves} waves, the last {full}"
         return (
             f"{self.machine.name}: {_times(self.problem)}\n"
             f"tiles of {_times(self.tile)}, {cluster}, {persistence}\n"
-            f"{rows} x {cols} = {rows * cols} units of work, {prediction.concurrency} at a time: "
-            f"{waves}"
+            f"{grid} units of work, {prediction.concurrency} at a time: {waves}"
         )
 
 

@@ -113,6 +113,15 @@ def test_compare_ranks_by_what_it_is_told(capsys: pytest.CaptureFixture[str]) ->
         assert [line.split()[1] for line in table[5:8]] == list(figures)
 
 
+def test_tiles_of_a_triangle_are_counted_as_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problem = ["--problem", "1024x1024x512", "--tile", "128x128"]
+    for command in ("compare", "predict"):
+        table = printed(capsys, command, "triangle:hilbert", *problem)
+        assert "36 of 8 x 8 units of work, 132 at a time: 1 wave, 27% full" in table
+
+
 def test_compare_takes_a_selection_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     table = printed(capsys, "compare", *SMALL).splitlines()
     assert len(table) == 5 + len(COMPARED) + 2
