@@ -66,8 +66,9 @@ def training_of(options: flags.FlagValues) -> Mixtures:
     """Returns what the trainees share.
 
     Raises:
-        ValueError: Experts or examples cannot be split over the devices.
+        ValueError: Experts or examples cannot be split over the devices, or no file be written.
     """
+    comparison.check_file(value(options, "json"))
     settings = PRESETS[value(options, "preset")]
     if not value(options, "parallel"):
         return Mixtures(settings)

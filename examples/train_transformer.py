@@ -89,13 +89,23 @@ def settings_of(options: flags.FlagValues) -> Settings:
 
 
 def trainer_of(options: flags.FlagValues) -> Trainer:
-    """Returns what the trainees share."""
+    """Returns what the trainees share.
+
+    Raises:
+        ValueError: The options cannot be met.
+    """
+    comparison.check_file(value(options, "json"))
     settings = settings_of(options)
-    attention = value(options, "attention")
+    attention, on_gpu = value(options, "attention"), jax.default_backend() == "gpu"
     if attention == "auto":
-        fits = jax.default_backend() == "gpu" and settings.type().itemsize == 2
-        attention = "cudnn" if fits else "xla"
+        attention = "cudnn" if on_gpu and settings.type().itemsize == 2 else "xla"
+    elif attention == "cudnn" and not on_gpu:
+        raise ValueError("--attention=cudnn needs a GPU; auto takes what there is")
     mesh = mesh_of(value(options, "mesh"))
+    for axis, name in (("data", "batch"), ("model", "width"), ("model", "hidden")):
+        size, devices = getattr(settings, name), mesh.shape.get(axis, 1) if mesh else 1
+        if size % devices:
+            raise ValueError(f"--mesh splits {name}={size}, which {axis}:{devices} cannot")
     return Trainer(settings, value(options, "api"), attention, mesh=mesh)
 
 

@@ -189,7 +189,8 @@ def mesh_of(text: str) -> Mesh | None:
         sizes = {name: int(size) for name, size in (part.split(":") for part in text.split(","))}
     except ValueError:
         sizes = {}
-    if not sizes or set(sizes) - {"data", "model"} or min(sizes.values()) < 1:
+    is_known = sizes and set(sizes) <= {"data", "model"} and min(sizes.values()) >= 1
+    if not is_known or len(sizes) < len(text.split(",")):
         raise ValueError(f"mesh={text!r} must be like data:2, model:4 or data:2,model:4")
     devices = jax.devices()
     wanted = int(np.prod(list(sizes.values())))

@@ -207,12 +207,30 @@ def test_all_products_of_a_large_step_run_on_the_kernel_without_copies(layers: s
         ("data:2,pipe:2", "must be like"),
         ("data", "must be like"),
         ("data:0", "must be like"),
+        ("data:2,data:2", "must be like"),
         ("model:9", "needs 9 devices, there are 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_made_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"mesh='{text}'.*{message}"):
         mesh_of(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--mesh=data:3", r"--mesh splits batch=\d+, which data:3 cannot"),
+        ("--mesh=model:3", r"--mesh splits width=\d+, which model:3 cannot"),
+        ("--attention=cudnn", "--attention=cudnn needs a GPU; auto takes"),
+        (
+            "--json=/no/such/folder/x.json",
+            "cannot write /no/such/folder/x.json: there is no folder",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_it_is_begun(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_transformer.trainer_of(_options(option))
 
 
 def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib.Path) -> None:

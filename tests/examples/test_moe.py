@@ -84,6 +84,8 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="--parallel splits batch=2, which 8 devices cannot"):
         train_moe.training_of(_options("--preset=mixtral", "--parallel"))
     assert train_moe.training_of(_options("--parallel")).mesh is not None
+    with pytest.raises(ValueError, match=r"cannot write /no/such/folder/x\.json: there is no"):
+        train_moe.training_of(_options("--json=/no/such/folder/x.json"))
 
 
 def test_the_preset_of_a_gpu_has_the_sizes_of_mixtral() -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Any
 
+from pallas_gemm.planning import driver
 from tests.stress import processes
 
 PATIENCE = {"gpu": 120, "cpu": 600}
@@ -69,7 +70,10 @@ def arguments() -> argparse.Namespace:
     # What a worker is told: which products are its own, and when to stop.
     parser.add_argument("--step", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    own = parser.parse_args()
+    if own.platform == "gpu" and not driver.found():
+        parser.exit(2, f"{parser.prog}: error: needs a GPU; --platform=cpu simulates the kernels\n")
+    return own
 
 
 def settings(platform: str) -> dict[str, str]:
