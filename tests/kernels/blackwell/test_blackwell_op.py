@@ -56,8 +56,8 @@ def turned(layout: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[
 
 
 @pytest.fixture
-def quick_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the simulator compile each program once and without optimising it."""
+def taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teaches the simulator pairs of CTAs."""
     blackwell_simulator.install(monkeypatch)
 
 
@@ -157,7 +157,7 @@ def test_the_kernel_that_is_simulated_is_that_of_the_config() -> None:
         decided(gemm, SQUARE, SQUARE, implementation="interpret", config=BlackwellConfig())
 
 
-@pytest.mark.usefixtures("quick_simulator")
+@pytest.mark.usefixtures("taught")
 @pytest.mark.parametrize("layout", ["NN", "TT"])
 def test_unaligned_rows_and_an_epilogue(layout: str, rng: np.random.Generator) -> None:
     a, b, residual = (
@@ -171,7 +171,7 @@ def test_unaligned_rows_and_an_epilogue(layout: str, rng: np.random.Generator) -
     reference.assert_exact(result, Formula(**options)(a, b, bias=bias, residual=residual))
 
 
-@pytest.mark.usefixtures("quick_simulator")
+@pytest.mark.usefixtures("taught")
 @pytest.mark.parametrize("mapped", ["ab", "a", "b-bias"])
 def test_vmap_of_clusters_that_are_taken_over(mapped: str, rng: np.random.Generator) -> None:
     """The kernel itself refuses to be mapped, so that it would not come this far."""
@@ -205,7 +205,7 @@ def test_a_kernel_whose_clusters_are_taken_over_cannot_be_mapped() -> None:
     assert jax.eval_shape(jax.vmap(kernels[1]), *operands).shape == (3, 256, 128)
 
 
-@pytest.mark.usefixtures("quick_simulator")
+@pytest.mark.usefixtures("taught")
 def test_gradients_of_first_and_second_order(rng: np.random.Generator) -> None:
     a, v = (reference.integers(rng, (24, 16), jnp.bfloat16) for _ in range(2))
     b = reference.integers(rng, (40, 16), jnp.bfloat16)
