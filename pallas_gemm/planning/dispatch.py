@@ -9,7 +9,7 @@ refuses what a caller names and no kernel can do.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -43,10 +43,10 @@ Reasons = tuple[str, ...]
 
 OTHER_GPU = "it needs compute capability"
 """How the reason begins why a kernel is out of the question on a GPU."""
-
-
 HALF_AT_MOST = 0.95
 """Of the time of a whole symmetric result, what half of it may be predicted to take."""
+NAMED_GRIDS = 4
+"""How many of the grids that an order could have been made for are named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,16 +398,25 @@ def _why_no_config(
         if refused or schedule is None:
             shared = (why for why in fewest if all(why in others for others in refused))
             return tuple(shared) or fewest
-    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    grids: dict[tuple[int, int], str] = {}
     for config in heuristics.rank(problem, device, architecture):
-        grids.setdefault(config.stacked_grid(problem), config.tile)
-    legal = ", ".join(f"{grid} for tiles of {tile}" for grid, tile in grids.items())
+        mirrored = " mirrored" if config.as_computed(problem) != problem else ""
+        grid = config.stacked_grid(problem)
+        grids.setdefault(grid, f"{grid} for{mirrored} tiles of {config.tile}")
     if isinstance(schedule, str):
-        return (f"schedule={schedule!r} fits none of the grids {legal}",)
-    other_grid = f"schedule is made for the grid {schedule.grid}; legal are {legal}"
+        return (f"schedule={schedule!r} fits none of the grids {', '.join(grids.values())}",)
+    nearest = _nearest(schedule.grid, grids)
+    legal = ", ".join(grids[grid] for grid in nearest[:NAMED_GRIDS])
+    more = f" and {len(nearest) - NAMED_GRIDS} others" if len(nearest) > NAMED_GRIDS else ""
+    other_grid = f"schedule is made for the grid {schedule.grid}; legal are {legal}{more}"
     if not isinstance(schedule, Pieces):
         return (other_grid,)
     cut = architecture.candidates(problem, device, unsplit(schedule))
     why = {c.stacked_grid(problem): tuple(c.mismatches(schedule, problem)) for c in cut}
     _, *other_steps = min(why.values(), key=len, default=(other_grid,))
     return why.get(schedule.grid, (other_grid, *other_steps))
+
+
+def _nearest(grid: tuple[int, int], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns other grids, those first whose sides differ by the smallest factors."""
+    return sorted(others, key=lambda other: np.abs(np.log(np.divide(other, grid))).sum())

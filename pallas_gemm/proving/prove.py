@@ -67,7 +67,8 @@ def survey(start: Start) -> Mapping[str, Any]:
     found = _json(lines[-1]) if lines and not end.code else None
     if found is None:
         last = [line for line in end.errors.splitlines() if line.strip()][-1:]
-        raise NothingToProveError(f"nothing can be proven: {''.join(last) or end}")
+        why = "".join(last).removeprefix("RuntimeError: ") or end
+        raise NothingToProveError(f"nothing can be proven: {why}")
     return found
 
 

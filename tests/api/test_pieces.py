@@ -108,7 +108,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another grid": (
         lambda: split_k(swizzle(3, 5), STEPS, 2),
-        r"schedule is made for the grid \(3, 5\); legal are .*\(3, 2\) for tiles of \(64, 64\)",
+        r"schedule is made for the grid \(3, 5\); legal are \(3, 4\) for tiles of \(64, 32\), .*"
+        r"\(2, 5\) for mirrored tiles of \(64, 32\), .* others;",
     ),
     "another grid and K": (
         lambda: split_k(swizzle(3, 5), 7, 2),
