@@ -46,6 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = functools.cache(vars(request)["shape_and_dtype"].__func__)
     monkeypatch.setattr(request, "shape_and_dtype", classmethod(fields))
     monkeypatch.setattr(request, "from_array", classmethod(_read_request))
+    monkeypatch.setattr(gpu_callbacks, "_swap", _of_numbers(gpu_callbacks._swap))
     name = "_get_barrier_allocation_key_from_inval"
     stock_key = getattr(jaxpr_interpret, name)
     monkeypatch.setattr(
@@ -133,6 +134,17 @@ def _of_numpy(stock: Callable[..., Any]) -> Callable[..., Any]:
         ]
 
     return run
+
+
+def _of_numbers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that stores a number of Python as what it was before: an int32."""
+
+    def swap(*args: Any, **options: Any) -> Any:
+        *where, value, mask = args
+        value = np.int32(value) if isinstance(value, int) else value
+        return stock(*where, value, mask, **options)
+
+    return swap
 
 
 def _together(self: Any, eqn: Any, token: Any) -> Any:
