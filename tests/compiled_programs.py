@@ -87,6 +87,10 @@ def _programs(shape: Callable[..., Any]) -> dict[str, tuple[Callable[..., Any], 
             (square, square),
         ),
         "checkpoint": (step(saved), (square, square, square)),
+        "groups": (
+            ragged_dot,
+            (shape(8 * SIZE, SIZE), shape(64, SIZE, SIZE), shape(64, dtype=jnp.int32)),
+        ),
     }
 
 

@@ -1,11 +1,10 @@
-"""Groups: which pieces of work there are, computed in the program from the groups' sizes.
+"""Groups: which pieces of work there are, as their sizes say.
 
-    rows in groups      sizes ──▶ tiles of each group ──▶ an order of those that there are ─┐
-    sums over groups    sizes ──▶ where each group is, the largest first ──▶ an order ──────┴▶ table
+    rows in groups      sizes ──▶ the kernel, which finds its pieces itself (`hopper/group_walk.py`)
+    sums over groups    sizes ──▶ where each group is, the largest first ──▶ an order ──▶ table
 
-A tile has rows of one group alone, so that the sizes say how many rows of tiles there are; their
-number has a bound (`GemmConfig.grid`), which is what the table has room for. XLA makes two small
-kernels of this: where groups end, and the table.
+For sums, the program makes a table: to find the largest group, each is compared with every other.
+XLA makes two small kernels of this: where groups end, and the table.
 """
 
 from typing import Any, NamedTuple, Self
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels import work
+from pallas_gemm.kernels import launch, work
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule
 
@@ -111,6 +110,14 @@ class _Cells(NamedTuple):
         return cells.sum(axis=2, dtype=jnp.int32)
 
 
+def sizes_operand(problem: Problem, sizes: jax.Array) -> jax.Array:
+    """Returns the operand from which a kernel finds the pieces of rows in groups: the sizes.
+
+    Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
+    """
+    return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else _within(sizes, problem.m))
+
+
 def order_operand(
     config: GemmConfig, problem: Problem, order: OnlineSchedule, workers: int, sizes: jax.Array
 ) -> jax.Array:
@@ -118,38 +125,15 @@ def order_operand(
 
     Column 0 is the worker's number of pieces, and the words of each follow, as in
     `tiles.dealt_table`; the last column is the element after the last one of all groups.
-    """
-    told = _told_rows if problem.groups else _told_sums
-    return told(config, problem, order, workers, sizes)
 
-
-def _told_rows(
-    config: GemmConfig, problem: Problem, order: OnlineSchedule, workers: int, sizes: jax.Array
-) -> jax.Array:
-    """Returns the operand for rows in groups: only tiles that there are, in the order of these."""
-    height, coding = config.out_tile(problem)[0] * config.cluster[0], work.GroupCoding()
-    cells = _Cells.of(order, workers, coding.words, problem.groups)
-    each = cells.each(bounds(sizes, problem.m, height))
-    rows = jnp.minimum(each.all_tiles, order.grid[0])
-    # The row of tiles of a place past the end may be any.
-    row, col = _visited(order, cells.place, jnp.maximum(rows, 1))
-    own, first = _in_group(each, height, row)
-    words = coding.pack_group(cells.group, col, first, jnp.minimum(each.rows, problem.m))
-    last = jnp.minimum(each.all_rows, problem.m)
-    return cells.table(own, words, rows * order.grid[1], last)
-
-
-def _told_sums(
-    config: GemmConfig, problem: Problem, order: OnlineSchedule, workers: int, sizes: jax.Array
-) -> jax.Array:
-    """Returns the operand for sums over groups: every tile of every group.
-
-    The largest group comes first, so that what workers are dealt differs by a small one at most.
+    They are every tile of every group. The largest group comes first, so that what workers are
+    dealt differs by a small one at most.
     """
     coding = work.SumCoding()
     cells = _Cells.of(order, workers, coding.words, problem.batch)
     each = cells.each(bounds(sizes, problem.k, 1))
-    stacked, col = _visited(order, cells.place)
+    # Without signs, a quotient is one operation.
+    stacked, col = (x.astype(jnp.int32) for x in order(cells.place.astype(jnp.uint32)))
     height = jnp.int32(config.grid(problem)[0])
     start, end = (jnp.minimum(x, problem.k) for x in (each.rows - each.sizes, each.rows))
     words = coding.pack_sum(lax.rem(stacked, height), col, cells.group, start, end)
@@ -157,22 +141,12 @@ def _told_sums(
     return cells.table(own, words, len(order), jnp.minimum(each.all_rows, problem.k))
 
 
-def _visited(
-    order: OnlineSchedule, place: jax.Array, rows: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns which tiles are at places of an order: without signs, a quotient is one operation."""
-    row, col = order(place.astype(jnp.uint32), None if rows is None else rows.astype(jnp.uint32))
-    return row.astype(jnp.int32), col.astype(jnp.int32)
-
-
 def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
     """Returns where groups of these sizes end, of so many rows and in tiles of this height.
 
     A negative size is that of an empty group.
     """
-    if sizes.dtype.itemsize < 4:
-        sizes = sizes.astype(jnp.int32)
-    sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
+    sizes = _within(sizes, rows)
     square = (sizes.shape[0],) * 2
     own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
     mine, others = (lax.broadcast_in_dim(sizes, square, (axis,)) for axis in (0, 1))
@@ -211,6 +185,13 @@ def _in_group(each: Bounds, height: int, which: jax.Array) -> tuple[jax.Array, j
     start = each.tiles - _tiles(each.sizes, height)
     own = (start <= which) & (which < each.tiles)
     return own, each.rows - each.sizes + (which - start) * height
+
+
+def _within(sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns sizes of groups among so many rows, as int32."""
+    if sizes.dtype.itemsize < 4:
+        sizes = sizes.astype(jnp.int32)
+    return jnp.clip(sizes, 0, rows).astype(jnp.int32)
 
 
 def _tiles(sizes: jax.Array, height: int) -> jax.Array:

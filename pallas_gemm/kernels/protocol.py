@@ -26,6 +26,11 @@ def masked_arrivals(consumers: int) -> int:
     return consumers
 
 
+def taken_arrivals(consumers: int, *, pingpong: bool) -> int:
+    """The producer, and each consumer that computes the piece."""
+    return 1 + (1 if pingpong else consumers)
+
+
 def baton_arrivals() -> int:
     """A ping-pong consumer hands the baton to exactly one other."""
     return 1

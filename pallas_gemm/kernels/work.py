@@ -4,7 +4,7 @@
     its second word        first k step (16 bits) | k steps (16 bits)       where they differ
     its third word         which summand of its tile's sum a piece makes    where there are several
     its fourth word        which of the cut tiles it belongs to             where others are whole
-    of rows in groups      group | col, first row, end of the group
+    of rows in groups      group | col, first row, end of the group     see `hopper/group_walk.py`
     of sums over groups    row | col, group, its first contracted element, its end
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
 

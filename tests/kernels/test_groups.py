@@ -1,4 +1,6 @@
-"""The pieces of groups, computed from their sizes: each row of a group in one tile of its own."""
+"""What the program computes of the sizes of groups: where they end, and the pieces of sums."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,49 +12,7 @@ from pallas_gemm.kernels import groups, work
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.problem import Problem
 
-ROWS, HEIGHT = 700, 128
-PROBLEM = Problem(ROWS, 320, 64, transpose_b=True, groups=5)
-
-SIZES = {
-    "uneven": (130, 0, 400, 1, 169),
-    "whole tiles": (128, 256, 0, 128, 188),
-    "one": (0, 0, 700, 0, 0),
-    "none": (0, 0, 0, 0, 0),
-    "fewer": (3, 5, 7, 0, 11),
-    "too many": (300, 300, 300, 300, 300),
-    "negative": (200, -7, 300, 10, 20),
-}
-
-
-@pytest.mark.parametrize("order", ["swizzle:2", "swizzle:8:cols", "raster", "swizzle:3:straight"])
-def test_each_row_is_in_one_tile_of_each_column(order):
-    config = HopperConfig(tile=(HEIGHT, 64), schedule=order, ctas=7)
-    grid, workers = config.grid(PROBLEM), config.workers(PROBLEM, H200)
-    schedule = config.resolve_schedule(PROBLEM)
-
-    @jax.jit
-    def operand(sizes: jax.Array) -> jax.Array:
-        return groups.order_operand(config, PROBLEM, schedule, workers, sizes)
-
-    for name, sizes in SIZES.items():
-        ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), ROWS)
-        starts = np.concatenate([[0], ends[:-1]])
-        table = np.asarray(operand(jnp.array(sizes)))
-        seen = np.zeros((ROWS, grid[1]), int)
-        for row in table:
-            for words in row[1:-1].reshape(-1, 3)[: row[0]]:
-                piece = work.GroupCoding().unpack(*map(jnp.int32, words))
-                group, first = int(piece.batch), int(piece.first_row)
-                if name == "too many" and first >= ROWS:
-                    continue
-                assert starts[group] <= first < ends[group] == piece.end_row
-                assert (first - starts[group]) % HEIGHT == 0
-                seen[first : min(first + HEIGHT, ends[group]), piece.col] += 1
-        assert (seen[: ends[-1]] == 1).all(), name
-        assert not seen[ends[-1] :].any(), name
-        assert (table[:, -1] == ends[-1]).all()
-        # Dealt in turn: no worker has two pieces more than another.
-        assert np.ptp(table[:, 0]) <= 1
+HEIGHT = 128
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
@@ -65,10 +25,21 @@ def test_sizes_of_any_type_of_integers_are_within_the_rows(dtype):
     np.testing.assert_array_equal(found[:3], [[100, 200], [100, 100], [13, 26]])
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
+def test_a_kernel_takes_sizes_in_int32_as_they_are_and_others_within_the_rows(dtype):
+    problem = Problem(1000, 64, 64, groups=2)
+    most = jnp.iinfo(dtype).max
+    taken = groups.sizes_operand(problem, jnp.array([most, 3], dtype))
+    assert taken.dtype == jnp.int32
+    assert taken.tolist() == [min(most, 1000), 3]
+    as_is = jax.make_jaxpr(functools.partial(groups.sizes_operand, problem))(jnp.arange(2))
+    assert [equation.primitive.name for equation in as_is.eqns] == ["optimization_barrier"]
+
+
 def test_the_grid_has_room_for_the_worst_sizes():
-    config = HopperConfig(tile=(HEIGHT, 64))
+    problem = Problem(700, 320, 64, transpose_b=True, groups=5)
     sizes = np.array([1, 129, 1, 129, 440])
-    assert (-(-sizes // HEIGHT)).sum() == config.grid(PROBLEM)[0]
+    assert (-(-sizes // HEIGHT)).sum() == HopperConfig(tile=(HEIGHT, 64)).grid(problem)[0]
 
 
 @pytest.mark.parametrize("sizes", [(13, 0, 257), (20, -7, 400)], ids=["fewer", "too many"])

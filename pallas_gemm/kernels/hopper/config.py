@@ -12,7 +12,7 @@ from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.work import CLAIM_BITS
+from pallas_gemm.kernels.work import CLAIM_BITS, GroupCoding
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -39,6 +39,10 @@ CLAIM_LIMIT = (1 << CLAIM_BITS) - 1
 """Rows and columns of claimed tiles, less the value that says "none left"."""
 LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
+TOLD_SLOTS = 8
+"""Pieces of rows in groups that are found ahead; a power of two."""
+TOLD_HEADER = 2
+"""Words that are told before those of pieces."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
 
@@ -266,6 +270,7 @@ class HopperConfig(GemmConfig):
             stores,
             problem.epilogue.residual * of_its_own * residual,
             8 * (2 * stages * self.ring_readers + 2),
+            self.told_words(problem) * 4,
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
 
@@ -274,6 +279,10 @@ class HopperConfig(GemmConfig):
         columns = super().loaded_columns(problem)
         whole = 1 if self.as_computed(problem).transpose_b else PANEL
         return -(-columns // whole) * whole
+
+    def told_words(self, problem: Problem) -> int:
+        """How many words the roles are told of rows in groups, at a time."""
+        return TOLD_HEADER + TOLD_SLOTS * GroupCoding.words if problem.groups else 0
 
     @property
     def ring_barriers(self) -> int:

@@ -3,10 +3,12 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, protocol, smem, work
 from pallas_gemm.kernels.hopper import remote
+from pallas_gemm.kernels.hopper.config import TOLD_SLOTS
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 CLUSTER = ("cluster_row", "cluster_col")
@@ -24,6 +26,7 @@ class Smem(NamedTuple):
         lines: Store slots for threads, or None.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
         residual: Slots of a residual of another type than the result's, like `out`.
+        told: What the roles are told of rows in groups (`group_walk.py`), or None.
     """
 
     a: Any = None
@@ -32,6 +35,7 @@ class Smem(NamedTuple):
     lines: Any = None
     mirrored: Any = None
     residual: Any = None
+    told: Any = None
 
 
 class Barriers(NamedTuple):
@@ -42,6 +46,9 @@ class Barriers(NamedTuple):
     baton: Any = None
     residual: Any = None
     masked: Any = None
+    counted: Any = None
+    told: Any = None
+    taken: Any = None
 
 
 class Cta(NamedTuple):
@@ -75,6 +82,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
     buffers = stores._replace(a=plan.a.ring(config.stages), b=plan.b.ring(config.stages))
     handed = protocol.baton_arrivals()
     baton = plgpu.Barrier(num_arrivals=handed, num_barriers=config.consumers)
+    words = config.told_words(plan.problem)
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.full_arrivals, num_barriers=config.ring_barriers),
         empty=plgpu.ClusterBarrier(
@@ -87,8 +95,16 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
         if plan.problem.ragged_k and plan.simulated
         else None,
+        counted=plgpu.Barrier() if words else None,
+        told=plgpu.Barrier(num_barriers=TOLD_SLOTS) if words else None,
+        taken=plgpu.Barrier(
+            num_arrivals=protocol.taken_arrivals(config.consumers, pingpong=config.pingpong),
+            num_barriers=TOLD_SLOTS,
+        )
+        if words
+        else None,
     )
-    return buffers, barriers
+    return buffers._replace(told=plgpu.SMEM((words,), jnp.int32) if words else None), barriers
 
 
 def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
@@ -120,7 +136,7 @@ def views(plan: HopperPlan, buffers: Smem) -> Smem:
         None if slots is None else operand.views(slots)
         for operand, slots in ((plan.a, buffers.a), (plan.b, buffers.b))
     )
-    return Smem(a, b, out, buffers.lines, mirrored, residual)
+    return Smem(a, b, out, buffers.lines, mirrored, residual, buffers.told)
 
 
 def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:

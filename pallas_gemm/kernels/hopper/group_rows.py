@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem
+from pallas_gemm.kernels.hopper import group_walk
 from pallas_gemm.kernels.hopper.cta import CLUSTER, Cta
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.smem import ATOM_ROWS
@@ -58,8 +59,7 @@ def zero_the_rest(cta: Cta, me: Any) -> None:
     if not plan.problem.groups:
         return
     (rows, cols), (_, height, _, width) = plan.out_shape, plan.chunks[0]
-    order = cta.gmem.order
-    end = order[lax.axis_index(launch.WORKER), order.shape[1] - 1]
+    end = group_walk.last_row(cta)
     across = -(-cols // width)
     blocks = lax.div(rows - end + height - 1, jnp.int32(height)) * across
     consumer = lax.axis_index(launch.WORKER)

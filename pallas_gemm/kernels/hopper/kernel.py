@@ -8,7 +8,8 @@ Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
                                       finished tiles (the epilogue)
     consumers             producer    issues every TMA load; its first warp does, the other three
                                       sleep (all four walk along when tiles are claimed), or send
-                                      rows to other devices (`send_rows.py`)
+                                      rows to other devices (`send_rows.py`), or one of them finds
+                                      the pieces of rows in groups (`group_walk.py`)
 
     Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
     Ping-pong consumers take every other tile: one runs its epilogue while the other multiplies.
@@ -24,6 +25,8 @@ Barriers (`protocol.py` derives the arrival counts)
     residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
     masked        every consumer, when it has zeroed what is     every consumer, before its WGMMA of
                   no group's (`group_sums.py`): simulated        that step
+    counted,      see `group_walk.py`: where rows are in groups
+    told, taken
 
     Each ping-pong consumer has `full` and `empty` barriers of its own; `ring.py` says why.
 
@@ -69,6 +72,7 @@ from pallas_gemm.kernels.hopper import (
     early_launch,
     group_rows,
     group_sums,
+    group_walk,
     join,
     late_store,
     load,
@@ -337,10 +341,13 @@ def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
             plgpu.wgmma(acc.at[pl.ds(panel * height, height), pl.ds(part * width, width)], a, b)
 
 
-def _walk(plan: HopperPlan, order: Any, *, producing: bool) -> tiles.Walk:
-    """Where this cluster's tiles come from, given the order as the kernel's operand."""
+def _walk(cta: Cta, *, producing: bool) -> tiles.Walk:
+    """Where this cluster's tiles come from."""
+    plan, order = cta.plan, cta.gmem.order
+    if plan.problem.groups:
+        return group_walk.share(cta, producing=producing).walk
     worker = lax.axis_index(launch.WORKER)
-    if plan.problem.in_groups:
+    if plan.problem.ragged_k:
         return tiles.read(order, worker, plan.coding).walk
     if not plan.claims_tiles:
         return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
@@ -368,7 +375,7 @@ def _body(
     def produce() -> None:
         if registers:
             plgpu.set_max_registers(registers.producer, action="decrease")
-        run = functools.partial(producer, cta, _walk(plan, gmem.order, producing=True))
+        run = functools.partial(producer, cta, _walk(cta, producing=True))
         if plan.claims_tiles:
             run()
             return
@@ -377,11 +384,12 @@ def _body(
         def _each_warp(warp: Any) -> None:
             pl.when(warp == 0)(run)
             cta.rows.send(warp)
+            group_walk.guide(cta, warp)
 
     def consume() -> None:
         if registers:
             plgpu.set_max_registers(registers.consumer, action="increase")
-        consumer(cta, _walk(plan, gmem.order, producing=False))
+        consumer(cta, _walk(cta, producing=False))
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
@@ -399,7 +407,10 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     schedule: Any = plan.schedule
     if plan.problem.in_groups:
         sizes = operands.pop(factors)
-        order: Any = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
+        if plan.problem.groups:
+            order: Any = groups.sizes_operand(plan.problem, sizes)
+        else:
+            order = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
     elif plan.claims_tiles:
         order = claims.order_operand(schedule, plan.workers)
     else:

@@ -311,7 +311,7 @@ def test_groups():
     rows = dataclasses.replace(PROBLEM, groups=8)
     shared = {"batch": 8, "shared_a": True, "shared_b": True}
     sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
-    check_sound([(LATE, rows), (LATE, sums)])
+    check_sound([(LATE, rows), (MODES["in turns"][0], rows), (LATE, sums)])
 
 
 def test_tiles_that_are_cut_along_k():

@@ -311,6 +311,12 @@ GROUPED: dict[str, tuple[dict[str, Any], Problem, tuple[int, ...]]] = {
         Problem(150, 64, 64, *(3 * [E4M3]), transpose_b=True, groups=2),
         (0, 9),
     ),
+    # Each slot of the ring of pieces is used twice.
+    "too many rows": (
+        {"tile": (64, 64), "consumers": 1, "ctas": 1},
+        Problem(150, 128, 64, groups=6),
+        (70, -3, 0, 200, 9, 1),
+    ),
 }
 
 
@@ -320,12 +326,14 @@ def test_rows_in_groups(name, rng):
     operands = products.small_integers(problem, rng)
     a, b = np.array(operands.a, np.float32), np.array(operands.b, np.float32)
     b = b.swapaxes(1, 2) if problem.transpose_b else b
-    ends = np.cumsum(sizes)
+    there = np.clip(sizes, 0, problem.m)
+    ends = np.minimum(np.cumsum(there), problem.m)
+    starts = np.append(0, ends[:-1])
     expected = np.zeros(problem.out_shape)
-    for matrix, start, end in zip(b, ends - sizes, ends, strict=True):
+    for matrix, start, end in zip(b, starts, ends, strict=True):
         expected[start:end] = a[start:end] @ matrix
     # What is in no group shows nowhere.
-    unused = np.array(sizes) == 0
+    unused = starts == ends
     poisoned = operands._replace(
         a=operands.a.at[ends[-1] :].set(jnp.nan), b=operands.b.at[unused].set(jnp.nan)
     )

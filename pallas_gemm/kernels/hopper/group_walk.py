@@ -1,0 +1,321 @@
+"""Rows in groups: which piece of work comes next, found while those before it are computed.
+
+    sizes in global memory ──▶ the guide ──▶ words in shared memory ──▶ producer and consumers
+
+The *guide* is a warp of the producer's warpgroup that loads nothing. It adds up the sizes of the
+groups, from which follows how many pieces there are. Then it finds its worker's, one after another:
+the order says in which row of tiles a piece is, and from the group of the piece before, the guide
+goes on, or back, to the group that has this row. It is up to `TOLD_SLOTS` pieces ahead of those who
+compute them, so that only the first one is waited for. Each CTA of a cluster has its own guide, and
+all of them find the same.
+
+    barrier     who arrives                                      who waits
+    counted     the guide, when it knows how many pieces         each role that computes pieces
+    told[s]     the guide, when slot s has the words of a piece  each role that computes it
+    taken[s]    each such role, when it has read them            the guide, before it writes others
+
+A tile has rows of one group alone. Negative sizes are those of empty groups. Sizes may say more
+than there are rows: then groups end past the last one, where nothing is read or stored.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import launch, tiles, work
+from pallas_gemm.kernels.hopper.config import TOLD_HEADER, TOLD_SLOTS
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+
+WARP = 1
+"""The guide; warp 0 loads."""
+PIECES, LAST_ROW = range(TOLD_HEADER)
+"""The words before those of all slots: how many pieces there are, and the row after all groups."""
+CODING = work.GroupCoding()
+BEYOND = 2**31 - 1
+"""A row of tiles that no group has."""
+
+_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
+
+
+class At(NamedTuple):
+    """Where the guide is.
+
+    Attributes:
+        group: The group.
+        row: Its first row.
+        tile: Its first row of tiles.
+        rows: How many rows it has.
+    """
+
+    group: Any
+    row: Any
+    tile: Any
+    rows: Any
+
+
+def share(cta: Cta, *, producing: bool) -> tiles.Share:
+    """The pieces of this CTA's worker, for a role that computes them."""
+    return _share_of_producer(cta) if producing else _share_of_consumer(cta)
+
+
+def _share_of_producer(cta: Cta) -> tiles.Share:
+    """It is told of a piece when it comes to it: the loads of the first await no second one."""
+
+    def take(turn: Any) -> work.Piece:
+        plgpu.barrier_wait(cta.barriers.told.at[_slot(turn)])
+        words = _told(cta, turn)
+        plgpu.barrier_arrive(cta.barriers.taken.at[_slot(turn)])
+        return CODING.unpack(*words)
+
+    return tiles.Share(lambda: _count(cta), lambda turn: (turn,), take)
+
+
+def _share_of_consumer(cta: Cta) -> tiles.Share:
+    """It is told of a piece before it computes the one before, and waits for no word of it."""
+    turns, every = _count(cta), cta.plan.config.ring_readers
+
+    def load(turn: Any) -> tuple[Any, ...]:
+        @pl.when(turn >= every)
+        def _take_the_one_before() -> None:
+            plgpu.barrier_arrive(cta.barriers.taken.at[_slot(turn - every)])
+
+        # Past the last piece nobody is told anything, and nobody looks at the words.
+        @pl.when(turn < turns)
+        def _until_told() -> None:
+            plgpu.barrier_wait(cta.barriers.told.at[_slot(turn)])
+
+        return _told(cta, turn)
+
+    return tiles.Share(lambda: turns, load, CODING.unpack)
+
+
+def _count(cta: Cta) -> Any:
+    """How many pieces the worker has."""
+    plgpu.barrier_wait(cta.barriers.counted)
+    return _read(cta, PIECES)
+
+
+def _told(cta: Cta, turn: Any) -> tuple[Any, ...]:
+    """The words of a turn's piece."""
+    return tuple(_read(cta, _words(turn) + number) for number in range(CODING.words))
+
+
+def last_row(cta: Cta) -> Any:
+    """The row after all groups, for roles that know how many pieces they have."""
+    return _read(cta, LAST_ROW)
+
+
+def guide(cta: Cta, warp: Any) -> None:
+    """Finds the pieces, in one warp of all."""
+    if cta.plan.problem.groups:
+        pl.when(warp == WARP)(lambda: _guide(cta))
+
+
+def _guide(cta: Cta) -> None:
+    plan, barriers = cta.plan, cta.barriers
+    order: Any = plan.schedule
+    workers, worker = plan.workers, lax.axis_index(launch.WORKER)
+    limit, height = jnp.int32(plan.problem.m), _height(plan)
+    start = At(*(jnp.int32(0),) * 4)
+    end = _find(cta, start, jnp.int32(BEYOND))
+    rows = lax.min(end.tile, jnp.int32(order.grid[0]))
+    pieces = lax.div(rows * order.grid[1] - worker + (workers - 1), jnp.int32(workers))
+    _write(cta, PIECES, pieces)
+    _write(cta, LAST_ROW, lax.min(end.row, limit))
+    plgpu.barrier_arrive(barriers.counted)
+
+    def tell(turn: Any, at: At) -> At:
+        place = (worker + turn * workers).astype(jnp.uint32)
+        tile, col = (x.astype(jnp.int32) for x in order(place, rows.astype(jnp.uint32)))
+        at = _find(cta, at, tile)
+        first_row = at.row + (tile - at.tile) * height
+        words = CODING.pack_group(at.group, col, first_row, lax.min(at.row + at.rows, limit))
+
+        @pl.when(turn >= TOLD_SLOTS)
+        def _until_taken() -> None:
+            plgpu.barrier_wait(barriers.taken.at[_slot(turn)])
+
+        for number, word in enumerate(words):
+            _write(cta, _words(turn) + number, word)
+        plgpu.barrier_arrive(barriers.told.at[_slot(turn)])
+        return at
+
+    lax.fori_loop(0, pieces, tell, start)
+
+    # Whoever waits on a barrier sees all of its phases.
+    pl.loop(lax.max(pieces - TOLD_SLOTS, jnp.int32(0)), pieces)(
+        lambda turn: plgpu.barrier_wait(barriers.taken.at[_slot(turn)])
+    )
+
+
+def _find(cta: Cta, at: At, tile: Any) -> At:
+    """Returns the group that has a row of tiles; where all groups end, if there is no such row."""
+    plan, sizes = cta.plan, cta.gmem.order
+    if plan.simulated:
+        return _find_one_by_one(plan, sizes, at, tile)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 4), return_type=[_INT32] * 4
+    )
+    def inline(_: Any, sizes: Any, *values: Any) -> list[Any]:
+        int32 = utils.ir.IntegerType.get_signless(32)
+        found = utils.inline_ptx(
+            find_ptx(plan.problem.groups, plan.problem.m, _height(plan)),
+            utils.memref_ptr(sizes),
+            *(value.registers.item() for value in values),
+            result_types=[int32] * 4,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return [mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in found]
+
+    return At(*inline(sizes, *at[:3], tile))
+
+
+def _find_one_by_one(plan: HopperPlan, sizes: Any, at: At, tile: Any) -> At:
+    """See `_find`: what the lanes of a warp do together, for the simulator."""
+    height, groups = _height(plan), plan.problem.groups
+
+    def size(group: Any) -> Any:
+        return jnp.clip(sizes[lax.min(group, jnp.int32(groups - 1))], 0, plan.problem.m)
+
+    def end(at: At) -> Any:
+        return at.tile + lax.div(at.rows + (height - 1), jnp.int32(height))
+
+    def is_before(at: At) -> Any:
+        return (at.group < groups) & (end(at) <= tile)
+
+    def following(at: At) -> At:
+        rows = lax.select(at.group + 1 < groups, size(at.group + 1), jnp.int32(0))
+        return At(at.group + 1, at.row + at.rows, end(at), rows)
+
+    back = tile < at.tile
+    group, row, first = (lax.select(back, jnp.int32(0), x) for x in at[:3])
+    return lax.while_loop(is_before, following, At(group, row, first, size(group)))
+
+
+_SCAN = "\n".join(
+    f"shfl.sync.up.b32 other|has, {sums}, {distance}, 0, 0xffffffff;"
+    f" @has add.u32 {sums}, {sums}, other;"
+    for distance in (1, 2, 4, 8, 16)
+    for sums in ("rows", "tiles")
+)
+
+_FIND = """{{
+    .reg .pred back, inside, has, any; .reg .u64 place;
+    .reg .u32 lane, left, group, row, tile, own, size, high, rows, tiles, other, who;
+    mov.u32 lane, %laneid;
+    setp.lt.s32 back, $8, $7;
+    selp.u32 group, 0, $5, back;
+    selp.u32 row, 0, $6, back;
+    selp.u32 tile, 0, $7, back;
+    sub.u32 left, $8, tile;
+    NEXT:
+    add.u32 own, group, lane;
+    setp.lt.u32 inside, own, {groups};
+    mad.wide.u32 place, own, 4, $4;
+    mov.u32 size, 0;
+    @inside ld.global.b32 size, [place];
+    max.s32 size, size, 0;
+    min.s32 size, size, {limit};
+    add.u32 high, size, {rounded};
+    div.u32 high, high, {height};
+    mov.u32 rows, size;
+    mov.u32 tiles, high;
+    {scan}
+    setp.gt.s32 has, tiles, left;
+    vote.sync.ballot.b32 who, has, 0xffffffff;
+    setp.ne.u32 any, who, 0;
+    @any bra FOUND;
+    shfl.sync.idx.b32 other, rows, 31, 31, 0xffffffff;
+    add.u32 row, row, other;
+    shfl.sync.idx.b32 other, tiles, 31, 31, 0xffffffff;
+    add.u32 tile, tile, other;
+    sub.u32 left, left, other;
+    add.u32 group, group, 32;
+    setp.lt.u32 any, group, {groups};
+    @any bra NEXT;
+    mov.u32 size, 0;
+    bra END;
+    FOUND:
+    brev.b32 who, who;
+    clz.b32 who, who;
+    sub.u32 rows, rows, size;
+    sub.u32 tiles, tiles, high;
+    shfl.sync.idx.b32 rows, rows, who, 31, 0xffffffff;
+    shfl.sync.idx.b32 tiles, tiles, who, 31, 0xffffffff;
+    shfl.sync.idx.b32 size, size, who, 31, 0xffffffff;
+    add.u32 group, group, who;
+    add.u32 row, row, rows;
+    add.u32 tile, tile, tiles;
+    END:
+    mov.u32 $0, group;
+    mov.u32 $1, row;
+    mov.u32 $2, tile;
+    mov.u32 $3, size;
+}}"""
+
+
+def find_ptx(groups: int, limit: int, height: int) -> str:
+    """Returns what a warp finds a group by, 32 at a time: each lane reads the size of one.
+
+    The sums of all sizes up to each lane's take five steps, in which a lane adds what one has that
+    is 1, 2, 4, 8 and 16 before it. The first lane whose sum is beyond the row of tiles has the
+    group.
+    """
+    return _FIND.format(groups=groups, limit=limit, height=height, rounded=height - 1, scan=_SCAN)
+
+
+def _read(cta: Cta, word: Any) -> Any:
+    """Reads a word; Pallas has no loads from shared memory in one warp."""
+    told = cta.slots.told
+    if cta.plan.simulated:
+        return told[word]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
+    def inline(_: Any, told: Any) -> Any:
+        int32 = utils.ir.IntegerType.get_signless(32)
+        word = utils.inline_ptx(
+            "ld.shared.b32 $0, [$1];",
+            utils.memref_ptr(told),
+            result_types=int32,
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(word, (), is_signed=True)
+
+    return inline(told.at[word])
+
+
+def _write(cta: Cta, word: Any, value: Any) -> None:
+    """Writes a word: all lanes the same. Pallas would read the old value, too."""
+    told = cta.slots.told
+    if cta.plan.simulated:
+        told[word] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def inline(_: Any, told: Any, value: Any) -> None:
+        where, word = utils.memref_ptr(told), value.registers.item()
+        utils.inline_ptx("st.shared.b32 [$0], $1;", where, word, has_side_effects=True)
+
+    inline(told.at[word], value)
+
+
+def _height(plan: HopperPlan) -> int:
+    """Rows of a cluster's tile."""
+    return plan.config.out_tile(plan.problem)[0] * plan.config.cluster[0]
+
+
+def _slot(turn: Any) -> Any:
+    return turn & jnp.int32(TOLD_SLOTS - 1)
+
+
+def _words(turn: Any) -> Any:
+    """Where the words of a turn's piece begin."""
+    return TOLD_HEADER + _slot(turn) * CODING.words

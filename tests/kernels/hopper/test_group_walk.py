@@ -1,0 +1,164 @@
+"""The pieces of rows in groups, found in the kernel: each row of a group in one tile of its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.device import H200
+from pallas_gemm.kernels import launch, work
+from pallas_gemm.kernels.hopper import cta as ctas
+from pallas_gemm.kernels.hopper import group_walk, remote
+from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.problem import Problem
+from tests import races, warp_ptx
+
+PROBLEM = Problem(400, 192, 64, transpose_b=True, groups=5)
+SMALL = HopperConfig(tile=(64, 64), consumers=1, stages=2, late_store=False, ctas=2)
+CONFIGS = {
+    "bands of rows": dataclasses.replace(SMALL, schedule="swizzle:2"),
+    "columns, in turns": dataclasses.replace(
+        SMALL, schedule="swizzle:8:cols", consumers=2, pingpong=True
+    ),
+}
+SIZES = {
+    "uneven": (70, 0, 200, 1, 99),
+    "whole tiles": (64, 128, 0, 64, 144),
+    "one": (0, 0, 400, 0, 0),
+    "none": (0, 0, 0, 0, 0),
+    "fewer": (3, 5, 7, 0, 11),
+    "too many": (150, 150, 150, 150, 150),
+    "negative": (100, -7, 200, 10, 20),
+    "far too many": (2**31 - 1, 2**31 - 1, -(2**31), 1, 2**31 - 1),
+}
+BARRIERS = ("counted", "told", "taken")
+FIELDS = ("batch", "col", "first_row", "end_row")
+
+
+def told(plan: HopperPlan) -> Callable[[jax.Array], tuple[np.ndarray, np.ndarray]]:
+    """Returns a function of the sizes: the pieces of each worker and role, and what ends them.
+
+    The first are `[worker, role, turn, field]`; the others how many there are, and the last row.
+    """
+    consumers, workers = plan.config.consumers, plan.workers
+    most = -(-len(plan.schedule) // workers)
+    buffers, barriers = ctas.scratch(plan)
+
+    def body(given: launch.Inputs, pieces: Any, ends: Any, *scratch: Any) -> None:
+        words, *barriers = scratch
+        own = dict(zip(BARRIERS, barriers, strict=True))
+        slots, barriers = ctas.Smem(told=words), ctas.Barriers(**own)
+        cta = ctas.Cta(plan, given, None, remote.Rows(), slots, barriers)
+        worker, me = lax.axis_index(launch.WORKER), lax.axis_index(launch.WARPGROUP)
+
+        def note(turn: Any, piece: work.Piece, _: Any) -> Any:
+            for number, field in enumerate(FIELDS):
+                pieces[worker, me, turn, number] = getattr(piece, field)
+            return ()
+
+        def read(*, producing: bool, **which: Any) -> None:
+            turns, _ = group_walk.share(cta, producing=producing).walk(note, (), **which)
+            ends[worker, me, 0], ends[worker, me, 1] = turns, group_walk.last_row(cta)
+
+        def produce() -> None:
+            @plgpu.warp_map
+            def _each_warp(warp: Any) -> None:
+                pl.when(warp == 0)(functools.partial(read, producing=True))
+                group_walk.guide(cta, warp)
+
+        turns = {"first": me, "every": consumers} if plan.config.pingpong else {}
+        lax.cond(me != consumers, functools.partial(read, producing=False, **turns), produce)
+
+    shape = workers, consumers + 1, most, len(FIELDS)
+    run = launch.kernel(
+        body,
+        name="told",
+        grid=launch.Grid(workers, {}, consumers + 1),
+        results=tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, (*shape[:2], 2))),
+        scratch=(buffers.told, *(getattr(barriers, name) for name in BARRIERS)),
+        operations=launch.Operations(),
+        interpret=plan.interpret,
+    )
+    compiled = jax.jit(lambda sizes: run(launch.Inputs((), None, None, sizes)))
+
+    def checked(sizes: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        with races.recorded() as raced:
+            found = tuple(map(np.asarray, compiled(sizes)))
+            assert not raced()
+        return found  # type: ignore[return-value]
+
+    return checked
+
+
+def check_rows(
+    plan: HopperPlan, sizes: Sequence[int], pieces: np.ndarray, ends: np.ndarray
+) -> None:
+    """Checks what all roles were told of groups of these sizes."""
+    rows, height = plan.problem.m, plan.config.tile[0] * plan.config.cluster[0]
+    group_ends = np.minimum(np.cumsum(np.clip(np.array(sizes, np.int64), 0, rows)), rows)
+    starts = np.append(0, group_ends[:-1])
+    assert (ends[..., 1] == group_ends[-1]).all()
+    # All roles of a worker see as many; dealt in turn, no worker has two more than another.
+    assert (ends[..., 0] == ends[:, :1, 0]).all()
+    assert np.ptp(ends[..., 0]) <= 1
+    seen = np.zeros((rows, plan.config.grid(plan.problem)[1]), int)
+    roles = ends.shape[1]
+    for of_worker, (count, _) in zip(pieces, ends[:, -1], strict=True):
+        for turn in range(count):
+            who = [turn % 2] if plan.config.pingpong else range(roles - 1)
+            group, col, first, end = of_worker[-1, turn]
+            assert all((of_worker[role, turn] == of_worker[-1, turn]).all() for role in who)
+            if first >= rows:
+                continue
+            assert starts[group] <= first < group_ends[group] == end
+            assert (first - starts[group]) % height == 0
+            seen[first : min(first + height, end), col] += 1
+    assert (seen[: group_ends[-1]] == 1).all()
+    assert not seen[group_ends[-1] :].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_each_row_is_in_one_tile_of_each_column(config):
+    simulator = plgpu.InterpretGPUParams(detect_races=True)
+    plan = HopperPlan(PROBLEM, config, H200, interpret=simulator)
+    find = told(plan)
+    for name, sizes in SIZES.items():
+        pieces, ends = find(jnp.array(sizes, jnp.int32))
+        check_rows(plan, sizes, pieces, ends)
+        if name == "one":
+            # Slots are used again.
+            assert (ends[..., 0] > TOLD_SLOTS).all()
+
+
+def test_a_warp_finds_groups_as_the_simulator_does():
+    rng = np.random.default_rng(0)
+    for groups in (1, 31, 32, 33, 100):
+        rows, height = int(rng.integers(1, 5000)), int(rng.choice([64, 192, 256]))
+        ptx = group_walk.find_ptx(groups, rows, height)
+        for sizes in (
+            rng.multinomial(rows, rng.dirichlet(np.full(groups, 0.2))),
+            rng.integers(-50, 600, groups),
+            rng.choice([2**31 - 1, -(2**31), 0, 1, rows], groups),
+        ):
+            there = np.clip(sizes, 0, rows)
+            tiles = -(-there // height)
+            row_ends, tile_ends = np.cumsum(there), np.cumsum(tiles)
+            memory, at = sizes.astype(np.int32), [0, 0, 0]
+            group, *totals = warp_ptx.run(ptx, 4, memory, *at, group_walk.BEYOND)
+            assert group >= groups
+            assert totals == [row_ends[-1], tile_ends[-1], 0]
+            for tile in rng.integers(tile_ends[-1], size=5) if tile_ends[-1] else ():
+                found = warp_ptx.run(ptx, 4, memory, *at, int(tile))
+                at = found[:3]
+                own = int(np.searchsorted(tile_ends, tile, side="right"))
+                first = row_ends[own] - there[own], tile_ends[own] - tiles[own]
+                assert found == [own, *first, there[own]]
