@@ -39,6 +39,8 @@ PIECES, LAST_ROW = range(TOLD_HEADER)
 CODING = work.GroupCoding()
 BEYOND = 2**31 - 1
 """A row of tiles that no group has."""
+LOW = 64
+"""Rows of a tile that multiplies a matrix in less time than memory has it."""
 
 _INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
@@ -125,13 +127,15 @@ def _guide(cta: Cta) -> None:
     start = At(*(jnp.int32(0),) * 4)
     end = _find(cta, start, jnp.int32(BEYOND))
     rows = lax.min(end.tile, jnp.int32(order.grid[0]))
-    pieces = lax.div(rows * order.grid[1] - worker + (workers - 1), jnp.int32(workers))
+    sharing = _sharing(plan, rows)
+    pieces = _up(rows * order.grid[1] - worker, sharing)
+    pieces = lax.select(worker < sharing, pieces, jnp.int32(0))
     _write(cta, PIECES, pieces)
     _write(cta, LAST_ROW, lax.min(end.row, limit))
     plgpu.barrier_arrive(barriers.counted)
 
     def tell(turn: Any, at: At) -> At:
-        place = (worker + turn * workers).astype(jnp.uint32)
+        place = (worker + turn * sharing).astype(jnp.uint32)
         tile, col = (x.astype(jnp.int32) for x in order(place, rows.astype(jnp.uint32)))
         at = _find(cta, at, tile)
         first_row = at.row + (tile - at.tile) * height
@@ -152,6 +156,27 @@ def _guide(cta: Cta) -> None:
     pl.loop(lax.max(pieces - TOLD_SLOTS, jnp.int32(0)), pieces)(
         lambda turn: plgpu.barrier_wait(barriers.taken.at[_slot(turn)])
     )
+
+
+def _sharing(plan: HopperPlan, rows: Any) -> Any:
+    """Returns how many workers share the pieces of these rows of tiles.
+
+    No more than it takes for none of them to have a piece more, in whole rows of tiles: who
+    computes a row at one time reads it once. Where tiles are low, it is memory that they wait for,
+    and all are needed to keep it busy.
+    """
+    workers, columns = plan.workers, plan.schedule.grid[1]
+    if _height(plan) <= LOW:
+        return jnp.int32(workers)
+    pieces = lax.max(rows, jnp.int32(1)) * columns
+    turns = _up(pieces, workers)
+    return lax.min(_up(_up(pieces, turns), columns) * columns, jnp.int32(workers))
+
+
+def _up(number: Any, divisor: Any) -> Any:
+    """Divides, and rounds up."""
+    divisor = jnp.asarray(divisor, jnp.int32)
+    return lax.div(number + (divisor - 1), divisor)
 
 
 def _find(cta: Cta, at: At, tile: Any) -> At:
