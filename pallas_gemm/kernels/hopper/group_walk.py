@@ -122,7 +122,7 @@ def guide(cta: Cta, warp: Any) -> None:
 def _guide(cta: Cta) -> None:
     plan, barriers = cta.plan, cta.barriers
     order: Any = plan.schedule
-    workers, worker = plan.workers, lax.axis_index(launch.WORKER)
+    worker = lax.axis_index(launch.WORKER)
     limit, height = jnp.int32(plan.problem.m), _height(plan)
     start = At(*(jnp.int32(0),) * 4)
     end = _find(cta, start, jnp.int32(BEYOND))
