@@ -116,6 +116,9 @@ def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
     """
     try:
         entries = json.loads(text)
+    except ValueError as error:
+        raise command.RequestError(f"config: this is no JSON, {error}: {text}") from None
+    try:
         entries = entries if isinstance(entries, list) else [entries]
         configs = [tables.config_from_json(entry) for entry in entries]
     except (TypeError, ValueError) as error:

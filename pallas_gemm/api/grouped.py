@@ -111,6 +111,11 @@ def ragged_dot_general(
         TypeError: As for `ragged_dot`.
         ValueError: As for `ragged_dot`.
     """
+    if not isinstance(ragged_dot_dimension_numbers, lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            "ragged_dot_dimension_numbers must be jax.lax.RaggedDotDimensionNumbers(...), got"
+            f" {ragged_dot_dimension_numbers!r}"
+        )
     given = (lhs, rhs, group_sizes, ragged_dot_dimension_numbers, precision, preferred_element_type)
     return _general(*given, group_offset, out_sharding)
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.problem import element_type
 
@@ -61,12 +63,34 @@ HOW = ("schedule", "config", "implementation")
 def with_types(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of a stock layer with types in place of their short names."""
     return {
-        name: element_type(value) if name in TYPES_OF_LAYERS else value
+        name: layer_type(name, value) if name in TYPES_OF_LAYERS else value
         for name, value in options.items()
     }
 
 
+def layer_type(name: str, value: Any) -> Any:
+    """Returns a type of a layer that may be given by a short name such as "bf16", or None.
+
+    Raises:
+        TypeError: It is no type.
+    """
+    if value is not None:
+        arguments.number_type(name, value)
+    return element_type(value)
+
+
 TYPES_OF_LAYERS = frozenset(("dtype", "param_dtype", "preferred_element_type"))
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Checks the sizes of a layer.
+
+    Raises:
+        ValueError: One of them is no number of features.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)) or size < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, got {size!r}")
 
 
 def refuse_dot_general(layer: Any, **given: Any) -> None:

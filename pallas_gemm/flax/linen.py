@@ -14,7 +14,6 @@ from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fp8, fused, per_channel, routed
-from pallas_gemm.problem import element_type
 
 
 class Dense(nn.Dense):
@@ -52,7 +51,9 @@ class Dense(nn.Dense):
             self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
         )
         kernel, bias = _parameters(self, inputs)
-        operands = self.promote_dtype(inputs, kernel, bias, dtype=element_type(self.dtype))
+        operands = self.promote_dtype(
+            inputs, kernel, bias, dtype=fused.layer_type("dtype", self.dtype)
+        )
         return fused.dense(
             operands,
             residual,
@@ -92,12 +93,13 @@ class QuantisedDense(Dense):
         fused.refuse_dot_general(
             self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
         )
+        fused.check_sizes(features=self.features)
         shape = (inputs.shape[-1], self.features)
-        param_dtype = element_type(self.param_dtype)
+        param_dtype = fused.layer_type("param_dtype", self.param_dtype)
 
         def made() -> dict[str, jax.Array]:
             kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
-            return _quantised(kernel, element_type(self.quantised_dtype))
+            return _quantised(kernel, fused.layer_type("quantised_dtype", self.quantised_dtype))
 
         kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
         bias = None
@@ -105,7 +107,9 @@ class QuantisedDense(Dense):
             bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
         # The stock layer's kernel has a say in the type of its result.
         stand_in = jax.numpy.zeros((), param_dtype)
-        operands: Any = self.promote_dtype(inputs, stand_in, bias, dtype=element_type(self.dtype))
+        operands: Any = self.promote_dtype(
+            inputs, stand_in, bias, dtype=fused.layer_type("dtype", self.dtype)
+        )
         options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
         options = fused.with_result(operands, residual, options)
         return per_channel.dense(operands[0], kernel, operands[2], **options)
@@ -124,6 +128,11 @@ def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
     Raises:
         ValueError: A layer of the one is missing in the other, or is of another shape.
     """
+    for name, variables, collection in (("model", model, "quantised"), ("stock", stock, "params")):
+        if collection not in variables:
+            raise ValueError(
+                f'{name} must have the collection "{collection}", got {sorted(variables)}'
+            )
     stock = flax.core.unfreeze(flax.core.meta.unbox(stock))
     params: dict[Any, Any] = traverse_util.flatten_dict(stock["params"])
     wanted: dict[Any, Any] = traverse_util.flatten_dict(dict(model["quantised"]))
@@ -188,7 +197,9 @@ class Fp8Dense(Dense):
         if fp8.check_scaling(self.scaling):
             own = fp8_ops.Fp8DirectDotGeneralOp(self.amax_history_length)
             states = fp8.states(lambda name: getattr(own, name).value)
-        operands = self.promote_dtype(inputs, kernel, bias, dtype=element_type(self.dtype))
+        operands = self.promote_dtype(
+            inputs, kernel, bias, dtype=fused.layer_type("dtype", self.dtype)
+        )
         options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
         return fp8.dense(operands, states, **fused.with_result(operands, residual, options))
 
@@ -203,8 +214,9 @@ class _Parameters(nn.Dense):
 
 def _parameters(layer: nn.Dense, inputs: jax.Array) -> tuple[Any, Any]:
     """Makes or reads the kernel of a stock layer and its bias, None if it has none."""
+    fused.check_sizes(features=layer.features)
     shape = (inputs.shape[-1], layer.features)
-    param_dtype = element_type(layer.param_dtype)
+    param_dtype = fused.layer_type("param_dtype", layer.param_dtype)
     kernel = layer.param("kernel", layer.kernel_init, shape, param_dtype)
     if not layer.use_bias:
         return kernel, None
@@ -265,7 +277,9 @@ def projections(  # noqa: PLR0913 - each is a keyword
     }
     made = [_Parameters(size, name=name, **options)(inputs) for name, size in features.items()]
     kernels, biases = zip(*made, strict=True)
-    inputs, *ready = promote_dtype(inputs, *kernels, *biases, dtype=element_type(dtype))
+    inputs, *ready = promote_dtype(
+        inputs, *kernels, *biases, dtype=fused.layer_type("dtype", dtype)
+    )
     kernels, biases = ready[: len(made)], ready[len(made) :]
     return api.projections(inputs, kernels, biases=biases, precision=precision, **how)
 
@@ -338,7 +352,7 @@ class GatedDense(nn.Module):
             for name in (self.gate_name, self.up_name)
         )
         operands = self.promote_dtype(
-            inputs, gate, up, gate_bias, up_bias, dtype=element_type(self.dtype)
+            inputs, gate, up, gate_bias, up_bias, dtype=fused.layer_type("dtype", self.dtype)
         )
         return fused.gated(
             operands,
@@ -403,6 +417,7 @@ class Experts(nn.Module):
             The result, of the inputs' shape; with the logits `[..., num_experts]` if asked for.
         """
         routed.check(self.num_experts, self.top_k)
+        fused.check_sizes(hidden_features=self.hidden_features)
         router = nn.Dense(
             self.num_experts,
             use_bias=False,
@@ -415,10 +430,17 @@ class Experts(nn.Module):
         shape = (self.num_experts, width, self.hidden_features)
         shapes = {"gate": shape, "up": shape, "down": (shape[0], shape[2], shape[1])}
         kernels = [
-            _Kernel(shape, self.kernel_init, element_type(self.param_dtype), name=name)()
+            _Kernel(
+                shape,
+                self.kernel_init,
+                fused.layer_type("param_dtype", self.param_dtype),
+                name=name,
+            )()
             for name, shape in shapes.items()
         ]
-        inputs, *kernels = self.promote_dtype(inputs, *kernels, dtype=element_type(self.dtype))
+        inputs, *kernels = self.promote_dtype(
+            inputs, *kernels, dtype=fused.layer_type("dtype", self.dtype)
+        )
         choice = self.routing(routed.rows(logits), self.top_k)
         result = self.mix(inputs, choice, kernels)
         return (result, logits) if with_logits else result

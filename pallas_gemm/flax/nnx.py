@@ -12,7 +12,6 @@ from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fp8, fused, per_channel, routed
-from pallas_gemm.problem import element_type
 
 
 class Linear(nnx.Linear):
@@ -52,6 +51,7 @@ class Linear(nnx.Linear):
             ValueError: `dot_general` is given.
         """
         fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
+        fused.check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, rngs=rngs, **fused.with_types(options))
         self.activation = activation
         self.schedule, self.config, self.implementation = schedule, config, implementation
@@ -120,7 +120,9 @@ class QuantisedLinear(Linear):
             ValueError: `dot_general` is given.
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
-        made = per_channel.quantise(self.kernel[...].T, element_type(quantised_dtype))
+        made = per_channel.quantise(
+            self.kernel[...].T, fused.layer_type("quantised_dtype", quantised_dtype)
+        )
         del self.kernel
         self.kernel_values, self.kernel_scale = map(Quantised, made)
 
@@ -135,7 +137,15 @@ class QuantisedLinear(Linear):
             quantised_dtype: As for the class.
             **options: `activation`, `schedule`, `config` or `implementation`, where they are to be
                 other than those of `layer`.
+
+        Raises:
+            TypeError: `layer` has no weights to quantise.
         """
+        if not isinstance(layer, nnx.Linear) or not hasattr(layer, "kernel"):
+            raise TypeError(
+                "layer must be a flax.nnx.Linear with a kernel, or one of ours, got"
+                f" {type(layer).__name__}"
+            )
         kernel, bias = layer.kernel, layer.bias
         fields = ("use_bias", "precision", "promote_dtype", *fused.TYPES_OF_LAYERS)
         stock = {name: getattr(layer, name) for name in fields}
@@ -236,9 +246,12 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
         What each layer would return.
 
     Raises:
+        TypeError: `layers` is no list of layers.
         ValueError: There are no layers, they do not compute in the same types, or one of them has
             an activation or a product of its own.
     """
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"layers must be a list of layers, got {type(layers).__name__}")
     if not layers:
         raise ValueError(f"layers must be one layer or more, got {layers!r}")
     first = layers[0]
@@ -324,6 +337,7 @@ class GatedDense(nnx.Module):
             ValueError: `dot_general` is given.
         """
         fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
+        fused.check_sizes(in_features=in_features, out_features=out_features)
         options = {"use_bias": use_bias, "rngs": rngs, **fused.with_types(options)}
         self.gate = nnx.Linear(in_features, out_features, **options)
         self.up = nnx.Linear(in_features, out_features, **options)
@@ -410,14 +424,17 @@ class Experts(nnx.Module):
             rngs: As for `flax.nnx.Linear`.
 
         Raises:
-            ValueError: `top_k` is more than there are experts, or less than one.
+            ValueError: `top_k` is more than there are experts, or less than one; or a size is none.
         """
         routed.check(num_experts, top_k)
+        fused.check_sizes(in_features=in_features, hidden_features=hidden_features)
         options: Any = {"use_bias": False, "precision": routed.ROUTER_PRECISION}
         self.router = nnx.Linear(in_features, num_experts, rngs=rngs, **options)
 
         def layer(*sizes: int) -> _Kernel:
-            init = kernel_init(rngs.params(), (num_experts, *sizes), element_type(param_dtype))
+            init = kernel_init(
+                rngs.params(), (num_experts, *sizes), fused.layer_type("param_dtype", param_dtype)
+            )
             return _Kernel(init, kernel_metadata)
 
         self.gate = layer(in_features, hidden_features)
@@ -425,7 +442,7 @@ class Experts(nnx.Module):
         self.down = layer(hidden_features, in_features)
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation = routing, activation
-        self.dtype, self.precision = element_type(dtype), precision
+        self.dtype, self.precision = fused.layer_type("dtype", dtype), precision
         self.promote_dtype = promote_dtype
 
     def __call__(self, inputs: jax.Array, *, with_logits: bool = False) -> Any:

@@ -30,10 +30,13 @@ def reduce_in(dtype: Any) -> Iterator[None]:
     Raises:
         ValueError: It is none.
     """
-    wanted = element_type(dtype)
-    if not jnp.issubdtype(wanted, jnp.floating):
+    try:
+        wanted = jnp.dtype(element_type(dtype))
+    except TypeError:
+        wanted = None
+    if wanted is None or not jnp.issubdtype(wanted, jnp.floating):
         raise ValueError(f"dtype={dtype!r} must be a floating-point type")
-    with _REDUCED(np.dtype(wanted)):
+    with _REDUCED(wanted):
         yield
 
 

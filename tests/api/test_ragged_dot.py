@@ -81,3 +81,9 @@ def test_where_groups_have_no_matrices_there_is_no_offset():
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
     with pytest.raises(NotImplementedError, match="group_offset must be None"):
         pallas_gemm.ragged_dot_general(LHS, LHS, SIZES, numbers, group_offset=jnp.array([0]))
+
+
+def test_dimension_numbers_are_those_of_jax():
+    numbers = ((1,), (0,)), ((), ())
+    with pytest.raises(TypeError, match=r"must be jax.lax.RaggedDotDimensionNumbers\(...\), got"):
+        pallas_gemm.ragged_dot_general(LHS, RHS, SIZES, numbers)

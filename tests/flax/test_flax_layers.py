@@ -218,6 +218,37 @@ def test_nnx_projections_refuse_what_they_would_not_do() -> None:
         nnx.projections(x, [other])
     with pytest.raises(ValueError, match="features must name one layer or more"):
         linen.projections(x, {})
+    with pytest.raises(TypeError, match="layers must be a list of layers, got dict"):
+        nnx.projections(x, {"query": stock})
+
+
+SIZES = {
+    "linen.Dense": lambda size: linen.Dense(size).init(KEY, jnp.ones(X)),
+    "linen.GatedDense": lambda size: linen.GatedDense(size).init(KEY, jnp.ones(X)),
+    "linen.QuantisedDense": lambda size: linen.QuantisedDense(size).init(
+        jax.random.key(0), jnp.ones(X)
+    ),
+    "linen.Experts": lambda size: linen.Experts(2, size).init(KEY, jnp.ones(X)),
+    "nnx.Linear": lambda size: nnx.Linear(2, size, rngs=stock_nnx.Rngs(0)),
+    "nnx.GatedDense": lambda size: nnx.GatedDense(size, 2, rngs=stock_nnx.Rngs(0)),
+    "nnx.Experts": lambda size: nnx.Experts(
+        2, num_experts=2, hidden_features=size, rngs=stock_nnx.Rngs(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("size", [-1, 2.5])
+def test_a_size_that_is_none_is_named(make: Callable[[Any], Any], size: Any) -> None:
+    with pytest.raises(ValueError, match=f"features must be an integer of at least 0, got {size}"):
+        make(size)
+
+
+def test_a_type_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match="param_dtype='bf17' is no type of numbers"):
+        linen.Dense(2, param_dtype="bf17").init(KEY, jnp.ones(X))
+    with pytest.raises(TypeError, match=r"^dtype='bf17' is no type of numbers"):
+        nnx.Linear(2, 2, dtype="bf17", rngs=stock_nnx.Rngs(0))
 
 
 def test_checkpoints_load_both_ways() -> None:
@@ -345,7 +376,9 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dot_general=.* has no meaning for Linear"):
         nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=rngs)
     with pytest.raises(ValueError, match=r"dot_general_cls=.* has no meaning for Dense"):
-        linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
+        linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(
+            jax.random.key(0), jnp.ones((2, 2))
+        )
 
 
 HOW: dict[str, Any] = {

@@ -223,6 +223,15 @@ def test_what_has_no_meaning_is_refused() -> None:
     layer = nnx.QuantisedLinear(2, 2, rngs=rngs)
     with pytest.raises(ValueError, match=r"layers\[0\] is a QuantisedLinear"):
         nnx.projections(jnp.ones((3, 2)), [layer])
+    for given in (layer, 3):
+        with pytest.raises(TypeError, match=f"with a kernel, .* got {type(given).__name__}"):
+            nnx.QuantisedLinear.of(given)
+    with pytest.raises(TypeError, match="quantised_dtype='int9' is no type of numbers"):
+        nnx.QuantisedLinear(2, 2, quantised_dtype="int9", rngs=rngs)
+    with pytest.raises(ValueError, match=r"""model must have the collection "quantised", got \["""):
+        linen.quantised({"params": {}}, {"params": {}})
+    with pytest.raises(ValueError, match=r"""stock must have the collection "params", got \["""):
+        linen.quantised({"quantised": {}}, {})
 
 
 def test_states_accumulate_as_flaxs_do() -> None:

@@ -148,7 +148,7 @@ def main() -> None:
         return
     program = memcheck.sanitizer()
     if program is None:
-        sys.exit("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
+        parser.error("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
     start = time.time()
     tools = own.tool or TOOLS
     for tool in [tool for tool in tools if tool in PLANTED]:
