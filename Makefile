@@ -26,6 +26,8 @@ VENV := $(if $(filter $(DEFAULT_JAX),$(JAX)),.venv,.venv-jax-$(JAX))
 BIN := $(VENV)/bin
 # What the environment was made for; it is brought up to date when the project's requirements change.
 STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
+# The pip that a Python brings may be years old: today's needs two thirds of the time.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # With a GPU, the CUDA libraries too.
 COMMA := ,
 CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
@@ -61,8 +63,8 @@ $(STAMP) $(STAMP)-demo: pyproject.toml Makefile
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile \
-	  --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
+	-$(INSTALL) --upgrade pip
+	PYTHONWARNINGS=ignore $(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
 	touch $@
 
 docs: $(VENV)/.pallas-gemm-docs
@@ -77,7 +79,7 @@ links: $(VENV)/.pallas-gemm-docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/links
 
 $(VENV)/.pallas-gemm-docs: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
+	PYTHONWARNINGS=ignore $(INSTALL) --editable '.[docs]'
 	touch $@
 
 dist:
