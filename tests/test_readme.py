@@ -115,6 +115,20 @@ def test_a_range_of_the_readme_is_that_of_the_figures_rows(
     assert (f"{min(ratios):.{digits}f}", f"{max(ratios):.{digits}f}") == (low, high)
 
 
+def test_the_ranges_of_products_of_groups_are_those_of_their_rows() -> None:
+    seconds: dict[str, dict[str, float]] = {}
+    for row in figures.rows("h200_grouped"):
+        seconds.setdefault(row["case"], {})[row["peer"]] = float(row["burst_us"])
+    assert len(seconds) == 44
+    for peer, digits, text in (
+        ("xla", 0, "7 to 151 times as fast as `lax.ragged_dot`"),
+        ("torch", 2, "1.03 to 1.34 times as fast as torch"),
+    ):
+        ratios = [of[peer] / of["ours"] for of in seconds.values()]
+        assert text.startswith(f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} times")
+        assert text in README
+
+
 # On a CPU no kernel has an order.
 @pytest.mark.filterwarnings("ignore:schedule=.* has no effect")
 def test_the_example_of_the_multiply_runs(capsys: pytest.CaptureFixture[str]) -> None:
