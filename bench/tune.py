@@ -8,8 +8,8 @@ Products are tuned in the order of the suites, the most used ones and those of
 which least is known first. While one is timed, the next ones are compiled. The
 table is written anew, whole, after each of them, so that a run that is stopped
 keeps what it has, and one with --resume goes on with the products that are
-missing. What the heuristics leave to XLA is tried too, against XLA, and enters
-the table only if it wins.
+missing. What the heuristics leave to XLA is tried too. Where XLA is faster, the
+table says so, and the product is XLA's.
 
 `gain` is how much faster the tuned config is than what the heuristics choose,
 the root of the product of the ratios in a burst and in sustained work;
@@ -180,7 +180,7 @@ def kept(
     """Writes both files anew after each product.
 
     Returns:
-        The table with what is worth keeping, and all that was tuned.
+        The table with what was found, and all that was tuned.
     """
     found: list[tuning.Tuned] = []
     for result in results:
@@ -189,9 +189,8 @@ def kept(
         found.append(result)
         if csv:
             report.write(csv, to_csv(found))
-        if result.is_useful:
-            table |= tables.Table.of(table.device, dict([result.entry]))
-            table.save(output)
+        table |= tables.Table.of(table.device, dict([result.entry]))
+        table.save(output)
     return table, found
 
 
@@ -222,7 +221,7 @@ def tuned_products(
 def summary_lines(found: Sequence[tuning.Tuned]) -> list[str]:
     """Returns how close the heuristics come without a table."""
     lines = []
-    if ours := [tuned for tuned in found if tuned.over_xla is None]:
+    if ours := [tuned for tuned in found if tuned.left is None]:
         worst = max(ours, key=lambda tuned: tuned.gain)
         mean = geometric_mean([tuned.gain for tuned in ours])
         lines.append(
@@ -230,9 +229,11 @@ def summary_lines(found: Sequence[tuning.Tuned]) -> list[str]:
             f" mean, {worst.gain - 1:.1%} at most ({tuning.problem_label(worst.problem)};"
             f" {len(ours)} products)"
         )
-    if left := [tuned for tuned in found if tuned.over_xla is not None]:
-        won = [tuned for tuned in left if tuned.is_useful]
-        best = max(left, key=lambda tuned: tuned.over_xla or 0)
+        if slower := sum(tuned.over_xla < 1 for tuned in ours):
+            lines.append(f"{slower} of them are slower than XLA, which the table says")
+    if left := [tuned for tuned in found if tuned.left is not None]:
+        won = [tuned for tuned in left if tuned.over_xla >= 1]
+        best = max(left, key=lambda tuned: tuned.over_xla)
         lines.append(
             f"of {len(left)} products that the heuristics leave to XLA, {len(won)} are faster"
             f" tuned, {best.over_xla:.3f} x XLA at best ({tuning.problem_label(best.problem)})"
@@ -259,7 +260,7 @@ def to_csv(found: Sequence[tuning.Tuned]) -> str:
             tuning.config_label(tuned.config),
             f"{tuned.seconds * 1e6:.2f}",
             f"{tuned.gain:.4f}",
-            "" if tuned.over_xla is None else f"{tuned.over_xla:.4f}",
+            f"{tuned.over_xla:.4f}",
             tuned.tried,
             "; ".join(tuned.dropped),
         ]

@@ -60,6 +60,7 @@ class Plan:
         config: The kernel's config.
         source: Where the config comes from.
         seconds: The predicted time of the kernel and the steps.
+        over_xla: How much faster than XLA the kernel was when it was tuned; None if nobody looked.
     """
 
     architecture: Architecture
@@ -68,6 +69,7 @@ class Plan:
     config: GemmConfig
     source: str
     seconds: float
+    over_xla: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +233,12 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or plan.source != "heuristics" or problem.in_groups:
+    if options.names_something or problem.in_groups:
         return None
+    if plan.source != "heuristics":
+        if plan.over_xla is None or plan.over_xla >= 1:
+            return None
+        return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
@@ -277,6 +283,9 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     if not isinstance(realigned, Realigned):
         return realigned
     config, source = _config(call.options, realigned.problem, device, architecture)
+    over_xla = None
+    if isinstance(config, tables.Entry):
+        config, over_xla = config.config, config.over_xla
     if not isinstance(config, GemmConfig):
         return config
     problem = call.problem(signature)
@@ -285,7 +294,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    return Plan(architecture, device, realigned, config, source, seconds)
+    return Plan(architecture, device, realigned, config, source, seconds, over_xla)
 
 
 def _planned_device(options: Options, architecture: Architecture) -> Device | None:
@@ -346,7 +355,7 @@ def _sums(call: Call, signature: Signature) -> np.dtype:
 
 def _config(
     options: Options, problem: Problem, device: Device, architecture: Architecture
-) -> tuple[GemmConfig | Reasons, str]:
+) -> tuple[GemmConfig | tables.Entry | Reasons, str]:
     """Returns the config that is named, tuned or best by the heuristics, and which of these it is.
 
     Or why there is none.
@@ -358,7 +367,7 @@ def _config(
         # In pieces or not, it takes the same steps.
         found = tables.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:
-            return found.config, f"tuned ({found.source})"
+            return found.entry, f"tuned ({found.source})"
     if simulated:
         # The simulator's time goes with the size of the tiles, and it knows no pairs of CTAs.
         ranked = heuristics.rank(problem, device, architecture, schedule)

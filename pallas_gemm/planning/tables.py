@@ -103,17 +103,19 @@ class Entry:
     Attributes:
         config: What was fastest.
         seconds: The time of its kernel when it was; None if nobody looked.
+        over_xla: How much faster that is than XLA, likewise: below one, XLA computes the product.
     """
 
     config: GemmConfig
     seconds: float | None = None
+    over_xla: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A tuned config, and in which table it was."""
+    """What a table says, and which table it is."""
 
-    config: GemmConfig
+    entry: Entry
     source: Source
 
 
@@ -196,6 +198,7 @@ class Table:
                     **dataclasses.asdict(key),
                     "config": config_to_json(entry.config),
                     "seconds": entry.seconds,
+                    "over_xla": entry.over_xla,
                 }
                 for key, entry in self.entries
             ],
@@ -308,7 +311,7 @@ _BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("block
 
 
 def find(problem: Problem, device: Device) -> Found | None:
-    """Returns the tuned config for a problem on a device and where it comes from, or None.
+    """Returns what the tables say of a problem on a device, or None.
 
     The answer depends on the `with` blocks around the call and on files: a caller that keeps it
     must keep it for one trace only.
@@ -324,7 +327,7 @@ def find(problem: Problem, device: Device) -> Found | None:
     for source, table in _tables(active, device):
         entry = table.by_key.get(key)
         if entry is not None and not entry.config.refusals(problem, device):
-            return Found(entry.config, source)
+            return Found(entry, source)
     return None
 
 
@@ -386,11 +389,16 @@ def config_from_json(fields: Any) -> GemmConfig:
 
 
 def _pair(
-    *, dtypes: list[str], config: Any, seconds: float | None, **key: Any
+    *,
+    dtypes: list[str],
+    config: Any,
+    seconds: float | None,
+    over_xla: float | None = None,
+    **key: Any,
 ) -> tuple[Key, Entry]:
     """Returns the key and the entry that one entry of the JSON holds."""
     first, second, result = dtypes
-    entry = Entry(config_from_json(config), seconds)
+    entry = Entry(config_from_json(config), seconds, over_xla)
     return Key(dtypes=(first, second, result), **key), entry
 
 

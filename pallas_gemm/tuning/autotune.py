@@ -91,7 +91,9 @@ class Tuned:
         chosen: What the heuristics choose.
         chosen_seconds: How long that takes.
         gain: How much faster the config is than that choice, burst and sustained together.
-        over_xla: How much faster it is than XLA; None unless the heuristics would leave it to XLA.
+        over_xla: How much faster it is than XLA, likewise: below one, the table says so, and XLA
+            computes the product.
+        left: Why the heuristics would leave the product to XLA; None if they would not.
         tried: How many configs were timed.
         dropped: Why others were not, such as a wrong result.
     """
@@ -102,28 +104,25 @@ class Tuned:
     chosen: GemmConfig
     chosen_seconds: float | None
     gain: float
-    over_xla: float | None
+    over_xla: float
+    left: str | None
     tried: int
     dropped: tuple[str, ...] = ()
 
     @property
-    def is_useful(self) -> bool:
-        """Whether the kernel is to compute the product at all."""
-        return self.over_xla is None or self.over_xla >= 1
-
-    @property
     def entry(self) -> tuple[tables.Key, tables.Entry]:
         """The entry of a table."""
-        return tables.Key.of(self.problem), tables.Entry(self.config, self.seconds)
+        entry = tables.Entry(self.config, self.seconds, self.over_xla)
+        return tables.Key.of(self.problem), entry
 
     def __str__(self) -> str:
         text = (
             f"{problem_label(self.problem)}: {config_label(self.config)},"
-            f" {self.seconds * 1e6:.1f} us, {self.gain:.3f} x the heuristics' choice"
+            f" {self.seconds * 1e6:.1f} us, {self.gain:.3f} x the heuristics' choice,"
+            f" {self.over_xla:.3f} x XLA"
         )
-        if self.over_xla is not None:
-            kept = "" if self.is_useful else ", so that it stays with XLA"
-            text += f", {self.over_xla:.3f} x XLA{kept}"
+        if self.over_xla < 1:
+            text += ", which computes it"
         wrong = f", {len(self.dropped)} dropped: {self.dropped[0]}" if self.dropped else ""
         return f"{text} ({self.tried} tried{wrong})"
 
@@ -195,7 +194,7 @@ def autotune(
     entries = {}
     for count, found in enumerate(tune(wanted, gpu_tools(), most=most), 1):
         say(f"{count}/{len(wanted)} {found}")
-        if isinstance(found, Tuned) and found.is_useful:
+        if isinstance(found, Tuned):
             key, entry = found.entry
             entries[key] = entry
     return tables.Table.of(device.kind, entries)
@@ -293,7 +292,7 @@ class _Field:
         problem: The product.
         configs: What is compiled; the first is the heuristics' choice.
         runners: The kernel of each.
-        with_xla: Whether XLA takes part: the heuristics would leave the product to it.
+        left: Why the heuristics would leave the product to XLA; None if they would not.
         exact: Returns the product in float32 (integers in int32), not rounded.
         draw: Returns operands.
         tile_errors: `accuracy.tile_errors` of results of this shape.
@@ -303,7 +302,7 @@ class _Field:
     problem: Problem
     configs: Sequence[GemmConfig]
     runners: Sequence[Later]
-    with_xla: bool
+    left: str | None
     exact: Later
     draw: Later
     tile_errors: Later
@@ -347,7 +346,7 @@ def _begun(
         problem,
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
-        left_to_xla(problem, configs[0], device, architecture) is not None,
+        left_to_xla(problem, configs[0], device, architecture),
         pool.submit(accuracy.compiled_reference, trials.exact(problem), *operands),
         later(functools.partial(trials.drawn, problem), key),
         later(accuracy.tile_errors, result, reference),
@@ -374,8 +373,7 @@ def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
     if not right:
         return Untuned(field.problem, f"no config is right: {'; '.join(dropped)}")
     variants = [_variant(str(place), runner, sets) for place, runner in right.items()]
-    if field.with_xla:
-        variants.append(_variant(XLA, by_xla, sets))
+    variants.append(_variant(XLA, by_xla, sets))
     first = variants[0].name
     bursts = measure(variants, meter, BURST, baseline=first)
     results = bursts
@@ -395,7 +393,8 @@ def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
         field.configs[0],
         _seconds(bursts, "0") if "0" in bursts else None,
         scores[best] / scores[first],
-        scores[best] / _score(results, XLA) if field.with_xla else None,
+        scores[best] / _score(results, XLA),
+        field.left,
         len(right),
         tuple(dropped),
     )

@@ -465,32 +465,36 @@ def test_the_products_of_a_case_are_those_that_dispatch_looks_up() -> None:
     assert tables.Key.of(gelu).epilogue == "bias activation"
 
 
-def finding(problem: Problem, over_xla: float | None = None) -> tuning.Tuned:
+def finding(problem: Problem, over_xla: float, left: str | None = None) -> tuning.Tuned:
     """What tuning might say of a product."""
-    config = HopperConfig(schedule="hilbert")
-    return tuning.Tuned(problem, config, 9e-4, HopperConfig(), 1e-3, 1.1, over_xla, 12, ("wrong",))
+    found = HopperConfig(schedule="hilbert"), 9e-4, HopperConfig(), 1e-3, 1.1, over_xla
+    return tuning.Tuned(problem, *found, left, 12, ("wrong",))
 
 
-def test_what_is_left_to_xla_enters_the_table_only_if_it_wins(tmp_path: pathlib.Path) -> None:
+def test_each_product_enters_the_table_with_what_it_is_beside_xla(tmp_path: pathlib.Path) -> None:
     narrow = shapes.parse("128x128x65536:TN")
-    assert tuning.left_to_xla(narrow.problem, HopperConfig(), H200, ARCHITECTURES[0])
+    why = tuning.left_to_xla(narrow.problem, HopperConfig(), H200, ARCHITECTURES[0])
+    assert why
     (problem,) = tune.products_of(narrow, H200)
     other = dataclasses.replace(problem, m=256)
     results = [
-        finding(PROBLEM),
+        finding(PROBLEM, 0.98),
         tuning.Untuned(dataclasses.replace(PROBLEM, k=64), "no config is legal"),
-        finding(problem, 0.9),
-        finding(other, 1.05),
+        finding(problem, 0.9, why),
+        finding(other, 1.05, why),
     ]
     output, table = tmp_path / "table.json", tables.Table(H200.kind)
     table, found = tune.kept(results, table, output, tmp_path / "tuned.csv")
-    assert set(table.by_key) == {tables.Key.of(PROBLEM), tables.Key.of(other)}
+    over_xla = {key: entry.over_xla for key, entry in table.entries}
+    wanted = {PROBLEM: 0.98, problem: 0.9, other: 1.05}
+    assert over_xla == {tables.Key.of(own): ratio for own, ratio in wanted.items()}
     assert tables.Table.load(output) == table
     lines = list(csv.DictReader(io.StringIO((tmp_path / "tuned.csv").read_text())))
-    assert [line["over_xla"] for line in lines] == ["", "0.9000", "1.0500"]
-    ours, left = tune.summary_lines(found)
+    assert [line["over_xla"] for line in lines] == ["0.9800", "0.9000", "1.0500"]
+    ours, slower, left = tune.summary_lines(found)
     assert "by 10.0% in geometric mean" in ours
     assert "1 products)" in ours
+    assert slower.startswith("1 of them are slower than XLA")
     assert "of 2 products that the heuristics leave to XLA, 1 are faster tuned, 1.050" in left
 
 

@@ -58,7 +58,7 @@ def table(config: HopperConfig, problem: Problem = PROBLEM, device: str = H200.k
 
 def config_for(problem: Problem, device: Device) -> GemmConfig | None:
     found = tables.find(problem, device)
-    return found.config if found else None
+    return found.entry.config if found else None
 
 
 def package(tmp_path: pathlib.Path, content: Table) -> None:
@@ -162,16 +162,16 @@ def test_nothing_is_found_where_there_is_nothing() -> None:
 
 def test_the_user_counts_before_the_package_and_a_block_before_both(tmp_path: pathlib.Path) -> None:
     package(tmp_path, table(THIRD))
-    assert tables.find(PROBLEM, H200) == tables.Found(THIRD, "packaged")
+    assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(THIRD, 1e-5), "packaged")
     table(SECOND).save_for_user()
-    assert tables.find(PROBLEM, H200) == tables.Found(SECOND, "user")
+    assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(SECOND, 1e-5), "user")
     with table(FIRST):
-        assert tables.find(PROBLEM, H200) == tables.Found(FIRST, "context")
+        assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(FIRST, 1e-5), "context")
         with table(THIRD):
-            assert tables.find(PROBLEM, H200) == tables.Found(THIRD, "context")
+            assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(THIRD, 1e-5), "context")
         with table(THIRD, OTHER):
-            assert tables.find(PROBLEM, H200) == tables.Found(FIRST, "context")
-    assert tables.find(PROBLEM, H200) == tables.Found(SECOND, "user")
+            assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(FIRST, 1e-5), "context")
+    assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(SECOND, 1e-5), "user")
 
 
 def test_dispatch_takes_the_argument_then_the_tables_then_the_heuristics(
@@ -200,7 +200,7 @@ def test_dispatch_takes_the_argument_then_the_tables_then_the_heuristics(
 def test_a_config_that_is_not_legal_here_is_passed_over(tmp_path: pathlib.Path) -> None:
     package(tmp_path, table(THIRD))
     with table(HopperConfig(tile=(128, 256), stages=30)):
-        assert tables.find(PROBLEM, H200) == tables.Found(THIRD, "packaged")
+        assert tables.find(PROBLEM, H200) == tables.Found(tables.Entry(THIRD, 1e-5), "packaged")
 
 
 def test_a_table_for_another_gpu_is_passed_over() -> None:

@@ -269,6 +269,24 @@ def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
     assert found.plan.config == tuned
 
 
+@pytest.mark.parametrize(("over_xla", "implementation"), [(0.97, "xla"), (1.02, "hopper")])
+def test_xla_computes_what_it_was_measured_to_compute_sooner(
+    over_xla: float, implementation: str
+) -> None:
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    entry = tables.Entry(HopperConfig(tile=(128, 128)), 1e-4, over_xla)
+    table = tables.Table.of(H200.kind, {tables.Key.of(Problem(4096, 4096, 4096)): entry})
+    with target("h200"), tables.Table.loads(table.dumps()):
+        found = explain(gemm, a, a)
+        named = explain(functools.partial(gemm, implementation="hopper"), a, a)
+        ordered = explain(functools.partial(gemm, schedule="hilbert"), a, a)
+    assert found.implementation == implementation
+    assert (named.implementation, ordered.implementation) == ("hopper", "hopper")
+    said = [reasons for _, reasons in found.products[0].refused]
+    slower = ("XLA was 1.031 times as fast as what is tuned (context)",)
+    assert (slower in said) == (over_xla < 1)
+
+
 @pytest.mark.parametrize("name", ["hilbert", "swizzle:3", "online_swizzle:4"])
 def test_an_order_that_is_named_is_taken_where_a_tuned_config_has_another(name: str) -> None:
     a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)

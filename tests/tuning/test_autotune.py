@@ -185,7 +185,9 @@ def test_the_fastest_config_wins() -> None:
     assert found.gain == pytest.approx(1.25)
     assert (found.chosen, found.chosen_seconds) == (tried(PROBLEM)[0], pytest.approx(1e-5))
     assert found.tried == len(tried(PROBLEM))
-    assert found.entry == (tables.Key.of(PROBLEM), tables.Entry(found.config, found.seconds))
+    assert found.over_xla == pytest.approx(1.25)
+    entry = tables.Entry(found.config, found.seconds, found.over_xla)
+    assert found.entry == (tables.Key.of(PROBLEM), entry)
 
 
 def test_the_heuristics_choice_stays_within_the_noise() -> None:
@@ -203,7 +205,7 @@ def test_a_long_product_is_judged_by_sustained_work_too() -> None:
     )
     assert found.config == tried(PROBLEM)[2]
     assert found.gain == pytest.approx(math.sqrt(1 / 0.95 * 1.1 / 0.95))
-    assert gpu.sustained == {"0", "1", "2", "3"}
+    assert gpu.sustained == {"0", "1", "2", "3", tuning.XLA}
 
 
 def test_a_short_product_is_not_heated() -> None:
@@ -219,7 +221,10 @@ def test_wrong_results_and_failures_are_dropped_before_anything_is_timed() -> No
             raise RuntimeError("out of\nregisters")
         return product(problem, off_by=1.0 if config == configs[1] else 0.0)
 
-    found, _ = tuned(PROBLEM, lambda name: 1e-5 / (1 + int(name) % 3), build=build)
+    def seconds(name: str) -> float:
+        return 1e-5 if name == tuning.XLA else 1e-5 / (1 + int(name) % 3)
+
+    found, _ = tuned(PROBLEM, seconds, build=build)
     # Of those that are left, the places 5, 8 and so on have the same speed; the first counts.
     assert found.config == configs[5]
     assert found.tried == len(configs) - 2
@@ -297,20 +302,17 @@ def test_tuning_can_be_left_at_any_time() -> None:
     assert list(results) == []
 
 
-@pytest.mark.parametrize(("xla_seconds", "useful"), [(0.9e-5, False), (1.1e-5, True)])
-def test_what_the_heuristics_leave_to_xla_has_to_beat_it(xla_seconds: float, useful: bool) -> None:
-    assert tuning.left_to_xla(NARROW, HopperConfig(), H200, HOPPER) is not None
-    found, _ = tuned(NARROW, lambda name: xla_seconds if name == tuning.XLA else 1e-5)
+@pytest.mark.parametrize("problem", [NARROW, PROBLEM], ids=["left to XLA", "the kernel's"])
+@pytest.mark.parametrize("xla_seconds", [0.9e-5, 1.1e-5])
+def test_a_kernel_is_told_to_be_slower_than_xla_whatever_the_heuristics_say(
+    problem: Problem, xla_seconds: float
+) -> None:
+    why = tuning.left_to_xla(problem, HopperConfig(), H200, HOPPER)
+    assert (why is None) == (problem == PROBLEM)
+    found, _ = tuned(problem, lambda name: xla_seconds if name == tuning.XLA else 1e-5)
+    assert (found.left is None) == (problem == PROBLEM)
     assert found.over_xla == pytest.approx(xla_seconds / 1e-5)
-    assert found.is_useful == useful
-    assert ("stays with XLA" in str(found)) != useful
-
-
-def test_xla_takes_no_part_in_what_the_heuristics_give_to_the_kernel() -> None:
-    assert tuning.left_to_xla(PROBLEM, HopperConfig(), H200, HOPPER) is None
-    found, _ = tuned(PROBLEM)
-    assert found.over_xla is None
-    assert found.is_useful
+    assert ("x XLA, which computes it" in str(found)) == (xla_seconds < 1e-5)
 
 
 def test_the_launches_of_a_cut_product_count_beside_xla() -> None:
@@ -501,7 +503,7 @@ def test_autotune_needs_something_to_tune(monkeypatch: pytest.MonkeyPatch) -> No
         pallas_gemm.autotune(lambda x: x + 1, jnp.zeros(8))
 
 
-def test_autotune_returns_a_table_of_what_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotune_returns_a_table_of_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = MadeUpGpu(lambda name: 0.5e-5 if name == tuning.XLA else 1e-5, lambda _: 1.0)
     tools = tuning.Tools(gpu, lambda problem, *_: product(problem))
     monkeypatch.setattr(targeting, "first_gpu", lambda: H200)
@@ -511,12 +513,13 @@ def test_autotune_returns_a_table_of_what_is_useful(monkeypatch: pytest.MonkeyPa
     lines: list[str] = []
     table = pallas_gemm.autotune(lambda x: x, jnp.zeros(1), progress=lines.append)
     assert table.device == H200.kind
-    assert list(table.by_key) == [tables.Key.of(PROBLEM)]
+    assert set(table.by_key) == {tables.Key.of(PROBLEM), tables.Key.of(NARROW)}
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
     with table:
         found = tables.find(PROBLEM, H200)
         assert found is not None
-        assert found.config == tried(PROBLEM)[0]
+        assert found.entry.config == tried(PROBLEM)[0]
+        assert found.entry.over_xla == pytest.approx(0.5)
 
 
 def test_errors_are_compared_tile_by_tile() -> None:
