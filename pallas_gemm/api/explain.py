@@ -7,7 +7,8 @@ import os
 import pathlib
 import sysconfig
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
 from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.canonical import Merged, merged
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.grouped import grouped_p
 from pallas_gemm.op.parts import Part, Shared, noted
 from pallas_gemm.op.product import product_p
@@ -91,17 +93,21 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
         gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
         asked = list(_products(jaxpr.jaxpr))
-        products = [
-            (decision, product.origin)
+        decided = [
+            (product, list(_decided(_for_gpu(product.call, gpu), product)))
             for product in asked
             if product.call is not None
-            for decision in _decided(_for_gpu(product.call, gpu), product)
         ]
+    products = [(one, product.origin) for product, each in decided for one in each]
+    # Once, however many products read it; XLA's own reads what is stored.
+    by_kernels = [product for product, each in decided if any(one.plan for one in each)]
+    turned = {id(own): own.copy for product in by_kernels for own in product.turned}
     outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
     copies = tuple(copy for product in asked for copy in product.copies)
     by_jax = tuple(str(product.origin.place) for product in asked if product.call is None)
     decisions, origins = zip(*products, strict=True) if products else ((), ())
-    return Explanation(decisions, outside, copies, origins, by_jax)
+    needless = tuple(turned.values())
+    return Explanation(decisions, outside, copies, origins, by_jax, turned=needless)
 
 
 def explain_on_mesh(f: Any, *args: Any) -> Explanation:
@@ -168,6 +174,7 @@ class _Asked(NamedTuple):
         meshes: Of several devices, that the operands are on.
         origin: Who asks for it.
         copies: What is copied for it.
+        turned: What the program itself turns for it, and the product could read as it is stored.
     """
 
     call: Call | None
@@ -175,23 +182,58 @@ class _Asked(NamedTuple):
     meshes: tuple[AbstractMesh, ...]
     origin: Origin
     copies: tuple[Copy, ...] = ()
+    turned: tuple["_Turned", ...] = ()
 
 
-def _products(jaxpr: core.Jaxpr, gradient: bool = False) -> Iterator[_Asked]:
+class _Turned(NamedTuple):
+    """An array that a program is given, and turns.
+
+    Attributes:
+        permutation: Of its dimensions.
+        stored: Its shape and type.
+    """
+
+    permutation: tuple[int, ...]
+    stored: tuple[Any, Any]
+
+    @property
+    def copy(self) -> Copy:
+        """What it takes."""
+        shape, dtype = self.stored
+        what = f"transpose{self.permutation} of {dtype}{list(shape)} by the program"
+        return Copy(what, int(2 * np.prod(shape) * dtype.itemsize))
+
+    def letters(self, turned: str) -> str:
+        """Returns the letters of the dimensions as they are stored, of those that are turned."""
+        return "".join(turned[self.permutation.index(i)] for i in range(len(turned)))
+
+
+def _products(
+    jaxpr: core.Jaxpr, gradient: bool = False, turned: Mapping[Any, _Turned] = MappingProxyType({})
+) -> Iterator[_Asked]:
     """Yields each product, and the types of its operands."""
+    turned, given = dict(turned), {*jaxpr.invars, *jaxpr.constvars}
     for equation in jaxpr.eqns:
+        own = [turned.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
+        if equation.primitive is lax.transpose_p and equation.invars[0] in given:
+            (stored,) = signature_of((equation.invars[0].aval,))
+            turned[equation.outvars[0]] = _Turned(equation.params["permutation"], stored)
         avals: list[Any] = [v.aval for v in equation.invars]
         source: Any = equation.source_info
         backward = gradient or "transpose(" in str(source.name_stack)
         is_jaxs = equation.primitive is lax.dot_general_p and not _is_ours(source)
         ours = (product_p, sum_p, projections_p, grouped_p, symmetric_p)
         if is_jaxs or equation.primitive in ours:
-            yield from _asked(equation, avals, Origin(_place(source), backward))
+            yield from _asked(equation, avals, own, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
-            yield from _products(inner, backward)
+            # A function that is called is given what its caller turns.
+            known = zip(inner.invars, own, strict=True) if len(inner.invars) == len(own) else ()
+            yield from _products(inner, backward, {v: x for v, x in known if x is not None})
 
 
-def _asked(equation: Any, avals: list[Any], origin: Origin) -> Iterator[_Asked]:
+def _asked(
+    equation: Any, avals: list[Any], turned: list[_Turned | None], origin: Origin
+) -> Iterator[_Asked]:
     """Yields the products of one primitive with operands of these types."""
     call = equation.params.get("call")
     given = signature_of(tuple(avals))
@@ -199,7 +241,8 @@ def _asked(equation: Any, avals: list[Any], origin: Origin) -> Iterator[_Asked]:
     if equation.primitive is product_p:
         matrices = merged(call, equation.params["contraction"], given)
         copies = tuple(_copies(call, matrices, given))
-        yield _Asked(matrices.call, matrices.signature, meshes, origin, copies)
+        needless = tuple(_needless(call, equation.params["contraction"], given, turned))
+        yield _Asked(matrices.call, matrices.signature, meshes, origin, copies, needless)
     elif equation.primitive is projections_p:
         each = operands_of_each(call, given[1:])
         for dims, own in zip(equation.params["contractions"], each, strict=True):
@@ -210,7 +253,24 @@ def _asked(equation: Any, avals: list[Any], origin: Origin) -> Iterator[_Asked]:
         for own_call, signature in wholes:
             yield _Asked(own_call, signature, meshes, origin)
     else:
-        yield _Asked(call, given, meshes, origin)
+        groups = (x for x in turned[1:] if x is not None and x.permutation == (0, 2, 1))
+        needless = tuple(groups) if equation.primitive is grouped_p else ()
+        yield _Asked(call, given, meshes, origin, turned=needless)
+
+
+def _needless(
+    call: Call, contraction: Contraction, given: Signature, turned: list[_Turned | None]
+) -> Iterator[_Turned]:
+    """Yields what need not be turned: as it is stored, the product reads it without a copy."""
+    for name, place in (("lhs", 0), ("rhs", 1)):
+        operand = turned[place]
+        if operand is None or (place and call.epilogue.gated):
+            continue
+        stored = operand.letters(getattr(contraction, name))
+        dims = contraction.with_letters(**{name: stored})
+        operands = (*given[:place], operand.stored, *given[place + 1 :])
+        if not list(_copies(call, merged(call, dims, operands), operands)):
+            yield operand
 
 
 def _files(source: Any) -> Iterator[tuple[str, int]]:

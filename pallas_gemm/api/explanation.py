@@ -94,6 +94,7 @@ class Explanation:
         origins: Who asks for each of the products; empty where that is not known.
         by_jax: The lines that multiply by JAX's own functions, once for each product.
         nothing: What is said where there is no product.
+        turned: Copies that the program makes of operands that a product would read as stored.
     """
 
     products: tuple[Decision, ...]
@@ -102,6 +103,7 @@ class Explanation:
     origins: tuple[Origin, ...] = ()
     by_jax: tuple[str, ...] = ()
     nothing: str = "no product"
+    turned: tuple[Copy, ...] = ()
 
     @property
     def implementation(self) -> str:
@@ -139,7 +141,7 @@ class Explanation:
         parts = list(_summary(self)) if len(groups) > 1 else []
         parts += [_group_text(group) for group in groups]
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
-        parts += [_row("before it", str(copy), 0) for copy in self.copies]
+        parts += [_row("before it", str(copy), 0) for copy in (*self.copies, *self.turned)]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self.by_jax), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
@@ -165,7 +167,7 @@ class Explanation:
         document = {
             "products": [_as_json(group) for group in self.groups],
             "outside": [{"what": what, "why": why} for what, why in self.outside],
-            "copies": [dataclasses.asdict(copy) for copy in self.copies],
+            "copies": [dataclasses.asdict(copy) for copy in (*self.copies, *self.turned)],
             "by_jax": list(self.by_jax),
             "totals": dict(_totals(self)),
             "to_change": hints(self),
@@ -178,6 +180,11 @@ def hints(explanation: Explanation) -> list[str]:
     found = [hint for group in explanation.groups for hint in _hints(group.decision)]
     if explanation.copies:
         found.append("keep contracted dimensions, and those of a batch, side by side in memory")
+    if explanation.turned:
+        found.append(
+            "transpose_b=True, dot_general or einsum reads an operand as it is stored: a product of"
+            " x.T copies x first"
+        )
     if explanation.by_jax:
         found.append(
             "write pallas_gemm.matmul(a, b) for a @ b, pallas_gemm.einsum for jnp.einsum, and give"
@@ -262,7 +269,8 @@ def _totals(explanation: Explanation) -> Iterator[tuple[str, str]]:
     count = sum(d.plan is None for d in explanation.products) + len(explanation.outside)
     share = f", {100 * left / flops:.0f}% of the arithmetic" if flops else ""
     yield "left to XLA", f"{count} products{share}"
-    moved = sum(g.passes for g in groups) + sum(copy.bytes for copy in explanation.copies)
+    copies = (*explanation.copies, *explanation.turned)
+    moved = sum(g.passes for g in groups) + sum(copy.bytes for copy in copies)
     yield "moved", f"{moved / 1e6:.1f} MB besides what the kernels move"
 
 

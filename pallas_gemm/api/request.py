@@ -109,7 +109,7 @@ def of_gemm(
     epilogue, given = extras.checked(operands, epilogue, shape)
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
-    dims = dims.with_extras(**extras.letters(given, dims.out, shape))
+    dims = dims.with_letters(**extras.letters(given, dims.out, shape))
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
         a = _strong(a)

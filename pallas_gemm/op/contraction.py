@@ -161,8 +161,8 @@ class Contraction:
             }
         )
 
-    def with_extras(self, **letters: str) -> "Contraction":
-        """Returns the product with these dimensions of what its epilogue takes."""
+    def with_letters(self, **letters: str) -> "Contraction":
+        """Returns the product with these dimensions of an operand, such as its bias."""
         return dataclasses.replace(self, **letters)
 
     @property

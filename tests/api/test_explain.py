@@ -12,7 +12,7 @@ import pytest
 import rich.console
 
 import pallas_gemm
-from pallas_gemm import dot_general, explain, gated_gemm, gemm
+from pallas_gemm import dot_general, explain, gated_gemm, gemm, matmul, ragged_dot, target
 from pallas_gemm.kernels.hopper import kernel as hopper
 
 CONFIGS = ("HopperConfig", "BlackwellConfig")
@@ -122,6 +122,52 @@ def test_copies_before_the_product_are_there() -> None:
         "transpose(0, 2, 1, 3) of bfloat16[4, 128, 8, 64]: moves 1.0 MB"
     ] * 2
     assert "before it     transpose(0, 2, 1, 3)" in str(explained)
+
+
+TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
+    "right": (
+        lambda a, b: gemm(a, b.T),
+        ((256, 128), (512, 128)),
+        ["transpose(1, 0) of bfloat16[512, 128] by the program: moves 0.3 MB"],
+    ),
+    "both, of a batch": (
+        lambda a, b: matmul(a.swapaxes(1, 2), jnp.permute_dims(b, (2, 0, 1))),
+        ((4, 128, 256), (128, 512, 4)),
+        ["transpose(0, 2, 1) of bfloat16[4, 128, 256] by the program: moves 0.5 MB"],
+    ),
+    "groups": (
+        lambda a, b: ragged_dot(a, b.mT, jnp.full(4, 64)),
+        ((256, 128), (4, 512, 128)),
+        ["transpose(0, 2, 1) of bfloat16[4, 512, 128] by the program: moves 1.0 MB"],
+    ),
+    "a gradient, too": (
+        jax.grad(lambda a, b: gemm(a, b.T).astype(jnp.float32).sum()),
+        ((256, 128), (512, 128)),
+        ["transpose(1, 0) of bfloat16[512, 128] by the program: moves 0.3 MB"],
+    ),
+    "made before": (lambda a, b: gemm(a, jnp.sin(b).T), ((256, 128), (512, 128)), []),
+    "XLA's": (
+        lambda a, b: gemm(a, b.T, implementation="xla"),
+        ((256, 128), (512, 128)),
+        [],
+    ),
+    "as it is stored": (
+        lambda a, b: gemm(a, b, transpose_b=True),
+        ((256, 128), (512, 128)),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("f", "shapes", "copies"), TURNED.values(), ids=TURNED)
+def test_what_a_program_turns_for_a_product_is_told_once(
+    f: Any, shapes: tuple[Any, ...], copies: list[str]
+) -> None:
+    with target("h200"):
+        explained = explain(f, *(_shape(*shape) for shape in shapes))
+    assert [str(copy) for copy in explained.turned] == copies
+    assert ("transpose_b=True, dot_general or einsum" in str(explained)) == bool(copies)
+    assert ("by the program" in explained.json()) == bool(copies)
 
 
 def test_a_function_without_products() -> None:
