@@ -26,8 +26,8 @@ VENV := $(if $(filter $(DEFAULT_JAX),$(JAX)),.venv,.venv-jax-$(JAX))
 BIN := $(VENV)/bin
 # What the environment was made for; it is brought up to date when the project's requirements change.
 STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
-# The pip that a Python brings may be years old: today's needs two thirds of the time.
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Without the warnings of setuptools about editable installations, which the newest pip shows.
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # With a GPU, the CUDA libraries too.
 COMMA := ,
 CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
@@ -56,6 +56,7 @@ lint: $(STAMP)
 summaries: $(STAMP)
 	$(BIN)/python -m pytest --write-summaries $$(grep -l summaries.KEPT -r tests --include='test_*.py')
 
+# The pip that a Python brings may be years old: the newest takes two thirds of the time.
 $(STAMP): EXTRAS := test
 $(STAMP)-demo: EXTRAS := aot,bench
 $(STAMP) $(STAMP)-demo: pyproject.toml Makefile
@@ -64,7 +65,7 @@ $(STAMP) $(STAMP)-demo: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
 	-$(INSTALL) --upgrade pip
-	PYTHONWARNINGS=ignore $(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
+	$(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
 	touch $@
 
 docs: $(VENV)/.pallas-gemm-docs
@@ -79,7 +80,7 @@ links: $(VENV)/.pallas-gemm-docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/links
 
 $(VENV)/.pallas-gemm-docs: $(STAMP)
-	PYTHONWARNINGS=ignore $(INSTALL) --editable '.[docs]'
+	$(INSTALL) --editable '.[docs]'
 	touch $@
 
 dist:

@@ -244,7 +244,7 @@ def up(x: Any, gate: Any) -> Any:
     return x
 
 
-def each_with_letters(weights: Any, biases: Any, activations: Any) -> list[tuple[Any, Any, Any]]:
+def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[Any, Any, Any]]:
     """Returns every right operand of several products, with its bias and activation or None.
 
     Raises:

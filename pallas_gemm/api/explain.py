@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api.explanation import Copy, Explanation, Origin
@@ -226,9 +227,12 @@ def _products(
         if is_jaxs or equation.primitive in ours:
             yield from _asked(equation, avals, own, Origin(_place(source), backward))
         for inner in core.jaxprs_in_params(equation.params):
-            # A function that is called is given what its caller turns.
-            known = zip(inner.invars, own, strict=True) if len(inner.invars) == len(own) else ()
-            yield from _products(inner, backward, {v: x for v, x in known if x is not None})
+            known = {}
+            if equation.primitive is primitives.jit_p:
+                # A function that is called is given what its caller turns; a loop, slices of it.
+                pairs = zip(inner.invars, own, strict=True)
+                known = {v: x for v, x in pairs if x is not None}
+            yield from _products(inner, backward, known)
 
 
 def _asked(
@@ -253,8 +257,9 @@ def _asked(
         for own_call, signature in wholes:
             yield _Asked(own_call, signature, meshes, origin)
     else:
-        groups = (x for x in turned[1:] if x is not None and x.permutation == (0, 2, 1))
-        needless = tuple(groups) if equation.primitive is grouped_p else ()
+        needless = ()
+        if equation.primitive is grouped_p:
+            needless = tuple(x for x in turned if x is not None and x.permutation == (0, 2, 1))
         yield _Asked(call, given, meshes, origin, turned=needless)
 
 

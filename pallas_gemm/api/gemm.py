@@ -301,7 +301,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
     options = arguments.options(implementation, config, schedule)
     asked = []
-    each = arguments.each_with_letters(weights, biases, activations)
+    each = arguments.each_with_extras(weights, biases, activations)
     for i, (b, bias, activation) in enumerate(each):
         operands, epilogue = Operands(a, b, bias=bias), Epilogue(activation=activation)
         try:

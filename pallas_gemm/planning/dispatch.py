@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -282,10 +283,8 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     realigned = _realigned(call, signature, device, architecture)
     if not isinstance(realigned, Realigned):
         return realigned
-    config, source = _config(call.options, realigned.problem, device, architecture)
-    over_xla = None
-    if isinstance(config, tables.Entry):
-        config, over_xla = config.config, config.over_xla
+    chosen = _config(call.options, realigned.problem, device, architecture)
+    config = chosen.config
     if not isinstance(config, GemmConfig):
         return config
     problem = call.problem(signature)
@@ -294,7 +293,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    return Plan(architecture, device, realigned, config, source, seconds, over_xla)
+    return Plan(architecture, device, realigned, config, chosen.source, seconds, chosen.over_xla)
 
 
 def _planned_device(options: Options, architecture: Architecture) -> Device | None:
@@ -353,28 +352,33 @@ def _sums(call: Call, signature: Signature) -> np.dtype:
     return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
 
 
+class _Chosen(NamedTuple):
+    """A config, or why there is none, and what a `Plan` says of it besides."""
+
+    config: GemmConfig | Reasons
+    source: str
+    over_xla: float | None = None
+
+
 def _config(
     options: Options, problem: Problem, device: Device, architecture: Architecture
-) -> tuple[GemmConfig | tables.Entry | Reasons, str]:
-    """Returns the config that is named, tuned or best by the heuristics, and which of these it is.
-
-    Or why there is none.
-    """
+) -> _Chosen:
+    """Returns the config that is named, tuned or best by the heuristics."""
     if options.config is not None:
-        return _named_config(options, problem, device, architecture), "argument"
+        return _Chosen(_named_config(options, problem, device, architecture), "argument")
     schedule, simulated = options.schedule, options.implementation == "interpret"
     if schedule is None and not simulated and not problem.in_groups:
         # In pieces or not, it takes the same steps.
         found = tables.find(dataclasses.replace(problem, pieces=()), device)
         if found is not None:
-            return found.entry, f"tuned ({found.source})"
+            return _Chosen(found.entry.config, f"tuned ({found.source})", found.entry.over_xla)
     if simulated:
         # The simulator's time goes with the size of the tiles, and it knows no pairs of CTAs.
         ranked = heuristics.rank(problem, device, architecture, schedule)
         best = min(ranked, key=lambda c: (c.cluster_size, math.prod(c.tile)), default=None)
     else:
         best = heuristics.best(problem, device, architecture, schedule)
-    return best or _why_no_config(schedule, problem, device, architecture), "heuristics"
+    return _Chosen(best or _why_no_config(schedule, problem, device, architecture), "heuristics")
 
 
 def _named_config(

@@ -145,6 +145,16 @@ TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
         ((256, 128), (512, 128)),
         ["transpose(1, 0) of bfloat16[512, 128] by the program: moves 0.3 MB"],
     ),
+    "slices of it": (
+        lambda a, b: jax.lax.scan(lambda x, w: (gemm(x, w), None), a, b.mT)[0],
+        ((128, 128), (3, 128, 128)),
+        [],
+    ),
+    "a slice": (
+        lambda a, b: jax.lax.scan(lambda x, w: (gemm(x, w.T), None), a, b)[0],
+        ((128, 128), (3, 128, 128)),
+        ["transpose(1, 0) of bfloat16[128, 128] by the program: moves 0.1 MB"],
+    ),
     "made before": (lambda a, b: gemm(a, jnp.sin(b).T), ((256, 128), (512, 128)), []),
     "XLA's": (lambda a, b: gemm(a, b.T), ((4096, 512), (4096, 512)), []),
     "as it is stored": (

@@ -94,8 +94,8 @@ sizes = st.one_of(st.integers(1, 40), st.sampled_from([64, 128]))
 def test_every_product_can_be_realigned_for_the_hopper_kernel(
     size: tuple[int, int, int], types: Any, layout: str, extras: bool, batch: Any
 ) -> None:
-    with_letters = extras and types[0] != jnp.int8
-    epilogue = Epilogue(bias=with_letters, residual=with_letters)
+    with_extras = extras and types[0] != jnp.int8
+    epilogue = Epilogue(bias=with_extras, residual=with_extras)
     call, operands = _call(*size, types, layout, epilogue, batch)
     realigned = _realigned(call, operands)
     assert not problems.refusals(realigned.problem)
