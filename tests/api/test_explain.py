@@ -145,6 +145,11 @@ TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
         ((256, 128), (512, 128)),
         ["transpose(1, 0) of bfloat16[512, 128] by the program: moves 0.3 MB"],
     ),
+    "for a function that is called": (
+        lambda a, b: jax.jit(gemm)(a, b.T),
+        ((256, 128), (512, 128)),
+        ["transpose(1, 0) of bfloat16[512, 128] by the program: moves 0.3 MB"],
+    ),
     "slices of it": (
         lambda a, b: jax.lax.scan(lambda x, w: (gemm(x, w), None), a, b.mT)[0],
         ((128, 128), (3, 128, 128)),
