@@ -103,25 +103,24 @@ def _visit(
     tile = [visited.start + worker - workers for worker in range(workers)]
     stretch, end = [0] * workers, [0] * workers
     next_free = itertools.count(visited.start)
-    load, come_back = cache.load, heapq.heapreplace
     while queue:
         now, worker = queue[0]
-        here = stretch[worker]
-        if here == end[worker]:
+        if stretch[worker] == end[worker]:
             if tile[worker] >= visited.start:
                 cache.store(launch.first_output + tile[worker], launch.output_sizes[tile[worker]])
             tile[worker] = tile[worker] + workers if launch.dealt else next(next_free)
             if tile[worker] >= visited.stop:
                 heapq.heappop(queue)
                 continue
-            here, end[worker] = launch.spans[tile[worker]]
+            stretch[worker], end[worker] = launch.spans[tile[worker]]
         current = tile[worker]
-        group = groups[worker]
-        busy = pace.worker[worker] * pace.tile[current]
+        stall = 0.0
         for first_block, size, wait, under_way in operands:
-            if load(first_block[current] + here, size, group, now, now + under_way) == DRAM:
-                busy += wait
+            block = first_block[current] + stretch[worker]
+            if cache.load(block, size, groups[worker], now, now + under_way) == DRAM:
+                stall += wait
                 from_memory[current] += size
-        stretch[worker] = here + 1
-        come_back(queue, (now + busy / stretches, worker))
+        stretch[worker] += 1
+        busy = pace.worker[worker] * pace.tile[current] + stall
+        heapq.heapreplace(queue, (now + busy / stretches, worker))
     return now

@@ -106,6 +106,11 @@ class Explanation:
     turned: tuple[Copy, ...] = ()
 
     @property
+    def all_copies(self) -> tuple[Copy, ...]:
+        """What is copied before products, by them or by the program."""
+        return (*self.copies, *self.turned)
+
+    @property
     def implementation(self) -> str:
         """What computes the first product; "none" if there is none."""
         if self.products:
@@ -141,7 +146,7 @@ class Explanation:
         parts = list(_summary(self)) if len(groups) > 1 else []
         parts += [_group_text(group) for group in groups]
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
-        parts += [_row("before it", str(copy), 0) for copy in (*self.copies, *self.turned)]
+        parts += [_row("before it", str(copy), 0) for copy in self.all_copies]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self.by_jax), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
@@ -167,7 +172,7 @@ class Explanation:
         document = {
             "products": [_as_json(group) for group in self.groups],
             "outside": [{"what": what, "why": why} for what, why in self.outside],
-            "copies": [dataclasses.asdict(copy) for copy in (*self.copies, *self.turned)],
+            "copies": [dataclasses.asdict(copy) for copy in self.all_copies],
             "by_jax": list(self.by_jax),
             "totals": dict(_totals(self)),
             "to_change": hints(self),
@@ -269,8 +274,7 @@ def _totals(explanation: Explanation) -> Iterator[tuple[str, str]]:
     count = sum(d.plan is None for d in explanation.products) + len(explanation.outside)
     share = f", {100 * left / flops:.0f}% of the arithmetic" if flops else ""
     yield "left to XLA", f"{count} products{share}"
-    copies = (*explanation.copies, *explanation.turned)
-    moved = sum(g.passes for g in groups) + sum(copy.bytes for copy in copies)
+    moved = sum(g.passes for g in groups) + sum(copy.bytes for copy in explanation.all_copies)
     yield "moved", f"{moved / 1e6:.1f} MB besides what the kernels move"
 
 

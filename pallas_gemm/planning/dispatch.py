@@ -61,7 +61,8 @@ class Plan:
         config: The kernel's config.
         source: Where the config comes from.
         seconds: The predicted time of the kernel and the steps.
-        over_xla: How much faster than XLA the kernel was when it was tuned; None if nobody looked.
+        over_xla: How much faster than XLA the kernel was when it was tuned; None if nobody looked,
+            or if there is more to do now: XLA was timed with operands as the kernel takes them.
     """
 
     architecture: Architecture
@@ -293,7 +294,9 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    return Plan(architecture, device, realigned, config, chosen.source, seconds, chosen.over_xla)
+    as_timed = not (realigned.steps or realigned.unfused or problem.pieces)
+    over_xla = chosen.over_xla if as_timed else None
+    return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
 
 
 def _planned_device(options: Options, architecture: Architecture) -> Device | None:

@@ -135,6 +135,11 @@ TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
         ((4, 128, 256), (128, 512, 4)),
         ["transpose(0, 2, 1) of bfloat16[4, 128, 256] by the program: moves 0.5 MB"],
     ),
+    "all three of its dimensions": (
+        lambda a, b: matmul(jnp.permute_dims(a, (1, 2, 0)), b),
+        ((128, 4, 64), (128, 512)),
+        ["transpose(1, 2, 0) of bfloat16[128, 4, 64] by the program: moves 0.1 MB"],
+    ),
     "groups": (
         lambda a, b: ragged_dot(a, b.mT, jnp.full(4, 64)),
         ((256, 128), (4, 512, 128)),

@@ -225,9 +225,7 @@ def test_nnx_projections_refuse_what_they_would_not_do() -> None:
 SIZES = {
     "linen.Dense": lambda size: linen.Dense(size).init(KEY, jnp.ones(X)),
     "linen.GatedDense": lambda size: linen.GatedDense(size).init(KEY, jnp.ones(X)),
-    "linen.QuantisedDense": lambda size: linen.QuantisedDense(size).init(
-        jax.random.key(0), jnp.ones(X)
-    ),
+    "linen.QuantisedDense": lambda size: linen.QuantisedDense(size).init(KEY, jnp.ones(X)),
     "linen.Experts": lambda size: linen.Experts(2, size).init(KEY, jnp.ones(X)),
     "nnx.Linear": lambda size: nnx.Linear(2, size, rngs=stock_nnx.Rngs(0)),
     "nnx.GatedDense": lambda size: nnx.GatedDense(size, 2, rngs=stock_nnx.Rngs(0)),
@@ -376,9 +374,7 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dot_general=.* has no meaning for Linear"):
         nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=rngs)
     with pytest.raises(ValueError, match=r"dot_general_cls=.* has no meaning for Dense"):
-        linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(
-            jax.random.key(0), jnp.ones((2, 2))
-        )
+        linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
 
 
 HOW: dict[str, Any] = {

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import explain, gemm, target
+from pallas_gemm import explain, gemm, projections, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import tables, xla_faster
@@ -285,6 +286,41 @@ def test_xla_computes_what_it_was_measured_to_compute_sooner(
     said = [reasons for _, reasons in found.products[0].refused]
     slower = ("XLA was 1.031 times as fast as what is tuned (context)",)
     assert (slower in said) == (over_xla < 1)
+
+
+def _odd(a: jax.Array, b: jax.Array) -> jax.Array:
+    return gemm(a[:, :-1], b[:-1])
+
+
+def _unfused(a: jax.Array, b: jax.Array) -> jax.Array:
+    return gemm(a, b, activation=jax.lax.lgamma)
+
+
+def _in_pieces(a: jax.Array, b: jax.Array) -> Any:
+    """What is last is the gradient of the left operand: a sum of two products."""
+    _, pull = jax.vjp(lambda a: projections(a, (b, b)), a)
+    return pull((a, a))
+
+
+@pytest.mark.parametrize(
+    ("f", "implementation"),
+    [(gemm, "xla"), (_odd, "hopper"), (_unfused, "hopper"), (_in_pieces, "hopper")],
+)
+def test_kernels_keep_what_xla_was_not_timed_with(f: Any, implementation: str) -> None:
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    with target("h200"):
+        plan = explain(f, a, a).products[-1].plan
+        assert plan is not None
+        whole = dataclasses.replace(plan.realigned.problem, pieces=())
+        entries = {tables.Key.of(whole): tables.Entry(plan.config, 1e-4, 0.97)}
+        with tables.Table.of(H200.kind, entries):
+            found = explain(f, a, a).products[-1]
+    assert found.implementation == implementation
+    if found.plan is not None:
+        assert found.plan.source == "tuned (context)"
+        assert found.plan.realigned.steps or f is not _odd
+        assert found.plan.realigned.problem.pieces or f is not _in_pieces
+        assert found.plan.realigned.unfused or f is not _unfused
 
 
 @pytest.mark.parametrize("name", ["hilbert", "swizzle:3", "online_swizzle:4"])
