@@ -187,6 +187,14 @@ class SumCoding(Coding):
         """Returns the words of pieces."""
         return row << self.bits | col, group, first_k, end_k
 
+    def no_sum(self) -> tuple[Any, ...]:
+        """Returns the words that say that there is no piece any more."""
+        return tuple(map(jnp.int32, (0, -1, 0, 0)))
+
+    def is_any(self, *entry: Any) -> Any:
+        """Whether the words are those of a piece."""
+        return entry[1] >= 0
+
     def unpack(self, *entry: Any) -> Piece:
         """See `Coding`; a group without elements takes a step, of which nothing counts."""
         which, group, first, end = entry

@@ -103,6 +103,8 @@ def candidates(
             store_columns=widest,
             store_slots=_store_slots(problem, in_turns=form.get("pingpong", False)),
             late_store=False,
+            # Groups differ in size.
+            persistence="dynamic" if problem.ragged_k else "static",
             **form,
         )
         if config.tile[1] in FILLING and config.tiles(problem) > FEW_WAVES * device.sms:

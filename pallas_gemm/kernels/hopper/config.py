@@ -12,7 +12,7 @@ from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.work import CLAIM_BITS, GroupCoding
+from pallas_gemm.kernels.work import CLAIM_BITS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -281,8 +281,11 @@ class HopperConfig(GemmConfig):
         return -(-columns // whole) * whole
 
     def told_words(self, problem: Problem) -> int:
-        """How many words the roles are told of rows in groups, at a time."""
-        return TOLD_HEADER + TOLD_SLOTS * GroupCoding.words if problem.groups else 0
+        """How many words the roles are told of pieces in groups, at a time."""
+        if not problem.in_groups:
+            return 0
+        coding = GroupCoding if problem.groups else SumCoding
+        return TOLD_HEADER + TOLD_SLOTS * coding.words
 
     @property
     def ring_barriers(self) -> int:
@@ -396,11 +399,10 @@ class HopperConfig(GemmConfig):
                 yield f"tile {name} must be a multiple of {8 * sharers} to be multicast, got {size}"
 
     def _group_refusals(self, problem: Problem) -> Iterator[str]:
-        if self.persistence == "dynamic" or self.split_k > 1:
-            yield (
-                "groups need persistence='static' and split_k=1, got"
-                f" persistence={self.persistence!r} and split_k={self.split_k}"
-            )
+        if self.split_k > 1:
+            yield f"groups need split_k=1, got {self.split_k}"
+        if problem.groups and self.persistence == "dynamic":
+            yield "rows in groups need persistence='static', got 'dynamic'"
         if problem.ragged_k:
             if self.pingpong or self.cluster_size > 1 or not self.split_rows:
                 yield (
@@ -443,7 +445,7 @@ class HopperConfig(GemmConfig):
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
             if self.is_online:
                 yield "persistence='dynamic' needs a schedule that is a table, got an online one"
-            if max(self.stacked_grid(problem)) >= CLAIM_LIMIT:
+            if not problem.in_groups and max(self.stacked_grid(problem)) >= CLAIM_LIMIT:
                 yield (
                     f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
                     f" cluster tiles, got {self.stacked_grid(problem)}"

@@ -26,7 +26,7 @@ class Smem(NamedTuple):
         lines: Store slots for threads, or None.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
         residual: Slots of a residual of another type than the result's, like `out`.
-        told: What the roles are told of rows in groups (`group_walk.py`), or None.
+        told: What the roles are told of pieces in groups (`told.py`), or None.
     """
 
     a: Any = None
@@ -47,6 +47,7 @@ class Barriers(NamedTuple):
     residual: Any = None
     masked: Any = None
     counted: Any = None
+    wanted: Any = None
     told: Any = None
     taken: Any = None
 
@@ -95,7 +96,8 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         masked=plgpu.Barrier(num_arrivals=protocol.masked_arrivals(config.consumers))
         if plan.problem.ragged_k and plan.simulated
         else None,
-        counted=plgpu.Barrier() if words else None,
+        counted=plgpu.Barrier() if plan.problem.groups else None,
+        wanted=plgpu.Barrier() if plan.problem.ragged_k else None,
         told=plgpu.Barrier(num_barriers=TOLD_SLOTS) if words else None,
         taken=plgpu.Barrier(
             num_arrivals=protocol.taken_arrivals(config.consumers, pingpong=config.pingpong),

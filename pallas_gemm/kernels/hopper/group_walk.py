@@ -2,17 +2,14 @@
 
     sizes in global memory ──▶ the guide ──▶ words in shared memory ──▶ producer and consumers
 
-The *guide* is a warp of the producer's warpgroup that loads nothing. It adds up the sizes of the
-groups, from which follows how many pieces there are. Then it finds its worker's, one after another:
-the order says in which row of tiles a piece is, and from the group of the piece before, the guide
-goes on, or back, to the group that has this row. It is up to `TOLD_SLOTS` pieces ahead of those who
-compute them, so that only the first one is waited for. Each CTA of a cluster has its own guide, and
-all of them find the same.
+The guide (`told.py`) adds up the sizes of the groups, from which follows how many pieces there
+are. Then it finds its worker's, one after another: the order says in which row of tiles a piece is,
+and from the group of the piece before, the guide goes on, or back, to the group that has this row.
+It is up to `TOLD_SLOTS` pieces ahead of those who compute them, so that only the first one is
+waited for. Each CTA of a cluster has its own guide, and all of them find the same.
 
     barrier     who arrives                                      who waits
     counted     the guide, when it knows how many pieces         each role that computes pieces
-    told[s]     the guide, when slot s has the words of a piece  each role that computes it
-    taken[s]    each such role, when it has read them            the guide, before it writes others
 
 A tile has rows of one group alone. Negative sizes are those of empty groups. Sizes may say more
 than there are rows: then groups end past the last one, where nothing is read or stored.
@@ -28,12 +25,11 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, tiles, work
-from pallas_gemm.kernels.hopper.config import TOLD_HEADER, TOLD_SLOTS
+from pallas_gemm.kernels.hopper import told
+from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
-WARP = 1
-"""The guide; warp 0 loads."""
 PIECES, LAST_ROW = range(TOLD_HEADER)
 """The words before those of all slots: how many pieces there are, and the row after all groups."""
 CODING = work.GroupCoding()
@@ -70,10 +66,7 @@ def _share_of_producer(cta: Cta) -> tiles.Share:
     """It is told of a piece when it comes to it: the loads of the first await no second one."""
 
     def take(turn: Any) -> work.Piece:
-        plgpu.barrier_wait(cta.barriers.told.at[_slot(turn)])
-        words = _told(cta, turn)
-        plgpu.barrier_arrive(cta.barriers.taken.at[_slot(turn)])
-        return CODING.unpack(*words)
+        return CODING.unpack(*told.take(cta, turn))
 
     return tiles.Share(lambda: _count(cta), lambda turn: (turn,), take)
 
@@ -85,14 +78,14 @@ def _share_of_consumer(cta: Cta) -> tiles.Share:
     def load(turn: Any) -> tuple[Any, ...]:
         @pl.when(turn >= every)
         def _take_the_one_before() -> None:
-            plgpu.barrier_arrive(cta.barriers.taken.at[_slot(turn - every)])
+            plgpu.barrier_arrive(cta.barriers.taken.at[told.slot(turn - every)])
 
         # Past the last piece nobody is told anything, and nobody looks at the words.
         @pl.when(turn < turns)
         def _until_told() -> None:
-            plgpu.barrier_wait(cta.barriers.told.at[_slot(turn)])
+            plgpu.barrier_wait(cta.barriers.told.at[told.slot(turn)])
 
-        return _told(cta, turn)
+        return told.words(cta, turn)
 
     return tiles.Share(lambda: turns, load, CODING.unpack)
 
@@ -100,27 +93,17 @@ def _share_of_consumer(cta: Cta) -> tiles.Share:
 def _count(cta: Cta) -> Any:
     """How many pieces the worker has."""
     plgpu.barrier_wait(cta.barriers.counted)
-    return _read(cta, PIECES)
-
-
-def _told(cta: Cta, turn: Any) -> tuple[Any, ...]:
-    """The words of a turn's piece."""
-    return tuple(_read(cta, _words(turn) + number) for number in range(CODING.words))
+    return told.read(cta, PIECES)
 
 
 def last_row(cta: Cta) -> Any:
     """The row after all groups, for roles that know how many pieces they have."""
-    return _read(cta, LAST_ROW)
+    return told.read(cta, LAST_ROW)
 
 
-def guide(cta: Cta, warp: Any) -> None:
-    """Finds the pieces, in one warp of all."""
-    if cta.plan.problem.groups:
-        pl.when(warp == WARP)(lambda: _guide(cta))
-
-
-def _guide(cta: Cta) -> None:
-    plan, barriers = cta.plan, cta.barriers
+def guide(cta: Cta) -> None:
+    """Finds the pieces of this CTA's worker, and tells the roles of each."""
+    plan = cta.plan
     order: Any = plan.schedule
     worker = lax.axis_index(launch.WORKER)
     limit, height = jnp.int32(plan.problem.m), _height(plan)
@@ -130,32 +113,21 @@ def _guide(cta: Cta) -> None:
     sharing = _sharing(plan, rows)
     pieces = _up(rows * order.grid[1] - worker, sharing)
     pieces = lax.select(worker < sharing, pieces, jnp.int32(0))
-    _write(cta, PIECES, pieces)
-    _write(cta, LAST_ROW, lax.min(end.row, limit))
-    plgpu.barrier_arrive(barriers.counted)
+    told.write(cta, PIECES, pieces)
+    told.write(cta, LAST_ROW, lax.min(end.row, limit))
+    plgpu.barrier_arrive(cta.barriers.counted)
 
     def tell(turn: Any, at: At) -> At:
         place = (worker + turn * sharing).astype(jnp.uint32)
         tile, col = (x.astype(jnp.int32) for x in order(place, rows.astype(jnp.uint32)))
         at = _find(cta, at, tile)
         first_row = at.row + (tile - at.tile) * height
-        words = CODING.pack_group(at.group, col, first_row, lax.min(at.row + at.rows, limit))
-
-        @pl.when(turn >= TOLD_SLOTS)
-        def _until_taken() -> None:
-            plgpu.barrier_wait(barriers.taken.at[_slot(turn)])
-
-        for number, word in enumerate(words):
-            _write(cta, _words(turn) + number, word)
-        plgpu.barrier_arrive(barriers.told.at[_slot(turn)])
+        end_row = lax.min(at.row + at.rows, limit)
+        told.tell(cta, turn, CODING.pack_group(at.group, col, first_row, end_row))
         return at
 
     lax.fori_loop(0, pieces, tell, start)
-
-    # Whoever waits on a barrier sees all of its phases.
-    pl.loop(lax.max(pieces - TOLD_SLOTS, jnp.int32(0)), pieces)(
-        lambda turn: plgpu.barrier_wait(barriers.taken.at[_slot(turn)])
-    )
+    told.until_all_are_taken(cta, pieces)
 
 
 def _sharing(plan: HopperPlan, rows: Any) -> Any:
@@ -297,50 +269,6 @@ def find_ptx(groups: int, limit: int, height: int) -> str:
     return _FIND.format(groups=groups, limit=limit, height=height, rounded=height - 1, scan=_SCAN)
 
 
-def _read(cta: Cta, word: Any) -> Any:
-    """Reads a word; Pallas has no loads from shared memory in one warp."""
-    told = cta.slots.told
-    if cta.plan.simulated:
-        return told[word]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
-    def inline(_: Any, told: Any) -> Any:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        word = utils.inline_ptx(
-            "ld.shared.b32 $0, [$1];",
-            utils.memref_ptr(told),
-            result_types=int32,
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(word, (), is_signed=True)
-
-    return inline(told.at[word])
-
-
-def _write(cta: Cta, word: Any, value: Any) -> None:
-    """Writes a word: all lanes the same. Pallas would read the old value, too."""
-    told = cta.slots.told
-    if cta.plan.simulated:
-        told[word] = value
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def inline(_: Any, told: Any, value: Any) -> None:
-        where, word = utils.memref_ptr(told), value.registers.item()
-        utils.inline_ptx("st.shared.b32 [$0], $1;", where, word, has_side_effects=True)
-
-    inline(told.at[word], value)
-
-
 def _height(plan: HopperPlan) -> int:
     """Rows of a cluster's tile."""
     return plan.config.out_tile(plan.problem)[0] * plan.config.cluster[0]
-
-
-def _slot(turn: Any) -> Any:
-    return turn & jnp.int32(TOLD_SLOTS - 1)
-
-
-def _words(turn: Any) -> Any:
-    """Where the words of a turn's piece begin."""
-    return TOLD_HEADER + _slot(turn) * CODING.words

@@ -81,6 +81,8 @@ from pallas_gemm.kernels.hopper import (
     ring,
     short_step,
     store,
+    sum_walk,
+    told,
 )
 from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
@@ -346,9 +348,9 @@ def _walk(cta: Cta, *, producing: bool) -> tiles.Walk:
     plan, order = cta.plan, cta.gmem.order
     if plan.problem.groups:
         return group_walk.share(cta, producing=producing).walk
-    worker = lax.axis_index(launch.WORKER)
     if plan.problem.ragged_k:
-        return tiles.read(order, worker, plan.coding).walk
+        return functools.partial(sum_walk.walk, cta, producing)
+    worker = lax.axis_index(launch.WORKER)
     if not plan.claims_tiles:
         return tiles.share(plan.schedule, order, worker, plan.workers, plan.coding, plan.cut).walk
     claimant = None
@@ -376,7 +378,7 @@ def _body(
         if registers:
             plgpu.set_max_registers(registers.producer, action="decrease")
         run = functools.partial(producer, cta, _walk(cta, producing=True))
-        if plan.claims_tiles:
+        if plan.claims_tiles and not plan.problem.in_groups:
             run()
             return
 
@@ -384,7 +386,9 @@ def _body(
         def _each_warp(warp: Any) -> None:
             pl.when(warp == 0)(run)
             cta.rows.send(warp)
-            group_walk.guide(cta, warp)
+            if plan.problem.in_groups:
+                walk = group_walk if plan.problem.groups else sum_walk
+                pl.when(warp == told.GUIDE)(functools.partial(walk.guide, cta))
 
     def consume() -> None:
         if registers:
@@ -404,15 +408,10 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
         operands[:factors] = map(rounded, operands[:factors])
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
-    schedule: Any = plan.schedule
     if plan.problem.in_groups:
-        sizes = operands.pop(factors)
-        if plan.problem.groups:
-            order: Any = groups.sizes_operand(plan.problem, sizes)
-        else:
-            order = groups.order_operand(plan.config, plan.problem, schedule, plan.workers, sizes)
+        order: Any = groups.operand(plan, operands.pop(factors))
     elif plan.claims_tiles:
-        order = claims.order_operand(schedule, plan.workers)
+        order = claims.order_operand(plan.schedule, plan.workers)
     else:
         order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)

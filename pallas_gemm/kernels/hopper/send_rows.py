@@ -18,26 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels.hopper import counter
 from pallas_gemm.kernels.hopper.exchange import Exchange, numbered, on_device
 
 BLOCK_BYTES = 2048
 """What a warp sends at once: four times 16 bytes for each lane."""
 LOAD = 16
 """Blocks that are claimed together."""
-
-_CLAIM = """{
-    .reg .pred idle; .reg .u32 lane; .reg .u32 number;
-    mov.u32 lane, %laneid;
-    setp.ne.u32 idle, lane, 0;
-    @idle bra CLAIMED;
-    atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-    CLAIMED:
-    shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
-}"""
 
 _PARTS = range(4)
 _COPY = "\n".join(
@@ -57,8 +47,6 @@ _COPY = "\n".join(
         "}",
     )
 )
-
-_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
 
 class Transfer(NamedTuple):
@@ -109,27 +97,13 @@ def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
             if share:
                 _finish_stores()
                 pl.semaphore_signal(arrived.at[rank], device_id=to, **numbered())
-            return _claim(claimed.at[share])
+            return counter.claim(claimed.at[share])
 
         def step(_: Any, load: Any, send_load: Any = send_load) -> Any:
             # One warp has no loop that ends by a condition.
             return lax.cond(load < count, send_load, lambda load: load, load)
 
-        lax.fori_loop(0, count, step, _claim(claimed.at[share]))
-
-
-def _claim(counter: Any) -> Any:
-    """Returns the number of the next load, the same for all lanes of the warp."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
-    def inline(_: Any, counter: Any) -> Any:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        number = utils.inline_ptx(
-            _CLAIM, utils.memref_ptr(counter), result_types=int32, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
-
-    return inline(counter)
+        lax.fori_loop(0, count, step, counter.claim(claimed.at[share]))
 
 
 def _copy(source: Any, target: Any) -> None:

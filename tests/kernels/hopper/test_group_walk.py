@@ -1,26 +1,20 @@
 """The pieces of rows in groups, found in the kernel: each row of a group in one tile of its own."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels import launch, work
-from pallas_gemm.kernels.hopper import cta as ctas
-from pallas_gemm.kernels.hopper import group_walk, remote
+from pallas_gemm.kernels.hopper import group_walk
 from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
-from tests import races, warp_ptx
+from tests import warp_ptx
+from tests.kernels.hopper import told_pieces
 
 PROBLEM = Problem(400, 192, 64, transpose_b=True, groups=5)
 SMALL = HopperConfig(tile=(64, 64), consumers=1, stages=2, late_store=False, ctas=2)
@@ -43,63 +37,7 @@ SIZES = {
     "negative": (100, -7, 200, 10, 20),
     "far too many": (2**31 - 1, 2**31 - 1, -(2**31), 1, 2**31 - 1),
 }
-BARRIERS = ("counted", "told", "taken")
 FIELDS = ("batch", "col", "first_row", "end_row")
-
-
-def told(plan: HopperPlan) -> Callable[[jax.Array], tuple[np.ndarray, np.ndarray]]:
-    """Returns a function of the sizes: the pieces of each worker and role, and what ends them.
-
-    The first are `[worker, role, turn, field]`; the others how many there are, and the last row.
-    """
-    consumers, workers = plan.config.consumers, plan.workers
-    most = -(-len(plan.schedule) // workers)
-    buffers, barriers = ctas.scratch(plan)
-
-    def body(given: launch.Inputs, pieces: Any, ends: Any, *scratch: Any) -> None:
-        words, *barriers = scratch
-        own = dict(zip(BARRIERS, barriers, strict=True))
-        slots, barriers = ctas.Smem(told=words), ctas.Barriers(**own)
-        cta = ctas.Cta(plan, given, None, remote.Rows(), slots, barriers)
-        worker, me = lax.axis_index(launch.WORKER), lax.axis_index(launch.WARPGROUP)
-
-        def note(turn: Any, piece: work.Piece, _: Any) -> Any:
-            for number, field in enumerate(FIELDS):
-                pieces[worker, me, turn, number] = getattr(piece, field)
-            return ()
-
-        def read(*, producing: bool, **which: Any) -> None:
-            turns, _ = group_walk.share(cta, producing=producing).walk(note, (), **which)
-            ends[worker, me, 0], ends[worker, me, 1] = turns, group_walk.last_row(cta)
-
-        def produce() -> None:
-            @plgpu.warp_map
-            def _each_warp(warp: Any) -> None:
-                pl.when(warp == 0)(functools.partial(read, producing=True))
-                group_walk.guide(cta, warp)
-
-        turns = {"first": me, "every": consumers} if plan.config.pingpong else {}
-        lax.cond(me != consumers, functools.partial(read, producing=False, **turns), produce)
-
-    shape = workers, consumers + 1, most, len(FIELDS)
-    run = launch.kernel(
-        body,
-        name="told",
-        grid=launch.Grid(workers, {}, consumers + 1),
-        results=tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, (*shape[:2], 2))),
-        scratch=(buffers.told, *(getattr(barriers, name) for name in BARRIERS)),
-        operations=launch.Operations(),
-        interpret=plan.interpret,
-    )
-    compiled = jax.jit(lambda sizes: run(launch.Inputs((), None, None, sizes)))
-
-    def checked(sizes: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        with races.recorded() as raced:
-            found = tuple(map(np.asarray, compiled(sizes)))
-            assert not raced()
-        return found  # type: ignore[return-value]
-
-    return checked
 
 
 def check_rows(
@@ -140,7 +78,7 @@ def check_rows(
 def test_each_row_is_in_one_tile_of_each_column(config):
     simulator = plgpu.InterpretGPUParams(detect_races=True)
     plan = HopperPlan(PROBLEM, config, H200, interpret=simulator)
-    find = told(plan)
+    find = told_pieces.of(plan, FIELDS)
     for name, sizes in SIZES.items():
         pieces, ends = find(jnp.array(sizes, jnp.int32))
         check_rows(plan, sizes, pieces, ends)

@@ -1,0 +1,98 @@
+"""Sums over groups: which piece of work comes next, the longest first.
+
+    sizes ──▶ the program: groups by size ──▶ the guide ──▶ words in shared memory ──▶ all roles
+
+Pieces are every tile of every group, the largest group first, and are numbered in this order. With
+`persistence="dynamic"` a worker claims the next number when its producer comes to the piece before:
+whoever has had long ones takes fewer. Else numbers are dealt in turn, as in the simulator, which
+knows no atomics. The guide (`told.py`) reads of which group a number is, and where that begins and
+ends.
+
+    barrier     who arrives                                who waits
+    wanted      the producer, when it comes to a piece     the guide, before it claims the next
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import groups, launch, tiles
+from pallas_gemm.kernels.hopper import counter, told
+from pallas_gemm.kernels.hopper.cta import Cta
+
+
+def walk(cta: Cta, producing: bool, compute: tiles.Compute, carry: Any) -> tuple[Any, Any]:
+    """See `tiles.Walk`."""
+    coding: Any = cta.plan.coding
+
+    def is_any(state: tuple[Any, tuple[Any, ...], Any]) -> Any:
+        return coding.is_any(*state[1])
+
+    def step(state: tuple[Any, tuple[Any, ...], Any]) -> tuple[Any, Any, Any]:
+        turn, words, carry = state
+        if producing:
+            plgpu.barrier_arrive(cta.barriers.wanted)
+        carry = compute(turn, coding.unpack(*words), carry)
+        return turn + 1, told.take(cta, turn + 1), carry
+
+    first = jnp.int32(0)
+    loop = _loop_of_a_warp(cta) if producing else lax.while_loop
+    turns, _, carry = loop(is_any, step, (first, told.take(cta, first), carry))
+    return turns, carry
+
+
+def guide(cta: Cta) -> None:
+    """Finds the pieces of this CTA's worker, and tells the roles of each, and of the end."""
+    plan, ranks = cta.plan, cta.gmem.order
+    coding: Any = plan.coding
+    order: Any = plan.schedule
+    worker, pieces = lax.axis_index(launch.WORKER), jnp.int32(len(order))
+
+    def words(number: Any) -> tuple[Any, ...]:
+        stacked, col = (x.astype(jnp.int32) for x in order(number.astype(jnp.uint32)))
+        height = jnp.int32(plan.config.grid(plan.problem)[0])
+        rank, row = lax.div(stacked, height), lax.rem(stacked, height)
+        group = groups.Ranked(*(ranks[rank, word] for word in range(len(groups.Ranked._fields))))
+        return coding.pack_sum(row, col, *group)
+
+    def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        turn, number = state
+        told.tell(cta, turn, words(number))
+        plgpu.barrier_wait(cta.barriers.wanted)
+        if plan.claims_tiles:
+            number = counter.claim(ranks.at[groups.CLAIMED]) + plan.workers
+        else:
+            number = number + plan.workers
+        return turn + 1, number
+
+    def is_any(state: tuple[Any, Any]) -> Any:
+        return state[1] < pieces
+
+    turns, _ = _loop_of_a_warp(cta)(is_any, step, (jnp.int32(0), worker))
+    told.tell(cta, turns, coding.no_sum())
+    told.until_all_are_taken(cta, turns + 1)
+
+
+def _loop_of_a_warp(cta: Cta) -> Callable[..., Any]:
+    """Returns `lax.while_loop` for one warp, which has no loop that ends by a condition.
+
+    Of two loops that are long enough for all pieces, the inner one does nothing when the condition
+    is false: what is left is as many turns as the root of all pieces.
+    """
+    pieces = len(cta.plan.schedule)
+    each = math.isqrt(pieces - 1) + 1
+
+    def loop(condition: Callable[..., Any], step: Callable[..., Any], state: Any) -> Any:
+        def one(_: Any, state: Any) -> Any:
+            return lax.cond(condition(state), step, lambda state: state, state)
+
+        def some(_: Any, state: Any) -> Any:
+            return lax.fori_loop(0, lax.select(condition(state), each, 0), one, state)
+
+        return lax.fori_loop(0, -(-pieces // each), some, state)
+
+    return loop
