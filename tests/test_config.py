@@ -154,9 +154,12 @@ CASES = {
     ),
     # Groups.
     "groups, claimed": Case(
-        ("groups need persistence='static' and split_k=1", "persistence='dynamic'"),
+        ("rows in groups need persistence='static'", "got 'dynamic'"),
         config(persistence="dynamic"),
         GROUPS,
+    ),
+    "groups, cut along k": Case(
+        ("groups need split_k=1", "got 2"), config(stages=3, split_k=2), SUMS_OVER_GROUPS
     ),
     "groups, left operand transposed": Case(
         ("rows in groups are those of one left operand stored [m, k]",),

@@ -170,8 +170,8 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
     if config.split_last is not None:
         # The waves of whole tiles are full, and pieces are as many as fill the last one.
         return most * config.cluster_size
-    if problem.groups:
-        # How many tiles there are is known when the kernel starts.
+    if problem.in_groups:
+        # How many tiles there are, or how long they are, is known when the kernel starts.
         return min(tiles, most) * config.cluster_size
     is_written = 2 * problem.k * problem.sums <= WRITTEN * problem.out_dtype.itemsize
     in_turns = getattr(config, "pingpong", False) and not problem.symmetric

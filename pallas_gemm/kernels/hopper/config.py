@@ -443,13 +443,8 @@ class HopperConfig(GemmConfig):
         if self.persistence == "dynamic":
             if self.pingpong:
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
-            if self.is_online:
-                yield "persistence='dynamic' needs a schedule that is a table, got an online one"
-            if not problem.in_groups and max(self.stacked_grid(problem)) >= CLAIM_LIMIT:
-                yield (
-                    f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
-                    f" cluster tiles, got {self.stacked_grid(problem)}"
-                )
+            if not problem.in_groups:
+                yield from self._claim_refusals(problem)
         if problem.epilogue.gated:
             if self.tile[1] % 128:
                 yield (
@@ -462,6 +457,15 @@ class HopperConfig(GemmConfig):
                     f" rows must be a multiple of {WGMMA_ROWS * self.consumers} for"
                     f" {self.consumers} of them, got tile={self.tile}"
                 )
+
+    def _claim_refusals(self, problem: Problem) -> Iterator[str]:
+        if self.is_online:
+            yield "persistence='dynamic' needs a schedule that is a table, got an online one"
+        if max(self.stacked_grid(problem)) >= CLAIM_LIMIT:
+            yield (
+                f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
+                f" cluster tiles, got {self.stacked_grid(problem)}"
+            )
 
     def allows_late_store(self, problem: Problem) -> bool:
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
