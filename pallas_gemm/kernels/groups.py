@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_gemm.kernels import launch
-from pallas_gemm.kernels.plan import KernelPlan
+from pallas_gemm.kernels import launch, work
 
 
 class Bounds(NamedTuple):
@@ -27,13 +26,11 @@ class Bounds(NamedTuple):
         rows: The row after the last one of each group.
         sizes: How many rows each has.
         tiles: The row of tiles after the last one of each group.
-        place: How many groups are larger than each, or as large and before it.
     """
 
     rows: jax.Array
     sizes: jax.Array
     tiles: jax.Array
-    place: jax.Array
 
 
 class Tiles(NamedTuple):
@@ -48,49 +45,136 @@ class Tiles(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """A row of the table of groups by size.
+    """A row of the table of groups by size, or of a part of one that is cut along k.
 
     Attributes:
         group: The group.
         first: Its first contracted element.
         end: The one after its last.
+        leg: Which group of those that are cut, and which part of it: `work.pack_leg`.
+        rows: How many rows there are of groups and parts: the same in each.
     """
 
     group: Any
     first: Any
     end: Any
+    leg: Any
+    rows: Any
 
 
-CLAIMED = (0, len(Ranked._fields))
-"""Where the table has a counter: of the pieces that are claimed, beyond the first of each worker.
+class Relay(NamedTuple):
+    """How crowded groups are cut along k.
 
-Every row has such a word, since XLA makes zeros in the kernel that makes the rest, and not in one
-of their own."""
+    Attributes:
+        groups: How many there are at most.
+        parts: Into how many one is cut at most.
+        rows: Rows of the table that it takes beyond one for each group, at most.
+        steps: Of how many steps a group is not cut.
+        tile_k: Contracted elements per step.
+    """
+
+    groups: int
+    parts: int
+    rows: int
+    steps: int
+    tile_k: int
 
 
-def operand(plan: KernelPlan, sizes: jax.Array) -> Any:
+COUNTER = len(Ranked._fields)
+"""The word of a row that counts: the first one's the pieces that are claimed, beyond the first of
+each worker. XLA makes zeros in the kernel that makes the rest, and not in one of their own."""
+CLAIMED = 0, COUNTER
+ROWS = Ranked._fields.index("rows")
+
+
+def flag(plan: Any, number: Any) -> tuple[Any, int]:
+    """Where the table counts who has handed on a consumer's part of a tile that is cut."""
+    return table_rows(plan) + number, COUNTER
+
+
+def table_rows(plan: Any) -> int:
+    """How many rows the table has of groups and of their parts, at most."""
+    return plan.problem.batch + (plan.relay.rows if plan.relay else 0)
+
+
+def operand(plan: Any, sizes: jax.Array) -> Any:
     """Returns the operand from which the kernel of a plan finds its pieces."""
     problem = plan.problem
     if not problem.groups:
-        table = ranked(sizes, problem.k)
-        return jax.new_ref(table) if plan.claims_tiles else launch.on_its_own(table)
+        table = ranked(sizes, problem.k, table_rows(plan) + plan.handed_on, plan.relay)
+        counts = plan.claims_tiles or plan.relay
+        return jax.new_ref(table) if counts and not plan.simulated else launch.on_its_own(table)
     # Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
     return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else _within(sizes, problem.m))
 
 
-def ranked(sizes: jax.Array, elements: int) -> jax.Array:
-    """Returns the table of groups of so many elements, the largest first: int32 `[groups, 4]`.
+def ranked(
+    sizes: jax.Array, elements: int, most_rows: int, relay: Relay | None = None
+) -> jax.Array:
+    """Returns the table of groups of so many elements, the largest first: int32 `[rows, words]`.
 
-    A row has the words of `Ranked`, and a zero.
+    A row has the words of `Ranked` and one that counts. Those after the last group are zeros.
     """
-    ends = bounds(sizes, elements, 1)
-    shape = (sizes.shape[0], len(Ranked._fields) + 1, sizes.shape[0])
-    place, word, group = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
-    each = Bounds(*(lax.broadcast_in_dim(x, shape, (2,)) for x in ends))
-    first, end = (jnp.minimum(x, elements) for x in (each.rows - each.sizes, each.rows))
-    words = lax.select_n(word, *Ranked(group, first, end), jnp.zeros_like(group))
-    # Of each place one group says it, so that a sum is a choice.
-    return jnp.where(each.place == place, words, jnp.zeros_like(words)).sum(axis=2, dtype=jnp.int32)
+    sizes = _within(sizes, elements)
+    mine, others, before = _pairs(sizes)
+    larger = (others > mine) | ((others == mine) & before)
+    nothing = jnp.zeros_like(mine)
+    ranks = [jnp.where(before, others, nothing), larger.astype(jnp.int32)]
+    if relay:
+        parts = _parts(others, relay)
+        ranks += [jnp.where(larger, parts, nothing), parts, others]
+    start, rank, *of_relay = _sums(*ranks)
+    count = sizes.shape[0]
+    shape = most_rows, COUNTER + 1, count
+    row, word, group = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+
+    def of_group(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, shape, (2,))
+
+    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + sizes))
+    place, part, own = of_group(rank), jnp.zeros_like(row), jnp.ones_like(row)
+    rows = jnp.full_like(row, count)
+    if relay:
+        base, all_parts, total = of_relay
+        # Sizes that say more than there is are those of no group that is cut.
+        fits = total <= elements
+        own = of_group(jnp.where(fits, _parts(sizes, relay), jnp.ones_like(sizes)))
+        rows = of_group(jnp.where(fits, all_parts, jnp.full_like(sizes, count)))
+        part = row - of_group(jnp.where(fits, base, rank))
+        first, end = _span(first, end, part, own, relay)
+    else:
+        part = row - place
+    leg = work.pack_leg(place, part, part == own - 1)
+    words = lax.select_n(word, *Ranked(group, first, end, leg, rows), jnp.zeros_like(row))
+    # Of each row one group says it, so that a sum is a choice.
+    is_own = (part >= 0) & (part < own)
+    return jnp.where(is_own, words, jnp.zeros_like(words)).sum(axis=2, dtype=jnp.int32)
+
+
+def _parts(sizes: jax.Array, relay: Relay) -> jax.Array:
+    """Returns into how many parts groups of these sizes are cut."""
+    steps = lax.div(sizes + (relay.tile_k - 1), jnp.int32(relay.tile_k))
+    parts = lax.div(steps + (relay.steps - 1), jnp.int32(relay.steps))
+    return jnp.clip(parts, 1, relay.parts)
+
+
+def _span(
+    first: jax.Array, end: jax.Array, part: jax.Array, parts: jax.Array, relay: Relay
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first element of a part of a group, and the one after its last.
+
+    But for the first part, they begin where a step does.
+    """
+    origin = work.aligned(first)
+    steps = lax.div(end - origin + (relay.tile_k - 1), jnp.int32(relay.tile_k))
+
+    def border(number: jax.Array) -> jax.Array:
+        return origin + lax.div(steps * number, parts) * relay.tile_k
+
+    return (
+        jnp.where(part > 0, border(part), first),
+        jnp.where(part < parts - 1, border(part + 1), end),
+    )
 
 
 def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
@@ -99,24 +183,29 @@ def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
     A negative size is that of an empty group.
     """
     sizes = _within(sizes, rows)
+    mine, others, before = _pairs(sizes)
+    nothing, tiles = jnp.zeros_like(mine), _tiles(sizes, height)
+    starts = _sums(
+        jnp.where(before, others, nothing), jnp.where(before, _tiles(others, height), nothing)
+    )
+    return Bounds(starts[0] + sizes, sizes, starts[1] + tiles)
+
+
+def _pairs(sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns, for each group and each other one, both sizes, and whether the other is before."""
     square = (sizes.shape[0],) * 2
     own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
     mine, others = (lax.broadcast_in_dim(sizes, square, (axis,)) for axis in (0, 1))
-    before, nothing = other < own, jnp.zeros_like(own)
-    larger = (others > mine) | ((others == mine) & before)
-    tiles, until = _tiles(others, height), before | (other == own)
-    # One reduction of all is one kernel.
-    row_ends, tile_ends, place = lax.reduce(
-        (
-            jnp.where(until, others, nothing),
-            jnp.where(until, tiles, nothing),
-            larger.astype(jnp.int32),
-        ),
-        (jnp.int32(0),) * 3,
-        lambda xs, ys: tuple(x + y for x, y in zip(xs, ys, strict=True)),
-        (1,),
-    )
-    return Bounds(row_ends, sizes, tile_ends, place)
+    return mine, others, other < own
+
+
+def _sums(*terms: jax.Array) -> list[jax.Array]:
+    """Returns the sums over all others: one reduction of all is one kernel."""
+
+    def add(xs: Any, ys: Any) -> Any:
+        return tuple(x + y for x, y in zip(xs, ys, strict=True))
+
+    return list(lax.reduce(terms, (jnp.int32(0),) * len(terms), add, (1,)))
 
 
 def tiles_of(ends: Bounds, height: int, which: jax.Array) -> Tiles:

@@ -162,8 +162,8 @@ class Summands:
 
         def load(summand: Any) -> Any:
             whose = tile, summand, rank
-            blocks = _blocks(plan, self.gmem.at[whose], *zip(starts, sizes, strict=True))
-            return _read(plan, blocks, self.layout)
+            parts = blocks(plan, self.gmem.at[whose], *zip(starts, sizes, strict=True))
+            return read(plan, parts, self.layout)
 
         def add(first: Any, together: int, total: Any) -> Any:
             for part in [load(first + summand) for summand in range(together)]:
@@ -185,11 +185,11 @@ class Summands:
         """Stores the values of the part as the summand that a piece of work makes."""
         tile, rank = self.tile
         corner = zip(self.corner, values.shape, strict=True)
-        blocks = _blocks(self.plan, self.gmem.at[tile, piece.summand, rank], *corner)
-        _write(self.plan, blocks, values, self.layout)
+        parts = blocks(self.plan, self.gmem.at[tile, piece.summand, rank], *corner)
+        write(self.plan, parts, values, self.layout)
 
 
-def _blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
+def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
     """The part of a summand that begins at a row and a column, and has so many."""
     if plan.simulated:
         return summand.at[pl.ds(*rows), pl.ds(*cols)]
@@ -197,7 +197,7 @@ def _blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[A
     return summand.at[down, along]
 
 
-def _write(plan: KernelPlan, blocks: Any, values: Any, layout: Any) -> None:
+def write(plan: KernelPlan, blocks: Any, values: Any, layout: Any) -> None:
     """Stores a part of a summand."""
     if plan.simulated:
         blocks[...] = values
@@ -210,7 +210,7 @@ def _write(plan: KernelPlan, blocks: Any, values: Any, layout: Any) -> None:
     emit(blocks, values)
 
 
-def _read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
+def read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
     """Loads a part of a summand."""
     if plan.simulated:
         return plgpu.load(blocks, layout=layout, optimized=False)

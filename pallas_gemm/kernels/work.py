@@ -5,7 +5,8 @@
     its third word         which summand of its tile's sum a piece makes    where there are several
     its fourth word        which of the cut tiles it belongs to             where others are whole
     of rows in groups      group | col, first row, end of the group     see `hopper/group_walk.py`
-    of sums over groups    row | col, group, its first contracted element, its end
+    of sums over groups    row | col, group, first contracted element, end,
+                           tile among those that are cut | which of its parts | the last one
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
@@ -44,6 +45,7 @@ class Piece(NamedTuple):
         end_row: The row after the last one of its group.
         first_k: The first contracted element of the piece's group, where those are in groups.
         end_k: The one after its last.
+        is_last: Whether the sum of its tile is complete with it, where a group is cut along k.
     """
 
     row: Any
@@ -57,6 +59,7 @@ class Piece(NamedTuple):
     end_row: Any = None
     first_k: Any = None
     end_k: Any = None
+    is_last: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,16 +183,18 @@ class SumCoding(Coding):
         tile_k: Contracted elements per step.
     """
 
-    words: int = 4
+    words: int = 5
     tile_k: int = 64
 
-    def pack_sum(self, row: Any, col: Any, group: Any, first_k: Any, end_k: Any) -> tuple[Any, ...]:
-        """Returns the words of pieces."""
-        return row << self.bits | col, group, first_k, end_k
+    def pack_sum(
+        self, row: Any, col: Any, group: Any, span: tuple[Any, Any], leg: Any
+    ) -> tuple[Any, ...]:
+        """Returns the words of pieces, given the first contracted element, and the one after."""
+        return row << self.bits | col, group, *span, leg
 
     def no_sum(self) -> tuple[Any, ...]:
         """Returns the words that say that there is no piece any more."""
-        return tuple(map(jnp.int32, (0, -1, 0, 0)))
+        return tuple(map(jnp.int32, (0, -1, 0, 0, 0)))
 
     def is_any(self, *entry: Any) -> Any:
         """Whether the words are those of a piece."""
@@ -197,15 +202,37 @@ class SumCoding(Coding):
 
     def unpack(self, *entry: Any) -> Piece:
         """See `Coding`; a group without elements takes a step, of which nothing counts."""
-        which, group, first, end = entry
+        which, group, first, end, leg = entry
         row, col = _halves(which, self.bits)
+        tile, part, is_last = unpack_leg(leg)
         steps = lax.div(end - aligned(first) + (self.tile_k - 1), jnp.int32(self.tile_k))
         steps = lax.max(steps, jnp.int32(1))
-        return Piece(row, col, group, jnp.int32(0), steps, first_k=first, end_k=end)
+        return Piece(
+            *(row, col, group, jnp.int32(0), steps, part, tile),
+            first_k=first,
+            end_k=end,
+            is_last=is_last,
+        )
 
     def piece(self, row: Any, col: Any) -> Piece:
         """A piece of the first group."""
-        return Piece(row, col, jnp.int32(0))
+        return Piece(row, col, jnp.int32(0), is_last=jnp.bool_(True))
+
+
+LEG_BITS = 9
+"""Of a word: which part of a sum a piece makes, and whether it is the last one."""
+
+
+def pack_leg(tile: Any, part: Any, is_last: Any) -> Any:
+    """Returns the word of a part of a sum, of a tile of those that are cut."""
+    return tile << LEG_BITS | part << 1 | is_last.astype(jnp.int32)
+
+
+def unpack_leg(word: Any) -> tuple[Any, Any, Any]:
+    """Returns the tile, the part, and whether it is the last one."""
+    shift, mask = jnp.int32(LEG_BITS), jnp.int32((1 << LEG_BITS) - 1)
+    tile = lax.shift_right_logical(word, shift)
+    return tile, lax.shift_right_logical(word & mask, jnp.int32(1)), (word & 1) > 0
 
 
 def aligned(first_k: Any) -> Any:

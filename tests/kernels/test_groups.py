@@ -1,14 +1,17 @@
 """What the program computes of the sizes of groups: where they end, and the pieces of sums."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels import groups
+from pallas_gemm.kernels import groups, work
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
@@ -19,11 +22,11 @@ HEIGHT = 128
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
 def test_sizes_of_any_type_of_integers_are_within_the_rows(dtype):
     found = groups.bounds(jnp.array([100, 0, 27], dtype), 1000, 8)
-    expected = [[100, 100, 127], [100, 0, 27], [13, 13, 17], [0, 2, 1]]
+    expected = [[100, 100, 127], [100, 0, 27], [13, 13, 17]]
     np.testing.assert_array_equal(found, expected)
     most = jnp.iinfo(dtype).max
     found = groups.bounds(jnp.array([most, most], dtype), 100, 8)
-    np.testing.assert_array_equal(found, [[100, 200], [100, 100], [13, 26], [0, 1]])
+    np.testing.assert_array_equal(found, [[100, 200], [100, 100], [13, 26]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
@@ -49,5 +52,39 @@ def test_sums_are_told_of_the_largest_group_first_and_end_with_the_elements(size
     ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), 600)
     starts = np.append(0, ends[:-1])
     largest_first = sorted(range(4), key=lambda group: -min(max(sizes[group], 0), 600))
-    expected = [[group, starts[group], ends[group], 0] for group in largest_first]
-    np.testing.assert_array_equal(groups.ranked(jnp.array(sizes), 600), expected)
+    table = groups.ranked(jnp.array(sizes), 600, 5)
+    for row, group in zip(table, largest_first, strict=False):
+        assert row[:3].tolist() == [group, starts[group], ends[group]]
+        _, part, is_last = work.unpack_leg(row[3])
+        assert (part, is_last) == (0, True)
+        assert row[4:].tolist() == [4, 0]
+    assert not table[4:].any()
+
+
+RELAY = groups.Relay(groups=2, parts=3, rows=3, steps=2, tile_k=64)
+TOLD = jax.jit(functools.partial(groups.ranked, elements=2400, most_rows=20, relay=RELAY))
+
+
+@given(st.lists(st.integers(0, 400), min_size=6, max_size=6))
+def test_crowded_groups_are_told_in_parts_that_follow_each_other(sizes):
+    cut = [min(max(math.ceil(math.ceil(size / 64) / 2), 1), 3) for size in sizes]
+    found = iter(np.asarray(TOLD(jnp.array(sizes))))
+    starts = np.cumsum(sizes) - sizes
+    for rank, group in enumerate(sorted(range(6), key=lambda group: -sizes[group])):
+        at = starts[group]
+        for part in range(cut[group]):
+            own, first, end, leg, rows, counter = next(found)
+            assert (own, first, rows, counter) == (group, at, sum(cut), 0)
+            assert work.unpack_leg(jnp.int32(leg)) == (rank, part, part == cut[group] - 1)
+            # Parts after the first begin where a step does, whose loads begin with a row of 8.
+            assert part == 0 or (first - starts[group] // 8 * 8) % 64 == 0
+            at = end
+        assert at == starts[group] + sizes[group]
+    assert not any(row.any() for row in found)
+
+
+def test_no_group_is_cut_where_sizes_say_more_than_there_is():
+    table = groups.ranked(jnp.array([900, 900]), 1000, 5, RELAY)
+    assert table[:2, 1:3].tolist() == [[0, 900], [900, 1000]]
+    assert table[0, 4] == 2
+    assert not table[2:].any()

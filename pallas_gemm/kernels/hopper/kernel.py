@@ -77,6 +77,7 @@ from pallas_gemm.kernels.hopper import (
     late_store,
     load,
     part_panels,
+    relay,
     remote,
     ring,
     short_step,
@@ -170,7 +171,7 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
     plan, me = cta.plan, lax.axis_index(launch.WARPGROUP)
 
     def one_tile(turn: Any, piece: work.Piece, progress: Progress) -> Progress:
-        at = tile_to_store(cta, piece, me)
+        at = relay.where(cta, piece, tile_to_store(cta, piece, me))
         if not plan.joins:
             store.fetch_residual(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
@@ -178,6 +179,7 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
         divided = short_step.divided(plan, piece)
         done = _sum(cta, me, Steps(turn, progress.slot, divided.whole, within), stores)
         total, slot = short_step.add(cta, me, piece, divided, done)
+        total = relay.run(cta, me, piece, total)
         if plan.joins:
             return Progress(join.hand_over(cta, me, piece, total), ring.upcoming(plan, slot))
         return Progress(late_store.take(cta, me, total, at), ring.upcoming(plan, slot))

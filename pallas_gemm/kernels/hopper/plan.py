@@ -2,14 +2,20 @@
 
 import dataclasses
 import functools
+import math
 from typing import Literal, NamedTuple, Self
 
-from pallas_gemm.kernels import protocol
+from pallas_gemm.kernels import groups, protocol
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
 from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
+
+MOST_PARTS = 4
+"""Of a crowded group's tile: a part waits for the one before it."""
+SHORTEST_PART = 16
+"""Steps of one at least."""
 
 
 class Chunk(NamedTuple):
@@ -102,6 +108,37 @@ class HopperPlan(KernelPlan):
         late_store = self.config.late_store and tiles == "whole"
         config = dataclasses.replace(self.config, late_store=late_store)
         return dataclasses.replace(self, config=config, computes=tiles)
+
+    @functools.cached_property
+    def relay(self) -> groups.Relay | None:
+        """How crowded groups are cut along k, where they would keep few workers busy."""
+        tiles, sms = math.prod(self.config.grid(self.problem)), self.device.sms
+        parts = min(sms // tiles, MOST_PARTS)
+        steps = max(-(-self.k_steps * tiles // sms) + 2, SHORTEST_PART)
+        # The simulator knows no flags: a worker hands on to itself.
+        alone = not self.simulated or self.workers == 1
+        if not (self.problem.ragged_k and self.stored_by_tma and alone) or parts < 2:
+            return None
+        if steps >= self.k_steps:
+            return None
+        crowded = min(self.problem.batch, -(-sms // tiles) - 1)
+        return groups.Relay(crowded, parts, sms // tiles, steps, self.tile_k)
+
+    @property
+    def handed_on(self) -> int:
+        """How many consumers' parts of tiles are handed on, at most."""
+        if self.relay is None:
+            return 0
+        tiles = math.prod(self.config.grid(self.problem))
+        return self.relay.groups * tiles * self.config.consumers
+
+    @property
+    def summands_shape(self) -> tuple[int, ...]:
+        """See `KernelPlan`; of crowded groups each tile has one, which is handed on."""
+        shape = super().summands_shape
+        if self.relay is None:
+            return shape
+        return self.handed_on // self.config.consumers, 1, 1, *shape[3:]
 
     @property
     def own_steps(self) -> bool:

@@ -115,6 +115,9 @@ def results(plan: HopperPlan) -> Results:
     if plan.joins:
         return Results(None, summands=joining.summands(plan))
     out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
+    if plan.relay:
+        sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
+        return Results(out, summands=sums)
     if not plan.gathers:
         return Results(out)
     return Results(out, jax.ShapeDtypeStruct(plan.problem.a_shape, plan.problem.a_dtype))

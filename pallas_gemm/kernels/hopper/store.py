@@ -66,7 +66,7 @@ def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
     sums = _sums(plan, total, whole, columns)
     strips = [_finish_part(cta, at, whole, *part) for part in zip(columns, sums, strict=True)]
     finished = strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
-    return _taken_apart(plan, finished, plan.chunks)
+    return taken_apart(plan, finished, plan.chunks)
 
 
 def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
@@ -109,10 +109,10 @@ def _strips(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> list[Any]
     parts = [
         Chunk(0, rows, strip.start, width) for strip, width in zip(strips, widths, strict=True)
     ]
-    return _taken_apart(plan, values, parts)
+    return taken_apart(plan, values, parts)
 
 
-def _taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[Any]:
+def taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[Any]:
     """Parts of what is in registers.
 
     JAX finds out together how all that comes of a slice lies in registers, and prints each of these

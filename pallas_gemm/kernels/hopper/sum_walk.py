@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, launch, tiles
+from pallas_gemm.kernels import groups, launch, tiles, work
 from pallas_gemm.kernels.hopper import counter, told
 from pallas_gemm.kernels.hopper.cta import Cta
 
@@ -50,14 +50,21 @@ def guide(cta: Cta) -> None:
     plan, ranks = cta.plan, cta.gmem.order
     coding: Any = plan.coding
     order: Any = plan.schedule
-    worker, pieces = lax.axis_index(launch.WORKER), jnp.int32(len(order))
+    height, width = plan.config.grid(plan.problem)
+    tiles = jnp.int32(height * width)
+    worker, pieces = lax.axis_index(launch.WORKER), ranks[0, groups.ROWS] * tiles
 
     def words(number: Any) -> tuple[Any, ...]:
-        stacked, col = (x.astype(jnp.int32) for x in order(number.astype(jnp.uint32)))
-        height = jnp.int32(plan.config.grid(plan.problem)[0])
-        rank, row = lax.div(stacked, height), lax.rem(stacked, height)
-        group = groups.Ranked(*(ranks[rank, word] for word in range(len(groups.Ranked._fields))))
-        return coding.pack_sum(row, col, *group)
+        row, tile = lax.div(number, tiles), lax.rem(number, tiles)
+        here = order(tile.astype(jnp.uint32), jnp.uint32(height))
+        own = groups.Ranked(*(ranks[row, word] for word in range(groups.COUNTER)))
+        leg = own.leg
+        if plan.relay:
+            rank, part, is_last = work.unpack_leg(leg)
+            leg = work.pack_leg(rank * tiles + tile, part, is_last)
+        return coding.pack_sum(
+            *(x.astype(jnp.int32) for x in here), own.group, (own.first, own.end), leg
+        )
 
     def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
         turn, number = state
@@ -83,7 +90,7 @@ def _loop_of_a_warp(cta: Cta) -> Callable[..., Any]:
     Of two loops that are long enough for all pieces, the inner one does nothing when the condition
     is false: what is left is as many turns as the root of all pieces.
     """
-    pieces = len(cta.plan.schedule)
+    pieces = groups.table_rows(cta.plan) * math.prod(cta.plan.config.grid(cta.plan.problem))
     each = math.isqrt(pieces - 1) + 1
 
     def loop(condition: Callable[..., Any], step: Callable[..., Any], state: Any) -> Any:

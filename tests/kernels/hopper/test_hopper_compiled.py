@@ -311,7 +311,18 @@ def test_groups():
     rows = dataclasses.replace(PROBLEM, groups=8)
     shared = {"batch": 8, "shared_a": True, "shared_b": True}
     sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
-    check_sound([(LATE, rows), (MODES["in turns"][0], rows), (LATE, sums)])
+    claimed = dataclasses.replace(LATE, persistence="dynamic")
+    crowded = Problem(512, 512, 8192, transpose_a=True, ragged_k=True, **shared)
+    assert HopperPlan(crowded, claimed, H200).relay
+    check_sound(
+        [
+            (LATE, rows),
+            (MODES["in turns"][0], rows),
+            (LATE, sums),
+            (claimed, sums),
+            (claimed, crowded),
+        ]
+    )
 
 
 def test_tiles_that_are_cut_along_k():

@@ -342,6 +342,24 @@ def test_rows_in_groups(name, rng):
     np.testing.assert_array_equal(out, products.rounded(problem, expected))
 
 
+def test_crowded_groups_are_cut_along_k_and_their_sums_handed_on(rng):
+    # Of two tiles each; the first group begins and ends within a step.
+    sizes = np.array((1100, 30, 0, 70))
+    shared = {"batch": len(sizes), "shared_a": True, "shared_b": True}
+    problem = Problem(128, 128, 1216, transpose_a=True, ragged_k=True, **shared)
+    config = dataclasses.replace(SMALL, tile=(128, 64), ctas=1)
+    plan = HopperPlan(problem, config, H200, interpret=SIMULATOR)
+    assert plan.relay
+    operands = products.small_integers(problem, rng)
+    a, b = (np.array(x, np.float32) for x in operands[:2])
+    ends = np.cumsum(sizes)
+    expected = [
+        a[start:end].T @ b[start:end] for start, end in zip(ends - sizes, ends, strict=True)
+    ]
+    out = run_plan(plan, [*operands[:2], jnp.array(sizes)])
+    np.testing.assert_array_equal(out, products.rounded(problem, np.stack(expected)))
+
+
 # The simulator multiplies with NumPy, which warns of what this test is about.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_sums_over_groups(rng):

@@ -1,0 +1,129 @@
+"""Sums over a crowded group: its tiles are cut along k, and their sums are handed on in a relay.
+
+    worker 1    its part of k ──▶ sums ──────────────────────────▶ global memory, float32
+    worker 2    its part of k ──▶ sums + what worker 1 handed on ──▶ global memory
+    the last    its part of k ──▶ sums + what came before ──▶ rounded, and stored
+
+A tile whose group has more of k than a worker's share of all would keep one worker busy while
+others are idle. So the table of groups has such a group in several parts, one after the other
+(`kernels/groups.py`). A part is added to those before it, always in this order, and a tile is
+rounded once.
+
+Each consumer hands on its own half of a tile, and counts in a flag: all of its threads add one when
+they have stored. The next one waits for as many, which was claimed later, so that no two wait for
+each other. Who hands a tile on stores it beyond the end of the result, where TMA stores nothing.
+
+The simulator knows no flags: there, groups are cut only for a worker that is alone, who hands on to
+itself.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import groups, joining, place, work
+from pallas_gemm.kernels.hopper import store
+from pallas_gemm.kernels.hopper.config import WARPGROUP
+from pallas_gemm.kernels.hopper.cta import Cta
+
+_ARRIVE = "red.release.gpu.global.add.u32 [$0], 1;"
+
+_AWAIT = """{
+    .reg .pred early; .reg .u32 arrived;
+    AWAIT:
+    ld.acquire.gpu.global.u32 arrived, [$0];
+    setp.lt.u32 early, arrived, $1;
+    @early bra AWAIT;
+}"""
+
+
+class Leg(NamedTuple):
+    """What a consumer hands on of a tile.
+
+    Attributes:
+        sums: Where the sums are handed on in global memory.
+        corner: Row and column of the consumer's part in the tile.
+        flag: Where it is counted who has handed on.
+    """
+
+    sums: Any
+    corner: tuple[int, int]
+    flag: Any
+
+
+def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
+    """Adds what came before to a piece's sums, and hands them on unless the piece is the last."""
+    plan = cta.plan
+    if plan.relay is None:
+        return total
+    rows, _ = plan.config.consumer_tile
+    number = piece.cut_tile * plan.config.consumers + me
+    leg = Leg(
+        cta.summands.at[piece.cut_tile, 0, 0],
+        (me * rows, 0),
+        cta.gmem.order.at[groups.flag(plan, number)],
+    )
+
+    def add(total: Any) -> Any:
+        _await(cta, leg, piece.summand)
+        parts = [
+            values + joining.read(plan, joining.blocks(plan, leg.sums, *here), plgpu.Layout.WGMMA)
+            for here, values in _parts(cta, leg, total)
+        ]
+        return lax.concatenate(parts, 1)
+
+    total = lax.cond(piece.summand > 0, add, lambda total: total, total)
+
+    @pl.when(jnp.logical_not(piece.is_last))
+    def _hand_on() -> None:
+        for here, values in _parts(cta, leg, total):
+            joining.write(plan, joining.blocks(plan, leg.sums, *here), values, plgpu.Layout.WGMMA)
+        _arrive(cta, leg)
+
+    return total
+
+
+def where(cta: Cta, piece: work.Piece, at: place.Where) -> place.Where:
+    """Where a piece's tile is stored: beyond the end of the result, unless it is the last."""
+    if cta.plan.relay is None:
+        return at
+    plan = cta.plan
+    beyond = plan.config.grid(plan.problem)[0] * plan.config.tile[0]
+    return at._replace(row=at.row + lax.select(piece.is_last, jnp.int32(0), jnp.int32(beyond)))
+
+
+def _parts(cta: Cta, leg: Leg, total: Any) -> Any:
+    """Yields parts of sums: their rows and columns in the tile, as (first, count), and values."""
+    chunks = cta.plan.chunks
+    for chunk, values in zip(chunks, store.taken_apart(cta.plan, total, chunks), strict=True):
+        row, col = leg.corner
+        yield ((row + chunk.row, chunk.rows), (col + chunk.col, chunk.cols)), values
+
+
+def _arrive(cta: Cta, leg: Leg) -> None:
+    """Says that what this thread has stored is there."""
+    if cta.plan.simulated:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def inline(_: Any, flag: Any) -> None:
+        utils.inline_ptx(_ARRIVE, utils.memref_ptr(flag), has_side_effects=True)
+
+    inline(leg.flag)
+
+
+def _await(cta: Cta, leg: Leg, part: Any) -> None:
+    """Waits until all threads have handed on the parts before this one."""
+    if cta.plan.simulated:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def inline(_: Any, flag: Any, arrivals: Any) -> None:
+        needed = arrivals.registers.item()
+        utils.inline_ptx(_AWAIT, utils.memref_ptr(flag), needed, has_side_effects=True)
+
+    inline(leg.flag, part * WARPGROUP)
