@@ -7,6 +7,8 @@
 XLA makes two small kernels of the second: where groups end, and the table of them by size.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +53,8 @@ class Ranked(NamedTuple):
         group: The group.
         first: Its first contracted element.
         end: The one after its last.
+        counter: Zero: the first row's counts the pieces that are claimed. XLA makes zeros in the
+            kernel that makes the rest, and not in one of their own.
         leg: Which group of those that are cut, and which part of it: `work.pack_leg`.
         rows: How many rows there are of groups and parts: the same in each.
     """
@@ -58,8 +62,9 @@ class Ranked(NamedTuple):
     group: Any
     first: Any
     end: Any
-    leg: Any
-    rows: Any
+    counter: Any
+    leg: Any = None
+    rows: Any = None
 
 
 class Relay(NamedTuple):
@@ -80,11 +85,9 @@ class Relay(NamedTuple):
     tile_k: int
 
 
-COUNTER = len(Ranked._fields)
-"""The word of a row that counts: the first one's the pieces that are claimed, beyond the first of
-each worker. XLA makes zeros in the kernel that makes the rest, and not in one of their own."""
+COUNTER = Ranked._fields.index("counter")
 CLAIMED = 0, COUNTER
-ROWS = Ranked._fields.index("rows")
+"""Where the table counts what is claimed."""
 
 
 def flag(plan: Any, number: Any) -> tuple[Any, int]:
@@ -101,54 +104,81 @@ def operand(plan: Any, sizes: jax.Array) -> Any:
     """Returns the operand from which the kernel of a plan finds its pieces."""
     problem = plan.problem
     if not problem.groups:
-        table = ranked(sizes, problem.k, table_rows(plan) + plan.handed_on, plan.relay)
+        rows = table_rows(plan) + plan.handed_on
+        table = ranked(sizes, problem.k, rows, plan.relay)
         counts = plan.claims_tiles or plan.relay
         return jax.new_ref(table) if counts and not plan.simulated else launch.on_its_own(table)
     # Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
     return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else _within(sizes, problem.m))
 
 
-def ranked(
-    sizes: jax.Array, elements: int, most_rows: int, relay: Relay | None = None
-) -> jax.Array:
+def read(plan: Any, table: Any, row: Any) -> Ranked:
+    """A row of the table, as a kernel reads it."""
+    words = len(Ranked._fields) if plan.relay else COUNTER + 1
+    return Ranked(*(table[row, word] for word in range(words)))
+
+
+def ranked(sizes: jax.Array, elements: int, most_rows: int, relay: Relay | None) -> jax.Array:
     """Returns the table of groups of so many elements, the largest first: int32 `[rows, words]`.
 
-    A row has the words of `Ranked` and one that counts. Those after the last group are zeros.
+    A row has the words of `Ranked`. Those after the last group are zeros.
     """
     sizes = _within(sizes, elements)
-    mine, others, before = _pairs(sizes)
-    larger = (others > mine) | ((others == mine) & before)
-    nothing = jnp.zeros_like(mine)
-    ranks = [jnp.where(before, others, nothing), larger.astype(jnp.int32)]
-    if relay:
-        parts = _parts(others, relay)
-        ranks += [jnp.where(larger, parts, nothing), parts, others]
-    start, rank, *of_relay = _sums(*ranks)
-    count = sizes.shape[0]
-    shape = most_rows, COUNTER + 1, count
+    words = len(Ranked._fields) if relay else COUNTER + 1
+    shape = most_rows, words, sizes.shape[0]
     row, word, group = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
 
     def of_group(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, shape, (2,))
 
-    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + sizes))
-    place, part, own = of_group(rank), jnp.zeros_like(row), jnp.ones_like(row)
-    rows = jnp.full_like(row, count)
-    if relay:
-        base, all_parts, total = of_relay
-        # Sizes that say more than there is are those of no group that is cut.
-        fits = total <= elements
-        own = of_group(jnp.where(fits, _parts(sizes, relay), jnp.ones_like(sizes)))
-        rows = of_group(jnp.where(fits, all_parts, jnp.full_like(sizes, count)))
-        part = row - of_group(jnp.where(fits, base, rank))
-        first, end = _span(first, end, part, own, relay)
-    else:
-        part = row - place
-    leg = work.pack_leg(place, part, part == own - 1)
-    words = lax.select_n(word, *Ranked(group, first, end, leg, rows), jnp.zeros_like(row))
+    is_own, found = (_whole if relay is None else functools.partial(_cut, relay))(
+        sizes, elements, row, of_group
+    )
+    given = [x for x in found._replace(group=group, counter=jnp.zeros_like(row)) if x is not None]
     # Of each row one group says it, so that a sum is a choice.
-    is_own = (part >= 0) & (part < own)
-    return jnp.where(is_own, words, jnp.zeros_like(words)).sum(axis=2, dtype=jnp.int32)
+    told = jnp.where(is_own, lax.select_n(word, *given), jnp.zeros_like(row))
+    return told.sum(axis=2, dtype=jnp.int32)
+
+
+def _whole(
+    sizes: jax.Array, elements: int, row: jax.Array, of_group: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, Ranked]:
+    """Returns which rows are each group's, and what they say, where no group is cut."""
+    others, before, larger = _pairs(sizes)
+    start, rank = _sums(_where(before, others), larger.astype(jnp.int32))
+    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + sizes))
+    return of_group(rank) == row, Ranked(None, first, end, None)
+
+
+def _cut(
+    relay: Relay,
+    sizes: jax.Array,
+    elements: int,
+    row: jax.Array,
+    of_group: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, Ranked]:
+    """Returns the same where crowded groups are."""
+    others, before, larger = _pairs(sizes)
+    itself, parts = jnp.eye(*before.shape, dtype=jnp.bool_), _parts(others, relay)
+    # All that the other kernel takes of sizes: else XLA makes a third one.
+    start, size, rank, base, own, rows, total = _sums(
+        _where(before, others),
+        _where(itself, others),
+        larger.astype(jnp.int32),
+        _where(larger, parts),
+        _where(itself, parts),
+        parts,
+        others,
+    )
+    # Sizes that say more than there is are those of no group that is cut.
+    fits = total <= elements
+    base, own = jnp.where(fits, base, rank), jnp.where(fits, own, jnp.ones_like(own))
+    rows = jnp.where(fits, rows, jnp.full_like(rows, sizes.shape[0]))
+    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + size))
+    part, count = row - of_group(base), of_group(own)
+    span = _span(first, end, part, count, relay)
+    leg = work.pack_leg(of_group(rank), part, part == count - 1)
+    return (part >= 0) & (part < count), Ranked(None, *span, None, leg, of_group(rows))
 
 
 def _parts(sizes: jax.Array, relay: Relay) -> jax.Array:
@@ -183,20 +213,25 @@ def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
     A negative size is that of an empty group.
     """
     sizes = _within(sizes, rows)
-    mine, others, before = _pairs(sizes)
-    nothing, tiles = jnp.zeros_like(mine), _tiles(sizes, height)
-    starts = _sums(
-        jnp.where(before, others, nothing), jnp.where(before, _tiles(others, height), nothing)
-    )
-    return Bounds(starts[0] + sizes, sizes, starts[1] + tiles)
+    others, before, _ = _pairs(sizes)
+    starts = _sums(_where(before, others), _where(before, _tiles(others, height)))
+    return Bounds(starts[0] + sizes, sizes, starts[1] + _tiles(sizes, height))
 
 
 def _pairs(sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns, for each group and each other one, both sizes, and whether the other is before."""
+    """Returns, for each two groups, the size of the other, and if it is before, and if larger.
+
+    Of two that are as large as each other, the one before counts as the larger.
+    """
     square = (sizes.shape[0],) * 2
     own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
     mine, others = (lax.broadcast_in_dim(sizes, square, (axis,)) for axis in (0, 1))
-    return mine, others, other < own
+    before = other < own
+    return others, before, (others > mine) | ((others == mine) & before)
+
+
+def _where(those: jax.Array, numbers: jax.Array) -> jax.Array:
+    return jnp.where(those, numbers, jnp.zeros_like(numbers))
 
 
 def _sums(*terms: jax.Array) -> list[jax.Array]:

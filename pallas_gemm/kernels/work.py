@@ -223,6 +223,10 @@ LEG_BITS = 9
 """Of a word: which part of a sum a piece makes, and whether it is the last one."""
 
 
+WHOLE_LEG = 1
+"""The word of a sum that is not cut."""
+
+
 def pack_leg(tile: Any, part: Any, is_last: Any) -> Any:
     """Returns the word of a part of a sum, of a tile of those that are cut."""
     return tile << LEG_BITS | part << 1 | is_last.astype(jnp.int32)

@@ -52,12 +52,9 @@ def test_sums_are_told_of_the_largest_group_first_and_end_with_the_elements(size
     ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), 600)
     starts = np.append(0, ends[:-1])
     largest_first = sorted(range(4), key=lambda group: -min(max(sizes[group], 0), 600))
-    table = groups.ranked(jnp.array(sizes), 600, 5)
+    table = groups.ranked(jnp.array(sizes), 600, 5, None)
     for row, group in zip(table, largest_first, strict=False):
-        assert row[:3].tolist() == [group, starts[group], ends[group]]
-        _, part, is_last = work.unpack_leg(row[3])
-        assert (part, is_last) == (0, True)
-        assert row[4:].tolist() == [4, 0]
+        assert row.tolist() == [group, starts[group], ends[group], 0]
     assert not table[4:].any()
 
 
@@ -73,7 +70,7 @@ def test_crowded_groups_are_told_in_parts_that_follow_each_other(sizes):
     for rank, group in enumerate(sorted(range(6), key=lambda group: -sizes[group])):
         at = starts[group]
         for part in range(cut[group]):
-            own, first, end, leg, rows, counter = next(found)
+            own, first, end, counter, leg, rows = next(found)
             assert (own, first, rows, counter) == (group, at, sum(cut), 0)
             assert work.unpack_leg(jnp.int32(leg)) == (rank, part, part == cut[group] - 1)
             # Parts after the first begin where a step does, whose loads begin with a row of 8.
@@ -86,5 +83,5 @@ def test_crowded_groups_are_told_in_parts_that_follow_each_other(sizes):
 def test_no_group_is_cut_where_sizes_say_more_than_there_is():
     table = groups.ranked(jnp.array([900, 900]), 1000, 5, RELAY)
     assert table[:2, 1:3].tolist() == [[0, 900], [900, 1000]]
-    assert table[0, 4] == 2
+    assert table[0, 5] == 2
     assert not table[2:].any()

@@ -116,8 +116,8 @@ class HopperPlan(KernelPlan):
         parts = min(sms // tiles, MOST_PARTS)
         steps = max(-(-self.k_steps * tiles // sms) + 2, SHORTEST_PART)
         # The simulator knows no flags: a worker hands on to itself.
-        alone = not self.simulated or self.workers == 1
-        if not (self.problem.ragged_k and self.stored_by_tma and alone) or parts < 2:
+        hands_on = self.workers == 1 if self.simulated else self.claims_tiles
+        if not (self.problem.ragged_k and self.stored_by_tma and hands_on) or parts < 2:
             return None
         if steps >= self.k_steps:
             return None

@@ -10,8 +10,9 @@ others are idle. So the table of groups has such a group in several parts, one a
 rounded once.
 
 Each consumer hands on its own half of a tile, and counts in a flag: all of its threads add one when
-they have stored. The next one waits for as many, which was claimed later, so that no two wait for
-each other. Who hands a tile on stores it beyond the end of the result, where TMA stores nothing.
+they have stored. The next one waits for as many. It was claimed later, and the one before by a
+worker that runs, so that nobody waits for ever. Who hands a tile on stores it beyond the end of the
+result, where TMA stores nothing.
 
 The simulator knows no flags: there, groups are cut only for a worker that is alone, who hands on to
 itself.

@@ -52,15 +52,16 @@ def guide(cta: Cta) -> None:
     order: Any = plan.schedule
     height, width = plan.config.grid(plan.problem)
     tiles = jnp.int32(height * width)
-    worker, pieces = lax.axis_index(launch.WORKER), ranks[0, groups.ROWS] * tiles
+    # Where no group is cut, each is a row.
+    rows = groups.read(plan, ranks, 0).rows if plan.relay else jnp.int32(plan.problem.batch)
+    pieces = rows * tiles
 
     def words(number: Any) -> tuple[Any, ...]:
         row, tile = lax.div(number, tiles), lax.rem(number, tiles)
         here = order(tile.astype(jnp.uint32), jnp.uint32(height))
-        own = groups.Ranked(*(ranks[row, word] for word in range(groups.COUNTER)))
-        leg = own.leg
+        own, leg = groups.read(plan, ranks, row), jnp.int32(work.WHOLE_LEG)
         if plan.relay:
-            rank, part, is_last = work.unpack_leg(leg)
+            rank, part, is_last = work.unpack_leg(own.leg)
             leg = work.pack_leg(rank * tiles + tile, part, is_last)
         return coding.pack_sum(
             *(x.astype(jnp.int32) for x in here), own.group, (own.first, own.end), leg
@@ -70,18 +71,31 @@ def guide(cta: Cta) -> None:
         turn, number = state
         told.tell(cta, turn, words(number))
         plgpu.barrier_wait(cta.barriers.wanted)
-        if plan.claims_tiles:
-            number = counter.claim(ranks.at[groups.CLAIMED]) + plan.workers
-        else:
-            number = number + plan.workers
-        return turn + 1, number
+        return turn + 1, _following(cta, number)
 
     def is_any(state: tuple[Any, Any]) -> Any:
         return state[1] < pieces
 
-    turns, _ = _loop_of_a_warp(cta)(is_any, step, (jnp.int32(0), worker))
+    turns, _ = _loop_of_a_warp(cta)(is_any, step, (jnp.int32(0), _first(cta)))
     told.tell(cta, turns, coding.no_sum())
     told.until_all_are_taken(cta, turns + 1)
+
+
+def _first(cta: Cta) -> Any:
+    """The number of the worker's first piece."""
+    if cta.plan.relay and cta.plan.claims_tiles:
+        # Who waits for a sum waits for a worker that runs: none has a piece before it does.
+        return counter.claim(cta.gmem.order.at[groups.CLAIMED])
+    return lax.axis_index(launch.WORKER)
+
+
+def _following(cta: Cta, number: Any) -> Any:
+    """The number of the worker's next piece, after one of a number."""
+    plan = cta.plan
+    if not plan.claims_tiles:
+        return number + plan.workers
+    claimed = counter.claim(cta.gmem.order.at[groups.CLAIMED])
+    return claimed if plan.relay else claimed + plan.workers
 
 
 def _loop_of_a_warp(cta: Cta) -> Callable[..., Any]:
