@@ -362,6 +362,28 @@ def test_the_kernel_is_exact_whatever_is_in_no_group(sizes):
 
 
 @pytest.mark.gpu("hopper")
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 8192, 0, 0), (4001, 3, 4100, 88), (1000, 0, 7000, 191), (9000, 8192, 1, 0)],
+    ids=["one", "two", "most", "too many"],
+)
+def test_crowded_groups_are_summed_in_parts_the_same_in_every_run(sizes):
+    lhs, g = (_integers(8192, columns, seed=columns) for columns in (256, 512))
+    ends = np.minimum(np.cumsum(sizes), 8192)
+    spans = zip(np.append(0, ends[:-1]), ends, strict=True)
+    expected = np.stack([np.asarray(lhs[i:j].T @ g[i:j]) for i, j in spans])
+    lhs, g = (x.astype(jnp.bfloat16) for x in (lhs, g))
+    contracted = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    multiply = jax.jit(lambda a, b, s: ragged_dot_general(a, b, s, contracted))
+    first = multiply(lhs, g, jnp.array(sizes))
+    np.testing.assert_array_equal(first, jnp.asarray(expected, jnp.bfloat16))
+    noise = [jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate((lhs, g))]
+    runs = [np.asarray(multiply(*noise, jnp.array(sizes)), np.float32) for _ in range(20)]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+
+
+@pytest.mark.gpu("hopper")
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_the_kernel_applies_what_follows_on_a_gpu(gated):
     sizes = (257, 0, 63, 1, 64, 400)
