@@ -12,6 +12,7 @@ ends.
     wanted      the producer, when it comes to a piece     the guide, before it claims the next
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, launch, tiles, work
-from pallas_gemm.kernels.hopper import counter, told
+from pallas_gemm.kernels.hopper import counter, told, warp_loop
+from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
+
+PRODUCER, GUIDE = range(TOLD_HEADER)
+"""The words before those of all slots: one of each warp that loops (`warp_loop.py`)."""
 
 
 def walk(cta: Cta, producing: bool, compute: tiles.Compute, carry: Any) -> tuple[Any, Any]:
@@ -40,7 +45,7 @@ def walk(cta: Cta, producing: bool, compute: tiles.Compute, carry: Any) -> tuple
         return turn + 1, told.take(cta, turn + 1), carry
 
     first = jnp.int32(0)
-    loop = _loop_of_a_warp(cta) if producing else lax.while_loop
+    loop = _loop_of_a_warp(cta, PRODUCER) if producing else lax.while_loop
     turns, _, carry = loop(is_any, step, (first, told.take(cta, first), carry))
     return turns, carry
 
@@ -76,7 +81,7 @@ def guide(cta: Cta) -> None:
     def is_any(state: tuple[Any, Any]) -> Any:
         return state[1] < pieces
 
-    turns, _ = _loop_of_a_warp(cta)(is_any, step, (jnp.int32(0), _first(cta)))
+    turns, _ = _loop_of_a_warp(cta, GUIDE)(is_any, step, (jnp.int32(0), _first(cta)))
     told.tell(cta, turns, coding.no_sum())
     told.until_all_are_taken(cta, turns + 1)
 
@@ -98,22 +103,9 @@ def _following(cta: Cta, number: Any) -> Any:
     return claimed if plan.relay else claimed + plan.workers
 
 
-def _loop_of_a_warp(cta: Cta) -> Callable[..., Any]:
-    """Returns `lax.while_loop` for one warp, which has no loop that ends by a condition.
-
-    Of two loops that are long enough for all pieces, the inner one does nothing when the condition
-    is false: what is left is as many turns as the root of all pieces.
-    """
-    pieces = groups.table_rows(cta.plan) * math.prod(cta.plan.config.grid(cta.plan.problem))
-    each = math.isqrt(pieces - 1) + 1
-
-    def loop(condition: Callable[..., Any], step: Callable[..., Any], state: Any) -> Any:
-        def one(_: Any, state: Any) -> Any:
-            return lax.cond(condition(state), step, lambda state: state, state)
-
-        def some(_: Any, state: Any) -> Any:
-            return lax.fori_loop(0, lax.select(condition(state), each, 0), one, state)
-
-        return lax.fori_loop(0, -(-pieces // each), some, state)
-
-    return loop
+def _loop_of_a_warp(cta: Cta, word: int) -> Callable[..., Any]:
+    """Returns `lax.while_loop` for one warp."""
+    plan = cta.plan
+    pieces = groups.table_rows(plan) * math.prod(plan.config.grid(plan.problem))
+    own_word = None if plan.simulated else cta.slots.told.at[word]
+    return functools.partial(warp_loop.run, pieces, own_word)
