@@ -90,9 +90,10 @@ CLAIMED = 0, COUNTER
 """Where the table counts what is claimed."""
 
 
-def flag(plan: Any, number: Any) -> tuple[Any, int]:
+def flag(plan: Any, number: Any) -> tuple[Any, Any]:
     """Where the table counts who has handed on a consumer's part of a tile that is cut."""
-    return table_rows(plan) + number, COUNTER
+    words = jnp.int32(len(Ranked._fields))
+    return table_rows(plan) + lax.div(number, words), lax.rem(number, words)
 
 
 def table_rows(plan: Any) -> int:
@@ -104,7 +105,7 @@ def operand(plan: Any, sizes: jax.Array) -> Any:
     """Returns the operand from which the kernel of a plan finds its pieces."""
     problem = plan.problem
     if not problem.groups:
-        rows = table_rows(plan) + plan.handed_on
+        rows = table_rows(plan) + -(-plan.handed_on // len(Ranked._fields))
         table = ranked(sizes, problem.k, rows, plan.relay)
         counts = plan.claims_tiles or plan.relay
         return jax.new_ref(table) if counts and not plan.simulated else launch.on_its_own(table)

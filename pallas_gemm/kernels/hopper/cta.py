@@ -97,7 +97,7 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         if plan.problem.ragged_k and plan.simulated
         else None,
         counted=plgpu.Barrier() if plan.problem.groups else None,
-        wanted=plgpu.Barrier() if plan.problem.ragged_k else None,
+        wanted=plgpu.Barrier(num_barriers=TOLD_SLOTS) if plan.problem.ragged_k else None,
         told=plgpu.Barrier(num_barriers=TOLD_SLOTS) if words else None,
         taken=plgpu.Barrier(
             num_arrivals=protocol.taken_arrivals(config.consumers, pingpong=config.pingpong),

@@ -14,8 +14,10 @@ from pallas_gemm.kernels.plan import KernelPlan
 
 MOST_PARTS = 4
 """Of a crowded group's tile: a part waits for the one before it."""
-SHORTEST_PART = 16
+SHORTEST_PART = 32
 """Steps of one at least."""
+ENDING = 2
+"""Steps that could be taken while a tile is ended and stored."""
 
 
 class Chunk(NamedTuple):
@@ -114,12 +116,15 @@ class HopperPlan(KernelPlan):
         """How crowded groups are cut along k, where they would keep few workers busy."""
         tiles, sms = math.prod(self.config.grid(self.problem)), self.device.sms
         parts = min(sms // tiles, MOST_PARTS)
-        steps = max(-(-self.k_steps * tiles // sms) + 2, SHORTEST_PART)
+        share = tiles * (self.k_steps + ENDING * self.problem.batch) // sms
+        # Handing on takes about as long as the eighth.
+        steps = max(share + share // 8, SHORTEST_PART)
         # The simulator knows no flags: a worker hands on to itself.
         hands_on = self.workers == 1 if self.simulated else self.claims_tiles
         if not (self.problem.ragged_k and self.stored_by_tma and hands_on) or parts < 2:
             return None
-        if steps >= self.k_steps:
+        # A router that gives each row several groups gives none more than half of the rows.
+        if 2 * steps >= self.k_steps:
             return None
         crowded = min(self.problem.batch, -(-sms // tiles) - 1)
         return groups.Relay(crowded, parts, sms // tiles, steps, self.tile_k)

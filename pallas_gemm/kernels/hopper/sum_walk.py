@@ -8,8 +8,8 @@ whoever has had long ones takes fewer. Else numbers are dealt in turn, as in the
 knows no atomics. The guide (`told.py`) reads of which group a number is, and where that begins and
 ends.
 
-    barrier     who arrives                                who waits
-    wanted      the producer, when it comes to a piece     the guide, before it claims the next
+    barrier      who arrives                                who waits
+    wanted[s]    the producer, when it comes to a piece     the guide, before it claims the next
 """
 
 import functools
@@ -19,12 +19,16 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, launch, tiles, work
 from pallas_gemm.kernels.hopper import counter, told, warp_loop
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
+
+SHORT_STEPS = 8
+"""Of a piece, during which its successor might not be found: it is claimed a piece earlier."""
 
 PRODUCER, GUIDE = range(TOLD_HEADER)
 """The words before those of all slots: one of each warp that loops (`warp_loop.py`)."""
@@ -40,7 +44,7 @@ def walk(cta: Cta, producing: bool, compute: tiles.Compute, carry: Any) -> tuple
     def step(state: tuple[Any, tuple[Any, ...], Any]) -> tuple[Any, Any, Any]:
         turn, words, carry = state
         if producing:
-            plgpu.barrier_arrive(cta.barriers.wanted)
+            plgpu.barrier_arrive(cta.barriers.wanted.at[told.slot(turn)])
         carry = compute(turn, coding.unpack(*words), carry)
         return turn + 1, told.take(cta, turn + 1), carry
 
@@ -61,29 +65,38 @@ def guide(cta: Cta) -> None:
     rows = groups.read(plan, ranks, 0).rows if plan.relay else jnp.int32(plan.problem.batch)
     pieces = rows * tiles
 
-    def words(number: Any) -> tuple[Any, ...]:
+    def found(number: Any) -> tuple[Any, tuple[Any, ...]]:
         row, tile = lax.div(number, tiles), lax.rem(number, tiles)
         here = order(tile.astype(jnp.uint32), jnp.uint32(height))
         own, leg = groups.read(plan, ranks, row), jnp.int32(work.WHOLE_LEG)
         if plan.relay:
             rank, part, is_last = work.unpack_leg(own.leg)
             leg = work.pack_leg(rank * tiles + tile, part, is_last)
-        return coding.pack_sum(
-            *(x.astype(jnp.int32) for x in here), own.group, (own.first, own.end), leg
-        )
+        row, col = (x.astype(jnp.int32) for x in here)
+        return own.end - own.first, coding.pack_sum(row, col, own.group, (own.first, own.end), leg)
 
-    def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        turn, number = state
-        told.tell(cta, turn, words(number))
-        plgpu.barrier_wait(cta.barriers.wanted)
-        return turn + 1, _following(cta, number)
+    def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        turn, number, awaited = state
+        elements, words = found(number)
+        told.tell(cta, turn, words)
+        ahead = (elements <= SHORT_STEPS * plan.tile_k).astype(jnp.int32)
+        come_to = lax.max(turn + 1 - ahead, awaited)
+        _await(cta, awaited, come_to)
+        return turn + 1, _following(cta, number), come_to
 
-    def is_any(state: tuple[Any, Any]) -> Any:
+    def is_any(state: tuple[Any, Any, Any]) -> Any:
         return state[1] < pieces
 
-    turns, _ = _loop_of_a_warp(cta, GUIDE)(is_any, step, (jnp.int32(0), _first(cta)))
+    start = jnp.int32(0), _first(cta), jnp.int32(0)
+    turns, _, awaited = _loop_of_a_warp(cta, GUIDE)(is_any, step, start)
     told.tell(cta, turns, coding.no_sum())
+    _await(cta, awaited, turns)
     told.until_all_are_taken(cta, turns + 1)
+
+
+def _await(cta: Cta, first: Any, end: Any) -> None:
+    """Waits until the producer has come to pieces of these turns."""
+    pl.loop(first, end)(lambda turn: plgpu.barrier_wait(cta.barriers.wanted.at[told.slot(turn)]))
 
 
 def _first(cta: Cta) -> Any:

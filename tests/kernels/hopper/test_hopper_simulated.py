@@ -344,9 +344,9 @@ def test_rows_in_groups(name, rng):
 
 def test_crowded_groups_are_cut_along_k_and_their_sums_handed_on(rng):
     # Of two tiles each; the first group begins and ends within a step.
-    sizes = np.array((1100, 30, 0, 70))
+    sizes = np.array((4300, 30, 0, 70))
     shared = {"batch": len(sizes), "shared_a": True, "shared_b": True}
-    problem = Problem(128, 128, 1216, transpose_a=True, ragged_k=True, **shared)
+    problem = Problem(128, 128, 4416, transpose_a=True, ragged_k=True, **shared)
     config = dataclasses.replace(SMALL, tile=(128, 64), ctas=1)
     plan = HopperPlan(problem, config, H200, interpret=SIMULATOR)
     assert plan.relay
