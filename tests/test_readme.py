@@ -121,8 +121,8 @@ def test_the_ranges_of_products_of_groups_are_those_of_their_rows() -> None:
         seconds.setdefault(row["case"], {})[row["peer"]] = float(row["burst_us"])
     assert len(seconds) == 44
     for peer, digits, text in (
-        ("xla", 0, "7 to 151 times as fast as `lax.ragged_dot`"),
-        ("torch", 2, "1.03 to 1.34 times as fast as torch"),
+        ("xla", 0, "7 to 155 times as fast as `lax.ragged_dot`"),
+        ("torch", 2, "1.03 to 1.44 times as fast as torch"),
     ):
         ratios = [of[peer] / of["ours"] for of in seconds.values()]
         assert text.startswith(f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} times")

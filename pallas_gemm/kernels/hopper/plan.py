@@ -126,8 +126,9 @@ class HopperPlan(KernelPlan):
         # A router that gives each row several groups gives none more than half of the rows.
         if 2 * steps >= self.k_steps:
             return None
-        crowded = min(self.problem.batch, -(-sms // tiles) - 1)
-        return groups.Relay(crowded, parts, sms // tiles, steps, self.tile_k)
+        # Of all elements, more than so many steps are this often.
+        cuts = (self.k_steps - 1) // steps
+        return groups.Relay(min(self.problem.batch, cuts), parts, cuts, steps, self.tile_k)
 
     @property
     def handed_on(self) -> int:

@@ -36,7 +36,7 @@ from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.kernels.elementwise import live_arrays
-from pallas_gemm.kernels.hopper import claims
+from pallas_gemm.kernels.hopper import claims, warp_loop
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.candidates import candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
@@ -323,6 +323,15 @@ def test_groups():
             (claimed, crowded),
         ]
     )
+
+
+def test_ptxas_cannot_know_the_conditions_of_loops_that_a_warp_runs():
+    shared = {"batch": 8, "shared_a": True, "shared_b": True}
+    sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
+    ptx = offline.compile_report(build((LATE, sums)), *operands(sums), target="h200").ptx
+    # Each is stored and read in one piece of text, in each of the loops, of two warps.
+    looked = re.findall(r"st\.volatile\.shared\.b32 \[(%r\d+)\], .*ld\.volatile.*\[\1\]", ptx)
+    assert len(looked) == 2 * (warp_loop.LOOPS + 1)
 
 
 def test_tiles_that_are_cut_along_k():
