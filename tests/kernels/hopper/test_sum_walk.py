@@ -1,6 +1,5 @@
 """The pieces of sums over groups, told in the kernel: each tile of each group once."""
 
-import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -58,38 +57,3 @@ def test_each_tile_of_each_group_is_told_once(tile):
         longest_first = sorted(turns, reverse=True)
         for longer, shorter in itertools.pairwise(longest_first):
             assert max(turns[longer]) <= min(turns[shorter])
-
-
-LOCAL = Problem(
-    *(2048, 768, 32768), transpose_a=True, batch=8, shared_a=True, shared_b=True, ragged_k=True
-)
-SHARED = HopperConfig(tile=(128, 256), stages=4, persistence="dynamic")
-
-
-def test_the_table_has_room_for_all_parts_of_crowded_groups(rng):
-    plan = HopperPlan(LOCAL, SHARED, H200)
-    assert plan.relay
-    most_cut = most_rows = 0
-    for shares in rng.dirichlet(np.full(LOCAL.batch, 0.2), 500):
-        sizes = (shares * LOCAL.k).astype(int)
-        steps = np.ceil(sizes / plan.tile_k)
-        parts = np.clip(np.ceil(steps / plan.relay.steps), 1, plan.relay.parts)
-        most_cut, most_rows = max(most_cut, (parts > 1).sum()), max(most_rows, (parts - 1).sum())
-    assert (most_cut, most_rows) == (plan.relay.groups, plan.relay.rows)
-
-
-@pytest.mark.parametrize(
-    ("changes", "crowded"),
-    [
-        ({}, True),
-        ({"batch": 128}, False),
-        ({"k": 4096}, False),
-        ({"n": 4096}, False),
-    ],
-    ids=["few tiles", "many groups", "few steps", "many tiles"],
-)
-def test_groups_are_cut_where_a_crowd_would_keep_few_workers_busy(changes, crowded):
-    problem = dataclasses.replace(LOCAL, **changes)
-    assert bool(HopperPlan(problem, SHARED, H200).relay) == crowded
-    dealt = dataclasses.replace(SHARED, persistence="static")
-    assert HopperPlan(problem, dealt, H200).relay is None
