@@ -154,7 +154,7 @@ CASES = {
     ),
     # Groups.
     "groups, claimed": Case(
-        ("rows in groups need persistence='static'", "got 'dynamic'"),
+        ("rows in groups are not claimed: persistence='static' fits", "got 'dynamic'"),
         config(persistence="dynamic"),
         GROUPS,
     ),

@@ -107,8 +107,7 @@ def operand(plan: Any, sizes: jax.Array) -> Any:
     if not problem.groups:
         rows = table_rows(plan) + -(-plan.handed_on // len(Ranked._fields))
         table = ranked(sizes, problem.k, rows, plan.relay)
-        counts = plan.claims_tiles or plan.relay
-        return jax.new_ref(table) if counts and not plan.simulated else launch.on_its_own(table)
+        return jax.new_ref(table) if plan.claims_tiles else launch.on_its_own(table)
     # Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
     return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else _within(sizes, problem.m))
 

@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
         bias: What is added to each row, as far as the last tile reaches; one for all products of a
             batch, or `[batch, ...]`.
         residual: What is added to the result.
-        order: How the schedule is read, or the sizes of groups, from which the pieces are found;
-            None if it is computed.
+        order: How the schedule is read; the sizes of groups, or a table of them, from which the
+            pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
         alpha: What scales the sums: one number, or one for each product of a batch.
         beta: What scales the residual, likewise.

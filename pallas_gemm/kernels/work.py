@@ -39,11 +39,14 @@ class Piece(NamedTuple):
         batch: Which product of the batch; None without one.
         first_step: The first step of k that goes into the sum; None if all do.
         steps: How many do, one at least. What lies past the end of k is zeros.
-        summand: Which summand of its tile's sum it makes; None if it makes the sum.
-        cut_tile: Which of the tiles that are cut it belongs to; None if all are cut, or none.
+        summand: Which summand of its tile's sum it makes; None if it makes the sum. Over groups
+            always a number.
+        cut_tile: Which of the tiles that are cut it belongs to; None if all are cut, or none. Over
+            groups always a number, which says nothing where the tile is whole.
         first_row: The first row of the tile, where rows are in groups; None if its number says it.
         end_row: The row after the last one of its group.
-        first_k: The first contracted element of the piece's group, where those are in groups.
+        first_k: The first contracted element of the piece's group, or of its part of one, where
+            those are in groups.
         end_k: The one after its last.
         is_last: Whether the sum of its tile is complete with it, where a group is cut along k.
     """
@@ -208,7 +211,11 @@ class SumCoding(Coding):
         steps = lax.div(end - aligned(first) + (self.tile_k - 1), jnp.int32(self.tile_k))
         steps = lax.max(steps, jnp.int32(1))
         return Piece(
-            *(row, col, group, jnp.int32(0), steps, part, tile),
+            *(row, col, group),
+            first_step=jnp.int32(0),
+            steps=steps,
+            summand=part,
+            cut_tile=tile,
             first_k=first,
             end_k=end,
             is_last=is_last,

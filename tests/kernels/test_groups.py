@@ -1,4 +1,4 @@
-"""What the program computes of the sizes of groups: where they end, and the pieces of sums."""
+"""What the program computes of the sizes of groups: where they end, and the table by size."""
 
 import functools
 import math

@@ -25,6 +25,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import tiles, work
+from schedules import Schedule
 
 SLOTS = 64
 PIECE_BITS = 2 * work.CLAIM_BITS
@@ -77,7 +78,7 @@ class Claims(NamedTuple):
     board: Any
 
 
-def order_operand(schedule: Any, workers: int) -> Claims:
+def order_operand(schedule: Schedule, workers: int) -> Claims:
     """Returns the operand; what tiles are claimed with starts as zeros."""
     return Claims(
         jnp.asarray(work.Coding(bits=work.CLAIM_BITS).pack(schedule)),

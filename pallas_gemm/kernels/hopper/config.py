@@ -40,9 +40,9 @@ CLAIM_LIMIT = (1 << CLAIM_BITS) - 1
 LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 TOLD_SLOTS = 8
-"""Pieces of rows in groups that are found ahead; a power of two."""
+"""Pieces of groups that may be told of ahead; a power of two."""
 TOLD_HEADER = 2
-"""Words that are told before those of pieces."""
+"""Words before those that are told of pieces: what rows in groups are, or scratch of two warps."""
 MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
 
@@ -402,7 +402,7 @@ class HopperConfig(GemmConfig):
         if self.split_k > 1:
             yield f"groups need split_k=1, got {self.split_k}"
         if problem.groups and self.persistence == "dynamic":
-            yield "rows in groups need persistence='static', got 'dynamic'"
+            yield "rows in groups are not claimed: persistence='static' fits, got 'dynamic'"
         if problem.ragged_k:
             if self.pingpong or self.cluster_size > 1 or not self.split_rows:
                 yield (

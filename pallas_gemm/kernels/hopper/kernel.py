@@ -7,9 +7,9 @@ Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
     0 .. consumers-1      consumer    issues WGMMA, keeps the accumulator in registers, and stores
                                       finished tiles (the epilogue)
     consumers             producer    issues every TMA load; its first warp does, the other three
-                                      sleep (all four walk along when tiles are claimed), or send
-                                      rows to other devices (`send_rows.py`), or one of them finds
-                                      the pieces of rows in groups (`group_walk.py`)
+                                      sleep (all four walk along when tiles are claimed, but for
+                                      groups), or send rows to other devices (`send_rows.py`), or
+                                      one of them finds the pieces of groups (`told.py`)
 
     Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
     Ping-pong consumers take every other tile: one runs its epilogue while the other multiplies.
@@ -25,8 +25,8 @@ Barriers (`protocol.py` derives the arrival counts)
     residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
     masked        every consumer, when it has zeroed what is     every consumer, before its WGMMA of
                   no group's (`group_sums.py`): simulated        that step
-    counted,      see `group_walk.py`: where rows are in groups
-    told, taken
+    told, taken   see `told.py`: where there are groups; counted, `group_walk.py`: of rows; wanted,
+                  `sum_walk.py`: of what is contracted
 
     Each ping-pong consumer has `full` and `empty` barriers of its own; `ring.py` says why.
 
@@ -47,6 +47,7 @@ epilogue of this one; nothing drains the ring before the last tile)
 Tiles that are cut along k (`join.py`)
     a piece     takes its own steps, and leaves its sum in global memory; another kernel joins them
     the last    if only the last tiles are cut, a kernel before these two stores the others
+    a group     that is crowded is cut without another kernel: who is next adds (`relay.py`)
 
 Several devices (`remote.py`)
     gathered    each CTA computes the tiles of its own device's rows first, then those of the next
@@ -413,7 +414,8 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.problem.in_groups:
         order: Any = groups.operand(plan, operands.pop(factors))
     elif plan.claims_tiles:
-        order = claims.order_operand(plan.schedule, plan.workers)
+        schedule: Any = plan.schedule
+        order = claims.order_operand(schedule, plan.workers)
     else:
         order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)

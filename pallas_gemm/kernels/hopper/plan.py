@@ -114,21 +114,26 @@ class HopperPlan(KernelPlan):
     @functools.cached_property
     def relay(self) -> groups.Relay | None:
         """How crowded groups are cut along k, where they would keep few workers busy."""
-        tiles, sms = math.prod(self.config.grid(self.problem)), self.device.sms
-        parts = min(sms // tiles, MOST_PARTS)
-        share = tiles * (self.k_steps + ENDING * self.problem.batch) // sms
+        problem, tiles = self.problem, math.prod(self.config.grid(self.problem))
+        workers = self.device.sms if self.simulated else self.workers
+        parts = min(workers // tiles, MOST_PARTS)
+        share = tiles * (self.k_steps + ENDING * problem.batch) // workers
         # Handing on takes about as long as the eighth.
         steps = max(share + share // 8, SHORTEST_PART)
         # The simulator knows no flags: a worker hands on to itself.
         hands_on = self.workers == 1 if self.simulated else self.claims_tiles
-        if not (self.problem.ragged_k and self.stored_by_tma and hands_on) or parts < 2:
+        plain = self.stored_by_tma and problem.epilogue.is_identity
+        if not (problem.ragged_k and plain and hands_on) or parts < 2:
+            return None
+        # Sizes that say too much are noticed by their sum.
+        if problem.batch * problem.k >= 2**31:
             return None
         # A router that gives each row several groups gives none more than half of the rows.
         if 2 * steps >= self.k_steps:
             return None
         # Of all elements, more than so many steps are this often.
         cuts = (self.k_steps - 1) // steps
-        return groups.Relay(min(self.problem.batch, cuts), parts, cuts, steps, self.tile_k)
+        return groups.Relay(min(problem.batch, cuts), parts, cuts, steps, self.tile_k)
 
     @property
     def handed_on(self) -> int:

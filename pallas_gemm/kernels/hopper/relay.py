@@ -4,12 +4,12 @@
     worker 2    its part of k ──▶ sums + what worker 1 handed on ──▶ global memory
     the last    its part of k ──▶ sums + what came before ──▶ rounded, and stored
 
-A tile whose group has more of k than a worker's share of all would keep one worker busy while
+A tile whose group has much more of k than a worker's share of all would keep one worker busy while
 others are idle. So the table of groups has such a group in several parts, one after the other
 (`kernels/groups.py`). A part is added to those before it, always in this order, and a tile is
 rounded once.
 
-Each consumer hands on its own half of a tile, and counts in a flag: all of its threads add one when
+Each consumer hands on its own part of a tile, and counts in a flag: all of its threads add one when
 they have stored. The next one waits for as many. It was claimed later, and the one before by a
 worker that runs, so that nobody waits for ever. Who hands a tile on stores it beyond the end of the
 result, where TMA stores nothing.
@@ -52,7 +52,7 @@ class Leg(NamedTuple):
     """
 
     sums: Any
-    corner: tuple[int, int]
+    corner: tuple[Any, int]
     flag: Any
 
 

@@ -31,7 +31,7 @@ class Results(NamedTuple):
     Attributes:
         out: The result; None if another kernel joins it.
         every: The gathered rows if it gathers any.
-        summands: The sums of pieces of k for that other kernel.
+        summands: The sums of pieces of k, for that other kernel or handed on in this one.
     """
 
     out: Any

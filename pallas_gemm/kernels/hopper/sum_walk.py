@@ -3,10 +3,10 @@
     sizes ──▶ the program: groups by size ──▶ the guide ──▶ words in shared memory ──▶ all roles
 
 Pieces are every tile of every group, the largest group first, and are numbered in this order. With
-`persistence="dynamic"` a worker claims the next number when its producer comes to the piece before:
-whoever has had long ones takes fewer. Else numbers are dealt in turn, as in the simulator, which
-knows no atomics. The guide (`told.py`) reads of which group a number is, and where that begins and
-ends.
+`persistence="dynamic"` a worker claims the next number when its producer comes to the piece before,
+or to the one before that if the piece is short: whoever has had long ones takes fewer. Else numbers
+are dealt in turn, as in the simulator, which knows no atomics. The guide (`told.py`) reads of which
+group a number is, and where that begins and ends.
 
     barrier      who arrives                                who waits
     wanted[s]    the producer, when it comes to a piece     the guide, before it claims the next
@@ -30,7 +30,7 @@ from pallas_gemm.kernels.hopper.cta import Cta
 SHORT_STEPS = 8
 """Of a piece, during which its successor might not be found: it is claimed a piece earlier."""
 
-PRODUCER, GUIDE = range(TOLD_HEADER)
+PRODUCERS_WORD, GUIDES_WORD = range(TOLD_HEADER)
 """The words before those of all slots: one of each warp that loops (`warp_loop.py`)."""
 
 
@@ -49,7 +49,7 @@ def walk(cta: Cta, producing: bool, compute: tiles.Compute, carry: Any) -> tuple
         return turn + 1, told.take(cta, turn + 1), carry
 
     first = jnp.int32(0)
-    loop = _loop_of_a_warp(cta, PRODUCER) if producing else lax.while_loop
+    loop = _loop_of_a_warp(cta, PRODUCERS_WORD) if producing else lax.while_loop
     turns, _, carry = loop(is_any, step, (first, told.take(cta, first), carry))
     return turns, carry
 
@@ -88,7 +88,7 @@ def guide(cta: Cta) -> None:
         return state[1] < pieces
 
     start = jnp.int32(0), _first(cta), jnp.int32(0)
-    turns, _, awaited = _loop_of_a_warp(cta, GUIDE)(is_any, step, start)
+    turns, _, awaited = _loop_of_a_warp(cta, GUIDES_WORD)(is_any, step, start)
     told.tell(cta, turns, coding.no_sum())
     _await(cta, awaited, turns)
     told.until_all_are_taken(cta, turns + 1)

@@ -313,14 +313,24 @@ def test_groups():
     sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
     claimed = dataclasses.replace(LATE, persistence="dynamic")
     crowded = Problem(512, 512, 8192, transpose_a=True, ragged_k=True, **shared)
-    assert HopperPlan(crowded, claimed, H200).relay
+    others = [
+        dataclasses.replace(claimed, tile=tile, consumers=consumers, **changes)
+        for tile, consumers, changes in [
+            ((64, 256), 1, {}),
+            ((256, 128), 2, {"stages": 3}),
+            ((256, 192), 2, {"late_store": False, "store_columns": 32, "stages": 3}),
+            ((192, 192), 3, {"late_store": False, "stages": 3}),
+        ]
+    ]
+    cut = [(config, crowded) for config in (claimed, *others)]
+    assert all(HopperPlan(problem, config, H200).relay for config, problem in cut)
     check_sound(
         [
             (LATE, rows),
             (MODES["in turns"][0], rows),
             (LATE, sums),
             (claimed, sums),
-            (claimed, crowded),
+            *cut,
         ]
     )
 

@@ -12,7 +12,7 @@ from pallas_gemm.kernels.hopper import cta as ctas
 from pallas_gemm.kernels.hopper import relay, remote
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
 
 LOCAL = Problem(
     *(2048, 768, 32768), transpose_a=True, batch=8, shared_a=True, shared_b=True, ragged_k=True
@@ -39,8 +39,21 @@ def test_the_table_has_room_for_all_parts_of_crowded_groups(rng):
         ({"batch": 128}, False),
         ({"k": 4096}, False),
         ({"n": 4096}, False),
+        ({"batch": 1}, False),
+        ({"m": 128, "n": 256, "k": 2**20, "batch": 2047}, True),
+        ({"m": 128, "n": 256, "k": 2**20, "batch": 2048}, False),
+        ({"epilogue": Epilogue(alpha=2.0)}, False),
     ],
-    ids=["few tiles", "many groups", "few steps", "many tiles"],
+    ids=[
+        "few tiles",
+        "many groups",
+        "few steps",
+        "many tiles",
+        "as many workers as tiles",
+        "sizes whose sum is told",
+        "sizes whose sum is not",
+        "an epilogue",
+    ],
 )
 def test_groups_are_cut_where_a_crowd_would_keep_few_workers_busy(changes, crowded):
     problem = dataclasses.replace(LOCAL, **changes)
