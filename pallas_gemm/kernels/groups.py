@@ -1,10 +1,13 @@
-"""Groups: what the program computes of their sizes for a kernel, which finds its pieces itself.
+"""Groups: what the program computes of their sizes, for a kernel that finds its pieces itself.
 
     rows in groups      sizes ──▶ the kernel (`hopper/group_walk.py`)
     sums over groups    sizes ──▶ where each group is, the largest first ──▶ the kernel
                         (`hopper/sum_walk.py`)
 
 XLA makes two small kernels of the second: where groups end, and the table of them by size.
+
+Where XLA computes the product (`planning/xla_groups.py`), `bounds` and `tiles_of` say where groups
+and their rows of tiles are.
 """
 
 import functools
@@ -105,7 +108,8 @@ def operand(plan: Any, sizes: jax.Array) -> Any:
     """Returns the operand from which the kernel of a plan finds its pieces."""
     problem = plan.problem
     if not problem.groups:
-        rows = table_rows(plan) + -(-plan.handed_on // len(Ranked._fields))
+        flags = plan.handed_on * plan.config.consumers
+        rows = table_rows(plan) + -(-flags // len(Ranked._fields))
         table = ranked(sizes, problem.k, rows, plan.relay)
         return jax.new_ref(table) if plan.claims_tiles else launch.on_its_own(table)
     # Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.

@@ -229,7 +229,6 @@ class SumCoding(Coding):
 LEG_BITS = 9
 """Of a word: which part of a sum a piece makes, and whether it is the last one."""
 
-
 WHOLE_LEG = 1
 """The word of a sum that is not cut."""
 

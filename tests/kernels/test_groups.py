@@ -41,6 +41,18 @@ def test_a_kernel_takes_sizes_in_int32_as_they_are_and_others_within_the_rows(dt
     assert [equation.primitive.name for equation in as_is.eqns] == ["optimization_barrier"]
 
 
+@pytest.mark.parametrize(
+    ("persistence", "made"), [("dynamic", "new_ref"), ("static", "optimization_barrier")]
+)
+def test_each_call_has_a_counter_of_its_own_to_claim_from(persistence, made):
+    shared = {"batch": 4, "shared_a": True, "shared_b": True}
+    problem = Problem(256, 128, 1000, transpose_a=True, ragged_k=True, **shared)
+    config = HopperConfig(tile=(HEIGHT, 64), persistence=persistence)
+    plan = HopperPlan(problem, config, H200)
+    jaxpr = jax.make_jaxpr(lambda sizes: groups.operand(plan, sizes)[...])(jnp.arange(4))
+    assert made in [equation.primitive.name for equation in jaxpr.eqns]
+
+
 def test_the_grid_has_room_for_the_worst_sizes():
     problem = Problem(700, 320, 64, transpose_b=True, groups=5)
     sizes = np.array([1, 129, 1, 129, 440])

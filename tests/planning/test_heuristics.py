@@ -95,6 +95,13 @@ def test_no_more_ctas_than_it_takes_for_as_many_waves() -> None:
         assert ctas == 1 or -(-tiles // (ctas - 1)) > waves
 
 
+def test_sums_over_groups_are_claimed_by_all_ctas() -> None:
+    shape = dataclasses.replace(Problem(2048, 2048, 16384), transpose_a=True, batch=64)
+    sums = dataclasses.replace(shape, shared_a=True, shared_b=True, ragged_k=True)
+    config = heuristics.rank(sums, H200, HOPPER)[0]
+    assert (config.persistence, config.ctas) == ("dynamic", H200.sms)
+
+
 def test_all_ctas_write_a_result_that_takes_longer_to_write_than_to_compute() -> None:
     best = heuristics.rank(Problem(2048, 2048, 128, batch=32), H200, HOPPER)[0]
     assert (best.ctas, best.store_slots) == (H200.sms, 4)

@@ -137,11 +137,8 @@ class HopperPlan(KernelPlan):
 
     @property
     def handed_on(self) -> int:
-        """How many consumers' parts of tiles are handed on, at most."""
-        if self.relay is None:
-            return 0
-        tiles = math.prod(self.config.grid(self.problem))
-        return self.relay.groups * tiles * self.config.consumers
+        """How many tiles are handed on, at most."""
+        return self.relay.groups * math.prod(self.config.grid(self.problem)) if self.relay else 0
 
     @property
     def summands_shape(self) -> tuple[int, ...]:
@@ -149,7 +146,7 @@ class HopperPlan(KernelPlan):
         shape = super().summands_shape
         if self.relay is None:
             return shape
-        return self.handed_on // self.config.consumers, 1, 1, *shape[3:]
+        return self.handed_on, 1, 1, *shape[3:]
 
     @property
     def own_steps(self) -> bool:

@@ -4,8 +4,8 @@ It is loops of a fixed length, one in another, which together are long enough, a
 is left out when the condition is false: what is then left of them is a few turns each.
 
 In each turn the condition is written to shared memory and read from there, both volatile, so that
-ptxas cannot know it. ptxas 13.0 took a condition that stays false once it is false for one that
-also stays true: the producer ran one piece too many, and waited for ever.
+ptxas cannot know it. Of a condition in registers, ptxas 13.0 leaves out a test in its machine code:
+on a GPU the producer ran one piece too many, and waited for ever.
 """
 
 from collections.abc import Callable
