@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.numpy import einsum as stock_einsum
 
 from pallas_gemm.api import request
 from pallas_gemm.api.gemm import answer, dot_general
@@ -43,7 +43,7 @@ def einsum(
     """
     if _dot_general is dot_general and isinstance(subscripts, str) and len(operands) == 2:
         _dot_general = _lettered(subscripts.replace(" ", ""))
-    return jnp.einsum(
+    return stock_einsum(
         subscripts,
         *operands,
         out=out,

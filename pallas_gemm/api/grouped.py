@@ -1,12 +1,16 @@
 """Products of groups of rows: what mixture-of-experts layers are made of."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import dot
+from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
 from pallas_gemm.api import arguments, extras, request
 from pallas_gemm.api.eager import compiled
@@ -69,7 +73,8 @@ def ragged_dot(
         TypeError: The operands are of shapes or types that have no such product.
         ValueError: Sizes that are known while tracing are negative, or more than there are rows.
     """
-    _check_ranks(("lhs", lhs), ("rhs", rhs))
+    with _as_jax_says(lhs, rhs, group_sizes, ROWS):
+        _check_ranks(("lhs", lhs), ("rhs", rhs))
     given = (lhs, rhs, group_sizes, ROWS, precision, preferred_element_type)
     return _general(*given, group_offset, out_sharding)
 
@@ -215,7 +220,8 @@ def _general(
     out_sharding: Any,
 ) -> jax.Array:
     """Computes either."""
-    lhs, rhs, sizes = _arrays(lhs, rhs, group_sizes)
+    with _as_jax_says(lhs, rhs, group_sizes, numbers):
+        lhs, rhs, sizes = _arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)
     form = _form(numbers, lhs.ndim, rhs.ndim)
     if group_offset is not None:
@@ -226,18 +232,40 @@ def _general(
         last = numbers, precision, preferred, None, out_sharding
         return permuted(_general(lhs, rhs, sizes, *last), *places)
     if form is None or out_sharding is not None:
-        return lax.ragged_dot_general(
+        return stock_ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
         )
     contracted, transposed = form
-    _check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
+    with _as_jax_says(lhs, rhs, sizes, numbers):
+        _check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
     _check_values(group_sizes, lhs.shape[0])
     operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
     call = _call(lhs, rhs, sizes, preferred, precision)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
     if element_types.why_no_kernel(operands, call.out_dtype) or request.is_explicit(lhs, rhs):
-        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
+        return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
     return grouped(call, lhs, rhs, sizes)
+
+
+@contextlib.contextmanager
+def _as_jax_says(*operands: Any) -> Iterator[None]:
+    """Adds the words of JAX's own error to ours, for whoever looks for them.
+
+    Args:
+        *operands: What the caller gave: lhs, rhs, the sizes, and the dimension numbers.
+
+    Raises:
+        TypeError: The operands have no such product; JAX's words follow ours.
+    """
+    try:
+        yield
+    except TypeError as error:
+        try:
+            jax.eval_shape(lambda: stock_ragged_dot_general(*operands))
+        except TypeError as own:
+            words = str(own).strip().splitlines()[0]
+            raise TypeError(f"{error}; JAX says: {words}") from None
+        raise
 
 
 def _call(
@@ -246,7 +274,7 @@ def _call(
     """Returns the call for operands of these types."""
     resolved = precisions.resolve(precision)
     options = dataclasses.replace(options, target=known_target(a, b, sizes))
-    dtype = arguments.result_type(a, b, element_type(preferred), lax.dot, resolved).dtype
+    dtype = arguments.result_type(a, b, element_type(preferred), dot, resolved).dtype
     return GroupedCall(dtype, precision=resolved, options=options)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.numpy import matmul
 
 from pallas_gemm.api import arguments
 
@@ -73,8 +74,8 @@ def _asymmetry(x: jax.Array) -> _Fault:
 def _commutator(a: jax.Array, b: jax.Array) -> _Fault:
     wide = np.promote_types(np.float32, a.dtype)
     a, b = a.astype(wide), b.astype(wide)
-    product = jnp.matmul(a, b, precision="highest")
-    size = jnp.matmul(jnp.abs(a), jnp.abs(b), precision="highest")
+    product = matmul(a, b, precision="highest")
+    size = matmul(jnp.abs(a), jnp.abs(b), precision="highest")
     other = jnp.swapaxes(product, -1, -2)
     bound = COMMUTE * (size + jnp.swapaxes(size, -1, -2))
     return _first(abs(product - other) > bound, product, other)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import dot, dot_general
+from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments, extras
@@ -159,7 +161,7 @@ def _request(
     out_sharding: Any = None,
 ) -> Request:
     resolved = precisions.resolve(precision)
-    rules = jnp.matmul if multiply.func is _matmul else lax.dot
+    rules = matmul if multiply.func is _matmul else dot
     wanted = element_type(preferred_element_type)
     dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
@@ -232,8 +234,8 @@ def _by_xla(
 def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) -> jax.Array:
     a = jnp.swapaxes(a, -1, -2) if transpose_a and a.ndim > 1 else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b and b.ndim > 1 else b
-    return jnp.matmul(a, b, **how)
+    return matmul(a, b, **how)
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:
-    return lax.dot_general(a, b, numbers, **how)
+    return dot_general(a, b, numbers, **how)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import dot_general
 
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
@@ -208,7 +209,7 @@ def _dot_general(
         return [dims.lhs.index(x) for x in letters], [dims.rhs.index(x) for x in letters]
 
     numbers = (places(dims.contracted), places(dims.batch))
-    result = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=out_dtype)
+    result = dot_general(a, b, numbers, precision=precision, preferred_element_type=out_dtype)
     found = dims.batch + dims.rows + dims.columns
     if found == dims.out:
         return result

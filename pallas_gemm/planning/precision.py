@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import dot as stock_dot
 
 _EXACT_PRESETS = {
     lax.DotAlgorithmPreset.BF16_BF16_F32: (jnp.bfloat16,),
@@ -45,7 +46,7 @@ def _as_jax_reads_it(precision: Any) -> Any:
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return lax.dot(a, b, precision=precision)
+        return stock_dot(a, b, precision=precision)
 
     read = jax.make_jaxpr(dot)(one, one).eqns[0].params["precision"]
     return (lax.Precision.DEFAULT,) * 2 if read is None else read

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import dot_general
 
 from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Epilogue
@@ -100,7 +101,7 @@ def dot(call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
         precision = precision[::-1] if isinstance(precision, tuple) else precision
     both = a.ndim == b.ndim == 3
     batch = ((0,), (0,)) if both else ((), ())
-    result = lax.dot_general(
+    result = dot_general(
         a,
         b,
         (((contract_a,), (contract_b,)), batch),

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
+from jax.lax import dot_general, ragged_dot_general
+from jax.numpy import matmul
 
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
 from pallas_gemm.planning import xla
@@ -106,11 +108,11 @@ def _taken(x: jax.Array, group: jax.Array) -> jax.Array:
 def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, group), (change, _) = primals, tangents
     is_own = jax.nn.one_hot(group, x.shape[0], dtype=change.dtype)
-    return _taken(x, group), jnp.matmul(is_own, change, precision="highest")
+    return _taken(x, group), matmul(is_own, change, precision="highest")
 
 
 def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    return lax.ragged_dot_general(
+    return ragged_dot_general(
         *(a, b, sizes, numbers(call.contracted, call.transpose_b)),
         precision=call.precision,
         preferred_element_type=call.out_dtype,
@@ -139,7 +141,7 @@ def _rows_tile(
 ) -> jax.Array:
     start, own = _rows_of(tiles, i, height, a.shape[0])
     rows = lax.dynamic_slice_in_dim(a, start, height)
-    product = lax.dot_general(
+    product = dot_general(
         rows,
         lax.dynamic_index_in_dim(b, tiles.group[i], keepdims=False),
         (((1,), (1 if call.transpose_b else 0,)), ((), ())),
@@ -156,7 +158,7 @@ def _sum_tile(
     start, own = _rows_of(tiles, i, height, a.shape[0])
     parts = (lax.dynamic_slice_in_dim(x, start, height) for x in (a, b))
     left, right = (jnp.where(own, part, jnp.zeros_like(part)) for part in parts)
-    product = lax.dot_general(
+    product = dot_general(
         *(left, right),
         (((0,), (0,)), ((), ())),
         precision=call.precision,

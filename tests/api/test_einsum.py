@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend import core
 from jax.sharding import AxisType
 
+import pallas_gemm
 from pallas_gemm import dot_general, einsum, explain
 from pallas_gemm.op.product import product_p
 from tests import reference
@@ -200,3 +202,36 @@ def test_dimensions_are_called_what_the_caller_calls_them(subscripts: str, names
     assert {*dims.names().values()} == {*names}
     if dims.lettered:
         assert dims.of_left.names().keys() == dims.of_right.names().keys() == {*names}
+
+
+STAND_INS: dict[str, tuple[Any, Any]] = {
+    "einsum": (jnp, lambda a, b: jnp.einsum("ij,jk->ik", a, b)),
+    "matmul": (jnp, lambda a, b: jnp.matmul(a, b, precision=None)),
+    "dot_general": (lax, lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())))),
+    "ragged_dot": (lax, lambda a, b: lax.ragged_dot(a, b[None], jnp.array([4]))),
+    "ragged_dot_general": (
+        lax,
+        lambda a, b: lax.ragged_dot_general(
+            *(a, b[None], jnp.array([4])),
+            lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("name", STAND_INS)
+def test_ours_may_stand_in_for_those_of_jax(
+    name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, multiply = STAND_INS[name]
+    a, b = jnp.ones((4, 5), dtype), jnp.ones((5, 6), dtype)
+    for stand_in, (own, _) in STAND_INS.items():
+        monkeypatch.setattr(own, stand_in, getattr(pallas_gemm, stand_in))
+    np.testing.assert_array_equal(multiply(a, b), np.full((4, 6), 5))
+    if dtype == jnp.float32:
+        loss = jax.grad(lambda a: multiply(a, b).sum())
+        np.testing.assert_array_equal(loss(a), np.full((4, 5), 6))
+        # What is planned asks for the rules of types, too.
+        with pallas_gemm.target("h200"):
+            assert len(explain(multiply, a, b).products) == 1

@@ -1,7 +1,9 @@
 """`ragged_dot` as a program calls it: JAX's arguments, and errors that say what would be legal."""
 
 import inspect
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,6 +64,26 @@ def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
 def test_errors_say_what_would_be_legal(operands, error, words):
     with pytest.raises(error, match=words):
         pallas_gemm.ragged_dot(*operands)
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        (LHS[:, :3], RHS, SIZES),
+        (LHS, RHS, SIZES[:1]),
+        (LHS, RHS, SIZES[None]),
+        (LHS, RHS, LHS[0, :2]),
+        (LHS, RHS[0], SIZES),
+        (LHS[0], RHS, SIZES),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_errors_have_the_words_of_jax_too(operands, jit):
+    with pytest.raises(TypeError) as stock:
+        lax.ragged_dot(*operands)
+    run = jax.jit(pallas_gemm.ragged_dot) if jit else pallas_gemm.ragged_dot
+    with pytest.raises(TypeError, match=re.escape(f"; JAX says: {stock.value}")):
+        run(*operands)
 
 
 @pytest.mark.parametrize(
