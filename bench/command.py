@@ -21,7 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from pallas_gemm.planning import driver
+from pallas_gemm.computer import driver
 from pallas_gemm.tuning.timing import TimingError
 
 WIDTH = 80

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report() -> int:
     from pallas_gemm.api import doctor
-    from pallas_gemm.planning import driver
+    from pallas_gemm.computer import driver
 
     driver.skip_check_without_driver()
     text, fine = doctor.report()

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.planning.call import OUT_NAME
+from pallas_gemm.call import OUT_NAME
 
 _OURS = jax.checkpoint_policies.save_only_these_names(OUT_NAME)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import schedules
 from pallas_gemm import config as config_module
+from pallas_gemm.call import Call, Options
 from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels import element_types
@@ -25,11 +26,10 @@ from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper import problems
-from pallas_gemm.kernels.hopper.candidates import MOST_STAGES, candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Call, Options
+from pallas_gemm.planning.candidates.hopper import MOST_STAGES, candidates
 from pallas_gemm.problem import Epilogue, Problem
 from tests import summaries
 

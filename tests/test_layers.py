@@ -16,7 +16,8 @@ PACKAGES = ("schedules", "pallas_gemm", "bench", "examples")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules", "pallas_gemm._version"),
     ("pallas_gemm.problem", "pallas_gemm.device"),
-    ("pallas_gemm.config", "pallas_gemm.offline"),
+    ("pallas_gemm.config", "pallas_gemm.computer", "pallas_gemm.offline"),
+    ("pallas_gemm.call",),
     ("pallas_gemm.kernels",),
     ("pallas_gemm.kernels.hopper", "pallas_gemm.kernels.blackwell"),
     ("pallas_gemm.planning",),

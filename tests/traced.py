@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from pallas_gemm.call import signature_of
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning.call import signature_of
 
 
 def products(f: Callable[..., Any], *args: Any) -> list[Merged]:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.call import Options, Order
 from pallas_gemm.config import GemmConfig, checked_order
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Options, Order
 from pallas_gemm.problem import Epilogue, element_type
 from schedules import Pieces, unsplit
 

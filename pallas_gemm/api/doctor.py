@@ -15,7 +15,8 @@ from pallas_gemm import offline
 from pallas_gemm._version import __version__
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.gemm import gemm, matmul
-from pallas_gemm.planning import driver, proof, targeting
+from pallas_gemm.computer import driver
+from pallas_gemm.planning import proof, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 
 SAMPLE = (4096, 4096, 4096)

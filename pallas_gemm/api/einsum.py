@@ -9,8 +9,8 @@ from jax.numpy import einsum as stock_einsum
 
 from pallas_gemm.api import request
 from pallas_gemm.api.gemm import answer, dot_general
+from pallas_gemm.call import Options
 from pallas_gemm.op.contraction import of_dot_general
-from pallas_gemm.planning.call import Options
 
 
 def einsum(

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api.explanation import Copy, Explanation, Origin
 from pallas_gemm.api.request import Request
+from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall, signature_of
 from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
@@ -30,14 +31,6 @@ from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch, targeting
-from pallas_gemm.planning.call import (
-    Call,
-    GroupedCall,
-    Signature,
-    SumCall,
-    SymmetricCall,
-    signature_of,
-)
 from pallas_gemm.planning.dispatch import Decision
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments
+from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
-from pallas_gemm.planning.call import DIMENSIONS, Operands
 from pallas_gemm.problem import Epilogue
 
 SCALES = ("row_scale", "col_scale", "up_scale")

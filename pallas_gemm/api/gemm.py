@@ -9,6 +9,7 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.request import Request
+from pallas_gemm.call import Operands, Options, Order
 from pallas_gemm.config import GemmConfig
 
 # What JAX has to know of the product is registered when these are imported.
@@ -21,7 +22,6 @@ from pallas_gemm.op.explicit import explicit_product
 from pallas_gemm.op.product import product
 from pallas_gemm.op.projections import projections as bind_projections
 from pallas_gemm.planning import dispatch, ignored
-from pallas_gemm.planning.call import Operands, Options, Order
 from pallas_gemm.problem import Epilogue
 
 Activation = str | Callable[[jax.Array], jax.Array] | None

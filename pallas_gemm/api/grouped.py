@@ -15,6 +15,7 @@ from jax.lax import ragged_dot_general as stock_ragged_dot_general
 from pallas_gemm.api import arguments, extras, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
+from pallas_gemm.call import GroupedCall, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.contraction import normal_dimension_numbers
@@ -23,7 +24,6 @@ from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning.call import GroupedCall, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.planning.xla_groups import ROWS
 from pallas_gemm.problem import Epilogue, element_type

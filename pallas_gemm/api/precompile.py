@@ -24,11 +24,11 @@ from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
+from pallas_gemm.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, check_target, compile_reports
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch, xla_groups
-from pallas_gemm.planning.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
 from pallas_gemm.problem import Epilogue, Problem

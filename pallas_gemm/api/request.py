@@ -15,13 +15,13 @@ from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments, extras
+from pallas_gemm.call import Call, Operands, Options, signature_of
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, contraction, mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands, Options, signature_of
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue, element_type
 

@@ -12,11 +12,11 @@ from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order, answer
 from pallas_gemm.api.request import Request
+from pallas_gemm.call import DIMENSIONS, Operands, SymmetricCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.symmetric import mirrored, symmetric
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import DIMENSIONS, Operands, SymmetricCall, signature_of
 from pallas_gemm.problem import Epilogue
 from schedules import parse
 

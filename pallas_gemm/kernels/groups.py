@@ -1,8 +1,8 @@
 """Groups: what the program computes of their sizes, for a kernel that finds its pieces itself.
 
-    rows in groups      sizes ──▶ the kernel (`hopper/group_walk.py`)
+    rows in groups      sizes ──▶ the kernel (`hopper/groups/group_walk.py`)
     sums over groups    sizes ──▶ where each group is, the largest first ──▶ the kernel
-                        (`hopper/sum_walk.py`)
+                        (`hopper/groups/sum_walk.py`)
 
 XLA makes two small kernels of the second: where groups end, and the table of them by size.
 

@@ -1,9 +1,9 @@
 """Which tile a worker computes next: the one place where a kernel meets a schedule.
 
 A *worker* is one cluster of CTAs. Every role of a kernel walks the same pieces of work in the same
-order, and, but in sums over groups (`hopper/sum_walk.py`), reads the entry of the next one before
-it starts on the current one, so that the latency of that read is hidden behind a whole tile of
-work:
+order, and reads the entry of the next one before it starts on the current one (but in sums over
+groups: `hopper/groups/sum_walk.py`), so that the latency of that read is hidden behind a whole tile
+of work:
 
     load entry 0 | load entry 1, compute piece 0 | load entry 2, compute piece 1 | ...
 

@@ -4,10 +4,10 @@
     its second word        first k step (16 bits) | k steps (16 bits)       where they differ
     its third word         which summand of its tile's sum a piece makes    where there are several
     its fourth word        which of the cut tiles it belongs to             where others are whole
-    of rows in groups      group | col, first row, end of the group     see `hopper/group_walk.py`
+    of rows in groups      group | col, first row, end of the group     see `groups/group_walk.py`
     of sums over groups    row | col, group, first contracted element, end,
                            tile among those that are cut | which of its parts | the last one
-    a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `hopper/claims.py`
+    a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `dense/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
 here the batch is split off again. Roles hand a piece on as a whole, so that what a table comes to

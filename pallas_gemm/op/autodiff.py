@@ -26,12 +26,12 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from pallas_gemm.call import Call, Operands
 from pallas_gemm.op import linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import Call, Operands
 from pallas_gemm.problem import Epilogue
 
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
+from pallas_gemm.call import DIMENSIONS, Call, Operands
 from pallas_gemm.op.canonical import FEW_ROWS
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 
 
 def _batch(

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.op.contraction import Contraction, Shape
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.problem import Epilogue
 
 FEW_ROWS = 64

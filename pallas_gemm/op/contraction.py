@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import dot_general
 
+from pallas_gemm.call import DIMENSIONS, Call, Operands
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Epilogue
 
 Shape = tuple[int, ...]

@@ -18,10 +18,10 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_gemm.call import Call, Operands
 from pallas_gemm.op import autodiff, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, run_as_jax_does
-from pallas_gemm.planning.call import Call, Operands
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
 explicit_p.multiple_results = True

@@ -23,13 +23,14 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from pallas_gemm.call import Call, Signature
+from pallas_gemm.computer import occupancy
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import note
 from pallas_gemm.op.product import equally_varying, product_of_matrices
-from pallas_gemm.planning import dispatch, heuristics, occupancy, prediction, targeting
-from pallas_gemm.planning.call import Call, Signature
+from pallas_gemm.planning import dispatch, heuristics, prediction, targeting
 from pallas_gemm.problem import Problem
 
 
@@ -138,7 +139,7 @@ batching.primitive_batchers[fused_collective_p] = _batched
 
 def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[..., Any] | None:
     """Returns the function of the operands that sends in the kernel, None if there is none."""
-    from pallas_gemm.kernels.hopper.exchange import Exchange
+    from pallas_gemm.kernels.hopper.devices.exchange import Exchange
 
     module: Any = ctx.module_context
     if why_not_among(module):
@@ -225,7 +226,7 @@ def _why_apart(devices: Iterable[jax.Device]) -> str | None:
 
 def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
     """Returns why a config's kernel cannot exchange rows, None if it can."""
-    from pallas_gemm.kernels.hopper import send_rows, sum_rows
+    from pallas_gemm.kernels.hopper.devices import send_rows, sum_rows
 
     rows, left = divmod(problem.m, exchange.size)
     if left or rows % (config.tile[0] * config.cluster[0]):
@@ -266,7 +267,7 @@ def _run(
     *operands: jax.Array,
 ) -> Any:
     from pallas_gemm.kernels.hopper import kernel as hopper
-    from pallas_gemm.kernels.hopper import sum_rows
+    from pallas_gemm.kernels.hopper.devices import sum_rows
     from pallas_gemm.kernels.hopper.plan import HopperPlan
 
     plan = HopperPlan(problem, config, device, exchange)

@@ -18,11 +18,11 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import xla_groups
-from pallas_gemm.planning.call import GroupedCall, signature_of
 
 grouped_p = core.Primitive("pallas_gemm_grouped")
 

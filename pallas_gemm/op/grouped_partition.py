@@ -22,12 +22,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_gemm.call import DIMENSIONS, GroupedCall, signature_of
 from pallas_gemm.op import mesh_axes
 from pallas_gemm.op.parts import note, share_p, told_apart
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.op.resharding import Axes
 from pallas_gemm.planning import targeting, xla_groups
-from pallas_gemm.planning.call import DIMENSIONS, GroupedCall, signature_of
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
 """The product of groups that one device computes; `grouped` says what becomes of it."""

@@ -27,10 +27,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
+from pallas_gemm.call import Call, Options, Signature
+from pallas_gemm.computer import user_folder, versions
 from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.op import mesh_context
-from pallas_gemm.planning import implementation, user_folder, versions
-from pallas_gemm.planning.call import Call, Options, Signature
+from pallas_gemm.planning import implementation
 from pallas_gemm.planning.dispatch import Decision
 
 SETTINGS = (

@@ -16,9 +16,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
+from pallas_gemm.call import OUT_NAME, Call, Operands
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product
-from pallas_gemm.planning.call import OUT_NAME, Call, Operands
 from pallas_gemm.problem import Epilogue
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
+from pallas_gemm.call import Call, Signature, SymmetricCall
 from pallas_gemm.op import kept_kernels, mesh_context, partition
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
@@ -20,7 +21,6 @@ from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, ignored, implementation, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Call, Signature, SymmetricCall
 from pallas_gemm.planning.dispatch import Decision
 
 kernel_p = core.Primitive("pallas_gemm_kernel")

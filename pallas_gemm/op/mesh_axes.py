@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import travelling_dtype
 from pallas_gemm.op.resharding import Axes, Placement
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Call, Signature
 
 
 def sharding_rule(call: Call, contraction: Contraction) -> str:

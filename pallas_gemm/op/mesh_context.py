@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_gemm.planning.call import Call, signature_of
+from pallas_gemm.call import Call, signature_of
 
 
 def device_request(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:

@@ -14,10 +14,10 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from pallas_gemm._version import __version__
+from pallas_gemm.call import Call, Signature
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.call import Call, Signature
 
 part_p = core.Primitive("pallas_gemm_part")
 """The product that one device computes; `lowering` says what becomes of it."""

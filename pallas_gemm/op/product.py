@@ -17,9 +17,9 @@ import jax
 from jax.extend import core
 from jax.interpreters.xla import apply_primitive
 
+from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.mesh_context import device_request
-from pallas_gemm.planning.call import Call
 
 product_p = core.Primitive("pallas_gemm")
 

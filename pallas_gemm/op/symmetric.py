@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from pallas_gemm.call import DIMENSIONS, NO_EPILOGUE, Operands, SymmetricCall, signature_of
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.product import (
@@ -30,13 +31,6 @@ from pallas_gemm.op.product import (
     run_as_jax_does,
 )
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import (
-    DIMENSIONS,
-    NO_EPILOGUE,
-    Operands,
-    SymmetricCall,
-    signature_of,
-)
 
 symmetric_p = core.Primitive("pallas_gemm_symmetric")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from jax.experimental import jet
 
+from pallas_gemm.call import Call
 from pallas_gemm.op import projections, sum_of_products
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning.call import Call
 
 
 def _of_one(

@@ -6,13 +6,13 @@ from typing import Any
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
-from pallas_gemm.kernels.blackwell import candidates as blackwell_candidates
 from pallas_gemm.kernels.blackwell import config as blackwell_config
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
-from pallas_gemm.kernels.hopper import candidates as hopper_candidates
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
+from pallas_gemm.planning.candidates import hopper as hopper_candidates
 from pallas_gemm.problem import Problem
 
 

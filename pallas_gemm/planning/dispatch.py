@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from pallas_gemm.call import NO_EPILOGUE, Call, Options, Order, Signature, SymmetricCall
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
@@ -28,14 +29,6 @@ from pallas_gemm.planning import (
     xla_faster,
 )
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
-from pallas_gemm.planning.call import (
-    NO_EPILOGUE,
-    Call,
-    Options,
-    Order,
-    Signature,
-    SymmetricCall,
-)
 from pallas_gemm.planning.realign import Realigned, realign
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit

@@ -5,11 +5,11 @@ import functools
 import math
 from collections.abc import Iterator
 
+from pallas_gemm.call import Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
-from pallas_gemm.planning.call import Order
 from pallas_gemm.planning.prediction import seconds
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit

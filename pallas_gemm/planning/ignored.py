@@ -5,7 +5,7 @@ import warnings
 
 import jax
 
-from pallas_gemm.planning.call import Options
+from pallas_gemm.call import Options
 
 _NOT_THE_CALLERS = (str(pathlib.Path(jax.__file__).parent), str(pathlib.Path(__file__).parents[1]))
 

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from pallas_gemm.call import Call, GroupedCall
 from pallas_gemm.planning import xla, xla_groups
-from pallas_gemm.planning.call import Call, GroupedCall
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
 

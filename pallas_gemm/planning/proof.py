@@ -12,8 +12,9 @@ import json
 import pathlib
 from typing import Any, Self
 
+from pallas_gemm.computer import user_folder, versions
 from pallas_gemm.device import Device
-from pallas_gemm.planning import tables, user_folder, versions
+from pallas_gemm.planning import tables
 from pallas_gemm.planning.architectures import Architecture
 
 FORMAT = 1
@@ -95,7 +96,7 @@ class Proof:
 
 def version_of(kernel: str) -> str:
     """Returns the version of a kernel: a text that changes with its sources and with JAX."""
-    return versions.of_sources(*_SHARED, f"pallas_gemm/kernels/{kernel}/*.py")
+    return versions.of_sources(*_SHARED, f"pallas_gemm/kernels/{kernel}/**/*.py")
 
 
 def path_of(device: str) -> pathlib.Path:

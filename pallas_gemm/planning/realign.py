@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.problem import Problem
 
 Action = Literal["reshape", "transpose", "pad", "slice"]

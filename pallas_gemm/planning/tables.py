@@ -30,9 +30,9 @@ from typing import Any, Literal, Self
 import jax
 
 from pallas_gemm._version import __version__
+from pallas_gemm.computer import user_folder
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import user_folder
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Problem
 

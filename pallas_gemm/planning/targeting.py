@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from pallas_gemm.computer import occupancy
 from pallas_gemm.device import DEVICES, Device, device_named
-from pallas_gemm.planning import occupancy
 
 # A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
 _CHOSEN = jax.make_user_context(default_value=None)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.lax import dot_general
 
-from pallas_gemm.planning.call import DIMENSIONS, Call, Operands
+from pallas_gemm.call import DIMENSIONS, Call, Operands
 from pallas_gemm.problem import Epilogue
 
 

@@ -15,9 +15,9 @@ from jax.export import is_symbolic_dim
 from jax.lax import dot_general, ragged_dot_general
 from jax.numpy import matmul
 
+from pallas_gemm.call import DIMENSIONS, GroupedCall, Operands
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import DIMENSIONS, GroupedCall, Operands
 
 Products = Callable[..., jax.Array]
 """Takes a call without an epilogue, a, b and the sizes."""

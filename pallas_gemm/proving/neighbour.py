@@ -8,7 +8,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
-from pallas_gemm.planning import occupancy
+from pallas_gemm.computer import occupancy
 
 BLOCKS = 1024
 """Of each kernel: more than there are SMs, so that every one is wanted."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.planning.call import DIMENSIONS
+from pallas_gemm.call import DIMENSIONS
 from pallas_gemm.problem import Problem
 
 

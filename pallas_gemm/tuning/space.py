@@ -14,10 +14,10 @@ from typing import Any
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
-from pallas_gemm.kernels.hopper.candidates import FEWEST_STAGES, deepest
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction
 from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.planning.candidates.hopper import FEWEST_STAGES, deepest
 from pallas_gemm.problem import Problem
 
 MOST = 12

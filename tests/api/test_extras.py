@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm, projections
 from pallas_gemm.api import request
+from pallas_gemm.call import DIMENSIONS, Operands, Options
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.call import DIMENSIONS, Operands, Options
 from pallas_gemm.problem import Epilogue
 from tests import reference
 

@@ -16,10 +16,10 @@ from jax.test_util import check_grads
 
 import pallas_gemm
 from pallas_gemm import Explanation, explain, gated_gemm, gemm, projections
+from pallas_gemm.call import Options, SumCall
 from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.sum_of_products import one_by_one, sum_of_products, sum_p
-from pallas_gemm.planning.call import Options, SumCall
 from pallas_gemm.tuning import autotune as tuning
 from tests import meshes, reference
 

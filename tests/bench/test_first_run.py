@@ -21,9 +21,9 @@ from bench import (
     study,
     tune,
 )
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.device import B200
 from pallas_gemm.planning import proof
-from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.proving import processes
 from pallas_gemm.tuning.measure import Result, Spread, Timing
 

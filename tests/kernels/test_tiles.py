@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import schedules
 from pallas_gemm.kernels import tiles, work
-from pallas_gemm.kernels.hopper import claims
 from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT
+from pallas_gemm.kernels.hopper.dense import claims
 from schedules import Schedule, build, online_raster, resolve
 
 grids = st.tuples(st.integers(1, 12), st.integers(1, 12))

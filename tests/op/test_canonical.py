@@ -14,10 +14,10 @@ from jax import lax
 
 from pallas_gemm.api import request
 from pallas_gemm.api.gemm import answer, dot_general
+from pallas_gemm.call import Call, Operands, Options
 from pallas_gemm.op import canonical, contraction
 from pallas_gemm.op.canonical import Form, Side
 from pallas_gemm.op.contraction import Contraction, DimensionNumbers
-from pallas_gemm.planning.call import Call, Operands, Options
 from tests import reference
 
 SIZES = (2, 3, 1, 4)

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import target
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
-from pallas_gemm.kernels.hopper import send_rows
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.kernels.hopper.exchange import ALONE, Exchange
+from pallas_gemm.kernels.hopper.devices import send_rows
+from pallas_gemm.kernels.hopper.devices.exchange import ALONE, Exchange
 from pallas_gemm.op import fused_collective
 from pallas_gemm.problem import Problem
 
@@ -58,7 +58,7 @@ def test_devices_are_numbered_as_in_the_mesh(
     axes: tuple[str, ...], by_number: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, sizes = {"data": 1, "model": 2}, dict(MESH)
-    module = "pallas_gemm.kernels.hopper.exchange"
+    module = "pallas_gemm.kernels.hopper.devices.exchange"
     monkeypatch.setattr(f"{module}.lax.axis_index", lambda name: here[name])
     monkeypatch.setattr(f"{module}.numbered", lambda: by_number)
     exchange = Exchange(MESH, axes, gathers=False)

@@ -13,9 +13,9 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import gemm
+from pallas_gemm.computer import versions
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.op import kept_kernels, lowering
-from pallas_gemm.planning import versions
-from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 
 OPERANDS = (jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16),) * 2
 

@@ -12,10 +12,10 @@ import pytest
 import pallas_gemm
 from pallas_gemm import BlackwellConfig, gated_gemm, gemm
 from pallas_gemm.api import arguments, request
+from pallas_gemm.call import Operands
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, dispatch, tables, xla_faster
-from pallas_gemm.planning.call import Operands
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.problem import Epilogue
 from schedules import build, split_k

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pallas_gemm.device import B200, H100, H200
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
-from pallas_gemm.kernels.hopper import candidates as hopper_candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.candidates import hopper as hopper_candidates
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import build, model, split_k
 from schedules.model import predict

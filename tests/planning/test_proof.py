@@ -13,10 +13,11 @@ import pytest
 import pallas_gemm
 from pallas_gemm import BlackwellConfig, explain, gemm
 from pallas_gemm.api import doctor
+from pallas_gemm.computer import versions
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.device import B200, H100, H200, Device
-from pallas_gemm.planning import ignored, proof, targeting, versions
+from pallas_gemm.planning import ignored, proof, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.tuning import autotune as tuning
 
 HOPPER, BLACKWELL = ARCHITECTURES

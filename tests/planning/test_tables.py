@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import platformdirs
 import pytest
 
+from pallas_gemm.call import Call, Options
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import H100, H200, Device, device_named
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import dispatch, tables
-from pallas_gemm.planning.call import Call, Options
 from pallas_gemm.planning.tables import CacheWarning, Entry, Key, Table, TableError
-from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
 from tests import forks

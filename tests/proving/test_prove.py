@@ -18,10 +18,10 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import __main__, explain, gemm
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.device import B200, H200
 from pallas_gemm.planning import proof
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.user_folder import FOLDER_VARIABLE
 from pallas_gemm.proving import memcheck, processes, prove, worker
 from pallas_gemm.proving.stages import REPLAYS, REPLAYS_BESIDE, stages
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
+from pallas_gemm.computer import occupancy
 from pallas_gemm.device import B200, DEVICES, H200, Device
 from pallas_gemm.kernels.blackwell.config import PAIR
-from pallas_gemm.planning import occupancy
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
 from pallas_gemm.problem import Problem
 from pallas_gemm.proving import neighbour, worker
 from pallas_gemm.proving.stages import RUNGS, Case, Stage, stages
-from tests.planning.test_occupancy import SHARED_BYTES, StandIn
+from tests.computer.test_occupancy import SHARED_BYTES, StandIn
 
 HOPPER, BLACKWELL = ARCHITECTURES
 

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from pallas_gemm.planning import driver
+from pallas_gemm.computer import driver
 from tests.stress import processes
 
 PATIENCE = {"gpu": 120, "cpu": 600}

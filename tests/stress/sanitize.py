@@ -76,7 +76,7 @@ def _planted(fault: str | None) -> Iterator[None]:
     """Has kernels built with a fault."""
     import jax.numpy as jnp
 
-    from pallas_gemm.kernels.hopper import lines, store
+    from pallas_gemm.kernels.hopper.dense import lines, store
 
     right = lines._store_width
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from pallas_gemm import gemm
+from pallas_gemm.computer import driver
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import driver
 from tests import reference
 from tests.stress import processes
 

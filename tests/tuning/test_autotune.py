@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import pallas_gemm
 from bench import peers, shapes
+from pallas_gemm.call import Call
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction, tables, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import Call
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import accuracy, trials

@@ -68,24 +68,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, joining, launch, tiles, work
-from pallas_gemm.kernels.hopper import (
-    claims,
-    early_launch,
-    group_rows,
-    group_sums,
-    group_walk,
-    join,
-    late_store,
-    load,
-    part_panels,
-    relay,
-    remote,
-    ring,
-    short_step,
-    store,
-    sum_walk,
-    told,
-)
+from pallas_gemm.kernels.hopper import early_launch, ring
+from pallas_gemm.kernels.hopper.along_k import join, relay
 from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -96,6 +80,16 @@ from pallas_gemm.kernels.hopper.cta import (
     tile_to_load,
     tile_to_store,
     views,
+)
+from pallas_gemm.kernels.hopper.dense import claims, late_store, load, part_panels, store
+from pallas_gemm.kernels.hopper.devices import remote
+from pallas_gemm.kernels.hopper.groups import (
+    group_rows,
+    group_sums,
+    group_walk,
+    short_step,
+    sum_walk,
+    told,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 

@@ -15,8 +15,8 @@ from bench.blackwell_ladder import STEPS
 from pallas_gemm import config as config_module
 from pallas_gemm.device import B200, DEVICES, H200, Device
 from pallas_gemm.kernels.blackwell import config as blackwell_config
-from pallas_gemm.kernels.blackwell.candidates import MOST_STAGES, candidates
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.planning.candidates.blackwell import MOST_STAGES, candidates
 from pallas_gemm.problem import Epilogue, Problem
 from tests import test_config
 

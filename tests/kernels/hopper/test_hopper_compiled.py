@@ -31,18 +31,19 @@ import numpy as np
 import pytest
 
 from pallas_gemm import offline
+from pallas_gemm.call import DIMENSIONS
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.kernels.elementwise import live_arrays
-from pallas_gemm.kernels.hopper import claims, warp_loop
 from pallas_gemm.kernels.hopper import kernel as hopper
-from pallas_gemm.kernels.hopper.candidates import candidates
 from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.dense import claims
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.ptx import warp_loop
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.call import DIMENSIONS
+from pallas_gemm.planning.candidates.hopper import candidates
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, place, work
-from pallas_gemm.kernels.hopper import early_launch, remote, store
+from pallas_gemm.kernels.hopper import early_launch
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,
@@ -21,6 +21,8 @@ from pallas_gemm.kernels.hopper.cta import (
     store_scratch,
     views,
 )
+from pallas_gemm.kernels.hopper.dense import store
+from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 

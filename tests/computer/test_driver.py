@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pallas_gemm.planning import driver, occupancy
+from pallas_gemm.computer import driver, occupancy
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, launch, work
 from pallas_gemm.kernels.hopper import cta as ctas
-from pallas_gemm.kernels.hopper import group_walk, remote, sum_walk
-from pallas_gemm.kernels.hopper import told as telling
+from pallas_gemm.kernels.hopper.devices import remote
+from pallas_gemm.kernels.hopper.groups import group_walk, sum_walk
+from pallas_gemm.kernels.hopper.groups import told as telling
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from tests import races
 

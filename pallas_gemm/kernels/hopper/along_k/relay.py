@@ -27,9 +27,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, joining, place, work
-from pallas_gemm.kernels.hopper import store
 from pallas_gemm.kernels.hopper.config import WARPGROUP
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.dense import store
 
 _ARRIVE = "red.release.gpu.global.add.u32 [$0], 1;"
 

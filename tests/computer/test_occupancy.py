@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import pytest
 
+from pallas_gemm.computer import occupancy
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import H100, H200
-from pallas_gemm.planning import occupancy
 
 SHARED_BYTES = 232_448
 

@@ -23,9 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups, launch, tiles, work
-from pallas_gemm.kernels.hopper import counter, told, warp_loop
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.groups import told
+from pallas_gemm.kernels.hopper.ptx import counter, warp_loop
 
 SHORT_STEPS = 8
 """Of a piece, during which its successor might not be found: it is claimed a piece earlier."""

@@ -9,12 +9,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.hopper import group_walk
 from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
+from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 from tests import warp_ptx
-from tests.kernels.hopper import told_pieces
+from tests.kernels.hopper.groups import told_pieces
 
 PROBLEM = Problem(400, 192, 64, transpose_b=True, groups=5)
 SMALL = HopperConfig(tile=(64, 64), consumers=1, stages=2, late_store=False, ctas=2)

@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue, place, smem
-from pallas_gemm.kernels.hopper import group_rows, lines
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.dense import lines
+from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk, HopperPlan
 
 

@@ -9,7 +9,7 @@ itself changes nothing for whoever imports it.
 import ctypes
 import os
 
-from pallas_gemm.planning import occupancy
+from pallas_gemm.computer import occupancy
 
 SKIPS_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """The variable by which JAX's plugin is told to skip it."""

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem
-from pallas_gemm.kernels.hopper import group_walk
 from pallas_gemm.kernels.hopper.cta import CLUSTER, Cta
+from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.smem import ATOM_ROWS
 

@@ -18,10 +18,12 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import work
-from pallas_gemm.kernels.hopper import group_sums, ring, wgmma
+from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.groups import group_sums
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.ptx import wgmma
 
 
 class Divided(NamedTuple):

@@ -15,10 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.hopper import group_sums, wgmma
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.groups import group_sums
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.ptx import wgmma
 from pallas_gemm.kernels.operand import PANEL
 
 LAYOUT = plgpu.Layout.WGMMA

@@ -12,7 +12,7 @@ from pallas_gemm.kernels import work
 from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
-from tests.kernels.hopper import told_pieces
+from tests.kernels.hopper.groups import told_pieces
 
 PROBLEM = Problem(
     *(256, 128, 304), transpose_a=True, batch=5, shared_a=True, shared_b=True, ragged_k=True

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import place
-from pallas_gemm.kernels.hopper import store
 from pallas_gemm.kernels.hopper.config import UNROLLED_STEPS
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
+from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 Stores = list[tuple[int, Callable[[], None]]]

@@ -9,8 +9,9 @@ import pytest
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import place
 from pallas_gemm.kernels.hopper import cta as ctas
-from pallas_gemm.kernels.hopper import relay, remote
+from pallas_gemm.kernels.hopper.along_k import relay
 from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 

@@ -25,9 +25,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, tiles, work
-from pallas_gemm.kernels.hopper import told
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.groups import told
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 PIECES, LAST_ROW = range(TOLD_HEADER)

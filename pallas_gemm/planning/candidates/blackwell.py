@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pallas_gemm.config import STEP_BYTES, Persistence
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import cuts
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
+from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.problem import Problem
 from schedules import Split
 

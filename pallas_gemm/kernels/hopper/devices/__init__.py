@@ -1,0 +1,1 @@
+"""Several devices that work on one product: rows that are gathered or scattered."""

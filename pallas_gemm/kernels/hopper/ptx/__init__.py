@@ -1,0 +1,1 @@
+"""Instructions that Pallas has no words for."""

@@ -1,0 +1,1 @@
+"""The configs that are considered, of which the heuristics choose."""
