@@ -148,6 +148,7 @@ OPERATIONS: dict[str, Callable[..., Sequence[Lanes]]] = {
     "mov.u32": _of_32_bits(lambda x: x),
     "add.u32": _of_32_bits(np.add),
     "sub.u32": _of_32_bits(np.subtract),
+    "min.u32": _of_32_bits(np.minimum),
     "div.u32": _of_32_bits(np.floor_divide),
     "max.s32": _of_signed(np.maximum),
     "min.s32": _of_signed(np.minimum),

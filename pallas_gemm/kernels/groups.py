@@ -8,6 +8,8 @@ XLA makes two small kernels of the second: where groups end, and the table of th
 
 Where XLA computes the product (`planning/xla_groups.py`), `bounds` and `tiles_of` say where groups
 and their rows of tiles are.
+
+Sizes may say more than there is, by far: no sum of them is larger than `MOST`, so that none wraps.
 """
 
 import functools
@@ -20,22 +22,27 @@ from jax import lax
 
 from pallas_gemm.kernels import launch, work
 
+MOST = 2**31 - 1
+"""The largest sum of sizes: more rows than there are."""
+
 
 class Bounds(NamedTuple):
-    """Where groups end, in rows and in rows of tiles: an array of each, a number for each group.
+    """Where groups are, in rows and in rows of tiles: an array of each, a number for each group.
 
     Sizes may say more than there are rows: then groups end past the last one, where nothing is read
     or stored.
 
     Attributes:
-        rows: The row after the last one of each group.
-        sizes: How many rows each has.
-        tiles: The row of tiles after the last one of each group.
+        first: The first row of each group.
+        end: The row after its last.
+        first_tile: Its first row of tiles.
+        end_tile: The row of tiles after its last.
     """
 
-    rows: jax.Array
-    sizes: jax.Array
-    tiles: jax.Array
+    first: jax.Array
+    end: jax.Array
+    first_tile: jax.Array
+    end_tile: jax.Array
 
 
 class Tiles(NamedTuple):
@@ -150,7 +157,7 @@ def _whole(
     """Returns which rows are each group's, and what they say, where no group is cut."""
     others, before, larger = _pairs(sizes)
     start, rank = _sums(_where(before, others), larger.astype(jnp.int32))
-    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + sizes))
+    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, added(start, sizes)))
     return of_group(rank) == row, Ranked(None, first, end, None)
 
 
@@ -178,7 +185,7 @@ def _cut(
     fits = total <= elements
     base, own = jnp.where(fits, base, rank), jnp.where(fits, own, jnp.ones_like(own))
     rows = jnp.where(fits, rows, jnp.full_like(rows, sizes.shape[0]))
-    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, start + size))
+    first, end = (of_group(jnp.minimum(x, elements)) for x in (start, added(start, size)))
     part, count = row - of_group(base), of_group(own)
     span = _span(first, end, part, count, relay)
     leg = work.pack_leg(of_group(rank), part, part == count - 1)
@@ -187,9 +194,7 @@ def _cut(
 
 def _parts(sizes: jax.Array, relay: Relay) -> jax.Array:
     """Returns into how many parts groups of these sizes are cut."""
-    steps = lax.div(sizes + (relay.tile_k - 1), jnp.int32(relay.tile_k))
-    parts = lax.div(steps + (relay.steps - 1), jnp.int32(relay.steps))
-    return jnp.clip(parts, 1, relay.parts)
+    return jnp.clip(tiles(tiles(sizes, relay.tile_k), relay.steps), 1, relay.parts)
 
 
 def _span(
@@ -200,7 +205,7 @@ def _span(
     But for the first part, they begin where a step does.
     """
     origin = work.aligned(first)
-    steps = lax.div(end - origin + (relay.tile_k - 1), jnp.int32(relay.tile_k))
+    steps = tiles(end - origin, relay.tile_k)
 
     def border(number: jax.Array) -> jax.Array:
         return origin + lax.div(steps * number, parts) * relay.tile_k
@@ -218,8 +223,8 @@ def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
     """
     sizes = _within(sizes, rows)
     others, before, _ = _pairs(sizes)
-    starts = _sums(_where(before, others), _where(before, _tiles(others, height)))
-    return Bounds(starts[0] + sizes, sizes, starts[1] + _tiles(sizes, height))
+    first, tile = _sums(_where(before, others), _where(before, tiles(others, height)))
+    return Bounds(first, added(first, sizes), tile, added(tile, tiles(sizes, height)))
 
 
 def _pairs(sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -239,30 +244,24 @@ def _where(those: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _sums(*terms: jax.Array) -> list[jax.Array]:
-    """Returns the sums over all others: one reduction of all is one kernel."""
+    """Returns the sums over all others, as `added`: one reduction of all is one kernel."""
 
     def add(xs: Any, ys: Any) -> Any:
-        return tuple(x + y for x, y in zip(xs, ys, strict=True))
+        return tuple(map(added, xs, ys))
 
     return list(lax.reduce(terms, (jnp.int32(0),) * len(terms), add, (1,)))
 
 
 def tiles_of(ends: Bounds, height: int, which: jax.Array) -> Tiles:
     """Returns rows of tiles by their numbers."""
-    shape = (*which.shape, ends.tiles.shape[0])
+    shape = (*which.shape, ends.end.shape[0])
     each = Bounds(*(lax.broadcast_in_dim(x, shape, (which.ndim,)) for x in ends))
     number = lax.broadcast_in_dim(which, shape, tuple(range(which.ndim)))
-    own, first = _in_group(each, height, number)
+    own = (each.first_tile <= number) & (number < each.end_tile)
+    first = each.first + (number - each.first_tile) * height
     group = lax.broadcasted_iota(jnp.int32, shape, which.ndim)
-    found = (jnp.where(own, x, jnp.zeros_like(x)) for x in (group, first, each.rows))
+    found = (jnp.where(own, x, jnp.zeros_like(x)) for x in (group, first, each.end))
     return Tiles(*(x.sum(axis=-1, dtype=jnp.int32) for x in found))
-
-
-def _in_group(each: Bounds, height: int, which: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns which of rows of tiles are each group's, and where these then begin."""
-    start = each.tiles - _tiles(each.sizes, height)
-    own = (start <= which) & (which < each.tiles)
-    return own, each.rows - each.sizes + (which - start) * height
 
 
 def _within(sizes: jax.Array, rows: int) -> jax.Array:
@@ -272,5 +271,12 @@ def _within(sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.clip(sizes, 0, rows).astype(jnp.int32)
 
 
-def _tiles(sizes: jax.Array, height: int) -> jax.Array:
-    return lax.div(sizes + (height - 1), jnp.int32(height))
+def tiles(rows: jax.Array, height: int) -> jax.Array:
+    """Returns how many tiles of a height so many rows take; or steps, or parts."""
+    whole, rest = lax.div(rows, jnp.int32(height)), lax.rem(rows, jnp.int32(height))
+    return whole + jnp.minimum(rest, 1)
+
+
+def added(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Returns the sum of numbers that are not negative, or `MOST` if it is larger."""
+    return first + jnp.minimum(second, MOST - first)

@@ -62,9 +62,9 @@ def rows_of_groups(
     Returns:
         The sizes of these groups, which row comes where, and which place each row comes to.
     """
-    known = xla_groups.bounds(sizes, rows, 1).sizes
+    ends = xla_groups.bounds(sizes, rows, 1).end
     own = lax.dynamic_slice_in_dim(sizes, first, groups)
-    before = jnp.where(jnp.arange(sizes.shape[0]) < first, known, 0).sum(dtype=jnp.int32)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, ends, 0).max(initial=0)
     row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
     return own, (row + start) % rows, (row - start) % rows
 
@@ -194,7 +194,7 @@ class _Share:
             return sizes
         each = xla_groups.bounds(sizes, rows * self._size(axes), 1)
         first = lax.axis_index(axes) * rows
-        start, end = (jnp.clip(x - first, 0, rows) for x in (each.rows - each.sizes, each.rows))
+        start, end = (jnp.clip(x - first, 0, rows) for x in (each.first, each.end))
         return end - start
 
     def _sum(self, plain: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:

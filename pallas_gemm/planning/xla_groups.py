@@ -67,7 +67,7 @@ def finished(
     if groups == 0:
         # Rows are in none, and have none to take a bias of.
         return sums[0].astype(call.out_dtype)
-    ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).rows, (rows, groups), (1,))
+    ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).end, (rows, groups), (1,))
     is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
     group = is_before.sum(axis=1, dtype=jnp.int32)
     extras = {name: getattr(given, name) for name in call.epilogue.operands}

@@ -15,6 +15,7 @@ from pallas_gemm.kernels import groups, work
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
+from tests.kernels import wrapping
 
 HEIGHT = 128
 
@@ -22,11 +23,11 @@ HEIGHT = 128
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
 def test_sizes_of_any_type_of_integers_are_within_the_rows(dtype):
     found = groups.bounds(jnp.array([100, 0, 27], dtype), 1000, 8)
-    expected = [[100, 100, 127], [100, 0, 27], [13, 13, 17]]
+    expected = [[0, 100, 100], [100, 100, 127], [0, 13, 13], [13, 13, 17]]
     np.testing.assert_array_equal(found, expected)
     most = jnp.iinfo(dtype).max
     found = groups.bounds(jnp.array([most, most], dtype), 100, 8)
-    np.testing.assert_array_equal(found, [[100, 200], [100, 100], [13, 26]])
+    np.testing.assert_array_equal(found, [[0, 100], [100, 200], [0, 13], [13, 26]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
@@ -90,6 +91,40 @@ def test_crowded_groups_are_told_in_parts_that_follow_each_other(sizes):
             at = end
         assert at == starts[group] + sizes[group]
     assert not any(row.any() for row in found)
+
+
+@pytest.mark.parametrize("name", wrapping.SIZES)
+def test_no_sum_of_sizes_wraps(name):
+    limit, sizes = wrapping.SIZES[name]
+    starts, ends = wrapping.spans(limit, sizes)
+    found = groups.bounds(jnp.array(sizes, jnp.int32), limit, HEIGHT)
+    high = -(-np.clip(sizes, 0, limit) // HEIGHT)
+    tile_ends = np.cumsum(high)
+    for of_groups, exact in zip(found, (starts, ends, tile_ends - high, tile_ends), strict=True):
+        np.testing.assert_array_equal(of_groups, np.minimum(exact, groups.MOST))
+    count = -(-limit // HEIGHT) + len(sizes)
+    rows = np.unique([0, 1, count // 2, count - 1, *(tile_ends[tile_ends < count] - 1).clip(0)])
+    tiles = groups.tiles_of(found, HEIGHT, jnp.array(rows, jnp.int32))
+    group = np.searchsorted(tile_ends, rows, side="right")
+    there = group < len(sizes)
+    own = group[there]
+    first = starts[own] + (rows[there] - (tile_ends - high)[own]) * HEIGHT
+    expected = own, first, np.minimum(ends[own], groups.MOST)
+    np.testing.assert_array_equal(np.array(tiles)[:, there], expected)
+    assert not np.array(tiles)[:, ~there].any()
+
+
+@pytest.mark.parametrize("relay", [None, RELAY], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", wrapping.SIZES)
+def test_no_group_begins_among_the_elements_because_a_sum_wrapped(name, relay):
+    limit, sizes = wrapping.SIZES[name]
+    starts, ends = (np.minimum(x, limit) for x in wrapping.spans(limit, sizes))
+    count = len(sizes)
+    table = np.array(groups.ranked(jnp.array(sizes, jnp.int32), limit, count + 3, relay))
+    order = np.argsort(-np.clip(sizes, 0, limit), kind="stable")
+    expected = np.stack([order, starts[order], ends[order]], axis=1)
+    np.testing.assert_array_equal(table[:count, :3], expected)
+    assert not table[count:].any()
 
 
 def test_no_group_is_cut_where_sizes_say_more_than_there_is():

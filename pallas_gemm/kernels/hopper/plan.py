@@ -125,9 +125,6 @@ class HopperPlan(KernelPlan):
         plain = self.stored_by_tma and problem.epilogue.is_identity
         if not (problem.ragged_k and plain and hands_on) or parts < 2:
             return None
-        # Sizes that say too much are noticed by their sum.
-        if problem.batch * problem.k >= 2**31:
-            return None
         # A router that gives each row several groups gives none more than half of the rows.
         if 2 * steps >= self.k_steps:
             return None

@@ -24,7 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, tiles, work
+from pallas_gemm.kernels import groups, launch, tiles, work
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.groups import told
@@ -33,7 +33,7 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 PIECES, LAST_ROW = range(TOLD_HEADER)
 """The words before those of all slots: how many pieces there are, and the row after all groups."""
 CODING = work.GroupCoding()
-BEYOND = 2**31 - 1
+BEYOND = groups.MOST
 """A row of tiles that no group has."""
 LOW = 64
 """Rows of a tile that multiplies a matrix in less time than memory has it."""
@@ -177,20 +177,20 @@ def _find(cta: Cta, at: At, tile: Any) -> At:
 
 def _find_one_by_one(plan: HopperPlan, sizes: Any, at: At, tile: Any) -> At:
     """See `_find`: what the lanes of a warp do together, for the simulator."""
-    height, groups = _height(plan), plan.problem.groups
+    count = plan.problem.groups
 
     def size(group: Any) -> Any:
-        return jnp.clip(sizes[lax.min(group, jnp.int32(groups - 1))], 0, plan.problem.m)
+        return jnp.clip(sizes[lax.min(group, jnp.int32(count - 1))], 0, plan.problem.m)
 
     def end(at: At) -> Any:
-        return at.tile + lax.div(at.rows + (height - 1), jnp.int32(height))
+        return groups.added(at.tile, groups.tiles(at.rows, _height(plan)))
 
     def is_before(at: At) -> Any:
-        return (at.group < groups) & (end(at) <= tile)
+        return (at.group < count) & (end(at) <= tile)
 
     def following(at: At) -> At:
-        rows = lax.select(at.group + 1 < groups, size(at.group + 1), jnp.int32(0))
-        return At(at.group + 1, at.row + at.rows, end(at), rows)
+        rows = lax.select(at.group + 1 < count, size(at.group + 1), jnp.int32(0))
+        return At(at.group + 1, groups.added(at.row, at.rows), end(at), rows)
 
     back = tile < at.tile
     group, row, first = (lax.select(back, jnp.int32(0), x) for x in at[:3])
@@ -206,13 +206,12 @@ _SCAN = "\n".join(
 
 _FIND = """{{
     .reg .pred back, inside, has, any; .reg .u64 place;
-    .reg .u32 lane, left, group, row, tile, own, size, high, rows, tiles, other, who;
+    .reg .u32 lane, group, row, tile, own, size, high, rows, tiles, other, who;
     mov.u32 lane, %laneid;
     setp.lt.s32 back, $8, $7;
     selp.u32 group, 0, $5, back;
     selp.u32 row, 0, $6, back;
     selp.u32 tile, 0, $7, back;
-    sub.u32 left, $8, tile;
     NEXT:
     add.u32 own, group, lane;
     setp.lt.u32 inside, own, {groups};
@@ -226,15 +225,16 @@ _FIND = """{{
     mov.u32 rows, size;
     mov.u32 tiles, high;
     {scan}
-    setp.gt.s32 has, tiles, left;
+    add.u32 rows, rows, row;
+    min.u32 rows, rows, {beyond};
+    add.u32 tiles, tiles, tile;
+    min.u32 tiles, tiles, {beyond};
+    setp.gt.s32 has, tiles, $8;
     vote.sync.ballot.b32 who, has, 0xffffffff;
     setp.ne.u32 any, who, 0;
     @any bra FOUND;
-    shfl.sync.idx.b32 other, rows, 31, 31, 0xffffffff;
-    add.u32 row, row, other;
-    shfl.sync.idx.b32 other, tiles, 31, 31, 0xffffffff;
-    add.u32 tile, tile, other;
-    sub.u32 left, left, other;
+    shfl.sync.idx.b32 row, rows, 31, 31, 0xffffffff;
+    shfl.sync.idx.b32 tile, tiles, 31, 31, 0xffffffff;
     add.u32 group, group, 32;
     setp.lt.u32 any, group, {groups};
     @any bra NEXT;
@@ -243,14 +243,14 @@ _FIND = """{{
     FOUND:
     brev.b32 who, who;
     clz.b32 who, who;
-    sub.u32 rows, rows, size;
-    sub.u32 tiles, tiles, high;
-    shfl.sync.idx.b32 rows, rows, who, 31, 0xffffffff;
-    shfl.sync.idx.b32 tiles, tiles, who, 31, 0xffffffff;
     shfl.sync.idx.b32 size, size, who, 31, 0xffffffff;
     add.u32 group, group, who;
-    add.u32 row, row, rows;
-    add.u32 tile, tile, tiles;
+    setp.ne.u32 has, who, 0;
+    sub.u32 who, who, 1;
+    shfl.sync.idx.b32 other, rows, who, 31, 0xffffffff;
+    @has mov.u32 row, other;
+    shfl.sync.idx.b32 other, tiles, who, 31, 0xffffffff;
+    @has mov.u32 tile, other;
     END:
     mov.u32 $0, group;
     mov.u32 $1, row;
@@ -264,9 +264,11 @@ def find_ptx(groups: int, limit: int, height: int) -> str:
 
     The sums of all sizes up to each lane's take five steps, in which a lane adds what one has that
     is 1, 2, 4, 8 and 16 before it. The first lane whose sum is beyond the row of tiles has the
-    group.
+    group, which begins where the one before it ends. Sums that are carried on are `BEYOND` at most.
+    Those of 32 sizes are no larger: an order has fewer than 2^16 rows of tiles.
     """
-    return _FIND.format(groups=groups, limit=limit, height=height, rounded=height - 1, scan=_SCAN)
+    numbers = {"groups": groups, "limit": limit, "height": height, "rounded": height - 1}
+    return _FIND.format(**numbers, scan=_SCAN, beyond=BEYOND)
 
 
 def _height(plan: HopperPlan) -> int:

@@ -41,8 +41,7 @@ def test_the_table_has_room_for_all_parts_of_crowded_groups(rng):
         ({"k": 4096}, False),
         ({"n": 4096}, False),
         ({"batch": 1}, False),
-        ({"m": 128, "n": 256, "k": 2**20, "batch": 2047}, True),
-        ({"m": 128, "n": 256, "k": 2**20, "batch": 2048}, False),
+        ({"m": 128, "n": 256, "k": 2**20, "batch": 2048}, True),
         ({"epilogue": Epilogue(alpha=2.0)}, False),
     ],
     ids=[
@@ -51,8 +50,7 @@ def test_the_table_has_room_for_all_parts_of_crowded_groups(rng):
         "few steps",
         "many tiles",
         "as many workers as tiles",
-        "sizes whose sum is told",
-        "sizes whose sum is not",
+        "sizes that may add up to more than 32 bits hold",
         "an epilogue",
     ],
 )

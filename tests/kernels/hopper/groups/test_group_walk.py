@@ -1,19 +1,23 @@
 """The pieces of rows in groups, found in the kernel: each row of a group in one tile of its own."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 from tests import warp_ptx
+from tests.kernels import wrapping
 from tests.kernels.hopper.groups import told_pieces
 
 PROBLEM = Problem(400, 192, 64, transpose_b=True, groups=5)
@@ -103,10 +107,62 @@ def test_a_warp_finds_groups_as_the_simulator_does():
             memory, at = sizes.astype(np.int32), [0, 0, 0]
             group, *totals = warp_ptx.run(ptx, 4, memory, *at, group_walk.BEYOND)
             assert group >= groups
-            assert totals == [row_ends[-1], tile_ends[-1], 0]
+            assert totals == [*np.minimum([row_ends[-1], tile_ends[-1]], group_walk.BEYOND), 0]
             for tile in rng.integers(tile_ends[-1], size=5) if tile_ends[-1] else ():
                 found = warp_ptx.run(ptx, 4, memory, *at, int(tile))
                 at = found[:3]
                 own = int(np.searchsorted(tile_ends, tile, side="right"))
                 first = row_ends[own] - there[own], tile_ends[own] - tiles[own]
                 assert found == [own, *first, there[own]]
+
+
+HIGHEST = dataclasses.replace(SMALL, tile=(256, 64), consumers=2)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (rows, _) in wrapping.SIZES.items() if rows <= 2**23]
+)
+def test_no_sum_of_sizes_wraps(name):
+    limit, sizes = wrapping.SIZES[name]
+    height, _ = HIGHEST.tile
+    starts, ends = wrapping.spans(limit, sizes)
+    tiles = -(-np.clip(sizes, 0, limit) // height)
+    tile_ends = np.cumsum(tiles)
+    ptx = group_walk.find_ptx(len(sizes), limit, height)
+    memory, at = sizes.astype(np.int32), (0, 0, 0)
+    problem = Problem(limit, 64, 64, groups=len(sizes))
+    plan = HopperPlan(problem, HIGHEST, H200)
+    one_by_one = jax.jit(functools.partial(group_walk._find_one_by_one, plan))
+    start = group_walk.At(*(jnp.int32(0),) * 4)
+
+    def found(at: Sequence[int], tile: int) -> list[int]:
+        by_warp, by_thread = (
+            [min(int(group), len(sizes)), *map(int, place)]
+            for group, *place in (
+                warp_ptx.run(ptx, 4, memory, *at, tile),
+                one_by_one(jnp.array(memory), start, jnp.int32(tile)),
+            )
+        )
+        assert by_warp == by_thread
+        return by_warp
+
+    totals = np.minimum([ends[-1], tile_ends[-1]], group_walk.BEYOND)
+    assert found(at, group_walk.BEYOND) == [len(sizes), *totals, 0]
+    # As far as there are rows of tiles in the grid, forward and back.
+    most = min(plan.config.grid(problem)[0], tile_ends[-1])
+    for tile in (0, 1, most // 3, most - 1, most // 2, 0):
+        own = int(np.searchsorted(tile_ends, tile, side="right"))
+        state = found(at, int(tile))
+        assert state == [own, starts[own], tile_ends[own] - tiles[own], min(sizes[own], limit)]
+        at = tuple(state[:3])
+
+
+def test_no_sum_of_sizes_wraps_of_as_many_rows_as_an_order_can_have():
+    height = max(rows for rows, _ in CLUSTERS) * HIGHEST.tile[0]
+    limit = (2**16 - 1) * height
+    ptx = group_walk.find_ptx(100, limit, height)
+    memory = np.full(100, 2**31 - 1, np.int32)
+    for tile, expected in ((0, [0, 0, 0, limit]), (2**16 - 1, [1, limit, 2**16 - 1, limit])):
+        assert warp_ptx.run(ptx, 4, memory, 0, 0, 0, tile) == expected
+    _, row, tile, _ = warp_ptx.run(ptx, 4, memory, 0, 0, 0, group_walk.BEYOND)
+    assert (row, tile) == (group_walk.BEYOND, 100 * (2**16 - 1))
