@@ -101,9 +101,7 @@ def pre_activation(call: Call, moved: Operands, *, up: bool = False) -> Call:
     """Returns the call for what an activation, or what follows the sums, is applied to."""
     out_dtype, epilogue = linear.kept_dtype(call.out_dtype), call.epilogue
     if scales_change(moved):
-        # What is not scaled yet may be beyond the numbers of float16.
-        wide = out_dtype == np.dtype(np.float16)
-        return call.sums(np.dtype(np.float32) if wide else out_dtype)
+        return call.sums(linear.kept_sums_dtype(call.out_dtype))
     before = Epilogue(
         alpha=epilogue.alpha,
         bias=epilogue.up_bias if up else epilogue.bias,

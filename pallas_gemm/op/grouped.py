@@ -81,13 +81,15 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
     and no product is computed twice; otherwise the result is the kernel's.
     """
     is_affine = call.epilogue.activation is None and not call.epilogue.gated
+    is_scaled = call.epilogue.alpha != 1 or any("scale" in x for x in call.epilogue.operands)
+    kept = linear.kept_sums_dtype if is_scaled else linear.kept_dtype
     places = [place for place, change in enumerate(moved) if change is not None]
 
     def alone(*own: jax.Array) -> jax.Array:
         operands = list(given)
         for place, x in zip(places, own, strict=True):
             operands[place] = x
-        dtype = None if is_affine else linear.kept_dtype(call.out_dtype)
+        dtype = None if is_affine else kept(call.out_dtype)
         return xla_groups.finished(call, _plainly, *operands, dtype=dtype)
 
     changes = [moved[place] for place in places]

@@ -79,6 +79,12 @@ def kept_dtype(out_dtype: Any) -> np.dtype:
     return np.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
 
 
+def kept_sums_dtype(out_dtype: Any) -> np.dtype:
+    """The type in which sums are kept that are not scaled yet: they may be beyond float16."""
+    dtype = kept_dtype(out_dtype)
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
 def check_linear(call: Call, missing: int) -> None:
     """Refuses to transpose what is not linear, or not in all operands that are missing."""
     if call.epilogue != Epilogue(alpha=call.epilogue.alpha) or missing > 1:

@@ -1,5 +1,6 @@
 """`ragged_dot` as a program calls it: JAX's arguments, and errors that say what would be legal."""
 
+import functools
 import inspect
 import re
 
@@ -97,6 +98,34 @@ def test_errors_have_the_words_of_jax_too(operands, jit):
 def test_an_offset_among_groups_is_one_number(sizes, offset, words):
     with pytest.raises(TypeError, match=words):
         pallas_gemm.ragged_dot(LHS, RHS, sizes, group_offset=offset)
+
+
+HIGHEST = lax.Precision.HIGHEST
+OVER_COLUMNS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+OPTIONS = (
+    {"precision": HIGHEST},
+    {"precision": lax.DotAlgorithmPreset.TF32_TF32_F32_X3},
+    {"preferred_element_type": jnp.bfloat16},
+    {"ragged_dot_dimension_numbers": OVER_COLUMNS},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_what_is_asked_for_beside_an_offset_is_computed_as_without_one(options):
+    is_transposed = "ragged_dot_dimension_numbers" in options
+    product = pallas_gemm.ragged_dot_general if is_transposed else pallas_gemm.ragged_dot
+    rhs = jnp.swapaxes(RHS, 1, 2) if is_transposed else RHS
+
+    def explained(offset):
+        given = functools.partial(product, **options, group_offset=offset)
+        with pallas_gemm.target("h200"):
+            (found,) = pallas_gemm.explain(given, LHS, rhs, SIZES).products
+        return found
+
+    whole, part = explained(None), explained(jnp.array([0]))
+    assert part.problem == whole.problem
+    assert (part.implementation, part.refused) == (whole.implementation, whole.refused)
+    assert ("precision" in str(part.refused)) == ("precision" in options)
 
 
 def test_where_groups_have_no_matrices_there_is_no_offset():

@@ -89,6 +89,20 @@ def test_weights_are_the_softmax_of_the_largest_logits() -> None:
     np.testing.assert_array_equal(weights, [[0.5, 0.5], [1, 0]])
 
 
+def test_what_experts_return_is_weighed_and_added_up_in_float32() -> None:
+    # In bfloat16 both weights have the same size, and the sum is zero; so has float16.
+    weights = jnp.array([[1 + 2.0**-12, -1.0]])
+    choice = routed.Choice(weights, jnp.array([[1, 0]]))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        total = routed.apply(jnp.ones((1, 3), dtype), choice, 2, lambda rows, _: rows)
+        np.testing.assert_array_equal(total, np.full((1, 3), 2.0**-12, dtype), strict=True)
+    # float64 is not narrowed either.
+    with jax.enable_x64(True):
+        choice = routed.Choice(jnp.array([[1 + 2.0**-40, -1.0]]), choice.experts)
+        total = routed.apply(jnp.ones((1, 3), jnp.float64), choice, 2, lambda rows, _: rows)
+        np.testing.assert_array_equal(total, np.full((1, 3), 2.0**-40), strict=True)
+
+
 def _to_the_last(logits: jax.Array, top_k: int) -> routed.Choice:
     """Sends every token to the last expert, and to it alone."""
     shape = (logits.shape[0], top_k)

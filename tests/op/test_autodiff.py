@@ -390,3 +390,24 @@ def test_checkpoint_changes_no_gradient() -> None:
     np.testing.assert_allclose(
         jax.grad(jax.checkpoint(loss, policy=policy))(a), jax.grad(loss)(a), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("scale", ["alpha", "row_scale", "col_scale"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_sums_beyond_float16_have_the_gradients_of_their_scales(
+    scale: str, activation: str | None
+) -> None:
+    """The result is within float16, but the sum before it is scaled is not."""
+    a, b = jnp.full((2, 64), 64, jnp.float16), jnp.full((64, 3), 32, jnp.float16)
+    shape = {"alpha": (), "row_scale": (2,), "col_scale": (3,)}[scale]
+    own = jnp.full(shape, 2.0**-14, jnp.float32)
+
+    def total(own: jax.Array) -> jax.Array:
+        return gemm(a, b, activation=activation, **{scale: own}).astype(jnp.float32).sum()
+
+    value, gradient = jax.value_and_grad(total)(own)
+    # Of each sum, 2 ** 17; silu(8) and its derivative, rounded to float16 as the result is.
+    result, slope = (8, 1) if activation is None else (jax.nn.silu(8.0), jax.grad(jax.nn.silu)(8.0))
+    count = {"alpha": 6, "row_scale": 3, "col_scale": 2}[scale]
+    np.testing.assert_allclose(value, 6 * result, rtol=2**-11)
+    np.testing.assert_allclose(gradient, np.full(shape, count * slope * 2.0**17), rtol=2**-10)

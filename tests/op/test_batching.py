@@ -96,6 +96,21 @@ def test_gated_products(axes: tuple[int | None, ...]) -> None:
     np.testing.assert_array_equal(result, expected, strict=True)
 
 
+@pytest.mark.parametrize("axes", [(None, 0, 2), (1, 2, 1), (2, None, 1), (0, 1, None)], ids=str)
+def test_gate_and_up_that_are_mapped_along_different_axes(axes: tuple[int | None, ...]) -> None:
+    # All sizes are equal: whoever takes one axis for another gets the right shape.
+    operands = [
+        reference.integers(np.random.default_rng(i), (4,) * (2 + (axis is not None)), jnp.float32)
+        for i, axis in enumerate(axes)
+    ]
+    result = jax.vmap(functools.partial(gated_gemm, activation=None), axes)(*operands)
+    a, gate, up = (
+        x if axis is None else np.moveaxis(np.asarray(x), axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    )
+    np.testing.assert_array_equal(result, (a @ gate) * (a @ up))
+
+
 @pytest.mark.parametrize("empty", ["m", "n", "k", "lead", "mapped"])
 @pytest.mark.parametrize("lead", [(), (4,)], ids=str)
 def test_empty_dimensions(empty: str, lead: tuple[int, ...]) -> None:

@@ -212,6 +212,33 @@ def test_an_epilogue_leaves_rows_in_no_group_zeros(rows, groups):
     np.testing.assert_array_equal(out, np.zeros((rows, 8)))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scale", ["alpha", "row_scale", "col_scale"])
+def test_sums_beyond_float16_that_a_scale_makes_small_are_derived(scale, gated):
+    rows, matrices = jnp.full((4, 64), 64, jnp.float16), jnp.full((2, 64, 3), 32, jnp.float16)
+    own = jnp.full({"alpha": (2,), "row_scale": (4,), "col_scale": (2, 3)}[scale], 2.0**-14)
+    # Up needs a scale of its own that brings it within the numbers of float16.
+    extras = {"up": matrices / 64, "up_scale": jnp.ones(3)} if gated else {}
+
+    def total(rows: Any, own: Any) -> jax.Array:
+        given = {scale: own} | extras
+        out = grouped_gemm(rows, matrices, jnp.array([1, 3]), activation="silu", **given)
+        return out.astype(jnp.float32).sum()
+
+    of_rows, of_scale = jax.grad(total, (0, 1))(rows, own)
+    for gradient in (of_rows, of_scale):
+        assert np.all(np.isfinite(gradient))
+        assert np.all(gradient != 0)
+    value, slope = float(jax.nn.silu(8.0)), float(jax.grad(jax.nn.silu)(8.0))
+    if not gated:
+        assert np.allclose(total(rows, own), 12 * value, rtol=2**-10)
+        count = {"alpha": np.array([3, 9]), "row_scale": 3, "col_scale": np.array([[1], [3]])}[
+            scale
+        ]
+        expected = np.broadcast_to(count * slope * 2.0**17, own.shape)
+        np.testing.assert_allclose(of_scale, expected, rtol=2**-9)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
 def test_types_are_those_of_jax(dtype):
     lhs, rhs = LHS.astype(dtype), RHS.astype(dtype)

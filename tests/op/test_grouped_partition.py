@@ -68,6 +68,24 @@ def test_every_device_computes_its_part(case, mesh):
         np.testing.assert_array_equal(own, expected)
 
 
+@pytest.mark.parametrize("out", [P(("x", "y")), P(None, ("x", "y")), P("x", "y")], ids=str)
+@pytest.mark.parametrize("splits", [(P(), P()), (P("x"), P("y")), (P(None, "x"), P("x"))], ids=str)
+def test_sizes_that_each_axis_divides_but_not_both(splits, out):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    sizes = np.array([1, 0, 2, 1, 0, 1])
+    a, b = _integers(6, 6, seed=0), _integers(6, 6, 6, seed=1)
+    rows = [np.asarray(a)[i] @ np.asarray(b)[group] for i, group in enumerate([0, 2, 2, 3, 5])]
+
+    def split(x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    @jax.jit
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return split(ragged_dot(split(a, splits[0]), split(b, splits[1]), jnp.array(sizes)), out)
+
+    np.testing.assert_array_equal(product(a, b), np.stack([*rows, np.zeros(6)]))
+
+
 @pytest.mark.parametrize(("rows", "matrices"), [(P("x"), P(None, None, "y")), (P(), P("x"))])
 def test_nothing_more_is_sent_than_for_the_product_of_jax(rows, matrices, mesh):
     shapes = [

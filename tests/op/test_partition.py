@@ -245,6 +245,43 @@ def test_uneven_parts_are_padded_and_the_padding_counts_for_nothing(mesh: Mesh, 
         np.testing.assert_array_equal(result, a @ b)
 
 
+ROWS, COLUMNS, BOTH = ("x", None), (None, "x"), ("x", "y")
+EVERY_ROW, EVERY_COLUMN = (("x", "y"), None), (None, ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("a_spec", "b_spec", "out_spec"),
+    [
+        # How the result is split anew.
+        ((None, None), ROWS, EVERY_COLUMN),
+        ((None, None), BOTH, EVERY_ROW),
+        # How sums are scattered.
+        (COLUMNS, ROWS, EVERY_ROW),
+        (COLUMNS, ROWS, EVERY_COLUMN),
+        (COLUMNS, BOTH, COLUMNS),
+        # How each operand is.
+        (EVERY_ROW, BOTH, (None, None)),
+        (BOTH, EVERY_COLUMN, ROWS),
+        (EVERY_COLUMN, EVERY_ROW, BOTH),
+        (EVERY_COLUMN, EVERY_COLUMN, EVERY_COLUMN),
+    ],
+    ids=str,
+)
+def test_sizes_that_each_axis_divides_but_not_both(a_spec: Any, b_spec: Any, out_spec: Any) -> None:
+    """Six rows in four parts: three, or two with a last part that is empty."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    a, b = _integers(6, 6), _integers(6, 6, seed=1)
+
+    def split(x: jax.Array, spec: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    @jax.jit
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return split(gemm(split(a, a_spec), split(b, b_spec)), out_spec)
+
+    np.testing.assert_array_equal(product(a, b), a @ b)
+
+
 def test_a_sequence_that_is_split_twice(mesh: Mesh) -> None:
     x = meshes.place(mesh, _integers(4, 8, K), "x", "y", None)
     w = meshes.place(mesh, _integers(K, N, seed=1), None, None)

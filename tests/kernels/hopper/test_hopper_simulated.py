@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import schedules
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import H200
+from pallas_gemm.kernels import joining
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -211,6 +212,21 @@ def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng):
         a, b = (np.asarray(x)[64 * first : 64 * (first + steps)] for x in operands[:2])
         expected = a[:, row : row + 128].astype(float).T @ b[:, col : col + 64].astype(float)
         np.testing.assert_array_equal(out[row : row + 128, col : col + 64], expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "passes"),
+    # Beside the first summand; four fit in registers at a time.
+    [(5, (4, 1, 0)), (6, (3, 1, 2)), (8, (4, 1, 3)), (10, (3, 3, 0)), (11, (4, 2, 2))],
+)
+def test_summands_are_added_up_in_passes_and_a_rest(parts, passes, rng):
+    config = HopperConfig(
+        tile=(64, 64), consumers=1, stages=2, store_columns=64, split_k=parts, late_store=False
+    )
+    fit = joining.LOADED_REGISTERS * joining.WARPGROUP // (64 * 64)
+    together, whole, rest = passes
+    assert (together <= fit, together * whole + rest) == (True, parts - 1)
+    check_exact(Problem(64, 64, 64 * parts), config, rng)
 
 
 @pytest.mark.parametrize(
