@@ -1,11 +1,11 @@
 """Pictures of a report: bars of the ratios to XLA, and every speed under the roofline."""
 
-import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench import study
+from bench.claims import Claim, spread
 from bench.report import MODES, Mode, Report, ratios_of
 
 
@@ -72,14 +72,12 @@ def _peers(report: Report) -> list[str]:
     return list(dict.fromkeys(row.peer for row in report.rows))
 
 
-def _axes(
-    rows: int, height: float, columns: int = 1, widths: Sequence[float] | None = None
-) -> tuple[Any, list[Any]]:
+def _axes(rows: int, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
     # Not through pyplot, which would look for a display and keep every figure.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, rows * height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
+    axes = figure.subplots(rows, columns, squeeze=False)
     return figure, list(axes.ravel())
 
 
@@ -151,71 +149,38 @@ def _traffic(record: Mapping[str, str]) -> float:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """One panel of a summary.
-
-    Attributes:
-        title: What its products have in common.
-        records: The rows of a benchmark's CSV.
-        cases: What each case is called, in the order in which they are shown.
-        peers: What each peer is called; XLA is the line at 1, from which bars go up or down.
-    """
-
-    title: str
-    records: Sequence[Mapping[str, str]]
-    cases: Mapping[str, str]
-    peers: Mapping[str, str]
-
-
-def summary(panels: Sequence[Panel], heading: str) -> bytes:
-    """Returns a PNG with the ratios to XLA of a few products, burst above sustained, quartiles too.
+def claims(found: Sequence[Claim], heading: str) -> bytes:
+    """Returns a PNG with a line for each claim: a dot for each case, and its ratio to the peer.
 
     Args:
-        panels: What is shown side by side, each on a scale of its own.
-        heading: What was multiplied, and on what.
+        found: What is claimed, the first at the top.
+        heading: What it was measured on.
     """
-    figure, axes = _axes(
-        len(MODES),
-        height=2.9,
-        columns=len(panels),
-        widths=[len(p.cases) * max(2, len(p.peers)) for p in panels],
-    )
-    for row, mode in enumerate(MODES):
-        for column, panel in enumerate(panels):
-            axis = axes[row * len(panels) + column]
-            if row == 0:
-                axis.set_title(panel.title, fontsize=10)
-            else:
-                axis.sharey(axes[column])
-            _panel(axis, panel, mode)
-            if column == 0:
-                axis.set_ylabel(f"{mode}, times as fast as XLA")
-    axes[0].legend(loc="lower left", frameon=False, fontsize=8)
+    figure, (axis,) = _axes(1, height=5.6)
+    both = next(place for place, claim in enumerate(found) if claim.burst and claim.sustained)
+    for place, claim in enumerate(found):
+        for mode, style in (("burst", "o"), ("sustained", "|")):
+            ratios = list(getattr(claim, mode).values())
+            axis.plot(
+                ratios,
+                [place] * len(ratios),
+                style,
+                color="tab:blue" if mode == "burst" else "tab:orange",
+                alpha=0.6,
+                markersize=6 if mode == "burst" else 11,
+                label=mode if place == both else None,
+            )
+        words = spread(claim.burst or claim.sustained)
+        axis.annotate(words, (1.01, place), xycoords=("axes fraction", "data"), va="center")
+    names = [f"{claim.product}\nbeside {claim.peer}".replace("`", "") for claim in found]
+    axis.set_yticks(range(len(found)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(1.0, linewidth=0.8, color="black")
+    axis.set(xscale="log", xlabel="times as fast as the peer (logarithmic)")
+    ticks = (1, 1.5, 2, 3, 5, 10, 30, 100)
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.grid(axis="x", linewidth=0.4)
+    axis.minorticks_off()
+    axis.legend(loc="lower right", frameon=False)
     figure.suptitle(heading)
     return _png(figure)
-
-
-def _panel(axis: Any, panel: Panel, mode: Mode) -> None:
-    found = {(record["case"], record["peer"]): record for record in panel.records}
-    width = 0.8 / len(panel.peers)
-    for place, (peer, label) in enumerate(panel.peers.items()):
-        rows = [found[case, peer] for case in panel.cases]
-        middle, low, high = (
-            [float(row[f"{mode}_ratio{end}"]) for row in rows] for end in ("", "_low", "_high")
-        )
-        at = [i + (place - (len(panel.peers) - 1) / 2) * width for i in range(len(rows))]
-        spread = [
-            [m - x for m, x in zip(middle, low, strict=True)],
-            [x - m for m, x in zip(middle, high, strict=True)],
-        ]
-        heights = [ratio - 1 for ratio in middle]
-        axis.bar(
-            at, heights, width * 0.92, 1, yerr=spread, label=label, error_kw={"linewidth": 0.8}
-        )
-        if place == 0:
-            for x, y, top in zip(at, middle, high, strict=True):
-                axis.annotate(f"{y:.2f}", (x, top), ha="center", va="bottom", fontsize=8)
-    axis.axhline(1.0, linewidth=0.8, color="black")
-    axis.margins(y=0.14)
-    axis.set_xticks(range(len(panel.cases)), list(panel.cases.values()), fontsize=8)

@@ -42,11 +42,18 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
-    def open(self, file: Path, width: int = 1400) -> None:
-        """Loads a file in a window of that width, and waits until it is there."""
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    def open(self, file: Path, width: int = 1400, height: int = 1000, query: str = "") -> None:
+        """Loads a file in a window of that size, and waits until it is there.
+
+        Args:
+            file: What to load.
+            width: Of the window, in pixels.
+            height: The same.
+            query: What follows the file's name in the address.
+        """
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
-        self._ask("Page.navigate", url=file.absolute().as_uri())
+        self._ask("Page.navigate", url=file.absolute().as_uri() + (query and f"?{query}"))
         self.wait_for("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:

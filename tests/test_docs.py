@@ -14,7 +14,7 @@ import pytest
 
 import pallas_gemm
 import schedules
-from bench import figures
+from bench import claims, tables
 from pallas_gemm.api import precompile as precompilation
 from pallas_gemm.flax import linen, nnx
 from schedules import draw
@@ -100,7 +100,7 @@ IDEAS = {page.stem: page.read_text() for page in DOCS.glob("ideas/*.md")}
 def test_times_of_the_ideas_are_those_of_the_ladder() -> None:
     measured = {
         f"{float(row['burst_us']):.1f}, {float(row['burst_ratio']):.3f}"
-        for row in figures.rows("h200_ladder")
+        for row in claims.rows("h200_ladder")
     }
     shown = {time for page in IDEAS.values() for time in re.findall(r"\d+\.\d, \d\.\d{3}", page)}
     assert len(shown) > 20
@@ -111,12 +111,50 @@ def test_what_orders_cost_is_what_the_study_measured() -> None:
     measured = {
         f"| `{row['order']}` | {float(row['burst_ms']):.3f} | {float(row['burst_ratio']):.3f} |"
         f" {float(row['counted_dram_read_bytes']) / 1e9:.2f} GB |"
-        for row in figures.rows("h200_study_128x256")
+        for row in claims.rows("h200_study_128x256")
         if (row["how"], row["persistence"], row["cluster"]) == ("offline", "static", "1x1")
     }
     shown = re.findall(r"^\| `.* GB \|$", IDEAS["tile-orders"], re.MULTILINE)
     assert len(shown) == 4
     assert set(shown) <= measured
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_a_page_are_those_of_the_rows(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert sorted(tables.places(text)) == sorted(tables.PAGES[page])
+    assert tables.filled(page, text) == text, "python bench/figures.py writes them"
+
+
+def test_noted_times_and_their_ratios_agree() -> None:
+    for row in claims.rows("h200_noted"):
+        assert (ROOT / row["page"]).exists()
+        ratio = row["burst_ratio"] or row["sustained_ratio"]
+        if row["peer_us"] and row["ours_us"]:
+            # Both times were rounded before they were noted.
+            assert float(row["peer_us"]) / float(row["ours_us"]) == pytest.approx(
+                float(ratio), rel=0.01
+            )
+
+
+def test_every_setting_of_ours_is_on_the_page_of_environment_variables() -> None:
+    sources = [*ROOT.glob("pallas_gemm/**/*.py"), *ROOT.glob("schedules/*.py")]
+    ours = {
+        name for path in sources for name in re.findall(r"PALLAS_GEMM_[A-Z_]+", path.read_text())
+    }
+    assert "PALLAS_GEMM_CACHE_DIR" in ours
+    page = (DOCS / "environment.md").read_text()
+    assert {name for name in ours if f"`{name}" not in page} == set()
+
+
+def test_the_kernels_of_the_page_on_profiling_are_ours() -> None:
+    sources = "\n".join(path.read_text() for path in ROOT.glob("pallas_gemm/kernels/**/*.py"))
+    named = set(re.findall(r'name="(pallas_gemm_\w+)"', sources))
+    shown = set(
+        re.findall(r"`(pallas_gemm_\w+)_mosaic_gpu_kernel`", (DOCS / "profiling.md").read_text())
+    )
+    assert len(named) >= 5
+    assert shown == named
 
 
 def test_the_waves_of_the_ideas_are_those_that_the_schedules_draw() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from bench import demo, figures
+from bench import claims, demo
 from pallas_gemm import explain, target
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -78,55 +78,23 @@ def test_the_first_example_runs() -> None:
     assert names["y"].shape == (512, 512)
 
 
-@pytest.mark.parametrize(
-    ("text", "file", "case", "digits"),
-    [
-        ("165 TFLOP/s", "h200_products", ("8191x8191x8191", "xla"), 0),
-        ("at 742.", "h200_products", ("8191x8191x8191", "ours"), 0),
-    ],
-)
-def test_a_speed_of_the_readme_is_that_of_a_row(
-    text: str, file: str, case: tuple[str, str], digits: int
-) -> None:
-    (row,) = [row for row in figures.rows(file) if (row["case"], row["peer"]) == case]
-    assert text in README
-    assert f"{float(row['burst_tflops']):.{digits}f}" in text
+def test_the_first_screen_leads_with_experts_and_names_every_peer() -> None:
+    found = claims.claims()
+    assert [claim.product.split(",")[0] for claim in found[:3]] == ["experts"] * 3
+    # Plain products, where the gain is least, are not what it leads with.
+    assert found[-2].product == "plain products"
+    for claim in found:
+        low = claims.spread(claim.burst or claim.sustained).split(" ")[0]
+        assert f"| {claim.product} | {claim.peer} |" in README
+        assert low in README
+    assert README.index("<!-- table: claims") < README.index("## When not to use it")
 
 
-@pytest.mark.parametrize(
-    ("text", "file", "cases"),
-    [
-        ("1.00 to 1.03 times as fast as XLA on plain", "h200_short", figures.PLAIN),
-        ("1.07 to 1.13 with a fused epilogue", "h200_products", figures.FUSED),
-        ("2.8 to 4.5 at odd sizes", "h200_products", figures.ODD),
-    ],
-)
-def test_a_range_of_the_readme_is_that_of_the_figures_rows(
-    text: str, file: str, cases: dict[str, str]
-) -> None:
-    assert text in " ".join(README.split())
-    low, high = re.findall(r"\d\.\d+", text)
-    digits = len(low) - 2
-    ratios = [
-        float(row["burst_ratio"])
-        for row in figures.rows(file)
-        if row["case"] in cases and row["peer"] == "ours"
-    ]
-    assert (f"{min(ratios):.{digits}f}", f"{max(ratios):.{digits}f}") == (low, high)
-
-
-def test_the_ranges_of_products_of_groups_are_those_of_their_rows() -> None:
-    seconds: dict[str, dict[str, float]] = {}
-    for row in figures.rows("h200_grouped"):
-        seconds.setdefault(row["case"], {})[row["peer"]] = float(row["burst_us"])
-    assert len(seconds) == 44
-    for peer, digits, text in (
-        ("xla", 0, "7 to 155 times as fast as `lax.ragged_dot`"),
-        ("torch", 2, "1.03 to 1.44 times as fast as torch"),
-    ):
-        ratios = [of[peer] / of["ours"] for of in seconds.values()]
-        assert text.startswith(f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} times")
-        assert text in README
+def test_every_peer_of_a_claim_is_explained() -> None:
+    page = (ROOT / "docs" / "measured.md").read_text()
+    for peer in ("torch", "tokamax", "JAX's Hopper kernels", "XLA's fused program", "optax"):
+        assert any(claim.peer.startswith(peer) for claim in claims.claims())
+        assert f"\n| {peer} |" in page
 
 
 # On a CPU no kernel has an order.

@@ -75,9 +75,11 @@ class QuantisedDense(Dense):
 
     Attributes:
         quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`.
+        quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
     """
 
     quantised_dtype: Any = jax.numpy.int8
+    quantized_dtype: Any = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -99,7 +101,8 @@ class QuantisedDense(Dense):
 
         def made() -> dict[str, jax.Array]:
             kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
-            return _quantised(kernel, fused.layer_type("quantised_dtype", self.quantised_dtype))
+            dtype = self.quantised_dtype if self.quantized_dtype is None else self.quantized_dtype
+            return _quantised(kernel, fused.layer_type("quantised_dtype", dtype))
 
         kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
         bias = None
@@ -157,6 +160,10 @@ def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
 
 def _quantised(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
     return per_channel.quantise(kernel.T, dtype)._asdict()
+
+
+QuantizedDense, quantized = QuantisedDense, quantised
+"""American spellings of the same."""
 
 
 class Fp8Dense(Dense):

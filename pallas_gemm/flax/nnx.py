@@ -104,6 +104,7 @@ class QuantisedLinear(Linear):
         out_features: int,
         *,
         quantised_dtype: Any = jax.numpy.int8,
+        quantized_dtype: Any = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -113,6 +114,7 @@ class QuantisedLinear(Linear):
             in_features: As for `Linear`.
             out_features: As for `Linear`.
             quantised_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`.
+            quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
             rngs: As for `Linear`.
             **options: All else that `Linear` takes.
 
@@ -120,9 +122,8 @@ class QuantisedLinear(Linear):
             ValueError: `dot_general` is given.
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
-        made = per_channel.quantise(
-            self.kernel[...].T, fused.layer_type("quantised_dtype", quantised_dtype)
-        )
+        dtype = quantised_dtype if quantized_dtype is None else quantized_dtype
+        made = per_channel.quantise(self.kernel[...].T, fused.layer_type("quantised_dtype", dtype))
         del self.kernel
         self.kernel_values, self.kernel_scale = map(Quantised, made)
 
@@ -136,7 +137,7 @@ class QuantisedLinear(Linear):
             layer: A stock layer or one of ours.
             quantised_dtype: As for the class.
             **options: `activation`, `schedule`, `config` or `implementation`, where they are to be
-                other than those of `layer`.
+                other than those of `layer`; `quantized_dtype` as for the class.
 
         Raises:
             TypeError: `layer` has no weights to quantise.
@@ -171,6 +172,10 @@ class QuantisedLinear(Linear):
         options = fused.with_result(operands, residual, self._options(out_sharding))
         kernel = per_channel.Quantised(self.kernel_values[...], self.kernel_scale[...])
         return per_channel.dense(operands[0], kernel, operands[2], **options)
+
+
+QuantizedLinear = QuantisedLinear
+"""American spelling of the same."""
 
 
 class OverwriteWithGradient(nnx.Variable):

@@ -15,7 +15,17 @@ import pytest
 from absl import flags
 from rich.console import Console
 
-from bench import command, counters, figures, machine, schedule_study, shapes, study, tune
+from bench import (
+    claims,
+    command,
+    counters,
+    figures,
+    machine,
+    schedule_study,
+    shapes,
+    study,
+    tune,
+)
 from bench.peers import Candidate, JaxPeer, Xla, compiled
 from bench.products import plain
 from pallas_gemm.device import H200
@@ -436,7 +446,7 @@ def test_a_figure_is_drawn_from_the_rows_that_are_kept(
         return png(figure)
 
     monkeypatch.setattr(plots, "_png", without_layout)
-    assert (figures.RESULTS / name).exists()
+    assert (claims.RESULTS / name).exists()
     assert figures.FIGURES[name]().startswith(b"\x89PNG")
 
 

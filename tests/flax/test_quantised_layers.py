@@ -307,3 +307,19 @@ def test_gradients_in_shard_map_are_summed_over_devices(make: Any) -> None:
     loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), rows, rows), out_specs=jax.P())
     found = jax.jit(jax.grad(loss))(params, x, g)
     np.testing.assert_array_equal(found["bias"][...], jnp.sum(g, axis=0))
+
+
+def test_american_spellings_name_the_same() -> None:
+    assert linen.QuantizedDense is linen.QuantisedDense
+    assert linen.quantized is linen.quantised
+    assert nnx.QuantizedLinear is nnx.QuantisedLinear
+    x = jnp.ones((2, 8))
+    dense: Any = linen.QuantizedDense(16, quantized_dtype=jnp.float8_e4m3fn)
+    stored = dense.init(KEY, x)
+    assert stored["quantised"]["kernel"]["values"].dtype == jnp.float8_e4m3fn
+    for spelling in ("quantised_dtype", "quantized_dtype"):
+        layer = nnx.QuantizedLinear(8, 16, **{spelling: "e4m3"}, rngs=stock_nnx.Rngs(0))
+        assert layer.kernel_values[...].dtype == jnp.float8_e4m3fn
+    trained = stock_nnx.Linear(8, 16, rngs=stock_nnx.Rngs(0))
+    of = nnx.QuantizedLinear.of(trained, quantized_dtype="e4m3")
+    assert of.kernel_values[...].dtype == jnp.float8_e4m3fn
