@@ -106,6 +106,15 @@ class GemmConfig:
         """Finds the values of fields that depend on others and are not given."""
 
     @property
+    def overlap(self) -> Literal["late", "turns", "other"]:
+        """What a CTA multiplies while a tile is stored, where planning tells modes apart.
+
+        "late": its next tile, during whose first steps the same consumers store. "turns": the tile
+        of the consumer whose turn it is. "other": whatever else.
+        """
+        return "other"
+
+    @property
     def cluster_size(self) -> int:
         """CTAs per cluster."""
         return self.cluster[0] * self.cluster[1]
@@ -127,8 +136,8 @@ class GemmConfig:
         return self.tile[0], self.tile[1] // problem.sums
 
     def loaded_columns(self, problem: Problem) -> int:
-        """Columns of the right operand that are loaded for a tile."""
-        del problem  # A kernel may load some more for its layout.
+        """Columns of the right operand that a CTA loads for a tile."""
+        del problem  # A kernel may load some more for its layout, or share them with others.
         return self.tile[1]
 
     def rounds_up(self, problem: Problem) -> bool:

@@ -37,6 +37,11 @@ class Device:
         """Streaming multiprocessors."""
         return self.machine.sms
 
+    def lacks(self, needed: str) -> str:
+        """Says that a kernel needs another compute capability."""
+        major, minor = self.compute_capability
+        return f"needs compute capability {needed}, {self.kind} has {major}.{minor}"
+
     def coresident_clusters(self, size: int) -> int:
         """Returns how many clusters of `size` CTAs run at once when each CTA fills an SM.
 

@@ -27,10 +27,12 @@ from pallas_gemm.call import Call, Signature
 from pallas_gemm.computer import occupancy
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.parts import note
 from pallas_gemm.op.product import equally_varying, product_of_matrices
 from pallas_gemm.planning import dispatch, heuristics, prediction, targeting
+from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.problem import Problem
 
 
@@ -46,6 +48,11 @@ class GatheredProduct:
     call: Call
     axes: tuple[str, ...]
     gathers = True
+
+    @property
+    def out_dtype(self) -> Any:
+        """Type of the result."""
+        return self.call.out_dtype
 
     def by_xla(self, a: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes it with a collective."""
@@ -139,8 +146,6 @@ batching.primitive_batchers[fused_collective_p] = _batched
 
 def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[..., Any] | None:
     """Returns the function of the operands that sends in the kernel, None if there is none."""
-    from pallas_gemm.kernels.hopper.devices.exchange import Exchange
-
     module: Any = ctx.module_context
     if why_not_among(module):
         return None
@@ -160,23 +165,28 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[
         note(call, whole, f"{rows}; XLA's collective sends them: {plan}")
         return None
     note(call, whole, f"{rows}; the kernel sends them", plan)
-    return _traced_once(plan.realigned.problem, plan.config, plan.device, exchange, how)
+    problem = plan.realigned.problem
+    return _traced_once(
+        plan.architecture, problem, plan.config, plan.device, exchange, how.out_dtype
+    )
 
 
-def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str:
+def _planned(call: Call, whole: Signature, exchange: Exchange) -> dispatch.Plan | str:
     """Returns how a kernel computes a product and exchanges its rows, or why none does."""
     if exchange.size == 1:
         return "there is one device"
     decision = dispatch.decide(call, whole)
     plan = decision.plan
-    if plan is None or decision.implementation != "hopper":
+    if plan is None or decision.implementation != plan.architecture.name:
         return decision.reason
+    if (collective := plan.architecture.collective) is None:
+        return f"the {plan.architecture.name} kernel exchanges no rows"
     problem = plan.realigned.problem
     if plan.realigned.unfused or problem != call.problem(whole):
         return plan.realigned.unfused or "the operands or the result are realigned"
     why: str | None = "no config is legal"
     for candidate in _candidates(call, plan):
-        why = why_not_by(problem, candidate.config, exchange)
+        why = next(iter(collective.refusals(problem, candidate.config, exchange)), None)
         if why is None:
             return candidate
     return str(why)
@@ -184,10 +194,16 @@ def _planned(call: Call, whole: Signature, exchange: Any) -> dispatch.Plan | str
 
 @functools.lru_cache(maxsize=1024)
 def _traced_once(
-    problem: Problem, config: GemmConfig, device: Device, exchange: Any, how: FusedCollective
+    architecture: Architecture,
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    exchange: Exchange,
+    out_dtype: Any,
 ) -> Callable[..., Any]:
     """Returns a function whose kernel is traced once, however many layers call it."""
-    return jax.jit(functools.partial(_run, problem, config, device, exchange, how))
+    assert architecture.collective is not None
+    return jax.jit(architecture.collective.build(problem, config, device, exchange, out_dtype))
 
 
 def why_not_among(module: Any) -> str | None:
@@ -224,30 +240,6 @@ def _why_apart(devices: Iterable[jax.Device]) -> str | None:
     return None if near else "the GPUs do not reach each other's memory"
 
 
-def why_not_by(problem: Problem, config: Any, exchange: Any) -> str | None:
-    """Returns why a config's kernel cannot exchange rows, None if it can."""
-    from pallas_gemm.kernels.hopper.devices import send_rows, sum_rows
-
-    rows, left = divmod(problem.m, exchange.size)
-    if left or rows % (config.tile[0] * config.cluster[0]):
-        return f"the rows of {exchange.size} devices, {problem.m} in all, are no whole tiles"
-    if config.mirrored:
-        return "the product is computed transposed"
-    if config.split_k > 1:
-        return "tiles are cut along k"
-    if exchange.gathers:
-        if (
-            problem.transpose_a
-            or rows * problem.k * problem.a_dtype.itemsize % send_rows.BLOCK_BYTES
-        ):
-            return f"{rows} x {problem.k} elements are not sent"
-        if config.persistence != "static":
-            return "CTAs that are not yet running send nothing"
-    elif rows * problem.n % sum_rows.BLOCK:
-        return f"{rows} x {problem.n} sums are not added up"
-    return None
-
-
 def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
     """Yields the plan of the product alone, and others if it may be another one."""
     yield plan
@@ -256,22 +248,3 @@ def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
         for config in heuristics.rank(problem, device, architecture):
             seconds = prediction.seconds(problem, config, device, architecture)
             yield dataclasses.replace(plan, config=config, source="heuristics", seconds=seconds)
-
-
-def _run(
-    problem: Problem,
-    config: Any,
-    device: Any,
-    exchange: Any,
-    how: FusedCollective,
-    *operands: jax.Array,
-) -> Any:
-    from pallas_gemm.kernels.hopper import kernel as hopper
-    from pallas_gemm.kernels.hopper.devices import sum_rows
-    from pallas_gemm.kernels.hopper.plan import HopperPlan
-
-    plan = HopperPlan(problem, config, device, exchange)
-    results = hopper.build(plan)(*operands)
-    if isinstance(how, GatheredProduct):
-        return results
-    return [sum_rows.add_up(results, how.out_dtype, how.axes[0])]

@@ -2,18 +2,33 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.blackwell import config as blackwell_config
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.planning import costs
 from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
 from pallas_gemm.problem import Problem
+
+
+class Collective(NamedTuple):
+    """How a kernel exchanges rows with other devices while it computes.
+
+    Attributes:
+        refusals: Why a config's kernel cannot exchange such rows.
+        build: Makes the function of the operands from problem, config, device, exchange and the
+            type of the result. It returns the result, and after it the rows that were gathered.
+    """
+
+    refusals: Callable[[Problem, Any, Exchange], Iterable[str]]
+    build: Callable[[Problem, Any, Device, Exchange, Any], Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +48,8 @@ class Architecture:
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
+        costs: What predictions count for its kernel.
+        collective: How its kernel exchanges rows with other devices, None if it does not.
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
     """
 
@@ -44,6 +61,8 @@ class Architecture:
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
     candidates: Callable[..., Iterable[GemmConfig]]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
+    costs: costs.Costs
+    collective: Collective | None = None
     needs_proof: bool = False
 
     def fits(self, device: Device) -> bool:
@@ -55,6 +74,18 @@ def _build_hopper(problem: Problem, config: Any, device: Device, interpret: Any)
     from pallas_gemm.kernels.hopper import kernel
 
     return kernel.build(HopperPlan(problem, config, device, interpret=interpret))
+
+
+def _exchange_refusals_of_hopper(problem: Problem, config: Any, exchange: Exchange) -> Any:
+    from pallas_gemm.kernels.hopper.devices import collective
+
+    return collective.refusals(problem, config, exchange)
+
+
+def _build_hopper_among_devices(problem: Problem, config: Any, *rest: Any) -> Any:
+    from pallas_gemm.kernels.hopper.devices import collective
+
+    return collective.build(problem, config, *rest)
 
 
 def _build_blackwell(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
@@ -80,6 +111,8 @@ ARCHITECTURES = (
         lambda problem, _: hopper_problems.refusals(problem),
         hopper_candidates.candidates,
         _build_hopper,
+        costs.HOPPER,
+        Collective(_exchange_refusals_of_hopper, _build_hopper_among_devices),
     ),
     Architecture(
         "blackwell",
@@ -90,6 +123,7 @@ ARCHITECTURES = (
         blackwell_config.problem_refusals,
         blackwell_candidates.candidates,
         _build_blackwell,
+        costs.BLACKWELL,
         needs_proof=True,
     ),
 )

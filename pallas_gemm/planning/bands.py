@@ -79,7 +79,7 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
         return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
     if problem.ragged_k:
         return "swizzle:8"
-    in_turns = problem.symmetric or getattr(config, "pingpong", False)
+    in_turns = problem.symmetric or config.overlap == "turns"
     if in_turns and config.tiles(problem) > config.workers(problem, device):
         return f"swizzle:{BAND_OF_TRIANGLE if problem.symmetric else BAND_IN_TURNS}"
     walks = _walks(problem, config, device)

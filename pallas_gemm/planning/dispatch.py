@@ -263,10 +263,8 @@ def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | N
 def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
     if device is None:
         return "no GPU is planned for"
-    major, minor = device.compute_capability
     needed = ".".join(map(str, architecture.capability))
-    needed += ".x" if len(architecture.capability) == 1 else ""
-    return f"{OTHER_GPU} {needed}, {device.kind} has {major}.{minor}"
+    return f"it {device.lacks(needed + ('.x' if len(architecture.capability) == 1 else ''))}"
 
 
 def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan | Reasons:

@@ -174,7 +174,7 @@ def balanced_ctas(problem: Problem, config: GemmConfig, device: Device) -> int:
         # How many tiles there are, or how long they are, is known when the kernel starts.
         return min(tiles, most) * config.cluster_size
     is_written = 2 * problem.k * problem.sums <= WRITTEN * problem.out_dtype.itemsize
-    in_turns = getattr(config, "pingpong", False) and not problem.symmetric
+    in_turns = config.overlap == "turns" and not problem.symmetric
     if tiles > most and (is_written or in_turns):
         return most * config.cluster_size
     waves = math.ceil(tiles / most)

@@ -5,10 +5,11 @@ what it needs: the tensor cores, the TMA unit, the latency of memory shared out 
 ring, and the way of the tiles of one GPC to the L2. Each tile adds what its epilogue cannot hide.
 The kernel takes that, or as long as memory needs, or a little longer where both are close.
 
-The constants are a fit to bursts of random products on an H200, bfloat16, float16 and float8 from
-2 us to 7 ms: seeds 1 and 2, and the orders, of `bench/results/h200_random_kernels.csv`. The fit has
-not seen seed 3, the choice of its terms has. There, half of the predictions are within 4%, and nine
-of ten within 11%; the configs that they choose are 1% slower than the fastest that were tried.
+The constants, and those of Hopper in `costs.py`, are a fit to bursts of random products on an H200,
+bfloat16, float16 and float8 from 2 us to 7 ms: seeds 1 and 2, and the orders, of
+`bench/results/h200_random_kernels.csv`. The fit has not seen seed 3, the choice of its terms has.
+There, half of the predictions are within 4%, and nine of ten within 11%; the configs that they
+choose are 1% slower than the fastest that were tried.
 """
 
 import math
@@ -21,28 +22,14 @@ from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
 
-FITTED = (9, 0)
-"""The compute capability of the GPU that was measured."""
 LAUNCH_SECONDS = 1.95e-6
 """Of a kernel, and of each pass over an operand before or after it."""
 STEP_CYCLES = 74
 """Of each step, whatever it does."""
-ROW_CYCLES = 1.3
-"""Of TMA, for each row of `STEP_BYTES` that a CTA loads."""
-CUT_ROW_CYCLES = 2.0
-"""The same of a row that begins within a line of a cache, as those of every other tile do where
-tiles are no whole panels: 464 x 2560 x 5120 (TN) takes 28.0 us on an H200 in tiles of 64 x 160."""
-PAIRED_ROW_CYCLES = 1.43
-"""The same on Blackwell, where each CTA of a pair loads half of the right operand: one CTA with
-tiles of 128 x 256 is then 6% slower, as in JAX's tutorial on a B200. Nobody has measured it."""
 LATENCY_CYCLES = 1400
 """From a request for operands to their arrival. All slots of a ring but one are on their way. Few
 rows with rings of several depths tell it: 4 x 4096 x 14336 takes 36.0 us with 7 stages, 29.3 with
 11."""
-GPC_BYTES_PER_CYCLE = 490
-"""What the tiles of one GPC read from the L2; what several of them read at a time counts once. Only
-where it was fitted: it would have two CTAs read no more than a pair does, which by the article on a
-B200 is 1.5 times as much."""
 LATE_STORE_CYCLES = 1000
 """Between two tiles of a CTA where the first is stored while the second is multiplied: squares of
 up to 4096 tell it."""
@@ -84,13 +71,10 @@ def seconds(
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     multiply = rows * cols * step_bytes / per_cycle
-    if architecture.capability == FITTED:
-        cycles = CUT_ROW_CYCLES if config.rounds_up(problem) else ROW_CYCLES
-        loading = ROW_CYCLES * rows + cycles * config.loaded_columns(problem)
-        neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
-    else:
-        loading = PAIRED_ROW_CYCLES * (rows + cols / config.cluster_size)
-        neighbours = 0.0
+    costs = architecture.costs
+    cycles = costs.cut_row_cycles if config.rounds_up(problem) else costs.row_cycles
+    loading = costs.row_cycles * rows + cycles * config.loaded_columns(problem)
+    neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     loops = _loops(problem, config, device)
     waves, steps = (
         sum(loop.waves for loop in loops),
@@ -102,12 +86,12 @@ def seconds(
         multiply,
         loading * (step_bytes / STEP_BYTES),
         refills * LATENCY_CYCLES / max(1, config.stages - 1),
-        neighbours / GPC_BYTES_PER_CYCLE,
+        neighbours / costs.gpc_bytes_per_cycle,
     )
     stored = (2 if problem.symmetric else 1) * rows * cols
-    if getattr(config, "late_store", False):
+    if config.overlap == "late":
         between = MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES
-    elif getattr(config, "pingpong", False):
+    elif config.overlap == "turns":
         between = IN_TURNS_CYCLES
     else:
         between = STORE_CYCLES * stored * _stored_bytes(problem)
@@ -169,7 +153,7 @@ def at_best(problem: Problem, device: Device, architecture: Architecture) -> flo
     It is infinite where predictions were not fitted: they choose among configs there, and say
     nothing beside XLA.
     """
-    if architecture.capability != FITTED:
+    if not architecture.costs.fitted:
         return math.inf
     machine = device.machine
     # 820 TFLOP/s on an H200, as cuBLAS and our kernel reach in bursts of large products.

@@ -121,6 +121,10 @@ class BlackwellConfig(GemmConfig):
         """
         return Registers(120, 240) if self.specialised else None
 
+    def loaded_columns(self, problem: Problem) -> int:
+        """See `GemmConfig`; each CTA of a pair loads half of them."""
+        return super().loaded_columns(problem) // self.ctas_per_mma
+
     def parts(self, problem: Problem) -> int:
         """MMAs of each atom: of each of the sums of a tile, or of each half of a wide one."""
         return max(problem.sums, -(-self.tile[1] // MMA_COLUMNS))
@@ -166,12 +170,8 @@ class BlackwellConfig(GemmConfig):
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
-        major, minor = device.compute_capability
-        if major != 10:
-            return (
-                "the Blackwell kernel needs compute capability 10.x,"
-                f" {device.kind} has {major}.{minor}",
-            )
+        if device.compute_capability[0] != 10:
+            return (f"the Blackwell kernel {device.lacks('10.x')}",)
         return (
             *problem_refusals(problem, device),
             *self._tile_refusals(problem),

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Self
+from typing import Literal, Self
 
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
@@ -80,6 +80,11 @@ class HopperConfig(GemmConfig):
     mirrored: bool = False
     partial_sums: int = 1
     early_launch: bool = False
+
+    @property
+    def overlap(self) -> Literal["late", "turns", "other"]:
+        """See `GemmConfig`."""
+        return "late" if self.late_store else "turns" if self.pingpong else "other"
 
     def as_computed(self, problem: Problem) -> Problem:
         """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
@@ -300,11 +305,7 @@ class HopperConfig(GemmConfig):
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
         if device.compute_capability != (9, 0):
-            major, minor = device.compute_capability
-            return (
-                "the Hopper kernel needs compute capability 9.0,"
-                f" {device.kind} has {major}.{minor}",
-            )
+            return (f"the Hopper kernel {device.lacks('9.0')}",)
         problem = self.as_computed(problem)
         return (
             *layout_refusals(problem),

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import H200
+from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.kernels.hopper.devices.exchange import Exchange
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, place
+from pallas_gemm.kernels.exchange import ALONE, Exchange, on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
-from pallas_gemm.kernels.hopper.devices.exchange import ALONE, Exchange, on_device
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.hopper.devices.exchange import Exchange, numbered, on_device
+from pallas_gemm.kernels.exchange import Exchange, numbered, on_device
 from pallas_gemm.kernels.hopper.ptx import counter
 
 BLOCK_BYTES = 2048
