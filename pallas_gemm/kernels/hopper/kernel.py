@@ -67,7 +67,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, joining, launch, tiles, work
+from pallas_gemm.kernels import joining, launch, tiles, work
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join, relay
 from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
@@ -89,6 +89,7 @@ from pallas_gemm.kernels.hopper.groups import (
     group_walk,
     short_step,
     sum_walk,
+    table,
     told,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -406,7 +407,7 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     if plan.problem.in_groups:
-        order: Any = groups.operand(plan, operands.pop(factors))
+        order: Any = table.operand(plan, operands.pop(factors))
     elif plan.claims_tiles:
         schedule: Any = plan.schedule
         order = claims.order_operand(schedule, plan.workers)

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Literal, NamedTuple, Self
 
-from pallas_gemm.kernels import groups, protocol
+from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
@@ -27,6 +27,24 @@ class Chunk(NamedTuple):
     rows: int
     col: int
     cols: int
+
+
+class Relay(NamedTuple):
+    """How crowded groups are cut along k.
+
+    Attributes:
+        groups: How many there are at most.
+        parts: Into how many one is cut at most.
+        rows: Rows of the table that it takes beyond one for each group, at most.
+        steps: Of how many steps a group is not cut.
+        tile_k: Contracted elements per step.
+    """
+
+    groups: int
+    parts: int
+    rows: int
+    steps: int
+    tile_k: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +130,7 @@ class HopperPlan(KernelPlan):
         return dataclasses.replace(self, config=config, computes=tiles)
 
     @functools.cached_property
-    def relay(self) -> groups.Relay | None:
+    def relay(self) -> Relay | None:
         """How crowded groups are cut along k, where they would keep few workers busy."""
         problem, tiles = self.problem, math.prod(self.config.grid(self.problem))
         workers = self.device.sms if self.simulated else self.workers
@@ -130,7 +148,7 @@ class HopperPlan(KernelPlan):
             return None
         # Of all elements, more than so many steps are this often.
         cuts = (self.k_steps - 1) // steps
-        return groups.Relay(min(problem.batch, cuts), parts, cuts, steps, self.tile_k)
+        return Relay(min(problem.batch, cuts), parts, cuts, steps, self.tile_k)
 
     @property
     def handed_on(self) -> int:

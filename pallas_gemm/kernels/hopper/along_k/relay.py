@@ -6,7 +6,7 @@
 
 A tile whose group has much more of k than a worker's share of all would keep one worker busy while
 others are idle. So the table of groups has such a group in several parts, one after the other
-(`kernels/groups.py`). A part is added to those before it, always in this order, and a tile is
+(`groups/table.py`). A part is added to those before it, always in this order, and a tile is
 rounded once.
 
 Each consumer hands on its own part of a tile, and counts in a flag: all of its threads add one when
@@ -26,10 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, joining, place, work
+from pallas_gemm.kernels import joining, place, work
 from pallas_gemm.kernels.hopper.config import WARPGROUP
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import store
+from pallas_gemm.kernels.hopper.groups import table
 
 _ARRIVE = "red.release.gpu.global.add.u32 [$0], 1;"
 
@@ -66,7 +67,7 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
     leg = Leg(
         cta.summands.at[piece.cut_tile, 0, 0],
         (me * rows, 0),
-        cta.gmem.order.at[groups.flag(plan, number)],
+        cta.gmem.order.at[table.flag(plan, number)],
     )
 
     def add(total: Any) -> Any:

@@ -22,10 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, launch, tiles, work
+from pallas_gemm.kernels import launch, tiles, work
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
-from pallas_gemm.kernels.hopper.groups import told
+from pallas_gemm.kernels.hopper.groups import table, told
 from pallas_gemm.kernels.hopper.ptx import counter, warp_loop
 
 SHORT_STEPS = 8
@@ -63,13 +63,13 @@ def guide(cta: Cta) -> None:
     height, width = plan.config.grid(plan.problem)
     tiles = jnp.int32(height * width)
     # Where no group is cut, each is a row.
-    rows = groups.read(plan, ranks, 0).rows if plan.relay else jnp.int32(plan.problem.batch)
+    rows = table.read(plan, ranks, 0).rows if plan.relay else jnp.int32(plan.problem.batch)
     pieces = rows * tiles
 
     def found(number: Any) -> tuple[Any, tuple[Any, ...]]:
         row, tile = lax.div(number, tiles), lax.rem(number, tiles)
         here = order(tile.astype(jnp.uint32), jnp.uint32(height))
-        own, leg = groups.read(plan, ranks, row), jnp.int32(work.WHOLE_LEG)
+        own, leg = table.read(plan, ranks, row), jnp.int32(work.WHOLE_LEG)
         if plan.relay:
             rank, part, is_last = work.unpack_leg(own.leg)
             leg = work.pack_leg(rank * tiles + tile, part, is_last)
@@ -104,7 +104,7 @@ def _first(cta: Cta) -> Any:
     """The number of the worker's first piece."""
     if cta.plan.relay and cta.plan.claims_tiles:
         # Who waits for a sum waits for a worker that runs: none has a piece before it does.
-        return counter.claim(cta.gmem.order.at[groups.CLAIMED])
+        return counter.claim(cta.gmem.order.at[table.CLAIMED])
     return lax.axis_index(launch.WORKER)
 
 
@@ -113,13 +113,13 @@ def _following(cta: Cta, number: Any) -> Any:
     plan = cta.plan
     if not plan.claims_tiles:
         return number + plan.workers
-    claimed = counter.claim(cta.gmem.order.at[groups.CLAIMED])
+    claimed = counter.claim(cta.gmem.order.at[table.CLAIMED])
     return claimed if plan.relay else claimed + plan.workers
 
 
 def _loop_of_a_warp(cta: Cta, word: int) -> Callable[..., Any]:
     """Returns `lax.while_loop` for one warp."""
     plan = cta.plan
-    pieces = groups.table_rows(plan) * math.prod(plan.config.grid(plan.problem))
+    pieces = table.length(plan) * math.prod(plan.config.grid(plan.problem))
     own_word = None if plan.simulated else cta.slots.told.at[word]
     return functools.partial(warp_loop.run, pieces, own_word)

@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import groups, launch, work
+from pallas_gemm.kernels import launch, work
 from pallas_gemm.kernels.hopper import cta as ctas
 from pallas_gemm.kernels.hopper.devices import remote
-from pallas_gemm.kernels.hopper.groups import group_walk, sum_walk
+from pallas_gemm.kernels.hopper.groups import group_walk, sum_walk, table
 from pallas_gemm.kernels.hopper.groups import told as telling
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from tests import races
@@ -75,9 +75,7 @@ def of(
         operations=launch.Operations(),
         interpret=plan.interpret,
     )
-    compiled = jax.jit(
-        lambda sizes: run(launch.Inputs((), None, None, groups.operand(plan, sizes)))
-    )
+    compiled = jax.jit(lambda sizes: run(launch.Inputs((), None, None, table.operand(plan, sizes))))
 
     def checked(sizes: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         with races.recorded() as raced:
