@@ -112,34 +112,6 @@ def test_a_schedule_that_is_an_object_has_no_json() -> None:
         table(config).dumps()
 
 
-def test_the_key_tells_apart_what_takes_different_time() -> None:
-    different = [
-        PROBLEM,
-        OTHER,
-        dataclasses.replace(PROBLEM, batch=2),
-        dataclasses.replace(PROBLEM, transpose_a=True),
-        dataclasses.replace(PROBLEM, transpose_b=True),
-        dataclasses.replace(PROBLEM, out_dtype=jnp.float32),
-        dataclasses.replace(PROBLEM, a_dtype=jnp.float16, b_dtype=jnp.float16),
-        *(
-            dataclasses.replace(PROBLEM, epilogue=epilogue)
-            for epilogue in (
-                Epilogue(bias=True),
-                Epilogue(residual=True),
-                Epilogue(activation=jax.nn.relu),
-                Epilogue(gated=True),
-            )
-        ),
-    ]
-    assert len({Key.of(problem) for problem in different}) == len(different)
-
-
-def test_the_key_forgets_what_takes_no_time() -> None:
-    relu = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=jax.nn.relu))
-    tanh = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=jnp.tanh, alpha=2.0))
-    assert Key.of(relu) == Key.of(tanh)
-
-
 def test_merging_takes_the_right_one_where_both_have_one() -> None:
     merged = table(FIRST) | table(SECOND) | table(THIRD, OTHER)
     assert merged.by_key == {
