@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from schedules import draw, report, spec
+from schedules import draw, explore, report, spec
 from schedules.model import MACHINES, Persistence, Prediction, machine_named, predict
 from schedules.pieces import split_k
 from schedules.table import Schedule
@@ -362,11 +362,6 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _explore(options: argparse.Namespace) -> None:
-    try:
-        # Here, because nothing else on this command line needs plotly.
-        from schedules import explore
-    except ImportError as error:
-        raise ImportError("the explorer needs plotly: pip install '.[viz]'") from error
     settings = [
         _launch(machine, problem, tile, cluster, options.persistence)
         for machine, problem, tile, cluster in itertools.product(

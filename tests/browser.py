@@ -42,23 +42,27 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
-    def open(self, file: Path, width: int = 1400, height: int = 1000, query: str = "") -> None:
+    def open(
+        self, file: Path | str, width: int = 1400, height: int = 1000, query: str = ""
+    ) -> None:
         """Loads a file in a window of that size, and waits until it is there.
 
         Args:
-            file: What to load.
+            file: What to load, or its address.
             width: Of the window, in pixels.
             height: The same.
             query: What follows the file's name in the address.
         """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
-        self._ask("Page.navigate", url=file.absolute().as_uri() + (query and f"?{query}"))
+        url = file if isinstance(file, str) else file.absolute().as_uri()
+        self._ask("Page.navigate", url=url + (query and f"?{query}"))
         self.wait_for("document.readyState === 'complete'")
 
-    def value(self, expression: str) -> Any:
-        """Returns what a JavaScript expression is, on the page."""
-        answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
+    def value(self, expression: str, *, wait: bool = False) -> Any:
+        """Returns what a JavaScript expression is, on the page, or what it promises."""
+        settings = {"returnByValue": True, "awaitPromise": wait}
+        answer = self._ask("Runtime.evaluate", expression=expression, **settings)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -79,6 +83,19 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             event = {"type": kind, "button": "left", "clickCount": 1}
             self._ask("Input.dispatchMouseEvent", **event, **where)
+
+    def press(self, key: str, code: int) -> None:
+        """Presses a key of the keyboard: its name, and the number that Windows gives it."""
+        for kind in ("rawKeyDown", "char", "keyUp") if key == " " else ("rawKeyDown", "keyUp"):
+            event = {"type": kind, "key": key, "windowsVirtualKeyCode": code}
+            self._ask(
+                "Input.dispatchKeyEvent", **event, **({"text": key} if kind == "char" else {})
+            )
+
+    def prefer(self, scheme: str) -> None:
+        """Makes the browser prefer a colour scheme, "light" or "dark"."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._ask("Emulation.setEmulatedMedia", features=features)
 
     def picture(self) -> bytes:
         """Returns the whole page as a PNG."""
