@@ -112,7 +112,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(installed: Installed)
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_the_wheel_holds_every_file_of_a_package(installed: Installed, package: str) -> None:
-    suffixes = {".py", ".typed", ".txtpb", ".json"}
+    suffixes = {".py", ".typed", ".txtpb", ".json", ".html"}
     in_tree = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / package).rglob("*")

@@ -219,7 +219,7 @@ def _served(folder: Path) -> Iterator[str]:
     """Serves a folder on this computer: a page from a file may not look into another one."""
 
     class Silent(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
             """Says nothing."""
 
     handler = functools.partial(Silent, directory=str(folder))
