@@ -1,0 +1,156 @@
+"""How long XLA takes: the time that `explain` shows beside a kernel's own.
+
+A model of cuBLAS, which XLA calls: of some tiles, and of some pieces along k, the fastest counts.
+Each step of the k loop takes as long as the tensor cores or the loads of a tile do, each wave of
+tiles stores its results, and the product takes that, or as long as memory needs, or a little longer
+where both are close. An epilogue is one pass of memory, as measured: bias and GELU of 8192 cubed
+take 78 us longer than the product, and SwiGLU of 4096 x 14336 x 4096 56 us longer than two.
+
+The constants are a fit to bursts of 605 products on an H200, 2 us to 11 ms: those of
+`bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. Of their
+424 products, half of the predictions are within 6%, and nine of ten within 27%; of the 285 that take
+more than 20 us, within 5% and 18%. The largest errors are with up to 64 rows and 8-bit operands,
+where XLA takes up to four times as long as predicted.
+"""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import element_types
+from pallas_gemm.planning import prediction
+from pallas_gemm.planning.architectures import architecture_of
+from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
+
+TILES = (
+    *((64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64)),
+    *((128, 192), (192, 128), (128, 256), (256, 128)),
+)
+PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""What a product may be made of: cuBLAS has more, and tells nobody which it takes."""
+LAUNCH_SECONDS = 2.08e-6
+"""Of a product."""
+EIGHT_BITS = 1.12
+"""What a product of 8-bit operands takes of what the rest says of it."""
+STEP_CYCLES, LOAD_CYCLES, STORE_CYCLES = 54, 2.4, 0.03
+"""Of each step, of each row of 128 bytes of both operands in it, and for each element stored."""
+LINE_SHARE = 0.026
+"""How much longer it takes to load rows that are no whole number of cache lines."""
+POWER_SHARE, MEMORY_SHARE, SHARPNESS = 0.166, 0.944, 3.22
+"""As the constants of `prediction`."""
+JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
+"""Where it is cut along k: of one more kernel, and of passes of float32 over all pieces."""
+MISALIGNED_FLOPS = 1.29e12
+"""Of an SM, and of tiles of 128 x 128, where rows are no multiple of 16 bytes: 8191, 4095 and 1001
+cubed take 6,652, 832 and 30 us; they are predicted within 13%."""
+
+
+def seconds(problem: Problem, device: Device) -> float | None:
+    """Predicts how long XLA takes for a product and its epilogue.
+
+    Args:
+        problem: What is computed.
+        device: Where.
+
+    Returns:
+        The time; None where nobody knows: other types, and GPUs that are not Hopper's.
+    """
+    own = architecture_of(device)
+    if own is None or own.capability != prediction.FITTED or 0 in _sizes(problem):
+        return None
+    operands = {problem.a_dtype, problem.b_dtype}
+    if not operands <= element_types.FLOATS | {element_types.INT8}:
+        return None
+    return _seconds(problem, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _seconds(problem: Problem, device: Device) -> float:
+    if problem.pieces:
+        each = [dataclasses.replace(problem, k=k, pieces=()) for k in problem.pieces]
+        passes = (len(each) + 1) * math.prod(problem.out_shape) * problem.out_dtype.itemsize
+        return sum(_seconds(own, device) for own in each) + pass_seconds(passes, device)
+    total = problem.sums * _sum_seconds(problem, device)
+    if not problem.epilogue.is_identity:
+        total += pass_seconds(_epilogue_bytes(problem), device)
+    narrow, wide = sorted((problem.a_dtype, problem.b_dtype), key=lambda dtype: dtype.itemsize)
+    if narrow.itemsize != wide.itemsize:
+        shape = problem.a_shape if problem.a_dtype == narrow else problem.b_shape
+        total += pass_seconds(math.prod(shape) * (narrow.itemsize + wide.itemsize), device)
+    if problem.ragged_k:
+        # What is not a group's own is set to zero, in copies of both operands for each group.
+        copies = problem.batch * problem.k * (problem.m + problem.n)
+        total += pass_seconds(2 * copies * problem.a_dtype.itemsize, device)
+    return total
+
+
+def pass_seconds(moved: float, device: Device) -> float:
+    """Predicts how long a pass takes that reads and writes so many bytes of memory."""
+    bandwidth = prediction.PASS_SHARE * device.machine.dram_bytes_per_second
+    return prediction.LAUNCH_SECONDS + moved / bandwidth
+
+
+def _epilogue_bytes(problem: Problem) -> int:
+    """Bytes of the pass that applies an epilogue: the sums, the residual, and the result."""
+    each = (problem.sums + 1) * problem.out_dtype.itemsize
+    each += problem.epilogue.residual * problem.added_dtype.itemsize
+    return math.prod(problem.out_shape) * each
+
+
+def _sum_seconds(problem: Problem, device: Device) -> float:
+    """Predicts the time of one sum, whatever follows it."""
+    machine, itemsize = device.machine, max(problem.a_dtype.itemsize, problem.b_dtype.itemsize)
+    batch, m, n, k = _sizes(problem)
+    if _is_misaligned(problem):
+        waves = math.ceil(batch * math.ceil(m / 128) * math.ceil(n / 128) / machine.sms)
+        return LAUNCH_SECONDS + waves * 2 * 128 * 128 * k / MISALIGNED_FLOPS
+    rows, cols, pieces = _CHOICES
+    per_cycle = 4096 * machine.tensor_share
+    waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / machine.sms)
+    used = batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / (waves * machine.sms)
+    steps = np.ceil(np.ceil(k * itemsize / 128) / pieces)
+    multiply = rows * cols * 128 / per_cycle
+    load = LOAD_CYCLES * (rows + cols) * (1 + LINE_SHARE * _has_parts_of_lines(problem))
+    step = STEP_CYCLES + np.maximum(multiply, load)
+    cycles = waves * (steps * step + STORE_CYCLES * rows * cols)
+    busy = cycles / (machine.clock_hz * (1 - POWER_SHARE * used * multiply / step))
+    alone = dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
+    memory = prediction.problem_bytes(alone) / (MEMORY_SHARE * machine.dram_bytes_per_second)
+    both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+    summands = pieces * batch * m * n * 4 / machine.dram_bytes_per_second
+    joined = np.where(pieces > 1, JOIN_SECONDS + JOIN_PASSES * summands, 0)
+    total = LAUNCH_SECONDS + float((both + joined).min())
+    return total * (EIGHT_BITS if itemsize == 1 else 1)
+
+
+_CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np.float64).T
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int, int]:
+    """Returns the batch, m, n and k of what XLA computes.
+
+    Of groups, `lax.ragged_dot` multiplies all rows by each group's matrix: 27 such products in
+    `h200_grouped.csv` and `h200_groups.csv` are predicted within 15%, and 25 pairs of gradients
+    within 17%.
+    """
+    return max(problem.batch, problem.groups, 1), problem.m, problem.n, problem.k
+
+
+def _rows(problem: Problem) -> tuple[int, ...]:
+    """Bytes of the rows of both operands and of the result as they are stored."""
+    return (
+        problem.a_shape[-1] * problem.a_dtype.itemsize,
+        problem.b_shape[-1] * problem.b_dtype.itemsize,
+        problem.out_shape[-1] * problem.out_dtype.itemsize,
+    )
+
+
+def _is_misaligned(problem: Problem) -> bool:
+    return min(_sizes(problem)[1:]) > 1 and any(row % ROW_BYTES for row in _rows(problem))
+
+
+def _has_parts_of_lines(problem: Problem) -> bool:
+    return any(row % 128 for row in _rows(problem)[:2])
