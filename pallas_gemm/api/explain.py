@@ -3,61 +3,82 @@
 import contextlib
 import dataclasses
 import functools
-import os
-import pathlib
-import sysconfig
 import uuid
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_gemm.api.explanation import Copy, Explanation, Origin
+from pallas_gemm.api.asked import Asked, products
+from pallas_gemm.api.explanation import Explanation
+from pallas_gemm.api.findings import Entry
+from pallas_gemm.api.passes import passes_of
+from pallas_gemm.api.program import Program, program_of
 from pallas_gemm.api.request import Request
-from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall, signature_of
+from pallas_gemm.call import (
+    Call,
+    GroupedCall,
+    Signature,
+    SumCall,
+    SymmetricCall,
+    signature_of,
+)
+from pallas_gemm.device import Device
 from pallas_gemm.op import mesh_context, traffic
-from pallas_gemm.op.canonical import Merged, merged
-from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.grouped import grouped_p
 from pallas_gemm.op.parts import Part, Shared, noted
-from pallas_gemm.op.product import product_p
-from pallas_gemm.op.projections import operands_of_each, projections_p
-from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
-from pallas_gemm.op.symmetric import symmetric_p
-from pallas_gemm.planning import dispatch, targeting
+from pallas_gemm.planning import dispatch, precision, targeting, xla_time
 from pallas_gemm.planning.dispatch import Decision
 
-# Here are no lines of the caller's: this package, Python's own library, what is installed.
-_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+class _Outside(NamedTuple):
+    """A call that XLA computes without a look at the kernels.
+
+    Attributes:
+        factors: Shape and type of both.
+        out_dtype: Type of the result.
+        why: Why no kernel is considered.
+    """
+
+    factors: Signature
+    out_dtype: Any
+    why: str
+
+    @property
+    def text(self) -> str:
+        """What is multiplied."""
+        shapes = " x ".join(f"{dtype}{list(shape)}" for shape, dtype in self.factors)
+        return f"{shapes} -> {self.out_dtype}"
 
 
 class _Notes:
-    """The requests that were made while a function was traced."""
+    """The calls that were made while a function was traced, and that no kernel is considered for.
+
+    Attributes:
+        outside: In the order of the program.
+    """
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.outside: list[_Outside] = []
 
 
 # A context of JAX's own, so that a function that was traced before is traced anew.
 _NOTES = jax.make_user_context(default_value=None)
 
 
-def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explanation:
     """Says what would compute the products of a function, and why, without computing anything.
 
     >>> print(explain(gemm, a, b, activation="gelu"))  # doctest: +SKIP
     >>> print(explain(jax.grad(loss), params, batch))  # doctest: +SKIP
 
+    A program that calls nothing of this package is explained, too: each of JAX's products has the
+    time that XLA is predicted to take, and the kernel that would compute it.
+
     Args:
-        f: A function that calls `gemm` and its relatives, however deep inside.
+        f: A function.
         *args: Its arguments: arrays, trees of them, or `jax.ShapeDtypeStruct`s.
+        configs: Print the config of each product, where there are several.
         **kwargs: Its keyword arguments; what is not an array is passed as it is.
 
     Returns:
@@ -85,23 +106,31 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     notes = _Notes()
     with _NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
-        gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
-        asked = list(_products(jaxpr.jaxpr))
-        decided = [
-            (product, list(_decided(_for_gpu(product.call, gpu), product)))
-            for product in asked
-            if product.call is not None
-        ]
-    products = [(one, product.origin) for product, each in decided for one in each]
-    # Once, however many products read it; XLA's own reads what is stored.
-    by_kernels = [product for product, each in decided if any(one.plan for one in each)]
-    turned = {id(own): own.copy for product in by_kernels for own in product.turned}
-    outside = tuple((_asked_text(r), r.outside) for r in notes.requests if r.outside)
-    copies = tuple(copy for product in asked for copy in product.copies)
-    by_jax = tuple(str(product.origin.place) for product in asked if product.call is None)
-    decisions, origins = zip(*products, strict=True) if products else ((), ())
-    needless = tuple(turned.values())
-    return Explanation(decisions, outside, copies, origins, by_jax, turned=needless)
+        found = _explained(program_of(jaxpr.jaxpr), notes.outside)
+    return dataclasses.replace(found, configs=configs)
+
+
+def _explained(program: Program, outside: list[_Outside]) -> Explanation:
+    """Explains a program of which some calls are known to be XLA's."""
+    gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
+    device = targeting.known_target() or gpu
+    asked = list(_with_reasons(products(program), outside))
+    entries = [list(_entries(own, gpu, device)) for own in asked]
+    # What is copied is copied once, however many products read it; XLA's own read what is stored.
+    by_kernels = [
+        own
+        for own, each in zip(asked, entries, strict=True)
+        if own.is_ours and any(one.decision.plan for one in each)
+    ]
+    turned = {id(one.operation): one.copy for own in by_kernels for one in own.turned}
+    return Explanation(
+        tuple(one for each in entries for one in each),
+        tuple((own.text, own.why) for own in outside),
+        tuple(copy for own in by_kernels for copy in own.copies),
+        tuple(turned.values()),
+        passes_of(program),
+        device,
+    )
 
 
 def explain_on_mesh(f: Any, *args: Any) -> Explanation:
@@ -134,14 +163,27 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     with noted() as parts:
         jax.jit(anew).lower(*args).compile()
     nothing = "no product that a mesh splits; explain has what each device computes for itself"
-    return Explanation(tuple(_decided_part(part, gpu) for part in parts.found), nothing=nothing)
+    entries = tuple(Entry(_decided_part(part, gpu)) for part in parts.found)
+    return Explanation(entries, nothing=nothing)
 
 
 def note(asked: Request) -> None:
     """Notes a request if somebody asked for an explanation."""
+    if asked.outside is not None:
+        note_outside(asked.operands.present()[:2], asked.call.out_dtype, asked.outside)
+
+
+def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
+    """Notes a call that no kernel is considered for, if somebody asked for an explanation.
+
+    Args:
+        factors: Of the product.
+        out_dtype: Type of the result.
+        why: Why.
+    """
     notes = _NOTES.value
     if notes is not None:
-        notes.requests.append(asked)
+        notes.outside.append(_Outside(signature_of(factors), out_dtype, why))
 
 
 def is_noting() -> bool:
@@ -159,140 +201,51 @@ def _target_of(leaves: list[Any]) -> Any:
     return contextlib.nullcontext() if known is None else targeting.target(known)
 
 
-class _Asked(NamedTuple):
-    """A product of matrices in a program; one of JAX's own has no call.
+def _with_reasons(found: Iterable[Asked], outside: list[_Outside]) -> Iterator[Asked]:
+    """Yields products, those that a call leaves to XLA with its reason.
 
-    Attributes:
-        call: Everything about it but the operands.
-        signature: The operands.
-        meshes: Of several devices, that the operands are on.
-        origin: Who asks for it.
-        copies: What is copied for it.
-        turned: What the program itself turns for it, and the product could read as it is stored.
+    A derivative has the reason of the line that it is derived from.
     """
-
-    call: Call | None
-    signature: Signature
-    meshes: tuple[AbstractMesh, ...]
-    origin: Origin
-    copies: tuple[Copy, ...] = ()
-    turned: tuple["_Turned", ...] = ()
-
-
-class _Turned(NamedTuple):
-    """An array that a program is given, and turns.
-
-    Attributes:
-        permutation: Of its dimensions.
-        stored: Its shape and type.
-    """
-
-    permutation: tuple[int, ...]
-    stored: tuple[Any, Any]
-
-    @property
-    def copy(self) -> Copy:
-        """What it takes."""
-        shape, dtype = self.stored
-        what = f"transpose{self.permutation} of {dtype}{list(shape)} by the program"
-        return Copy(what, int(2 * np.prod(shape) * dtype.itemsize))
-
-    def letters(self, turned: str) -> str:
-        """Returns the letters of the dimensions as they are stored, of those that are turned."""
-        return "".join(turned[self.permutation.index(i)] for i in range(len(turned)))
+    asked, of_line = list(found), {}
+    for own in asked:
+        alike = (one.why for one in outside if {*one.factors} == {*own.signature[:2]})
+        if own.outside is not None and (why := next(alike, None)):
+            of_line.setdefault(own.origin.place, why)
+    every = {own.why for own in outside}
+    default = every.pop() if len(every) == 1 else "its call leaves it to XLA"
+    for own in asked:
+        if own.is_ours and own.outside is not None:
+            problem, why = own.outside
+            why = why or of_line.get(own.origin.place, default)
+            yield dataclasses.replace(own, outside=(problem, why))
+        else:
+            yield own
 
 
-def _products(
-    jaxpr: core.Jaxpr, gradient: bool = False, turned: Mapping[Any, _Turned] = MappingProxyType({})
-) -> Iterator[_Asked]:
-    """Yields each product, and the types of its operands."""
-    turned, given = dict(turned), {*jaxpr.invars, *jaxpr.constvars}
-    for equation in jaxpr.eqns:
-        own = [turned.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
-        if equation.primitive is lax.transpose_p and equation.invars[0] in given:
-            (stored,) = signature_of((equation.invars[0].aval,))
-            turned[equation.outvars[0]] = _Turned(equation.params["permutation"], stored)
-        avals: list[Any] = [v.aval for v in equation.invars]
-        source: Any = equation.source_info
-        backward = gradient or "transpose(" in str(source.name_stack)
-        is_jaxs = equation.primitive is lax.dot_general_p and not _is_ours(source)
-        ours = (product_p, sum_p, projections_p, grouped_p, symmetric_p)
-        if is_jaxs or equation.primitive in ours:
-            yield from _asked(equation, avals, own, Origin(_place(source), backward))
-        for inner in core.jaxprs_in_params(equation.params):
-            known = {}
-            if equation.primitive is primitives.jit_p:
-                # A function that is called is given what its caller turns; a loop, slices of it.
-                pairs = zip(inner.invars, own, strict=True)
-                known = {v: x for v, x in pairs if x is not None}
-            yield from _products(inner, backward, known)
+def _entries(asked: Asked, gpu: Any, device: Device | None) -> Iterator[Entry]:
+    """Yields what is said of a product; of each of a sum that no kernel computes at once."""
+    common = {"origin": asked.origin, "times": asked.times, "is_ours": asked.is_ours}
+    if asked.outside is not None:
+        problem, why = asked.outside
+        seconds = None if device is None else xla_time.seconds(problem, device)
+        yield Entry(Decision("xla", problem, why), seconds, **common, is_outside=asked.is_ours)
+    if asked.call is None:
+        return
+    call = _for_gpu(asked.call, gpu)
+    for decision in _decided(call, asked):
+        yield Entry(decision, _by_xla(call, decision, device), **common)
 
 
-def _asked(
-    equation: Any, avals: list[Any], turned: list[_Turned | None], origin: Origin
-) -> Iterator[_Asked]:
-    """Yields the products of one primitive with operands of these types."""
-    call = equation.params.get("call")
-    given = signature_of(tuple(avals))
-    meshes = tuple(own for x in avals if (own := x.sharding.mesh).size > 1)
-    if equation.primitive is product_p:
-        matrices = merged(call, equation.params["contraction"], given)
-        copies = tuple(_copies(call, matrices, given))
-        needless = tuple(_needless(call, equation.params["contraction"], given, turned))
-        yield _Asked(matrices.call, matrices.signature, meshes, origin, copies, needless)
-    elif equation.primitive is projections_p:
-        each = operands_of_each(call, given[1:])
-        for dims, own in zip(equation.params["contractions"], each, strict=True):
-            yield _Asked(*merged(call, dims, (given[0], *own))[:2], meshes, origin)
-    elif equation.primitive is sum_p:
-        each = each_merged(call, equation.params["contractions"], given)
-        wholes = [whole] if (whole := merged_sum(each)) else [own[:2] for own in each]
-        for own_call, signature in wholes:
-            yield _Asked(own_call, signature, meshes, origin)
-    else:
-        needless = ()
-        if equation.primitive is grouped_p:
-            needless = tuple(x for x in turned if x is not None and x.permutation == (0, 2, 1))
-        yield _Asked(call, given, meshes, origin, turned=needless)
+def _by_xla(call: Call, decision: Decision, device: Device | None) -> float | None:
+    """Predicts how long XLA takes; None where nobody knows."""
+    problem = decision.problem
+    operands = (problem.a_dtype, problem.b_dtype)
+    if device is None or decision.mesh or precision.kernel_refusal(call.precision, operands):
+        return None
+    return xla_time.seconds(problem, device)
 
 
-def _needless(
-    call: Call, contraction: Contraction, given: Signature, turned: list[_Turned | None]
-) -> Iterator[_Turned]:
-    """Yields what need not be turned: as it is stored, the product reads it without a copy."""
-    for name, place in (("lhs", 0), ("rhs", 1)):
-        operand = turned[place]
-        if operand is None or (place and call.epilogue.gated):
-            continue
-        stored = operand.letters(getattr(contraction, name))
-        dims = contraction.with_letters(**{name: stored})
-        operands = (*given[:place], operand.stored, *given[place + 1 :])
-        if not list(_copies(call, merged(call, dims, operands), operands)):
-            yield operand
-
-
-def _files(source: Any) -> Iterator[tuple[str, int]]:
-    """Yields the lines within the explained function that made an equation, innermost first."""
-    for frame in () if source.traceback is None else source.traceback.frames:
-        if frame.file_name == __file__:
-            return
-        yield frame.file_name, frame.line_num
-
-
-def _is_ours(source: Any) -> bool:
-    """Whether this package made an equation, for a product that it leaves to XLA."""
-    return any(file.startswith(_PACKAGE) for file, _ in _files(source))
-
-
-def _place(source: Any) -> str | None:
-    """Returns the innermost line of the caller's own program that made an equation."""
-    for file, line in _files(source):
-        if not file.startswith((_PACKAGE, *_LIBRARIES)):
-            return f"{pathlib.Path(file).name}:{line}"
-    return None
-
-
-def _decided(call: Call, asked: _Asked) -> Iterator[Decision]:
+def _decided(call: Call, asked: Asked) -> Iterator[Decision]:
     """Yields the decision about a product; about each of a sum that no kernel computes at once."""
     whole = _decided_alone(call, asked.signature, asked.meshes)
     if isinstance(call, SymmetricCall) and whole.plan is None:
@@ -361,23 +314,3 @@ def _for_gpu(call: Call, gpu: Any) -> Call:
 
 def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-
-
-def _asked_text(asked: Request) -> str:
-    shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in asked.operands[:2])
-    return f"{shapes} -> {asked.call.out_dtype}"
-
-
-def _copies(call: Call, matrices: Merged, given: Signature) -> Iterator[Copy]:
-    form = matrices.form
-    left, right = given[1::-1] if form.swapped else given[:2]
-    for (shape, dtype), side in ((left, form.a), (right, form.b)):
-        if side.is_free:
-            continue
-        what = "broadcast" if side.broadcast else f"transpose{side.permutation}"
-        moved = (np.prod(shape) + np.prod(side.shape)) * dtype.itemsize
-        yield Copy(f"{what} of {dtype}{list(shape)}", int(moved))
-    if form.permutation is not None:
-        moved = 2 * np.prod(form.parts) * call.out_dtype.itemsize
-        what = f"transpose{form.permutation} of {call.out_dtype}{list(form.parts)}, the result"
-        yield Copy(what, int(moved))

@@ -1,13 +1,14 @@
-"""What `explain` found, to print: identical products once, totals, and what could be changed."""
+"""`Explanation`: what `explain` finds, to print: a table, totals, and what could be changed."""
 
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from pallas_gemm.api.findings import Findings, Group
 from pallas_gemm.planning import tables
-from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Plan, Reasons
+from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
 from pallas_gemm.problem import Problem
 
@@ -16,139 +17,34 @@ WIDTH = 80
 PLACES = 3
 """How many lines of a program are named that ask for the same product."""
 
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Who asks for a product.
-
-    Attributes:
-        place: The line of the program, such as "model.py:41"; None if it is not known.
-        gradient: It is a part of a derivative in reverse mode.
-    """
-
-    place: str | None = None
-    gradient: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A pass over an operand that brings dimensions side by side, before any kernel is looked at.
-
-    Attributes:
-        what: What is done to which operand.
-        bytes: Bytes read and written.
-    """
-
-    what: str
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.what}: moves {self.bytes / 1e6:.1f} MB"
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Products that are computed alike.
-
-    Attributes:
-        decision: About each of them.
-        gradient: They are parts of derivatives in reverse mode.
-        count: How many there are.
-        places: The lines of the program that ask for them.
-    """
-
-    decision: Decision
-    gradient: bool
-    count: int
-    places: tuple[str, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time of all of them; 0 for XLA, whose time nobody predicts."""
-        plan = self.decision.plan
-        return 0.0 if plan is None else self.count * plan.seconds
-
-    @property
-    def passes(self) -> int:
-        """Bytes that are moved around their kernels."""
-        plan = self.decision.plan
-        return 0 if plan is None else self.count * plan.realigned.bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Findings):
     """What would compute the products of a function. `print` it, or give it to `rich.print`.
 
     >>> with target("h200"):
     ...     (product,) = explain(gemm, large, large).products
     >>> product.implementation
     'hopper'
-
-    Attributes:
-        products: The decision for each product, in the order of the program. What is derived or
-            mapped is there as it is computed: the products of a gradient, one for a whole `vmap`.
-        outside: (what, why) of each call that XLA computes without a look at the kernels.
-        copies: Copies that are made of operands to bring their dimensions side by side.
-        origins: Who asks for each of the products; empty where that is not known.
-        by_jax: The lines that multiply by JAX's own functions, once for each product.
-        nothing: What is said where there is no product.
-        turned: Copies that the program makes of operands that a product would read as stored.
     """
-
-    products: tuple[Decision, ...]
-    outside: tuple[tuple[str, str], ...] = ()
-    copies: tuple[Copy, ...] = ()
-    origins: tuple[Origin, ...] = ()
-    by_jax: tuple[str, ...] = ()
-    nothing: str = "no product"
-    turned: tuple[Copy, ...] = ()
-
-    @property
-    def all_copies(self) -> tuple[Copy, ...]:
-        """What is copied before products, by them or by the program."""
-        return (*self.copies, *self.turned)
-
-    @property
-    def implementation(self) -> str:
-        """What computes the first product; "none" if there is none."""
-        if self.products:
-            return self.products[0].implementation
-        return "xla" if self.outside else "none"
-
-    @property
-    def reason(self) -> str:
-        """Why that computes it."""
-        if self.products:
-            return self.products[0].reason
-        return self.outside[0][1] if self.outside else self.nothing
-
-    @property
-    def plan(self) -> Plan | None:
-        """How a kernel computes the first product: config, steps, predicted time."""
-        return self.products[0].plan if self.products else None
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The products, identical ones together, in the order of the program."""
-        found: dict[tuple[Decision, bool], list[str | None]] = {}
-        origins = self.origins or (Origin(),) * len(self.products)
-        for decision, origin in zip(self.products, origins, strict=True):
-            found.setdefault((decision, origin.gradient), []).append(origin.place)
-        return tuple(
-            Group(decision, gradient, len(places), tuple(dict.fromkeys(filter(None, places))))
-            for (decision, gradient), places in found.items()
-        )
 
     def __str__(self) -> str:
         groups = self.groups
-        parts = list(_summary(self)) if len(groups) > 1 else []
-        parts += [_group_text(group) for group in groups]
+        is_table = len(groups) > 1 or bool(self.by_jax)
+        parts = list(_summary(self)) if is_table else []
+        parts += [_group_text(group, self) for group in groups if _is_told(group, self)]
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
         parts += [_row("before it", str(copy), 0) for copy in self.all_copies]
         if self.by_jax:
-            parts.append(_row("JAX's own", _by_jax_text(self.by_jax), 0))
+            parts.append(_row("JAX's own", _by_jax_text(self), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
         return "\n".join(parts) or self.nothing
 
@@ -162,7 +58,7 @@ class Explanation:
         for column in table.columns[:1] + table.columns[4:]:
             column.justify = "right"
         for group in self.groups:
-            table.add_row(*_cells(group, self.groups))
+            table.add_row(*_cells(group, self))
         rows = [_row(name, text, 0) for name, text in _totals(self)]
         rows += [_row("to change", hint, 0) for hint in hints(self)]
         return Lines(table, *rows)
@@ -173,32 +69,37 @@ class Explanation:
             "products": [_as_json(group) for group in self.groups],
             "outside": [{"what": what, "why": why} for what, why in self.outside],
             "copies": [dataclasses.asdict(copy) for copy in self.all_copies],
+            "passes": [dataclasses.asdict(own) for own in self.passes],
             "by_jax": list(self.by_jax),
+            "seconds": self.seconds,
+            "seconds_by_xla": self.seconds_by_xla,
+            "seconds_if_asked": self.seconds_if_asked,
             "totals": dict(_totals(self)),
             "to_change": hints(self),
         }
         return json.dumps(document, indent=1)
 
 
-def hints(explanation: Explanation) -> list[str]:
+def hints(found: Findings) -> list[str]:
     """Returns what the caller could change for more of the products to be fast."""
-    found = [hint for group in explanation.groups for hint in _hints(group.decision)]
-    if explanation.copies:
-        found.append("keep contracted dimensions, and those of a batch, side by side in memory")
-    if explanation.turned:
-        found.append(
+    every = [hint for group in found.groups if group.entry.is_ours for hint in _hints(group)]
+    if found.copies:
+        every.append("keep contracted dimensions, and those of a batch, side by side in memory")
+    if found.turned:
+        every.append(
             "transpose_b=True, dot_general or einsum reads an operand as it is stored: a product of"
             " x.T copies x first"
         )
-    if explanation.by_jax:
-        found.append(
+    if found.by_jax:
+        every.append(
             "write pallas_gemm.matmul(a, b) for a @ b, pallas_gemm.einsum for jnp.einsum, and give"
             " layers dot_general=pallas_gemm.dot_general"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(every))
 
 
-def _hints(decision: Decision) -> Iterator[str]:
+def _hints(group: Group) -> Iterator[str]:
+    decision = group.decision
     problem, plan = decision.problem, decision.plan
     if decision.reason == "no GPU is planned for":
         yield 'with target("h200"): plans for a GPU that need not be here'
@@ -229,74 +130,128 @@ def _hint_of_step(step: Step, problem: Problem) -> str | None:
     return None
 
 
-_HEADINGS = ("n", "by", "product", "dir", "us", "ms", "%")
+_HEADINGS = ("n", "by", "product", "dir", "us", "XLA us", "ms", "%")
+_WIDTHS = (4, 9, 32, 4, 7, 7, 7, 3)
 
 
-def _summary(explanation: Explanation) -> Iterator[str]:
-    groups = explanation.groups
-    widths = (4, 9, 40, 4, 7, 7, 3)
-    rows = [_HEADINGS, *(_cells(group, groups) for group in groups)]
+def _summary(found: Findings) -> Iterator[str]:
+    rows = [_HEADINGS, *(_cells(group, found) for group in found.groups)]
     for row in rows:
         cells = [
             cell[:width].ljust(width) if 1 <= i <= 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for i, (cell, width) in enumerate(zip(row, _WIDTHS, strict=True))
         ]
         yield " ".join(cells).rstrip()
-    for name, text in _totals(explanation):
+    for name, text in _totals(found):
         yield _row(name, text, 0)
 
 
-def _cells(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
-    decision, problem = group.decision, group.decision.problem
-    count, by = f"{group.count}x", decision.implementation
+def _cells(group: Group, found: Findings) -> tuple[str, ...]:
+    """Returns a row of the table: `us` by our kernel, `ms` of all by what computes them now."""
+    entry, problem = group.entry, group.decision.problem
+    flops = sum(other.flops for other in found.groups)
+    share = f"{100 * group.flops / flops:.0f}" if flops else "-"
     direction = "grad" if group.gradient else "fwd"
-    if decision.plan is None:
-        return count, by, _short_text(problem), direction, "-", "-", "-"
-    times = f"{decision.plan.seconds * 1e6:.0f}", f"{group.seconds * 1e3:.2f}"
-    share = group.seconds / sum(other.seconds for other in groups)
-    return count, by, _short_text(problem), direction, *times, f"{100 * share:.0f}"
+    times = (_us(entry.by_kernel), _us(entry.by_xla))
+    total = f"{group.seconds * 1e3:.2f}" if entry.seconds is not None else "-"
+    what = _short_text(problem)
+    return f"{group.count}x", group.implementation, what, direction, *times, total, share
 
 
-def _totals(explanation: Explanation) -> Iterator[tuple[str, str]]:
+def _us(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.0f}"
+
+
+def _totals(found: Findings) -> Iterator[tuple[str, str]]:
     """Yields (what, how much) about all products together."""
-    groups = explanation.groups
+    groups = found.groups
     kinds = dict.fromkeys(g.decision.plan.device.kind for g in groups if g.decision.plan)
     place = f", for {', '.join(kinds)}" if kinds else ""
-    yield "products", f"{len(explanation.products)}, of which {len(groups)} are distinct{place}"
+    count = sum(group.count for group in groups)
+    yield "products", f"{count}, of which {len(groups)} are distinct{place}"
+    kernels = [group for group in groups if group.entry.is_ours and group.decision.plan]
     forward, gradients = (
-        round(1e6 * sum(group.seconds for group in groups if group.gradient is gradient))
+        round(1e6 * sum(group.seconds for group in kernels if group.gradient is gradient))
         for gradient in (False, True)
     )
     ways = f"{forward:,} forward and {gradients:,} in gradients"
     yield "predicted", f"{forward + gradients:,} us in kernels, {ways}"
-    flops = sum(d.problem.flops for d in explanation.products)
-    left = sum(d.problem.flops for d in explanation.products if d.plan is None)
-    count = sum(d.plan is None for d in explanation.products) + len(explanation.outside)
-    share = f", {100 * left / flops:.0f}% of the arithmetic" if flops else ""
-    yield "left to XLA", f"{count} products{share}"
-    moved = sum(g.passes for g in groups) + sum(copy.bytes for copy in explanation.all_copies)
+    flops = sum(group.flops for group in groups)
+    others = (
+        ("left to XLA", [g for g in groups if g.entry.is_ours and g.decision.plan is None]),
+        ("not asked", [g for g in groups if not g.entry.is_ours]),
+    )
+    for name, left in others:
+        if left or name == "left to XLA":
+            number = sum(group.count for group in left)
+            share = 100 * sum(group.flops for group in left) / flops if flops else 0
+            us = round(1e6 * sum(group.seconds for group in left))
+            time = f", {us:,} us" if us else ""
+            text = f"{number} product{'s' * (number != 1)}, {share:.0f}% of the arithmetic"
+            yield name, f"{text}{time}"
+    moved = sum(g.passes for g in groups) + sum(own.bytes * own.times for own in found.all_copies)
     yield "moved", f"{moved / 1e6:.1f} MB besides what the kernels move"
+    if found.device is not None:
+        yield from _comparison(found)
 
 
-def _group_text(group: Group) -> str:
+def _comparison(found: Findings) -> Iterator[tuple[str, str]]:
+    """Yields what all of a program's products take together, and what they would elsewhere."""
+    passes = sum(own.times for own in found.passes)
+    megabytes = sum(own.bytes * own.times for own in found.passes) / 1e6
+    us = round(1e6 * found.pass_seconds)
+    yield "between them", f"{us:,} us in {passes} passes over memory, {megabytes:,.0f} MB"
+    unknown = sum(g.count for g in found.groups if g.entry.seconds is None)
+    without = f", without {unknown} products that nobody can predict" if unknown else ""
+    yield "all", f"{1e6 * found.seconds:,.0f} us{without}"
+    if any(g.entry.by_xla is None for g in found.groups if g.entry.seconds is not None):
+        return
+    for name, seconds, what in (
+        ("by XLA", found.seconds_by_xla, "if XLA computed every product"),
+        ("if asked", found.seconds_if_asked, "if every product were asked of pallas_gemm"),
+    ):
+        if abs(seconds - found.seconds) >= 0.5e-6:
+            change = 100 * (seconds / found.seconds - 1)
+            yield name, f"{1e6 * seconds:,.0f} us, {what}: {change:+.1f}%"
+
+
+def _is_told(group: Group, found: Findings) -> bool:
+    """Whether there is more to say of a product than its row of the table."""
+    if len(found.groups) == 1 or found.configs:
+        return True
+    if not group.entry.is_ours or group.entry.is_outside:
+        return False
+    decision = group.decision
+    plan = decision.plan
+    if plan is None or decision.mesh is not None:
+        return True
+    return bool(plan.realigned.steps or plan.realigned.unfused)
+
+
+def _group_text(group: Group, found: Findings) -> str:
     decision = group.decision
     count = f"{group.count} x " if group.count > 1 else ""
     way = ", gradient" if group.gradient else ""
-    lines = [
-        _row(f"{count}{decision.implementation}:", _problem_text(decision.problem) + way, 0, 0)
-    ]
+    what = _problem_text(decision.problem) + way
+    lines = [_row(f"{count}{group.implementation}:", what, 0, 0)]
     rows = [("at", _places_text(group.places))] if group.places else []
-    rows += [("why", decision.reason)]
+    if not group.entry.is_ours:
+        rows.append(("if asked", f"{decision.implementation}: {decision.reason}"))
+    else:
+        rows.append(("why", decision.reason))
     if decision.mesh is not None:
         rows.append(("mesh", decision.mesh))
     if (plan := decision.plan) is not None:
         known = "" if plan.device.machine.is_measured else ", on which nobody has measured yet"
         rows.append(("for", f"{plan.device.kind}{known}"))
-        rows.append(("config", repr(plan.config)))
+        if found.configs or len(found.groups) == 1:
+            rows.append(("config", repr(plan.config)))
         rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
         if plan.realigned.unfused is not None:
             rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
         rows += [("step", str(step)) for step in plan.realigned.steps]
+    if group.entry.by_xla is not None:
+        rows.append(("XLA", f"{group.entry.by_xla * 1e6:.0f} us, predicted"))
     rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in _telling(decision)]
     return "\n".join([*lines, *(_row(name, text) for name, text in rows)])
 
@@ -321,7 +276,8 @@ def _places_text(places: tuple[str, ...]) -> str:
     return ", ".join(places[:PLACES]) + (f" and {more} other lines" if more > 0 else "")
 
 
-def _by_jax_text(places: tuple[str, ...]) -> str:
+def _by_jax_text(found: Findings) -> str:
+    places = found.by_jax
     count = len(places)
     return (
         f"{count} {'product is' if count == 1 else 'products are'} not asked of pallas_gemm, at"
@@ -367,6 +323,8 @@ def _as_json(group: Group) -> dict[str, Any]:
         "gradient": group.gradient,
         "places": list(group.places),
         "implementation": decision.implementation,
+        "asked": group.entry.is_ours,
+        "seconds_by_xla": group.entry.by_xla,
         "reason": decision.reason,
         "batch": problem.batch,
         "m": problem.m,

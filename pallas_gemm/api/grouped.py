@@ -13,13 +13,13 @@ from jax.lax import dot
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
 from pallas_gemm.api import arguments, extras, request
+from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.call import GroupedCall, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations, element_types
-from pallas_gemm.op.contraction import normal_dimension_numbers
-from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.grouped import NO_FORM, form_of, grouped
 from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
@@ -203,7 +203,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     last = [getattr(named, name) for name in epilogue.operands]
     operands = (a, b, *([] if up is None else [up]), sizes, *last)
     types = {np.dtype(a.dtype), np.dtype(b.dtype)}
-    if element_types.why_no_kernel(types, call.out_dtype) or request.is_explicit(*operands):
+    if why := _why_jax(types, call, operands):
+        explanation.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *operands)
     dispatch.check(call, signature_of(operands))
     return grouped(call, *operands)
@@ -223,7 +224,7 @@ def _general(
     with _as_jax_says(lhs, rhs, group_sizes, numbers):
         lhs, rhs, sizes = _arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)
-    form = _form(numbers, lhs.ndim, rhs.ndim)
+    form = form_of(numbers, lhs.ndim, rhs.ndim)
     if group_offset is not None:
         if form is None or form[0]:
             raise NotImplementedError("group_offset must be None where groups have no matrices")
@@ -232,6 +233,9 @@ def _general(
         last = numbers, precision, preferred, None, out_sharding
         return permuted(_general(lhs, rhs, sizes, *last), *places)
     if form is None or out_sharding is not None:
+        why = "out_sharding is given" if form else NO_FORM
+        dtype = lhs.dtype if preferred is None else preferred
+        explanation.note_outside((lhs, rhs), np.dtype(dtype), why)
         return stock_ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
         )
@@ -242,7 +246,8 @@ def _general(
     operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
     call = _call(lhs, rhs, sizes, preferred, precision)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
-    if element_types.why_no_kernel(operands, call.out_dtype) or request.is_explicit(lhs, rhs):
+    if why := _why_jax(operands, call, (lhs, rhs)):
+        explanation.note_outside((lhs, rhs), call.out_dtype, why)
         return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
     return grouped(call, lhs, rhs, sizes)
 
@@ -266,6 +271,14 @@ def _as_jax_says(*operands: Any) -> Iterator[None]:
             words = str(own).strip().splitlines()[0]
             raise TypeError(f"{error}; JAX says: {words}") from None
         raise
+
+
+def _why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | None:
+    """Returns why JAX's own function computes a product; None if it does not."""
+    if why := element_types.why_no_kernel(types, call.out_dtype):
+        return why
+    is_explicit = request.is_explicit(*operands)
+    return "the types of the operands say how a mesh splits them" if is_explicit else None
 
 
 def _call(
@@ -333,19 +346,6 @@ def _check_ranks(*operands: tuple[str, Any]) -> None:
     for (name, x), rank, like in zip(operands, (2, 3), ("[m, k]", "[groups, k, n]"), strict=True):
         if np.ndim(x) != rank:
             raise TypeError(f"{name} must be {like}, got shape {list(np.shape(x))}")
-
-
-def _form(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | None:
-    """Returns whether groups are contracted, and the right operand is transposed, or None."""
-    contracting, batch = normal_dimension_numbers(numbers.dot_dimension_numbers)
-    if lhs_rank != 2 or batch != ((), ()) or tuple(numbers.lhs_ragged_dimensions) != (0,):
-        return None
-    group = tuple(numbers.rhs_group_dimensions)
-    if rhs_rank == 3 and group == (0,) and contracting in (((1,), (1,)), ((1,), (2,))):
-        return False, contracting[1] == (2,)
-    if rhs_rank == 2 and not group and contracting == ((0,), (0,)):
-        return True, False
-    return None
 
 
 def _check(

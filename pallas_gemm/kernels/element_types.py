@@ -50,6 +50,11 @@ def _cast(operands: AbstractSet[np.dtype]) -> str:
     narrow, *_, wide = sorted(operands, key=lambda dtype: dtype.itemsize)
     if narrow.itemsize == wide.itemsize:
         return "cast one of them to the type of the other"
+    if wide == SINGLE:
+        # Products of float32 are XLA's for the most part.
+        if narrow in FLOATS_16:
+            return f"cast float32 to {narrow}"
+        return f"cast both to bfloat16, with what {narrow} was divided by as row_scale or col_scale"
     return f"cast {narrow} to {wide}, with what it was divided by as row_scale or col_scale"
 
 

@@ -20,11 +20,31 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import xla_groups
 
 grouped_p = core.Primitive("pallas_gemm_grouped")
+
+NO_FORM = "no kernel takes groups with batch dimensions, or with several dimensions of a kind"
+"""Why JAX computes what `form_of` has no answer for."""
+
+
+def form_of(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | None:
+    """Returns whether groups are contracted, and the right operand is transposed.
+
+    None if numbers of `lax.ragged_dot_general` are of no such product of matrices.
+    """
+    contracting, batch = normal_dimension_numbers(numbers.dot_dimension_numbers)
+    if lhs_rank != 2 or batch != ((), ()) or tuple(numbers.lhs_ragged_dimensions) != (0,):
+        return None
+    group = tuple(numbers.rhs_group_dimensions)
+    if rhs_rank == 3 and group == (0,) and contracting in (((1,), (1,)), ((1,), (2,))):
+        return False, contracting[1] == (2,)
+    if rhs_rank == 2 and not group and contracting == ((0,), (0,)):
+        return True, False
+    return None
 
 
 def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:

@@ -8,9 +8,9 @@ take 78 us longer than the product, and SwiGLU of 4096 x 14336 x 4096 56 us long
 
 The constants are a fit to bursts of 605 products on an H200, 2 us to 11 ms: those of
 `bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. Of their
-424 products, half of the predictions are within 6%, and nine of ten within 27%; of the 285 that take
-more than 20 us, within 5% and 18%. The largest errors are with up to 64 rows and 8-bit operands,
-where XLA takes up to four times as long as predicted.
+424 products, half of the predictions are within 6%, and nine of ten within 27%; of the 285 that
+take more than 20 us, within 5% and 18%. The largest errors are with up to 64 rows and 8-bit
+operands, where XLA takes up to four times as long as predicted.
 """
 
 import dataclasses

@@ -309,7 +309,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "weights of 8 bits alone",
         lambda: _mixed(jnp.int8),
         ValueError,
-        "no kernel multiplies float32 by int8; cast int8 to float32, .* row_scale or col_scale",
+        "no kernel multiplies float32 by int8; cast both to bfloat16, .* row_scale or col_scale",
     ),
     (
         "arrays that no registers are left for",

@@ -1,5 +1,6 @@
 """`explain`: what would run, of any function, without running it."""
 
+import functools
 import inspect
 import io
 import json
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import rich.console
+from jax import lax
 
 import pallas_gemm
 from pallas_gemm import dot_general, explain, gated_gemm, gemm, matmul, ragged_dot, target
@@ -117,11 +119,20 @@ def test_what_xla_computes_without_a_look_at_the_kernels_is_there_too() -> None:
 
 def test_copies_before_the_product_are_there() -> None:
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    explained = explain(dot_general, _shape(4, 128, 8, 64), _shape(4, 128, 8, 64), numbers)
+    operands = [_shape(4, 1024, 8, 128)] * 2
+    with target("h200"):
+        explained = explain(dot_general, *operands, numbers)
+    assert explained.implementation == "hopper"
     assert [str(copy) for copy in explained.copies] == [
-        "transpose(0, 2, 1, 3) of bfloat16[4, 128, 8, 64]: moves 1.0 MB"
+        "transpose(0, 2, 1, 3) of bfloat16[4, 1024, 8, 128]: moves 16.8 MB"
     ] * 2
     assert "before it     transpose(0, 2, 1, 3)" in str(explained)
+    assert explained.copy_seconds > 0
+    # XLA takes operands as they are.
+    wide = [_shape(4, 16, 8, 16, dtype=jnp.float32)] * 2
+    with target("h200"):
+        by_xla = explain(dot_general, *wide, numbers, "highest")
+    assert (by_xla.implementation, by_xla.copies) == ("xla", ())
 
 
 TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
@@ -163,7 +174,17 @@ TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
     "a slice": (
         lambda a, b: jax.lax.scan(lambda x, w: (gemm(x, w.T), None), a, b)[0],
         ((128, 128), (3, 128, 128)),
-        ["transpose(1, 0) of bfloat16[128, 128] by the program: moves 0.1 MB"],
+        ["transpose(1, 0) of bfloat16[128, 128] by the program: moves 0.1 MB, 3 times"],
+    ),
+    "made before, and needed so": (
+        lambda a: matmul(a * 2, (a * 2).T),
+        ((256, 512),),
+        ["transpose(1, 0) of bfloat16[256, 512] by the program: moves 0.5 MB"],
+    ),
+    "a product": (
+        lambda a, b: gemm(a, gemm(a, b).T),
+        ((256, 256), (256, 256)),
+        ["transpose(1, 0) of bfloat16[256, 256] by the program: moves 0.3 MB"],
     ),
     "made before": (lambda a, b: gemm(a, jnp.sin(b).T), ((256, 128), (512, 128)), []),
     "XLA's": (lambda a, b: gemm(a, b.T), ((4096, 512), (4096, 512)), []),
@@ -202,7 +223,9 @@ def _model(params: list[dict[str, Any]], x: Any) -> jax.Array:
 def test_products_of_a_program_are_grouped_and_summed_up() -> None:
     layer = {"in": _shape(4096, 1024), "out": _shape(1024, 4096)}
     with pallas_gemm.target("h200"):
-        explained = explain(jax.jit(jax.grad(_model)), [layer] * 3, _shape(2048, 4096))
+        explained = explain(
+            jax.jit(jax.grad(_model)), [layer] * 3, _shape(2048, 4096), configs=True
+        )
     groups = explained.groups
     assert len(explained.products) == sum(group.count for group in groups) == 3 * 6 - 1
     forward = [group for group in groups if not group.gradient]
@@ -241,6 +264,7 @@ def test_groups_of_rows_and_of_k_are_told_apart_from_a_batch() -> None:
         explained = explain(
             jax.grad(lambda w, x: jnp.sum(pallas_gemm.ragged_dot(x, w, sizes) ** 2)),
             *(_shape(4, 512, 256), _shape(2048, 512)),
+            configs=True,
         )
     text = str(explained)
     assert "m=2048 n=256 k=512 in 4 groups of rows NN" in text
@@ -295,3 +319,148 @@ def test_an_impossible_wish_raises() -> None:
             precision="highest",
             implementation="hopper",
         )
+
+
+def _ragged(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
+    """Computes groups of rows in a batch."""
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    return pallas_gemm.ragged_dot_general(lhs, rhs, sizes, numbers)
+
+
+BATCH = "no kernel takes groups with batch dimensions"
+RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "types": (
+        ragged_dot,
+        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.float32)),
+        "no kernel multiplies bfloat16 by float32; cast float32 to bfloat16",
+    ),
+    "complex": (
+        ragged_dot,
+        (_shape(512, 256, dtype=jnp.complex64), _shape(4, 256, 128, dtype=jnp.complex64)),
+        "no kernel takes operands of complex64",
+    ),
+    "types of an epilogue": (
+        lambda a, b, sizes: pallas_gemm.grouped_gemm(a, b, sizes, activation="gelu"),
+        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.float32)),
+        "no kernel multiplies bfloat16 by float32",
+    ),
+    "a batch": (_ragged, (_shape(2, 512, 256), _shape(2, 4, 256, 128)), BATCH),
+}
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize(("f", "operands", "why"), RAGGED.values(), ids=RAGGED)
+def test_groups_that_jax_computes_are_there_with_the_reason(
+    f: Any, operands: tuple[Any, ...], why: str
+) -> None:
+    sizes = jnp.full((2, 4) if f is _ragged else 4, 128)
+    with target("h200"):
+        explained = explain(f, *operands, sizes)
+    assert explained.products == ()
+    ((what, reason),) = explained.outside
+    assert reason.startswith(why)
+    assert what.count("[") == 2
+    (entry,) = explained.entries
+    assert (entry.is_ours, entry.is_outside, entry.decision.implementation) == (True, True, "xla")
+    assert entry.decision.problem.groups == 4
+    rows = 1024 if f is _ragged else 512
+    assert entry.decision.problem.flops == 2 * rows * 256 * 128
+    assert explained.by_jax == ()
+    assert why in " ".join(str(explained).split())
+
+
+def test_groups_of_jax_are_counted_with_what_would_compute_them() -> None:
+    operands = (_shape(16384, 4096), _shape(8, 4096, 4096), jnp.full(8, 2048))
+    with target("h200"):
+        explained = explain(
+            jax.grad(lambda a, b, n: jnp.sum(lax.ragged_dot(a, b, n)), (0, 1)), *operands
+        )
+    assert (explained.products, len(explained.by_jax)) == ((), 3)
+    forward, *gradients = explained.entries
+    assert [entry.decision.implementation for entry in explained.entries] == ["hopper"] * 3
+    # As measured: 5.0 ms, and 0.66 by a kernel.
+    assert forward.by_xla == pytest.approx(5.05e-3, rel=0.1)
+    assert forward.by_kernel == pytest.approx(0.67e-3, rel=0.1)
+    assert forward.seconds == forward.by_xla
+    assert {entry.decision.problem.ragged_k for entry in gradients} == {False, True}
+    assert explained.seconds > 3 * explained.seconds_if_asked
+    assert "if every product were asked of pallas_gemm: -" in " ".join(str(explained).split())
+
+
+def test_what_a_loop_repeats_is_counted_as_often() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(matmul(x @ w, w)), None), x, w)[0]
+
+    with target("h200"):
+        explained = explain(f, _shape(4096, 4096), _shape(5, 4096, 4096))
+    assert [group.count for group in explained.groups] == [5, 5]
+    assert len(explained.products) == 1
+    one = explained.entries[0]
+    assert one.by_xla is not None
+    assert explained.seconds_by_xla - explained.pass_seconds == pytest.approx(10 * one.by_xla)
+    text = str(explained)
+    assert "  5x hopper    4096 x 4096 x 4096 NN" in text
+    assert "  5x jax       4096 x 4096 x 4096 NN" in text
+    # The elementwise function between two rounds.
+    assert [(own.bytes, own.times) for own in explained.passes] == [(2 * 2 * 4096**2, 5)]
+
+
+def _mlp(dot: Any, x: Any, gate: Any, up: Any, down: Any) -> Any:
+    return dot(jax.nn.silu(dot(x, gate)) * dot(x, up), down)
+
+
+def test_passes_are_those_that_were_counted_in_the_program_of_xla() -> None:
+    # docs/layers.md: 352 MB forward, 587 backward with hooks, and none without derivatives.
+    x, hidden = _shape(4096, 4096), 14336
+    weights = _shape(4096, hidden), _shape(4096, hidden), _shape(hidden, 4096)
+
+    def megabytes(f: Any) -> list[int]:
+        with target("h200"):
+            return [round(own.bytes / 1e6) for own in explain(f, x, *weights).passes]
+
+    def fused(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        return matmul(gated_gemm(x, gate, up, activation="silu"), down)
+
+    assert megabytes(functools.partial(_mlp, matmul)) == [352]
+    assert megabytes(functools.partial(_mlp, jnp.matmul)) == [352]
+    assert megabytes(fused) == []
+
+    def trained(f: Any) -> list[int]:
+        def loss(*args: Any) -> jax.Array:
+            return jnp.sum(jnp.square(f(*args).astype(jnp.float32)))
+
+        return megabytes(jax.grad(loss, (0, 1, 2, 3)))
+
+    # Between both: the gradient of the loss. The last is a sum of two products, one of ours.
+    assert trained(functools.partial(_mlp, matmul)) == [352, 67, 587, 101]
+    assert trained(fused) == [352, 67, 587]
+
+
+def test_what_is_not_asked_stands_in_the_table_with_its_share() -> None:
+    a, b = _shape(4096, 4096), _shape(4096, 4096)
+    with target("h200"):
+        explained = explain(lambda a, b: (gemm(a, b) @ b) @ b[:, :1024], a, b)
+    text = str(explained)
+    header, ours, stock, last, *_ = text.splitlines()
+    assert header.split() == ["n", "by", "product", "dir", "us", "XLA", "us", "ms", "%"]
+    assert (ours.split()[1], stock.split()[1], last.split()[1]) == ("hopper", "jax", "jax")
+    assert [line.split()[-1] for line in (ours, stock, last)] == ["44", "44", "11"]
+    assert "not asked     2 products, 56% of the arithmetic" in text
+    # Configs are there on request.
+    assert "config" not in text
+    with target("h200"):
+        told = explain(lambda a, b: gemm(a, b) @ b, a, b, configs=True)
+    assert "config        HopperConfig" in str(told)
+    document = json.loads(explained.json())
+    assert [entry["asked"] for entry in document["products"]] == [True, False, False]
+    assert document["seconds_if_asked"] < document["seconds_by_xla"]
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_the_hint_for_two_types_leads_to_a_kernel() -> None:
+    wide, narrow = _shape(4096, 4096, dtype=jnp.float32), _shape(4096, 4096)
+    with target("h200"):
+        explained = explain(gemm, narrow, wide)
+        assert "cast float32 to bfloat16" in explained.reason
+        assert explain(gemm, narrow, narrow).implementation == "hopper"
+        assert explain(gemm, wide, wide).implementation == "xla"

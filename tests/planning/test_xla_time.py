@@ -44,15 +44,15 @@ def _measured(run: str) -> Iterator[tuple[Problem, float]]:
                 yield shapes.parse(row["case"]).problem, float(row["burst_us"])
             continue
         if "xla_us" in row:
-            sizes, us = [int(size) for size in row["case"].split("x")], row["xla_us"]
+            (m, n, k), us = map(int, row["case"].split("x")), row["xla_us"]
         elif row["variant"] == "xla":
-            sizes, us = [int(row[letter]) for letter in "mnk"], row["us"]
+            (m, n, k), us = (int(row[letter]) for letter in "mnk"), row["us"]
         else:
             continue
         left, right = (letter == "T" for letter in row["layout"])
         dtype = np.dtype(row["dtype"])
         out = np.dtype("bfloat16") if dtype.itemsize == 1 else dtype
-        yield Problem(*sizes, dtype, dtype, out, left, right), float(us)
+        yield Problem(m, n, k, dtype, dtype, out, left, right), float(us)
 
 
 def _errors(measured: list[tuple[Problem, float]]) -> np.ndarray:

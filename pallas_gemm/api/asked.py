@@ -1,0 +1,259 @@
+"""The products of matrices in a program: what each is, who asks for it, and what is copied for it.
+
+Those that are asked of this package are its primitives. Those of JAX's own are told by what they
+would be if they were asked of it.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh
+
+from pallas_gemm.api.findings import Copy, Origin
+from pallas_gemm.api.program import Operation, Program, Value
+from pallas_gemm.call import Call, GroupedCall, Signature, signature_of
+from pallas_gemm.kernels import element_types
+from pallas_gemm.op.canonical import Merged, merged
+from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
+from pallas_gemm.op.grouped import NO_FORM, form_of, grouped_p
+from pallas_gemm.op.product import product_p
+from pallas_gemm.op.projections import operands_of_each, projections_p
+from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
+from pallas_gemm.op.symmetric import symmetric_p
+from pallas_gemm.planning.targeting import known_target
+from pallas_gemm.problem import Problem
+
+# Here are no lines of the caller's: this package, Python's own library, what is installed.
+_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_EXPLAIN = str(pathlib.Path(__file__).with_name("explain.py"))
+_OURS = (product_p, sum_p, projections_p, grouped_p, symmetric_p)
+_OF_JAX = ("dot_general", "ragged_dot_general")
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """An array that is in memory, and that a program turns.
+
+    Attributes:
+        operation: What turns it.
+        permutation: Of its dimensions.
+        stored: Its shape and type.
+    """
+
+    operation: Operation
+    permutation: tuple[int, ...]
+    stored: tuple[Any, Any]
+
+    @property
+    def copy(self) -> Copy:
+        """What it takes."""
+        shape, dtype = self.stored
+        what = f"transpose{self.permutation} of {dtype}{list(shape)} by the program"
+        return Copy(what, int(2 * np.prod(shape) * dtype.itemsize), self.operation.times)
+
+    def letters(self, turned: str) -> str:
+        """Returns the letters of the dimensions as they are stored, of those that are turned."""
+        return "".join(turned[self.permutation.index(i)] for i in range(len(turned)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A product of matrices in a program.
+
+    Attributes:
+        call: Everything about it but the operands; None of what no kernel is considered for.
+        signature: The operands.
+        meshes: Of several devices, that the operands are on.
+        origin: Who asks for it.
+        times: How often it runs.
+        is_ours: It is asked of this package.
+        outside: (problem, reason) of what no kernel is considered for; the reason is "" if only
+            the call knew it.
+        copies: What is copied for it.
+        turned: What the program itself turns for it, and the product could read as it is stored.
+    """
+
+    call: Call | None
+    signature: Signature
+    meshes: tuple[AbstractMesh, ...]
+    origin: Origin
+    times: int
+    is_ours: bool = True
+    outside: tuple[Problem, str] | None = None
+    copies: tuple[Copy, ...] = ()
+    turned: tuple[Turned, ...] = ()
+
+
+def products(program: Program) -> Iterator[Asked]:
+    """Yields each product of a program."""
+    users = program.users()
+    for operation in program.operations:
+        if operation.equation.primitive in _OURS:
+            yield from _of_ours(operation, [_turned(x, users) for x in _inputs(operation)])
+        elif operation.name in _OF_JAX:
+            yield _of_jax(operation)
+
+
+def _inputs(operation: Operation) -> Iterator[tuple[Value, Any]]:
+    """Yields what an operation reads, and as which type."""
+    return zip(operation.inputs, [v.aval for v in operation.equation.invars], strict=True)
+
+
+def _turned(operand: tuple[Value, Any], users: Mapping[Value, list[Operation]]) -> Turned | None:
+    """Returns what is turned to make an operand, if it is in memory as it was before, too."""
+    value, aval = operand
+    own = value.made_by
+    if own is None or own.name != "transpose" or own.equation.outvars[0].aval.shape != aval.shape:
+        return None
+    (before,) = own.inputs
+    is_made = before.made_by is not None and not before.made_by.is_apart
+    if is_made and all(user is own for user in users[before]):
+        # What makes it writes it so.
+        return None
+    (stored,) = signature_of((own.equation.invars[0].aval,))
+    return Turned(own, tuple(own.equation.params["permutation"]), stored)
+
+
+def _common(operation: Operation) -> dict[str, Any]:
+    avals = [v.aval for v in operation.equation.invars]
+    meshes = tuple(own for x in avals if (own := x.sharding.mesh).size > 1)
+    source = operation.equation.source_info
+    origin = Origin(_place(source), operation.gradient)
+    return {"meshes": meshes, "origin": origin, "times": operation.times}
+
+
+def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Asked]:
+    """Yields the products of one primitive of ours."""
+    equation, common = operation.equation, _common(operation)
+    call = equation.params["call"]
+    given = signature_of(tuple(v.aval for v in equation.invars))
+    if equation.primitive is product_p:
+        dims = equation.params["contraction"]
+        matrices = merged(call, dims, given)
+        copies = tuple(_copies(call, matrices, given, operation.times))
+        needless = tuple(_needless(call, dims, given, turned))
+        own = (matrices.call, matrices.signature)
+        yield Asked(*own, **common, copies=copies, turned=needless)
+    elif equation.primitive is projections_p:
+        each = operands_of_each(call, given[1:])
+        for dims, own in zip(equation.params["contractions"], each, strict=True):
+            yield Asked(*merged(call, dims, (given[0], *own))[:2], **common)
+    elif equation.primitive is sum_p:
+        each = each_merged(call, equation.params["contractions"], given)
+        wholes = [whole] if (whole := merged_sum(each)) else [own[:2] for own in each]
+        for own_call, signature in wholes:
+            yield Asked(own_call, signature, **common)
+    else:
+        needless = ()
+        if equation.primitive is grouped_p:
+            needless = tuple(x for x in turned if x is not None and x.permutation == (0, 2, 1))
+        yield Asked(call, given, **common, turned=needless)
+
+
+def _of_jax(operation: Operation) -> Asked:
+    """Returns a product of JAX's own as it would be if it were asked of this package."""
+    equation = operation.equation
+    common = _common(operation) | {"is_ours": _is_ours(equation.source_info)}
+    given = signature_of(tuple(v.aval for v in equation.invars))
+    own = _grouped(equation, given) if len(given) > 2 else _dense(equation, given)
+    dtype = np.dtype(equation.outvars[0].aval.dtype)
+    why = element_types.why_no_kernel({kind for _, kind in given[:2]}, dtype)
+    if isinstance(own, Problem):
+        return Asked(None, given, **common, outside=(own, why or NO_FORM))
+    call, signature = own
+    if why or common["is_ours"]:
+        # If it is not for its types, the call had a reason to leave it to XLA.
+        return Asked(None, given, **common, outside=(call.problem(signature), why or ""))
+    return Asked(call, signature, **common)
+
+
+def _dense(equation: Any, given: Signature) -> tuple[Call, Signature]:
+    """Returns what a `lax.dot_general` is as a product of matrices."""
+    (left, _), (right, _) = given
+    numbers = normal_dimension_numbers(equation.params["dimension_numbers"])
+    call = Call(equation.outvars[0].aval.dtype, precision=_precision(equation))
+    dims = of_dot_general(len(left), len(right), numbers)
+    return merged(call.with_target(known_target()), dims, given)[:2]
+
+
+def _grouped(equation: Any, given: Signature) -> tuple[Call, Signature] | Problem:
+    """Returns what a `lax.ragged_dot_general` is; its size if it is no product of matrices."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (left, a_dtype), (right, b_dtype), (sizes, _) = given[:3]
+    result = equation.outvars[0].aval
+    if form := form_of(numbers, len(left), len(right)):
+        contracted, transposed = form
+        call = GroupedCall(result.dtype, precision=_precision(equation), contracted=contracted)
+        call = dataclasses.replace(call, transpose_b=transposed)
+        return call.with_target(known_target()), given[:3]
+    (contracting, _), _ = normal_dimension_numbers(numbers.dot_dimension_numbers)
+    k = math.prod(left[i] for i in contracting)
+    rows = math.prod(size for i, size in enumerate(left) if i not in contracting)
+    is_of_k = set(numbers.lhs_ragged_dimensions) <= set(contracting)
+    whole = math.prod(result.shape) // (sizes[-1] if is_of_k else 1)
+    groups = sizes[-1] if numbers.rhs_group_dimensions else 0
+    return Problem(*(rows, whole // max(rows, 1), k), a_dtype, b_dtype, result.dtype, groups=groups)
+
+
+def _precision(equation: Any) -> Any:
+    own = equation.params["precision"]
+    return (lax.Precision.DEFAULT,) * 2 if own is None else own
+
+
+def _needless(
+    call: Call, contraction: Contraction, given: Signature, turned: list[Turned | None]
+) -> Iterator[Turned]:
+    """Yields what need not be turned: as it is stored, the product reads it without a copy."""
+    for name, place in (("lhs", 0), ("rhs", 1)):
+        operand = turned[place]
+        if operand is None or (place and call.epilogue.gated):
+            continue
+        stored = operand.letters(getattr(contraction, name))
+        dims = contraction.with_letters(**{name: stored})
+        operands = (*given[:place], operand.stored, *given[place + 1 :])
+        if not list(_copies(call, merged(call, dims, operands), operands, 1)):
+            yield operand
+
+
+def _copies(call: Call, matrices: Merged, given: Signature, times: int) -> Iterator[Copy]:
+    form = matrices.form
+    left, right = given[1::-1] if form.swapped else given[:2]
+    for (shape, dtype), side in ((left, form.a), (right, form.b)):
+        if side.is_free:
+            continue
+        what = "broadcast" if side.broadcast else f"transpose{side.permutation}"
+        moved = (np.prod(shape) + np.prod(side.shape)) * dtype.itemsize
+        yield Copy(f"{what} of {dtype}{list(shape)}", int(moved), times)
+    if form.permutation is not None:
+        moved = 2 * np.prod(form.parts) * call.out_dtype.itemsize
+        what = f"transpose{form.permutation} of {call.out_dtype}{list(form.parts)}, the result"
+        yield Copy(what, int(moved), times)
+
+
+def _files(source: Any) -> Iterator[tuple[str, int]]:
+    """Yields the lines within the explained function that made an equation, innermost first."""
+    for frame in () if source.traceback is None else source.traceback.frames:
+        if frame.file_name == _EXPLAIN:
+            return
+        yield frame.file_name, frame.line_num
+
+
+def _is_ours(source: Any) -> bool:
+    """Whether this package made an equation, for a product that it leaves to XLA."""
+    return any(file.startswith(_PACKAGE) for file, _ in _files(source))
+
+
+def _place(source: Any) -> str | None:
+    """Returns the innermost line of the caller's own program that made an equation."""
+    for file, line in _files(source):
+        if not file.startswith((_PACKAGE, *_LIBRARIES)):
+            return f"{pathlib.Path(file).name}:{line}"
+    return None

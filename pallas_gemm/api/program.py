@@ -1,0 +1,246 @@
+"""A traced function as one list of operations: those of the functions that it calls among them.
+
+What a loop repeats is there once, with how often it runs. Values that are equal by construction,
+because the same operation makes them of the same operands, are one value; so is an array and what
+only has another shape.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives
+
+_CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+)
+_CALLS_AGAIN = frozenset(("remat", "remat2", "checkpoint"))
+"""Functions that are called: what they do is done by whoever calls them."""
+_SHARDED = "shard_map"
+_KERNELS = frozenset(("pallas_call", "core_map"))
+"""What they hold is no operation of XLA's."""
+_SAME = frozenset(("reshape", "squeeze", "expand_dims", "name", "copy", "sharding_constraint"))
+"""The result is the array itself, in another shape at most."""
+_DOTS = frozenset(("dot_general", "ragged_dot_general"))
+_APART = _DOTS | frozenset(
+    (
+        *("conv_general_dilated", "optimization_barrier"),
+        *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp"),
+        *("cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve", "lu", "eigh"),
+        *("custom_call", "ffi_call", "pure_callback", "io_callback", "rng_bit_generator"),
+        *("all_gather", "all_to_all", "psum", "psum2", "psum_invariant", "ppermute"),
+        *("psum_scatter", "reduce_scatter", "while", "scan", "cond", "remat", "remat2"),
+    )
+)
+"""What XLA makes no part of a pass over memory with others of; nor of what this package computes.
+"""
+
+
+class Value:
+    """An array within a program.
+
+    Attributes:
+        aval: Its type.
+        made_by: The operation that makes it; None if it is given.
+        is_number: It is a number that stands in the program.
+    """
+
+    def __init__(
+        self, aval: Any, made_by: "Operation | None" = None, *, is_number: bool = False
+    ) -> None:
+        self.aval = aval
+        self.made_by = made_by
+        self.is_number = is_number
+
+    @property
+    def bytes(self) -> int:
+        """Its size in memory; 0 of what is no array of numbers, and of a number."""
+        dtype = getattr(self.aval, "dtype", None)
+        shape = getattr(self.aval, "shape", ())
+        if self.is_number or not isinstance(dtype, np.dtype):
+            return 0
+        sizes = [size if isinstance(size, int) else 0 for size in shape]
+        return math.prod(sizes) * dtype.itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An equation of a program.
+
+    Attributes:
+        equation: What JAX knows of it.
+        inputs: What it reads.
+        outputs: What it makes.
+        times: How often it runs.
+        gradient: It is a part of a derivative in reverse mode.
+    """
+
+    equation: Any
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    times: int
+    gradient: bool
+
+    @property
+    def name(self) -> str:
+        """The primitive's."""
+        return self.equation.primitive.name
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its operands and results are in memory, whatever is before and after it."""
+        return _is_apart(self.equation)
+
+
+def _is_apart(equation: Any) -> bool:
+    name = equation.primitive.name
+    return name in _APART | _KERNELS | _CALLS_AGAIN or name.startswith("pallas_gemm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function.
+
+    Attributes:
+        operations: In an order in which they can run.
+        given: Its arguments and constants.
+        results: What it returns, and what a round of a loop leaves behind.
+    """
+
+    operations: tuple[Operation, ...]
+    given: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def users(self) -> Mapping[Value, list[Operation]]:
+        """Returns the operations that read each value."""
+        found: dict[Value, list[Operation]] = {}
+        for operation in self.operations:
+            for value in operation.inputs:
+                found.setdefault(value, []).append(operation)
+        return found
+
+    def live(self) -> frozenset[Operation]:
+        """Returns the operations that a result, or one that is apart, depends on."""
+        wanted, found = set(self.results), set()
+        for operation in reversed(self.operations):
+            if operation.is_apart or wanted.intersection(operation.outputs):
+                found.add(operation)
+                wanted.update(operation.inputs)
+        return frozenset(found)
+
+
+def program_of(jaxpr: core.Jaxpr) -> Program:
+    """Returns a traced function as one list of operations."""
+    writer = _Writer()
+    given = tuple(Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
+    results = writer.write(jaxpr, given, times=1, gradient=False)
+    return Program(tuple(writer.operations), given, (*results, *writer.left))
+
+
+class _Writer:
+    """Writes the operations of functions one after the other."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.left: list[Value] = []
+        self._known: dict[Any, tuple[Value, ...]] = {}
+
+    def write(
+        self, jaxpr: core.Jaxpr, given: Sequence[Value], times: int, gradient: bool
+    ) -> list[Value]:
+        """Writes those of a function with these constants and arguments; returns its results."""
+        names = (*jaxpr.constvars, *jaxpr.invars)
+        # A function's constants may be left out where it is called.
+        missing = [Value(var.aval) for var in names[: len(names) - len(given)]]
+        values = dict(zip(names, (*missing, *given), strict=True))
+        for equation in jaxpr.eqns:
+            inputs = tuple(self._read(values, v) for v in equation.invars)
+            backward = gradient or "transpose(" in str(equation.source_info.name_stack)
+            outputs = self._outputs(equation, inputs, times, backward)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [self._read(values, v) for v in jaxpr.outvars]
+
+    def _read(self, values: Mapping[Any, Value], v: Any) -> Value:
+        if not isinstance(v, core.Literal):
+            return values[v]
+        key = ("literal", str(v.aval), repr(v.val))
+        (found,) = self._known.setdefault(key, (Value(v.aval, is_number=True),))
+        return found
+
+    def _outputs(
+        self, equation: Any, inputs: tuple[Value, ...], times: int, gradient: bool
+    ) -> Sequence[Value]:
+        name, inner = equation.primitive.name, list(core.jaxprs_in_params(equation.params))
+        if name in _CALLS | _CALLS_AGAIN | {_SHARDED} and len(inner) == 1:
+            again = name in _CALLS_AGAIN and equation.params.get("differentiated", False)
+            if again and equation.params.get("prevent_cse", True):
+                # What was computed before is computed again, and not found.
+                inputs = self._made(equation, inputs, [v.aval for v in inputs], times, gradient)
+            if len(inner[0].invars) == len(inputs):
+                return self.write(inner[0], inputs, times, gradient)
+        if (same := _same(equation, inputs)) is not None:
+            return (same,)
+        if name in _DOTS:
+            # XLA reads and writes what is turned around its own products as it is stored.
+            inputs = tuple(map(_upright, inputs))
+        repeated = times * (equation.params["length"] if name == primitives.scan_p.name else 1)
+        for jaxpr in () if name in _KERNELS else inner:
+            own = [Value(var.aval) for var in jaxpr.invars]
+            self.left += self.write(jaxpr, own, repeated, gradient)
+        avals = [v.aval for v in equation.outvars]
+        key = None if inner or _is_apart(equation) else _key(equation, inputs)
+        if key is not None and key in self._known:
+            return self._known[key]
+        made = self._made(equation, inputs, avals, times, gradient)
+        if key is not None:
+            self._known[key] = made
+        return made
+
+    def _made(
+        self, equation: Any, inputs: Any, avals: Any, times: int, gradient: bool
+    ) -> tuple[Value, ...]:
+        own = Operation(equation, tuple(inputs), (), times, gradient)
+        own.outputs = tuple(Value(aval, own) for aval in avals)
+        self.operations.append(own)
+        return own.outputs
+
+
+def _same(equation: Any, inputs: tuple[Value, ...]) -> Value | None:
+    """Returns the value that an operation returns as it is; None if it makes another."""
+    if equation.primitive.name in _SAME:
+        return inputs[0]
+    makers = [own.name for value in inputs if (own := value.made_by) is not None]
+    if equation.primitive.name == "transpose" and makers and makers[0] in _DOTS:
+        return inputs[0]
+    if equation.primitive.name != "convert_element_type":
+        return None
+    (given,), wanted = inputs, equation.outvars[0].aval.dtype
+    if given.aval.dtype == wanted:
+        return given
+    if makers == ["convert_element_type"] and given.made_by is not None:
+        (first,) = given.made_by.inputs
+        # There and back again.
+        if first.aval.dtype == wanted and given.aval.dtype.itemsize > wanted.itemsize:
+            return first
+    return None
+
+
+def _upright(value: Value) -> Value:
+    """Returns what is turned, as it is before."""
+    own = value.made_by
+    return own.inputs[0] if own is not None and own.name == "transpose" else value
+
+
+def _key(equation: Any, inputs: tuple[Value, ...]) -> Any:
+    """Returns what equal operations have in common; None if nobody can tell."""
+    if equation.effects:
+        return None
+    key = equation.primitive.name, tuple(map(id, inputs)), tuple(sorted(equation.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
