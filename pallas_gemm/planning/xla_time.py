@@ -31,6 +31,8 @@ TILES = (
 )
 PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """What a product may be made of: cuBLAS has more, and tells nobody which it takes."""
+FLOPS_PER_CYCLE = 4096
+"""Of an SM, with 16-bit operands: what a Hopper one multiplies."""
 LAUNCH_SECONDS = 2.08e-6
 """Of a product."""
 EIGHT_BITS = 1.12
@@ -59,7 +61,7 @@ def seconds(problem: Problem, device: Device) -> float | None:
         The time; None where nobody knows: other types, and GPUs that are not Hopper's.
     """
     own = architecture_of(device)
-    if own is None or own.capability != prediction.FITTED or 0 in _sizes(problem):
+    if own is None or not own.costs.fitted or 0 in _sizes(problem):
         return None
     operands = {problem.a_dtype, problem.b_dtype}
     if not operands <= element_types.FLOATS | {element_types.INT8}:
@@ -108,7 +110,7 @@ def _sum_seconds(problem: Problem, device: Device) -> float:
         waves = math.ceil(batch * math.ceil(m / 128) * math.ceil(n / 128) / machine.sms)
         return LAUNCH_SECONDS + waves * 2 * 128 * 128 * k / MISALIGNED_FLOPS
     rows, cols, pieces = _CHOICES
-    per_cycle = 4096 * machine.tensor_share
+    per_cycle = FLOPS_PER_CYCLE * machine.tensor_share
     waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / machine.sms)
     used = batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / (waves * machine.sms)
     steps = np.ceil(np.ceil(k * itemsize / 128) / pieces)
