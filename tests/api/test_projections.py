@@ -319,7 +319,7 @@ def _of_sizes(*columns: int) -> Explanation:
         return sum(jnp.sum(y.astype(jnp.float32)) for y in projections(x, weights))  # type: ignore[return-value]
 
     with pallas_gemm.target("h200"):
-        return explain(jax.grad(loss), _shape(2, 2048, 4096), weights)
+        return explain(jax.grad(loss), _shape(2, 2048, 4096), weights, configs=True)
 
 
 def _kernels(explained: Explanation) -> int:
