@@ -127,6 +127,17 @@ def test_the_top_of_the_package_is_read_at_a_glance() -> None:
     assert len(list((ROOT / "pallas_gemm").glob("*.py"))) <= FEW
 
 
+def test_what_pallas_has_no_words_for_is_in_one_folder() -> None:
+    words = ("inline_mgpu", "inline_ptx")
+    outside = [
+        name
+        for name, path in MODULES.items()
+        if name.startswith("pallas_gemm.") and any(word in path.read_text() for word in words)
+        if not name.startswith("pallas_gemm.kernels.ptx.")
+    ]
+    assert not outside
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if ".kernels" in name])
 def test_the_code_of_a_kernel_is_read_in_one_sitting(module: str) -> None:
     text = MODULES[module].read_text()

@@ -25,14 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, work
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
+from pallas_gemm.kernels.ptx import arrays
 
-WARPGROUP = 128
-"""Threads that hold a chunk."""
 LOADED_REGISTERS = 128
 """Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
 """
@@ -171,7 +169,7 @@ class Summands:
             return total
 
         others = plan.config.split_k - 1
-        most = max(1, LOADED_REGISTERS * WARPGROUP // math.prod(sizes))
+        most = max(1, LOADED_REGISTERS * WARPGROUP_THREADS // math.prod(sizes))
         together = -(-others // -(-others // most))
         whole, rest = divmod(others, together)
         total = load(0)
@@ -186,7 +184,7 @@ class Summands:
         tile, rank = self.tile
         corner = zip(self.corner, values.shape, strict=True)
         parts = blocks(self.plan, self.gmem.at[tile, piece.summand, rank], *corner)
-        write(self.plan, parts, values, self.layout)
+        arrays.write_blocks(self.plan, parts, values, self.layout)
 
 
 def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
@@ -197,36 +195,9 @@ def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[An
     return summand.at[down, along]
 
 
-def write(plan: KernelPlan, blocks: Any, values: Any, layout: Any) -> None:
-    """Stores a part of a summand."""
-    if plan.simulated:
-        blocks[...] = values
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def emit(_: Any, blocks: Any, values: Any) -> None:
-        values.store_tiled(blocks, swizzle=16, optimized=False)
-
-    emit(blocks, values)
-
-
 def read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
     """Loads a part of a summand."""
-    if plan.simulated:
-        return plgpu.load(blocks, layout=layout, optimized=False)
-    dtype, shape = plan.problem.accumulator_dtype, tuple(n * BLOCK for n in blocks.shape[:2])
-    signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
-    )
-    def emit(_: Any, blocks: Any) -> Any:
-        return mgpu.FragmentedArray.load_tiled(
-            blocks, swizzle=16, is_signed=signed, layout=layout.to_mgpu(), optimized=False
-        )
-
-    return emit(blocks)
+    return arrays.read_blocks(plan, blocks, plan.problem.accumulator_dtype, layout)
 
 
 def divided(dividend: Any, divisor: int) -> tuple[Any, Any]:

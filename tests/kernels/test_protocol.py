@@ -18,7 +18,8 @@ import pytest
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
+from pallas_gemm.kernels.hardware import MAX_BARRIERS
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.dense import claims
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem

@@ -80,8 +80,8 @@ def _planted(fault: str | None) -> Iterator[None]:
 
     right = lines._store_width
 
-    def beyond(source: Any, target: Any, first: Any, _: Any, width: int, simulated: bool) -> None:
-        right(source, target, first, jnp.int32(source.shape[0]), width, simulated)
+    def beyond(plan: Any, source: Any, target: Any, first: Any, _: Any, width: int) -> None:
+        right(plan, source, target, first, jnp.int32(source.shape[0]), width)
 
     faults = {
         None: contextlib.nullcontext(),

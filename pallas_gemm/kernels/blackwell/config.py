@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, Self
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types, symmetric
+from pallas_gemm.kernels.hardware import MAX_BARRIERS
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -21,8 +22,6 @@ USUAL_STAGES = 6
 """What the tile that is usual has room for."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result."""
-MAX_BARRIERS = 32
-"""The most barriers that Mosaic allows in one array."""
 STEPS = (STEP_BYTES, 2 * STEP_BYTES)
 """Bytes of k that a step may have."""
 NARROWEST_BOX = 32

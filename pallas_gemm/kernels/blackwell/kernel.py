@@ -381,9 +381,7 @@ def _walk(
     worker, coding = lax.axis_index(launch.WORKER), plan.coding
     if requests is None:
         return tiles.share(plan.schedule, order, worker, plan.launched, coding, plan.cut).walk
-    return functools.partial(
-        launch_control.walk, order, requests, worker, coding, asks, plan.simulated
-    )
+    return functools.partial(launch_control.walk, order, requests, worker, coding, asks, plan)
 
 
 def _body(

@@ -24,28 +24,23 @@ seen. The request that was already in flight has to be read all the same: it may
 then nobody else computes that cluster's tile.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, protocol, tiles, work
-from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS
+from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
+from pallas_gemm.kernels.ptx import fences
 from schedules import Schedule
 
 IN_FLIGHT = 2
 """Requests that have been made and not yet read by all: as many as there are slots for answers."""
 AHEAD = 2
 """Tiles that a role knows between two tiles: the next one, and the one after it."""
-
-# What was read by ordinary loads is about to be overwritten by the asynchronous unit.
-_FENCE_AFTER_READING = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
-_FENCE_BEFORE_ASKING = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"
 
 
 class Requests(NamedTuple):
@@ -109,20 +104,20 @@ def walk(
     worker: Any,
     coding: work.Coding,
     asks: bool,
-    simulated: bool,
+    plan: BlackwellPlan,
     compute: tiles.Compute,
     carry: Any,
 ) -> tuple[Any, Any]:
     """See `tiles.Walk`; the pieces are those of clusters that have not started.
 
-    One role of each CTA `asks`. `worker` is this cluster; the simulator knows no fences.
+    One role of each CTA `asks`. `worker` is this cluster.
     """
 
     def step(state: tuple[Any, Any, Taken, Any]) -> Any:
         turn, entry, taken, carry = state
         upcoming, is_known = table[taken.second], taken.held == AHEAD
         carry = compute(turn, coding.unpack(entry), carry)
-        taken = take(requests, taken, asks=asks, simulated=simulated)
+        taken = take(requests, taken, asks=asks, plan=plan)
         # What comes after tile 0 has not been looked up while that was computed.
         entry = lax.cond(is_known, lambda: upcoming, lambda: table[taken.first])
         return turn + 1, entry, taken, carry
@@ -143,12 +138,12 @@ def start(requests: Requests, cluster: Any, *, asks: bool) -> Taken:
     return Taken(cluster, none, jnp.int32(1), none, jnp.int32(IN_FLIGHT), jnp.bool_(False))
 
 
-def take(requests: Requests, taken: Taken, *, asks: bool, simulated: bool) -> Taken:
+def take(requests: Requests, taken: Taken, *, asks: bool, plan: BlackwellPlan) -> Taken:
     """Goes on to the next tile: reads answers until two are held or none is in flight, and asks."""
 
     def read_one(taken: Taken) -> Taken:
         cluster, granted = answer(requests, taken.read)
-        release(requests, taken.read, simulated=simulated)
+        release(requests, taken.read, plan=plan)
         return taken._replace(
             first=jnp.where(taken.held == 0, cluster, taken.first),
             second=cluster,
@@ -164,8 +159,7 @@ def take(requests: Requests, taken: Taken, *, asks: bool, simulated: bool) -> Ta
         @pl.when(~taken.refused)
         def _ask_for_one_more() -> None:
             await_readers(requests, taken.made - IN_FLIGHT)
-            if not simulated:
-                _inline(_FENCE_BEFORE_ASKING)
+            fences.before_asking(plan)
             ask(requests, taken.made)
 
     return taken._replace(made=taken.made + (~taken.refused).astype(jnp.int32))
@@ -200,10 +194,9 @@ def answer(requests: Requests, request: Any) -> tuple[Any, Any]:
     return jnp.where(granted, number, jnp.int32(0)), granted
 
 
-def release(requests: Requests, request: Any, *, simulated: bool) -> None:
+def release(requests: Requests, request: Any, *, plan: BlackwellPlan) -> None:
     """Says that this role has read the answer to a request."""
-    if not simulated:
-        _inline(_FENCE_AFTER_READING)
+    fences.after_reading(plan)
     plgpu.barrier_arrive(requests.read.at[_slot(request)])
 
 
@@ -214,11 +207,3 @@ def await_readers(requests: Requests, request: Any) -> None:
 
 def _slot(request: Any) -> Any:
     return lax.rem(request, jnp.int32(IN_FLIGHT))
-
-
-def _inline(ptx: str) -> None:
-    def emit(_: Any) -> None:
-        utils.inline_ptx(ptx, has_side_effects=True)
-
-    inlined: Callable[[], None] = plgpu.inline_mgpu()(emit)
-    inlined()

@@ -10,40 +10,18 @@ Each half is a square, which is on the diagonal, or on one side of it. What is a
 left to the square that it is the mirror image of.
 """
 
-import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place, smem
+from pallas_gemm.kernels import place
 from pallas_gemm.kernels.blackwell.config import MMA_ROWS, SQUARE
 from pallas_gemm.kernels.blackwell.cta import Cta
+from pallas_gemm.kernels.ptx import arrays
 
 SQUARES = MMA_ROWS // SQUARE
 """Of a chunk."""
-
-
-def write(slot: Any, values: Any, *, simulated: bool) -> None:
-    """Writes a chunk transposed into a slot of two boxes."""
-    if simulated:
-        for square, rows in enumerate(jnp.split(values, SQUARES)):
-            slot.at[square][...] = rows.T
-        return
-
-    rows = smem.ATOM_ROWS
-
-    def emit(_: Any, slot: Any, values: Any) -> None:
-        tiles = utils.memref_reshape(slot, (SQUARES, SQUARE // rows, rows, SQUARE))
-        # As tiles of the chunk, of 64 rows and 8 columns: each column is a row of an atom.
-        values.store_tiled(utils.memref_transpose(tiles, (0, 1, 3, 2)), swizzle=smem.ATOM_BYTES)
-
-    transforms = smem.tile_transforms(smem.ATOM_BYTES, values.dtype)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.TCGEN05))(emit)(
-        slot, values
-    )
 
 
 def copy(cta: Cta, at: place.Where, col: Any, here: Any, there: Any) -> None:
@@ -58,9 +36,5 @@ def copy(cta: Cta, at: place.Where, col: Any, here: Any, there: Any) -> None:
             # A square on the diagonal is its own mirror image.
             (there.at[square], out.at[columns, rows], row > col),
         ):
-            store = functools.partial(plgpu.copy_smem_to_gmem, box, target, commit_group=False)
-            if cta.plan.simulated:
-                pl.when(made)(store)
-            else:
-                store(predicate=made)
+            arrays.store_if(cta.plan, made, box, target, commit_group=False)
     plgpu.commit_smem_to_gmem_group()

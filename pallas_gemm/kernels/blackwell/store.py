@@ -20,6 +20,7 @@ from pallas_gemm.kernels import epilogue, place
 from pallas_gemm.kernels.blackwell import mirror
 from pallas_gemm.kernels.blackwell.cta import Cta, freed_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.kernels.ptx import arrays
 
 LoadSums = Callable[[int, int], tuple[Any, ...]]
 """`load(first, width)`: some columns of a chunk, of each of the sums of a tile."""
@@ -75,7 +76,7 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
     """Stores a finished chunk of columns, through shared memory unless told otherwise."""
     plan = cta.plan
     if plan.config.direct_store:
-        _store_directly(_chunk(plan, cta.out, at, chunk), values, simulated=plan.simulated)
+        arrays.write_directly(plan, _chunk(plan, cta.out, at, chunk), values)
         return
     slot = _store_slot(plan, turn, chunk)
     if plan.problem.epilogue.residual:
@@ -86,7 +87,7 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
         await_store_slot(plan)
     cta.slots.out.tile.at[slot][...] = values
     if plan.problem.symmetric:
-        mirror.write(cta.slots.mirrored.tile.at[slot], values, simulated=plan.simulated)
+        arrays.write_squares(plan, cta.slots.mirrored.tile.at[slot], values)
     plgpu.commit_smem()
     here = cta.slots.out.box.at[slot]
     if plan.problem.symmetric:
@@ -103,21 +104,6 @@ def fetch_following(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> None:
     following = chunk + cta.plan.config.store_slots
     fetch = functools.partial(fetch_residual, cta, at, turn, (following,))
     pl.when(following < cta.plan.chunks)(fetch)
-
-
-def _store_directly(out: Any, values: Any, *, simulated: bool) -> None:
-    """Stores from registers; from where the sums lie, that is half a sector of each row at a time.
-
-    An assignment to global memory is refused for that by some releases, and means no more.
-    """
-    if simulated:
-        out[...] = values
-        return
-
-    def emit(_: Any, out: Any, values: Any) -> None:
-        values.store_untiled(out, optimized=False)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.TCGEN05))(emit)(out, values)
 
 
 def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) -> None:

@@ -9,6 +9,13 @@ from typing import Literal, Self
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.hardware import (
+    MAX_BARRIERS,
+    MAX_REGISTERS,
+    WARPGROUP_THREADS,
+    WGMMA_COLUMNS,
+    WGMMA_ROWS,
+)
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.operand import PANEL
@@ -16,19 +23,10 @@ from pallas_gemm.kernels.work import CLAIM_BITS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
-WGMMA_ROWS = 64
-WGMMA_DEPTH = 16
-"""Contracted elements of 16 bits."""
-WGMMA_COLUMNS = 8
-"""What a tile's columns are a multiple of, and what is finished at once at least."""
 USUAL_STAGES = 4
 """What the tile that is usual has room for, and more is hardly faster."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096, transpose_b=True)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
-WARPGROUP = 128
-"""Threads, which share what a consumer holds."""
-MAX_REGISTERS = 255
-"""Registers that a thread can have at all."""
 SPARE_REGISTERS = 64
 """What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
 UNROLLED_STEPS = 8
@@ -43,8 +41,6 @@ TOLD_SLOTS = 8
 """Pieces of groups that may be told of ahead; a power of two."""
 TOLD_HEADER = 2
 """Words before those that are told of pieces: what rows in groups are, or scratch of two warps."""
-MAX_BARRIERS = 32
-"""The most barriers that Mosaic allows in one array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +163,12 @@ class HopperConfig(GemmConfig):
     def _free_registers(self, problem: Problem, columns: int) -> int:
         """Registers that are left where the epilogue is applied to so many columns at once."""
         rows = self.consumer_tile[0]
-        values = rows * columns // WARPGROUP
+        values = rows * columns // WARPGROUP_THREADS
         residual = 0
         if problem.epilogue.residual:
-            residual = rows * self.store_columns * problem.added_dtype.itemsize // (4 * WARPGROUP)
+            residual = (
+                rows * self.store_columns * problem.added_dtype.itemsize // (4 * WARPGROUP_THREADS)
+            )
         taken = self.sum_registers + residual + values * epilogue_arrays(problem.epilogue)
         taken += vector_registers(problem, rows, columns)
         return self.most_registers - taken
@@ -346,7 +344,7 @@ class HopperConfig(GemmConfig):
             yield f"tile columns per consumer must be a multiple of 16, got tile={self.tile}"
         elif self.sum_registers > self._most_accumulators:
             most = self._most_accumulators * self.accumulator_registers // self.sum_registers
-            fitting = most * WARPGROUP // rows // 16 * 16 * self.tile[1] // cols
+            fitting = most * WARPGROUP_THREADS // rows // 16 * 16 * self.tile[1] // cols
             yield (
                 f"a consumer holds at most {self._most_accumulators} accumulator registers per"
                 f" thread, tile={self.tile} needs {self.sum_registers}; the nearest tile"

@@ -68,9 +68,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, tiles, work
+from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join, relay
-from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,

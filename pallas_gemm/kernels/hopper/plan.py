@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple, Self
 
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.exchange import ALONE, Exchange
-from pallas_gemm.kernels.hopper.config import WGMMA_ROWS, HopperConfig
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan

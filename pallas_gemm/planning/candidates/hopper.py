@@ -10,7 +10,8 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.hopper.config import MAX_BARRIERS, HopperConfig
+from pallas_gemm.kernels.hardware import MAX_BARRIERS
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.planning.candidates import cuts

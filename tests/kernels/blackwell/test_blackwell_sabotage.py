@@ -90,10 +90,10 @@ def wants_more_until_a_refusal(taken: launch_control.Taken) -> Any:
 
 
 def take_and_ask_after_the_end(
-    requests: Any, taken: launch_control.Taken, *, asks: bool, simulated: bool
+    requests: Any, taken: launch_control.Taken, *, asks: bool, plan: BlackwellPlan
 ) -> launch_control.Taken:
     """Makes one more request when an answer was a refusal."""
-    taken = TAKE(requests, taken, asks=asks, simulated=simulated)
+    taken = TAKE(requests, taken, asks=asks, plan=plan)
     if asks:
         pl.when(taken.refused)(lambda: launch_control.ask(requests, taken.made))
     return taken

@@ -40,8 +40,8 @@ from pallas_gemm.kernels.elementwise import live_arrays
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.dense import claims
+from pallas_gemm.kernels.hopper.groups import warp_loop
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.hopper.ptx import warp_loop
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates.hopper import candidates
 from pallas_gemm.problem import Epilogue, Problem

@@ -223,7 +223,7 @@ def test_summands_are_added_up_in_passes_and_a_rest(parts, passes, rng):
     config = HopperConfig(
         tile=(64, 64), consumers=1, stages=2, store_columns=64, split_k=parts, late_store=False
     )
-    fit = joining.LOADED_REGISTERS * joining.WARPGROUP // (64 * 64)
+    fit = joining.LOADED_REGISTERS * joining.WARPGROUP_THREADS // (64 * 64)
     together, whole, rest = passes
     assert (together <= fit, together * whole + rest) == (True, parts - 1)
     check_exact(Problem(64, 64, 64 * parts), config, rng)

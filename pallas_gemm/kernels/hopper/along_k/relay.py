@@ -23,24 +23,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, place, work
-from pallas_gemm.kernels.hopper.config import WARPGROUP
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.groups import table
-
-_ARRIVE = "red.release.gpu.global.add.u32 [$0], 1;"
-
-_AWAIT = """{
-    .reg .pred early; .reg .u32 arrived;
-    AWAIT:
-    ld.acquire.gpu.global.u32 arrived, [$0];
-    setp.lt.u32 early, arrived, $1;
-    @early bra AWAIT;
-}"""
+from pallas_gemm.kernels.ptx import arrays, words
 
 
 class Leg(NamedTuple):
@@ -71,7 +61,7 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
     )
 
     def add(total: Any) -> Any:
-        _await(cta, leg, piece.summand)
+        words.await_arrivals(plan, leg.flag, piece.summand * WARPGROUP_THREADS)
         parts = [
             values + joining.read(plan, joining.blocks(plan, leg.sums, *here), plgpu.Layout.WGMMA)
             for here, values in _parts(cta, leg, total)
@@ -83,8 +73,9 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
     @pl.when(jnp.logical_not(piece.is_last))
     def _hand_on() -> None:
         for here, values in _parts(cta, leg, total):
-            joining.write(plan, joining.blocks(plan, leg.sums, *here), values, plgpu.Layout.WGMMA)
-        _arrive(cta, leg)
+            blocks = joining.blocks(plan, leg.sums, *here)
+            arrays.write_blocks(plan, blocks, values, plgpu.Layout.WGMMA)
+        words.arrive(plan, leg.flag)
 
     return total
 
@@ -104,28 +95,3 @@ def _parts(cta: Cta, leg: Leg, total: Any) -> Any:
     for chunk, values in zip(chunks, store.taken_apart(cta.plan, total, chunks), strict=True):
         row, col = leg.corner
         yield ((row + chunk.row, chunk.rows), (col + chunk.col, chunk.cols)), values
-
-
-def _arrive(cta: Cta, leg: Leg) -> None:
-    """Says that what this thread has stored is there."""
-    if cta.plan.simulated:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def inline(_: Any, flag: Any) -> None:
-        utils.inline_ptx(_ARRIVE, utils.memref_ptr(flag), has_side_effects=True)
-
-    inline(leg.flag)
-
-
-def _await(cta: Cta, leg: Leg, part: Any) -> None:
-    """Waits until all threads have handed on the parts before this one."""
-    if cta.plan.simulated:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def inline(_: Any, flag: Any, arrivals: Any) -> None:
-        needed = arrivals.registers.item()
-        utils.inline_ptx(_AWAIT, utils.memref_ptr(flag), needed, has_side_effects=True)
-
-    inline(leg.flag, part * WARPGROUP)

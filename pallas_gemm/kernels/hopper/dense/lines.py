@@ -19,12 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels.hardware import LANES, WARPS
+from pallas_gemm.kernels.plan import KernelPlan
+from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.problem import ROW_BYTES
 
-LANES = 32
-WARPS = 4
 STRIP_LINES = 8
 """Lines of a strip: it takes a register of each thread for every 128 elements."""
 
@@ -32,34 +32,18 @@ Scalar = Any
 """A traced int32."""
 
 
-def write(slot: Any, values: Any, *, transposed: bool, simulated: bool) -> None:
-    """Writes a chunk from registers to shared memory, `[length, lines]` if it is transposed."""
-    if simulated:
-        target = slot.transpose((1, 0)) if transposed else slot
-        target[...] = values
-        return
-
-    # An assignment would choose an arrangement of the slot that knows no distance between lines.
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-    def emit(_: Any, slot: Any, values: Any) -> None:
-        target = mgpu.memref_transpose(slot, (1, 0)) if transposed else slot
-        values.store_untiled(target, optimized=False)
-
-    emit(slot, values)
-
-
 def store(
-    source: Any, target: Any, first: tuple[Scalar, Scalar], clipped: int, *, simulated: bool
+    plan: KernelPlan, source: Any, target: Any, first: tuple[Scalar, Scalar], clipped: int
 ) -> None:
     """Stores a chunk, without what lies beyond the edges of the result.
 
     Args:
+        plan: What runs.
         source: The chunk in shared memory, `[lines, length]`.
         target: The result in global memory, one matrix.
         first: Where in the result the chunk begins: line, and element of the line.
         clipped: How many elements of its lines are left of a chunk that the end of the lines cuts;
             0 if it cuts none.
-        simulated: Whether the kernel runs in the simulator.
     """
     lines, length = source.shape
     all_lines, all_length = target.shape
@@ -67,19 +51,17 @@ def store(
     left = all_length - first[1]
     for width, here in ((length, left >= length), (clipped, left == clipped)):
         if width:
-            run = functools.partial(
-                _store_width, source, target, first, lines_left, width, simulated
-            )
+            run = functools.partial(_store_width, plan, source, target, first, lines_left, width)
             pl.when(here)(run)
 
 
 def _store_width(
+    plan: KernelPlan,
     source: Any,
     target: Any,
     first: tuple[Scalar, Scalar],
     lines_left: Scalar,
     width: int,
-    simulated: bool,
 ) -> None:
     """Stores the first `width` elements of some lines."""
     together = math.gcd(target.shape[1], ROW_BYTES // target.dtype.itemsize)
@@ -91,32 +73,11 @@ def _store_width(
         for start in starts:
             here = pl.ds(first[0] + line, height), pl.ds(first[1] + start, strip)
             part = source.at[pl.ds(line, height), start : start + strip]
-            _copy(part, target.at[here], layout, simulated)
+            arrays.copy(plan, part, target.at[here], layout)
 
     strips = lax.div(lines_left, jnp.int32(STRIP_LINES))
     pl.loop(0, strips)(lambda i: store_strip(i * STRIP_LINES, STRIP_LINES))
     pl.loop(strips * STRIP_LINES, lines_left)(lambda line: store_strip(line, 1))
-
-
-def _copy(source: Any, target: Any, layout: mgpu.TiledLayout, simulated: bool) -> None:
-    """Copies from shared to global memory, in however small pieces.
-
-    An assignment to global memory is refused for small ones by some releases, and means no more.
-    """
-    if simulated:
-        target[...] = source[...]
-        return
-
-    signed = True if jnp.issubdtype(target.dtype, jnp.integer) else None
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def emit(_: Any, source: Any, target: Any) -> None:
-        values = mgpu.FragmentedArray.load_untiled(
-            source, is_signed=signed, layout=layout, optimized=False
-        )
-        values.store_untiled(target, optimized=False)
-
-    emit(source, target)
 
 
 def _layout(height: int, width: int, together: int) -> mgpu.TiledLayout:

@@ -6,7 +6,6 @@ A chunk waits until its slot's last store has been read. A residual is loaded by
 that its sum will take, or, of another type than the result, into one of its own.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import lines
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk, HopperPlan
+from pallas_gemm.kernels.ptx import arrays
 
 
 class Tile(NamedTuple):
@@ -114,28 +114,12 @@ def _strips(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> list[Any]
 
 
 def taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[Any]:
-    """Parts of what is in registers.
-
-    JAX finds out together how all that comes of a slice lies in registers, and prints each of these
-    operations. Of what is taken apart in this way it knows, and a kernel with gelu is lowered in
-    half the time, to the same machine code.
-    """
+    """Parts of what is in registers."""
     places = [
         (slice(part.row, part.row + part.rows), slice(part.col, part.col + part.cols))
         for part in parts
     ]
-    if plan.simulated:
-        return [values[place] for place in places]
-    types = [
-        plgpu.ShapeDtypeStruct((part.rows, part.cols), values.dtype, layout=plgpu.Layout.WGMMA)
-        for part in parts
-    ]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=types)
-    def take_apart(_: Any, values: Any) -> list[Any]:
-        return [values[place] for place in places]
-
-    return take_apart(values)
+    return arrays.taken_apart(plan, values, places, plgpu.Layout.WGMMA)
 
 
 def _finish_part(cta: Cta, at: place.Where, chunk: Chunk, strip: slice, sums: Iterable[Any]) -> Any:
@@ -192,10 +176,7 @@ def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -
     there = below > (0 if plan.chunks_are_squares else -chunk.rows)
     for view, made, transposed in ((slot, here, False), (mirrored, there, True)):
         target = _chunk(plan, cta.out, at, number, transposed=transposed)
-        if plan.simulated:
-            pl.when(made)(functools.partial(plgpu.copy_smem_to_gmem, view.box, target))
-        else:
-            plgpu.copy_smem_to_gmem(view.box, target, predicate=made)
+        arrays.store_if(plan, made, view.box, target)
 
 
 def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
@@ -204,17 +185,17 @@ def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: A
     A thread that is through the barrier of one chunk has read all that it stores of the chunk
     before, whose slot may then be used again.
     """
-    plan, chunk, simulated = cta.plan, cta.plan.chunks[number], cta.plan.simulated
+    plan, chunk = cta.plan, cta.plan.chunks[number]
     first, shape = (at.row + chunk.row, at.col + chunk.col), (chunk.rows, chunk.cols)
     if plan.problem.transpose_out:
         first, shape = first[::-1], shape[::-1]
     slot = cta.slots.lines.at[me, number % plan.config.store_slots, : shape[0], : shape[1]]
     if plan.stores_in_flight(number) == 0:
         plgpu.commit_smem()
-    lines.write(slot, values, transposed=plan.problem.transpose_out, simulated=simulated)
+    arrays.write_lines(plan, slot, values, transposed=plan.problem.transpose_out)
     plgpu.commit_smem()
     result = place.matrix(cta.out, at.batch)
-    lines.store(slot, result, first, plan.clipped_length(number), simulated=simulated)
+    lines.store(plan, slot, result, first, plan.clipped_length(number))
 
 
 def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:

@@ -18,35 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.exchange import Exchange, numbered, on_device
-from pallas_gemm.kernels.hopper.ptx import counter
+from pallas_gemm.kernels.ptx import copy_block, fences, words
+from pallas_gemm.kernels.ptx.copy_block import BLOCK_BYTES
 
-BLOCK_BYTES = 2048
-"""What a warp sends at once: four times 16 bytes for each lane."""
 LOAD = 16
 """Blocks that are claimed together."""
-
-_PARTS = range(4)
-_COPY = "\n".join(
-    (
-        "{ .reg .u32 lane; .reg .u64 first, from, to;",
-        *(f".reg .u32 {', '.join(f'x{part}{word}' for word in range(4))};" for part in _PARTS),
-        "mov.u32 lane, %laneid; mul.wide.u32 first, lane, 16;",
-        "add.u64 from, first, $0; add.u64 to, first, $1;",
-        *(
-            f"ld.global.v4.u32 {{x{part}0, x{part}1, x{part}2, x{part}3}}, [from+{512 * part}];"
-            for part in _PARTS
-        ),
-        *(
-            f"st.global.v4.u32 [to+{512 * part}], {{x{part}0, x{part}1, x{part}2, x{part}3}};"
-            for part in _PARTS
-        ),
-        "}",
-    )
-)
 
 
 class Transfer(NamedTuple):
@@ -92,37 +70,15 @@ def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
         def send_load(load: Any, there: Any = there, to: Any = to, share: int = share) -> Any:
             @pl.loop(load * LOAD, lax.min((load + 1) * LOAD, jnp.int32(blocks)))
             def _send_block(block: Any) -> None:
-                _copy(mine.at[block], there.at[rank * blocks + block])
+                copy_block.copy(mine.at[block], there.at[rank * blocks + block])
 
             if share:
-                _finish_stores()
+                fences.finish_stores()
                 pl.semaphore_signal(arrived.at[rank], device_id=to, **numbered())
-            return counter.claim(claimed.at[share])
+            return words.claim(claimed.at[share])
 
         def step(_: Any, load: Any, send_load: Any = send_load) -> Any:
             # One warp has no loop that ends by a condition.
             return lax.cond(load < count, send_load, lambda load: load, load)
 
-        lax.fori_loop(0, count, step, counter.claim(claimed.at[share]))
-
-
-def _copy(source: Any, target: Any) -> None:
-    """Copies a block."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def inline(_: Any, source: Any, target: Any) -> None:
-        pointers = (utils.memref_ptr(source), utils.memref_ptr(target))
-        utils.inline_ptx(_COPY, *pointers, has_side_effects=True)
-
-    inline(source, target)
-
-
-def _finish_stores() -> None:
-    """Lets the lane that signals speak for all: TMA of the receiver reads what they stored."""
-
-    @plgpu.inline_mgpu(arg_types=())
-    def inline(_: Any) -> None:
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-        utils.warp_barrier()
-
-    inline()
+        lax.fori_loop(0, count, step, words.claim(claimed.at[share]))

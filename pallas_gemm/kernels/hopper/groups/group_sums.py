@@ -13,32 +13,18 @@ which takes longer.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import smem, work
-from pallas_gemm.kernels.hopper.config import WARPGROUP, WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels import work
+from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.smem import ATOM_BYTES, ATOM_ROWS
-
-TILED = smem.tile_transforms(ATOM_BYTES, jnp.bfloat16)
-"""How a slot lies in shared memory: atoms of 8 rows of a panel."""
-WORD = 16
-"""Bytes that a thread stores at a time: 128 threads take the 16 rows of a part in one panel."""
-
-
-class Rows(NamedTuple):
-    """Which rows of a step count: from `first` on, up to `end`."""
-
-    first: Any
-    end: Any
+from pallas_gemm.kernels.ptx.zeros import Rows, zero
 
 
 def parts(plan: HopperPlan, left: Any) -> Any:
@@ -75,51 +61,7 @@ def panels_of_a(cta: Cta, me: Any, slot: Any) -> list[Any]:
 
 def _zero_part(cta: Cta, me: Any, slot: Any, part: Any, rows: Rows) -> None:
     """Zeroes, in a part of a step, the rows of both operands that do not count."""
-    zero = _zero_simulated if cta.plan.simulated else _zero
     for panel in panels_of_a(cta, me, slot):
-        zero(panel, part, rows)
-    shared = functools.partial(zero, cta.slots.b.tile.at[0, slot], part, rows)
+        zero(cta.plan, panel, part, rows)
+    shared = functools.partial(zero, cta.plan, cta.slots.b.tile.at[0, slot], part, rows)
     pl.when(me == 0)(shared) if cta.plan.simulated else shared()
-
-
-def _zero(ref: Any, part: Any, rows: Rows) -> None:
-    """Zeroes rows of a part of `[rows, columns]`: each thread a word of each panel."""
-    panels = ref.shape[1] // PANEL
-    atom = ATOM_ROWS * ATOM_BYTES
-    stores = [
-        f"@outside st.shared.v4.b32 [address + {panel * atom}], {{zero, zero, zero, zero}};"
-        for panel in range(panels)
-    ]
-    # The same atom of every panel comes before the next atom.
-    program = f"""{{
-        .reg .pred outside; .reg .u32 thread, row, address; .reg .b32 zero;
-        mov.b32 zero, 0;
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, {WARPGROUP - 1};
-        shr.u32 row, thread, {(ATOM_BYTES // WORD).bit_length() - 1};
-        mad.lo.u32 row, $1, {WGMMA_DEPTH}, row;
-        setp.lt.s32 outside, row, $2;
-        setp.ge.or.s32 outside, row, $3, outside;
-        shr.u32 row, row, {ATOM_ROWS.bit_length() - 1};
-        mad.lo.u32 address, row, {panels * atom}, $0;
-        and.b32 thread, thread, {atom // WORD - 1};
-        mad.lo.u32 address, thread, {WORD}, address;
-        {" ".join(stores)}
-    }}"""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), *(3 * (plgpu.Layout.WG_SPLAT,))))
-    def emit(_: Any, ref: Any, *numbers: Any) -> None:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        address = utils.llvm.ptrtoint(int32, utils.memref_ptr(ref))
-        words = [number.registers.item() for number in numbers]
-        utils.inline_ptx(program, address, *words, has_side_effects=True)
-
-    emit(ref, part, *rows)
-
-
-def _zero_simulated(ref: Any, part: Any, rows: Rows) -> None:
-    """Zeroes the same: the simulator knows no PTX."""
-    top = part * WGMMA_DEPTH
-    here = ref.at[pl.ds(top, WGMMA_DEPTH)]
-    row = top + lax.broadcasted_iota(jnp.int32, here.shape, 0)
-    here[...] = jnp.where((rows.first <= row) & (row < rows.end), here[...], jnp.zeros_like(here))

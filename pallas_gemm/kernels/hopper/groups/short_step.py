@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import work
+from pallas_gemm.kernels.hardware import WGMMA_DEPTH
 from pallas_gemm.kernels.hopper import ring
-from pallas_gemm.kernels.hopper.config import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.groups import group_sums
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.hopper.ptx import wgmma
+from pallas_gemm.kernels.ptx import wgmma
 
 
 class Divided(NamedTuple):
@@ -72,8 +71,7 @@ def add(
     def one_part(part: Any, total: Any) -> Any:
         deep = pl.ds(part * WGMMA_DEPTH, WGMMA_DEPTH)
         a = [panel.at[deep] for panel in group_sums.panels_of_a(cta, me, slot)]
-        multiply = _multiply_simulated if cta.plan.simulated else _multiply
-        return multiply(total, cta.slots.b.tile.at[0, slot, deep], *a)
+        return wgmma.add_part(cta.plan, total, cta.slots.b.tile.at[0, slot, deep], a)
 
     total = lax.fori_loop(0, steps.parts, one_part, total)
 
@@ -82,32 +80,3 @@ def add(
         plgpu.barrier_arrive(cta.barriers.empty.at[slot])
 
     return total, slot
-
-
-def _multiply(total: Any, b: Any, *panels: Any) -> Any:
-    """Adds the product of a part: `wgmma` of Mosaic, with one WGMMA for each panel."""
-    refs = (1 + len(panels)) * (plgpu.RefType(group_sums.TILED),)
-    layout = plgpu.Layout.WGMMA
-    out = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout, *refs), return_type=out)
-    def emit(_: Any, total: Any, b: Any, *panels: Any) -> Any:
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
-        done = wgmma.issue(acc, turned, b, WGMMA_DEPTH, in_flight=False)
-        utils.nvvm.wgmma_wait_group_sync_aligned(0)
-        return fragmented_array.optimization_barrier(done).to_layout(total.layout)
-
-    return emit(total, b, *panels)
-
-
-def _multiply_simulated(total: Any, b: Any, *panels: Any) -> Any:
-    """Adds the same product: the simulator knows no Mosaic, and WGMMA of any length."""
-
-    def product(acc: Any) -> Any:
-        for number, panel in enumerate(panels):
-            mine = acc.at[pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)] if len(panels) > 1 else acc
-            plgpu.wgmma(mine, panel.transpose((1, 0)), b)
-        return acc[...]
-
-    return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))

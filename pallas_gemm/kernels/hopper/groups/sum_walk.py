@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, tiles, work
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
-from pallas_gemm.kernels.hopper.groups import table, told
-from pallas_gemm.kernels.hopper.ptx import counter, warp_loop
+from pallas_gemm.kernels.hopper.groups import table, told, warp_loop
+from pallas_gemm.kernels.ptx import words
 
 SHORT_STEPS = 8
 """Of a piece, during which its successor might not be found: it is claimed a piece earlier."""
@@ -104,7 +104,7 @@ def _first(cta: Cta) -> Any:
     """The number of the worker's first piece."""
     if cta.plan.relay and cta.plan.claims_tiles:
         # Who waits for a sum waits for a worker that runs: none has a piece before it does.
-        return counter.claim(cta.gmem.order.at[table.CLAIMED])
+        return words.claim(cta.gmem.order.at[table.CLAIMED])
     return lax.axis_index(launch.WORKER)
 
 
@@ -113,7 +113,7 @@ def _following(cta: Cta, number: Any) -> Any:
     plan = cta.plan
     if not plan.claims_tiles:
         return number + plan.workers
-    claimed = counter.claim(cta.gmem.order.at[table.CLAIMED])
+    claimed = words.claim(cta.gmem.order.at[table.CLAIMED])
     return claimed if plan.relay else claimed + plan.workers
 
 
@@ -121,5 +121,4 @@ def _loop_of_a_warp(cta: Cta, word: int) -> Callable[..., Any]:
     """Returns `lax.while_loop` for one warp."""
     plan = cta.plan
     pieces = table.length(plan) * math.prod(plan.config.grid(plan.problem))
-    own_word = None if plan.simulated else cta.slots.told.at[word]
-    return functools.partial(warp_loop.run, pieces, own_word)
+    return functools.partial(warp_loop.run, cta, word, pieces)

@@ -16,17 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hopper.config import TOLD_HEADER, TOLD_SLOTS
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.ptx import words as ptx
 
 GUIDE = 1
 """The warp; warp 0 loads."""
-
-_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 
 
 def tell(cta: Cta, turn: Any, words: tuple[Any, ...]) -> None:
@@ -72,35 +69,10 @@ def _place(cta: Cta, turn: Any) -> Any:
 
 
 def read(cta: Cta, word: Any) -> Any:
-    """Reads a word; Pallas has no loads from shared memory in one warp."""
-    told = cta.slots.told
-    if cta.plan.simulated:
-        return told[word]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_INT32)
-    def inline(_: Any, told: Any) -> Any:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        word = utils.inline_ptx(
-            "ld.shared.b32 $0, [$1];",
-            utils.memref_ptr(told),
-            result_types=int32,
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(word, (), is_signed=True)
-
-    return inline(told.at[word])
+    """Reads a word."""
+    return ptx.read(cta.plan, cta.slots.told, word)
 
 
 def write(cta: Cta, word: Any, value: Any) -> None:
-    """Writes a word: all lanes the same. Pallas would read the old value, too."""
-    told = cta.slots.told
-    if cta.plan.simulated:
-        told[word] = value
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def inline(_: Any, told: Any, value: Any) -> None:
-        where, word = utils.memref_ptr(told), value.registers.item()
-        utils.inline_ptx("st.shared.b32 [$0], $1;", where, word, has_side_effects=True)
-
-    inline(told.at[word], value)
+    """Writes a word."""
+    ptx.write(cta.plan, cta.slots.told, word, value)

@@ -15,6 +15,7 @@ from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import find_group
 from pallas_gemm.problem import Problem
 from tests import warp_ptx
 from tests.kernels import wrapping
@@ -95,7 +96,7 @@ def test_a_warp_finds_groups_as_the_simulator_does():
     rng = np.random.default_rng(0)
     for groups in (1, 31, 32, 33, 100):
         rows, height = int(rng.integers(1, 5000)), int(rng.choice([64, 192, 256]))
-        ptx = group_walk.find_ptx(groups, rows, height)
+        ptx = find_group.find_ptx(groups, rows, height)
         for sizes in (
             rng.multinomial(rows, rng.dirichlet(np.full(groups, 0.2))),
             rng.integers(-50, 600, groups),
@@ -105,9 +106,9 @@ def test_a_warp_finds_groups_as_the_simulator_does():
             tiles = -(-there // height)
             row_ends, tile_ends = np.cumsum(there), np.cumsum(tiles)
             memory, at = sizes.astype(np.int32), [0, 0, 0]
-            group, *totals = warp_ptx.run(ptx, 4, memory, *at, group_walk.BEYOND)
+            group, *totals = warp_ptx.run(ptx, 4, memory, *at, find_group.BEYOND)
             assert group >= groups
-            assert totals == [*np.minimum([row_ends[-1], tile_ends[-1]], group_walk.BEYOND), 0]
+            assert totals == [*np.minimum([row_ends[-1], tile_ends[-1]], find_group.BEYOND), 0]
             for tile in rng.integers(tile_ends[-1], size=5) if tile_ends[-1] else ():
                 found = warp_ptx.run(ptx, 4, memory, *at, int(tile))
                 at = found[:3]
@@ -128,12 +129,13 @@ def test_no_sum_of_sizes_wraps(name):
     starts, ends = wrapping.spans(limit, sizes)
     tiles = -(-np.clip(sizes, 0, limit) // height)
     tile_ends = np.cumsum(tiles)
-    ptx = group_walk.find_ptx(len(sizes), limit, height)
+    ptx = find_group.find_ptx(len(sizes), limit, height)
     memory, at = sizes.astype(np.int32), (0, 0, 0)
     problem = Problem(limit, 64, 64, groups=len(sizes))
     plan = HopperPlan(problem, HIGHEST, H200)
-    one_by_one = jax.jit(functools.partial(group_walk._find_one_by_one, plan))
-    start = group_walk.At(*(jnp.int32(0),) * 4)
+    known = find_group.Groups(len(sizes), limit, height)
+    one_by_one = jax.jit(functools.partial(find_group.find_one_by_one, known=known))
+    start = find_group.At(*(jnp.int32(0),) * 4)
 
     def found(at: Sequence[int], tile: int) -> list[int]:
         by_warp, by_thread = (
@@ -146,8 +148,8 @@ def test_no_sum_of_sizes_wraps(name):
         assert by_warp == by_thread
         return by_warp
 
-    totals = np.minimum([ends[-1], tile_ends[-1]], group_walk.BEYOND)
-    assert found(at, group_walk.BEYOND) == [len(sizes), *totals, 0]
+    totals = np.minimum([ends[-1], tile_ends[-1]], find_group.BEYOND)
+    assert found(at, find_group.BEYOND) == [len(sizes), *totals, 0]
     # As far as there are rows of tiles in the grid, forward and back.
     most = min(plan.config.grid(problem)[0], tile_ends[-1])
     for tile in (0, 1, most // 3, most - 1, most // 2, 0):
@@ -160,9 +162,9 @@ def test_no_sum_of_sizes_wraps(name):
 def test_no_sum_of_sizes_wraps_of_as_many_rows_as_an_order_can_have():
     height = max(rows for rows, _ in CLUSTERS) * HIGHEST.tile[0]
     limit = (2**16 - 1) * height
-    ptx = group_walk.find_ptx(100, limit, height)
+    ptx = find_group.find_ptx(100, limit, height)
     memory = np.full(100, 2**31 - 1, np.int32)
     for tile, expected in ((0, [0, 0, 0, limit]), (2**16 - 1, [1, limit, 2**16 - 1, limit])):
         assert warp_ptx.run(ptx, 4, memory, 0, 0, 0, tile) == expected
-    _, row, tile, _ = warp_ptx.run(ptx, 4, memory, 0, 0, 0, group_walk.BEYOND)
-    assert (row, tile) == (group_walk.BEYOND, 100 * (2**16 - 1))
+    _, row, tile, _ = warp_ptx.run(ptx, 4, memory, 0, 0, 0, find_group.BEYOND)
+    assert (row, tile) == (find_group.BEYOND, 100 * (2**16 - 1))

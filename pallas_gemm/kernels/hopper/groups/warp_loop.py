@@ -13,21 +13,18 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_LOOK_ANEW = "{ st.volatile.shared.b32 [$1], $2; ld.volatile.shared.b32 $0, [$1]; }"
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.ptx import words
 
 LOOPS = 4
 """One in another: of 10,000 turns each has 10."""
 
-_INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
-
 
 def run(
+    cta: Cta,
+    own_word: int,
     most: int,
-    own_word: Any,
     condition: Callable[[Any], Any],
     step: Callable[[Any], Any],
     state: Any,
@@ -35,8 +32,9 @@ def run(
     """Returns what `lax.while_loop` does.
 
     Args:
+        cta: Whose shared memory it is.
+        own_word: Which of the words that roles are told only this warp uses.
         most: How often the condition holds at most.
-        own_word: A word of shared memory that only this warp uses; None in the simulator.
         condition: Whether there is another step.
         step: What to do.
         state: What both take, and what a step returns.
@@ -46,8 +44,8 @@ def run(
         each += 1
 
     def goes_on(state: Any) -> Any:
-        holds = condition(state)
-        return holds if own_word is None else _look_anew(own_word, holds.astype(jnp.int32)) > 0
+        holds = condition(state).astype(jnp.int32)
+        return words.looked_anew(cta.plan, cta.slots.told, own_word, holds) > 0
 
     def one(_: Any, state: Any) -> Any:
         return lax.cond(goes_on(state), step, lambda state: state, state)
@@ -61,18 +59,3 @@ def run(
     for _ in range(LOOPS):
         one = repeated(one)
     return one(None, state)
-
-
-def _look_anew(word: Any, value: Any) -> Any:
-    """Returns the value by way of a word of shared memory."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=_INT32)
-    def inline(_: Any, word: Any, value: Any) -> Any:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        where, written = utils.memref_ptr(word), value.registers.item()
-        read = utils.inline_ptx(
-            _LOOK_ANEW, where, written, result_types=int32, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(read, (), is_signed=True)
-
-    return inline(word, value)

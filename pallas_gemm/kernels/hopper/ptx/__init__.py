@@ -1,1 +1,0 @@
-"""Instructions that Pallas has no words for."""

@@ -1,0 +1,15 @@
+"""What Pallas has no words for: PTX and Mosaic inside of a kernel, each beside what it means.
+
+    operation.py    an operation, and its meaning where the kernel is simulated
+    words.py        single words: in shared memory, counters and flags
+    arrays.py       arrays in registers: taken apart, stored and loaded
+    wgmma.py        WGMMAs of any depth of 16, and of any width of 8
+    zeros.py        zeros in place of rows of a slot
+    mailbox.py      tiles that one thread claims for a cluster
+    find_group.py   the group that a row of tiles is in, found by a warp
+    copy_block.py   a block of memory that a warp copies
+    fences.py       fences
+
+No other module of the kernels has PTX or Mosaic in it, and none but those that plan a launch asks
+whether it is simulated.
+"""

@@ -1,0 +1,213 @@
+"""Arrays in registers: taken apart, and stored and loaded where Pallas would arrange them anew."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import smem
+from pallas_gemm.kernels.ptx.operation import REF, Operation
+
+Place = tuple[slice, slice]
+
+BLOCK_BYTES = 16
+"""Of a row of a block, in which a warp stores sums."""
+
+
+@Operation
+def taken_apart(values: Any, places: Sequence[Place], layout: Any) -> list[Any]:
+    """Returns parts of what is in registers.
+
+    JAX finds out together how all that comes of a slice lies in registers, and prints each of these
+    operations. Of what is taken apart in this way it knows, and a kernel with gelu is lowered in
+    half the time, to the same machine code.
+    """
+    shapes = [tuple(part.stop - part.start for part in place) for place in places]
+    types = [plgpu.ShapeDtypeStruct(shape, values.dtype, layout=layout) for shape in shapes]
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=types)
+    def inline(_: Any, values: Any) -> list[Any]:
+        return [values[place] for place in places]
+
+    return inline(values)
+
+
+@taken_apart.meaning
+def _(values: Any, places: Sequence[Place], layout: Any) -> list[Any]:
+    del layout
+    return [values[place] for place in places]
+
+
+@Operation
+def write_blocks(blocks: Any, values: Any, layout: Any) -> None:
+    """Stores values in blocks, each of which a warp stores at once."""
+
+    @plgpu.inline_mgpu(arg_types=(REF, layout))
+    def inline(_: Any, blocks: Any, values: Any) -> None:
+        values.store_tiled(blocks, swizzle=BLOCK_BYTES, optimized=False)
+
+    inline(blocks, values)
+
+
+@write_blocks.meaning
+def _(blocks: Any, values: Any, layout: Any) -> None:
+    del layout
+    blocks[...] = values
+
+
+@Operation
+def read_blocks(blocks: Any, dtype: Any, layout: Any) -> Any:
+    """Loads what `write_blocks` stored."""
+    down, along, rows, cols = blocks.shape
+    out = plgpu.ShapeDtypeStruct((down * rows, along * cols), dtype, layout=layout)
+    signed = _signed(dtype)
+
+    @plgpu.inline_mgpu(arg_types=(REF,), return_type=out)
+    def inline(_: Any, blocks: Any) -> Any:
+        return mgpu.FragmentedArray.load_tiled(
+            blocks, swizzle=BLOCK_BYTES, is_signed=signed, layout=layout.to_mgpu(), optimized=False
+        )
+
+    return inline(blocks)
+
+
+@read_blocks.meaning
+def _(blocks: Any, dtype: Any, layout: Any) -> Any:
+    del dtype
+    return plgpu.load(blocks, layout=layout, optimized=False)
+
+
+@Operation
+def write_lines(slot: Any, values: Any, *, transposed: bool) -> None:
+    """Writes a chunk to shared memory, `[length, lines]` if it is transposed.
+
+    An assignment would choose an arrangement of the slot that knows no distance between lines.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.WGMMA))
+    def inline(_: Any, slot: Any, values: Any) -> None:
+        target = mgpu.memref_transpose(slot, (1, 0)) if transposed else slot
+        values.store_untiled(target, optimized=False)
+
+    inline(slot, values)
+
+
+@write_lines.meaning
+def _(slot: Any, values: Any, *, transposed: bool) -> None:
+    target = slot.transpose((1, 0)) if transposed else slot
+    target[...] = values
+
+
+@Operation
+def copy(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
+    """Copies from shared to global memory, in however small pieces.
+
+    An assignment to global memory is refused for small ones by some releases, and means no more.
+    """
+    signed = _signed(target.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(REF, REF))
+    def inline(_: Any, source: Any, target: Any) -> None:
+        values = mgpu.FragmentedArray.load_untiled(
+            source, is_signed=signed, layout=layout, optimized=False
+        )
+        values.store_untiled(target, optimized=False)
+
+    inline(source, target)
+
+
+@copy.meaning
+def _(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
+    del layout
+    target[...] = source[...]
+
+
+@Operation
+def store_if(made: Any, box: Any, target: Any, **options: Any) -> None:
+    """Starts a store of TMA, or none."""
+    plgpu.copy_smem_to_gmem(box, target, predicate=made, **options)
+
+
+@store_if.meaning
+def _(made: Any, box: Any, target: Any, **options: Any) -> None:
+    pl.when(made)(lambda: plgpu.copy_smem_to_gmem(box, target, **options))
+
+
+@Operation
+def write_directly(out: Any, values: Any) -> None:
+    """Stores sums of Blackwell from registers: that is half a sector of each row at a time.
+
+    An assignment to global memory is refused for that by some releases, and means no more.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.TCGEN05))
+    def inline(_: Any, out: Any, values: Any) -> None:
+        values.store_untiled(out, optimized=False)
+
+    inline(out, values)
+
+
+@write_directly.meaning
+def _(out: Any, values: Any) -> None:
+    out[...] = values
+
+
+@Operation
+def write_squares(slot: Any, values: Any) -> None:
+    """Writes a chunk of Blackwell transposed into a slot of as many boxes as it has squares."""
+    squares, side, _ = slot.shape
+    rows = smem.ATOM_ROWS
+    transforms = smem.tile_transforms(smem.ATOM_BYTES, values.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.TCGEN05))
+    def inline(_: Any, slot: Any, values: Any) -> None:
+        tiles = utils.memref_reshape(slot, (squares, side // rows, rows, side))
+        # As tiles of the chunk, of 64 rows and 8 columns: each column is a row of an atom.
+        values.store_tiled(utils.memref_transpose(tiles, (0, 1, 3, 2)), swizzle=smem.ATOM_BYTES)
+
+    inline(slot, values)
+
+
+@write_squares.meaning
+def _(slot: Any, values: Any) -> None:
+    for square, rows in enumerate(jnp.split(values, slot.shape[0])):
+        slot.at[square][...] = rows.T
+
+
+@Operation
+def in_registers(zeros: Any, layout: Any) -> Any:
+    """Lays an array out as WGMMA has it."""
+    return plgpu.layout_cast(zeros, layout)
+
+
+@in_registers.meaning
+def _(zeros: Any, layout: Any) -> Any:
+    del layout
+    return zeros
+
+
+@Operation
+def fenced(total: Any, layout: Any) -> Any:
+    """Keeps the compiler from computing with registers on the other side."""
+    out = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    def inline(_: Any, total: Any) -> Any:
+        return fragmented_array.optimization_barrier(total)
+
+    return inline(total)
+
+
+@fenced.meaning
+def _(total: Any, layout: Any) -> Any:
+    del layout
+    return total
+
+
+def _signed(dtype: Any) -> bool | None:
+    """What Mosaic wants to know of integers."""
+    return True if jnp.issubdtype(dtype, jnp.integer) else None

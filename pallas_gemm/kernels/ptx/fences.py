@@ -1,0 +1,56 @@
+"""Fences between what threads and the asynchronous units read and write."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels.ptx.operation import Operation
+
+
+def finish_stores() -> None:
+    """Lets the lane that signals speak for all: TMA of the receiver reads what they stored.
+
+    Nothing simulated comes here.
+    """
+
+    @plgpu.inline_mgpu(arg_types=())
+    def inline(_: Any) -> None:
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.warp_barrier()
+
+    inline()
+
+
+# What was read by ordinary loads is about to be overwritten by the asynchronous unit.
+
+
+@Operation
+def after_reading() -> None:
+    """What this role has read of an answer may be overwritten."""
+    _fence("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;")
+
+
+@Operation
+def before_asking() -> None:
+    """What all roles have read of an answer may be overwritten."""
+    _fence("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;")
+
+
+@after_reading.meaning
+def _() -> None:
+    """The simulator knows no fences."""
+
+
+@before_asking.meaning
+def _() -> None:
+    """The simulator knows no fences."""
+
+
+def _fence(ptx: str) -> None:
+    def emit(_: Any) -> None:
+        utils.inline_ptx(ptx, has_side_effects=True)
+
+    inline: Callable[[], None] = plgpu.inline_mgpu()(emit)
+    inline()
