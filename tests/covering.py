@@ -14,7 +14,12 @@ Case = dict[str, Any]
 
 
 def pairs(
-    options: Mapping[str, Sequence[Any]], is_legal: Callable[[Case], object], drawn: int
+    options: Mapping[str, Sequence[Any]],
+    is_legal: Callable[[Case], object],
+    drawn: int,
+    *,
+    strength: int = 2,
+    settled: Callable[[Case], Case] = dict,
 ) -> list[Case]:
     """Returns legal cases that hold every pair of values that a legal one of those drawn has.
 
@@ -22,6 +27,8 @@ def pairs(
         options: The values of each option, by its name.
         is_legal: Says of a case, by something true, that it can be computed.
         drawn: How many random cases there are to choose from.
+        strength: How many values are to meet: 3 for every three.
+        settled: Makes of a random case one that is more often legal.
     """
     rng = np.random.default_rng(0)
     sizes = np.array([len(values) for values in options.values()])
@@ -30,16 +37,21 @@ def pairs(
     def case(values: np.ndarray) -> Case:
         return {name: options[name][value] for name, value in zip(options, values, strict=True)}
 
-    legal = np.array([values for values in some if is_legal(case(values))])
-    left, right = np.array(list(itertools.combinations(range(len(sizes)), 2))).T
+    cases = [own for own in (settled(case(values)) for values in some) if is_legal(own)]
+    legal = np.array([[options[name].index(own[name]) for name in options] for own in cases])
     numbers = legal + np.cumsum(sizes) - sizes
-    firsts, seconds = numbers[:, left], numbers[:, right]
-    is_new = np.ones((sizes.sum(), sizes.sum()), bool)
+    together = np.array(list(itertools.combinations(range(len(sizes)), strength))).T
+    # Values that meet, as one number.
+    meetings = np.ravel_multi_index(
+        tuple(numbers[:, together].swapaxes(0, 1)), (sizes.sum(),) * strength
+    )
+    is_new = np.zeros(sizes.sum() ** strength, bool)
+    is_new[meetings] = True
     chosen: list[Case] = []
     while True:
-        news = is_new[firsts, seconds].sum(axis=1)
+        news = is_new[meetings].sum(axis=1)
         best = int(np.argmax(news))
         if not news[best]:
             return chosen
-        is_new[firsts[best], seconds[best]] = False
-        chosen.append(case(legal[best]))
+        is_new[meetings[best]] = False
+        chosen.append(cases[best])

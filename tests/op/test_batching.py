@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import gated_gemm, gemm
+from pallas_gemm import gemm
 from tests import reference, traced
 
 SIZE = 6
@@ -78,37 +78,6 @@ def test_other_axes_and_results(axes: tuple[int | None, int | None]) -> None:
         result = jax.vmap(gemm, axes, out_axis)(*operands)
         expected = jax.vmap(jnp.matmul, axes, out_axis)(*operands)
         np.testing.assert_array_equal(result, expected, strict=True)
-
-
-@pytest.mark.parametrize("axes", list(itertools.product((0, None), repeat=3))[:-1], ids=str)
-def test_gated_products(axes: tuple[int | None, ...]) -> None:
-    shapes = ((3, 5), (5, 7), (5, 7))
-    operands = [
-        _integers(*((SIZE,) if axis == 0 else ()), *shape)
-        for axis, shape in zip(axes, shapes, strict=True)
-    ]
-
-    def product(*operands: Any, implementation: Any = None) -> jax.Array:
-        return gated_gemm(*operands, activation="relu", implementation=implementation)
-
-    result = jax.vmap(product, in_axes=axes)(*operands)
-    expected = jax.vmap(lambda *x: product(*x, implementation="xla"), in_axes=axes)(*operands)
-    np.testing.assert_array_equal(result, expected, strict=True)
-
-
-@pytest.mark.parametrize("axes", [(None, 0, 2), (1, 2, 1), (2, None, 1), (0, 1, None)], ids=str)
-def test_gate_and_up_that_are_mapped_along_different_axes(axes: tuple[int | None, ...]) -> None:
-    # All sizes are equal: whoever takes one axis for another gets the right shape.
-    operands = [
-        reference.integers(np.random.default_rng(i), (4,) * (2 + (axis is not None)), jnp.float32)
-        for i, axis in enumerate(axes)
-    ]
-    result = jax.vmap(functools.partial(gated_gemm, activation=None), axes)(*operands)
-    a, gate, up = (
-        x if axis is None else np.moveaxis(np.asarray(x), axis, 0)
-        for x, axis in zip(operands, axes, strict=True)
-    )
-    np.testing.assert_array_equal(result, (a @ gate) * (a @ up))
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k", "lead", "mapped"])

@@ -1,0 +1,131 @@
+"""Every two choices of a public function together, exact; every three with `-m stress`."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm.planning import precision
+from tests import choices, covering, reference
+from tests.covering import Case
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draws the cases of a test; those of three choices only where they are asked for."""
+    if metafunc.function not in (test_any_two_choices, test_any_three_choices):
+        return
+    strength = 2 if metafunc.function is test_any_two_choices else 3
+    is_left_out = strength == 3 and "not stress" in metafunc.config.getoption("markexpr")
+    cases = covering.pairs(
+        choices.OPTIONS,
+        choices.is_legal,
+        drawn=100 if is_left_out else {2: 3000, 3: 20_000}[strength],
+        strength=strength,
+        settled=choices.settled,
+    )
+    metafunc.parametrize("case", cases, ids=_name)
+
+
+def _name(case: Case) -> str:
+    said = {k: v for k, v in case.items() if v != choices.PLAIN[k]}
+    types = "-".join(jnp.dtype(x).name for x in said.pop("types", ()))
+    return " ".join(
+        [case["function"], types, *(f"{k}={v}" for k, v in said.items() if k != "function")]
+    )
+
+
+def test_any_two_choices(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.stress
+def test_any_three_choices(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
+    """Computes a case, and compares all of it."""
+    rng = np.random.default_rng(0)
+    values = choices.draw(case, rng)
+    exact = choices.exact(case, values)
+    moves = choices.draw(case, rng)
+    back = [rng.choice([-1.0, 0.0, 1.0], x.shape) for x in exact.results]
+    given, tangents = choices.typed(case, values), choices.typed(case, moves)
+    tangents = {name: tangents[name] for name in choices.changed(case)}
+    cotangents = [jnp.asarray(g.astype(case["types"][1])) for g in back]
+    results, found = _computed(case, given, tangents, cotangents)
+    for result, expected in zip(results, exact.results, strict=True):
+        assert result.dtype == case["types"][1]
+        reference.assert_exact(result, expected)
+    if case["derivative"] == "forward":
+        for i, change in enumerate(found):
+            along = [np.tensordot(moves[x].ravel(), exact.changes[x][i], 1) for x in tangents]
+            reference.assert_exact(change, np.sum(along, axis=0))
+    if case["derivative"] == "reverse":
+        for name, gradient in found.items():
+            pulled = sum(
+                np.tensordot(change, g, g.ndim)
+                for change, g in zip(exact.changes[name], back, strict=True)
+            )
+            assert gradient.dtype == given[name].dtype, name
+            both = functools.partial(choices.both_halves, case, name)
+            reference.assert_exact(both(gradient), both(np.reshape(pulled, gradient.shape)))
+
+
+def _computed(case: Case, given: Any, tangents: Any, cotangents: Any) -> Any:
+    """Returns results and derivatives, in one program."""
+    f: Any = functools.partial(choices.call, case)
+    axes = choices.mapped_axes(case)
+    if case["mapped"]:
+        f = jax.vmap(f, in_axes=(axes,))
+    mesh = choices.make_mesh(case["mesh"]) if case["mesh"] else None
+    split = {name: choices.sharding(case, mesh, name) for name in given} if mesh else {}
+    if mesh:
+        given, tangents = (
+            {name: jax.device_put(x, split[name]) for name, x in own.items()}
+            for own in (given, tangents)
+        )
+
+    def program(given: Any, tangents: Any, cotangents: Any) -> Any:
+        own = {name: given[name] for name in tangents}
+
+        def of_changed(own: Any) -> Any:
+            return f(given | own)
+
+        if case["derivative"] == "forward":
+            return jax.jvp(of_changed, (own,), (tangents,))
+        if case["derivative"] == "reverse":
+            results, pull = jax.vjp(of_changed, own)
+            if mesh:
+                places = [jax.typeof(x).sharding for x in results]
+                explicit = case["mesh"].startswith("explicit")
+                cotangents = (
+                    list(map(jax.sharding.reshard, cotangents, places)) if explicit else cotangents
+                )
+            return results, pull(cotangents)[0]
+        return f(given), None
+
+    traced = jax.jit(program).trace(given, tangents, cotangents)
+    _assert_precise(case, traced.jaxpr.jaxpr)
+    return traced.lower().compile()(given, tangents, cotangents)
+
+
+def _assert_precise(case: Case, jaxpr: core.Jaxpr) -> None:
+    """Asserts that every product of ours has the precision that was asked for."""
+    asked = precision.resolve(case["precision"])
+    allowed = [asked, asked[::-1]] if isinstance(asked, tuple) else [asked]
+    found = [call.precision for call in _calls(jaxpr)]
+    assert all(own in allowed for own in found), found
+
+
+def _calls(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if (call := equation.params.get("call")) is not None and hasattr(call, "precision"):
+            yield call
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _calls(inner)
