@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,14 +167,24 @@ def compile_report(fn: Callable[..., Any], *args: Any, target: str) -> Report:
         ValueError: If the target is unknown, or the function holds no kernel or several.
         RuntimeError: If the compiler is not installed, or refuses the kernel.
     """
-    reports = compile_reports(fn, *args, target=target)
+    check_target(target)
+    reports = _reports(exported(fn, *args), target)
     if len(reports) != 1:
+        why = "" if reports else f"; {_planned_for(target)}"
         raise ValueError(
             f"fn={fn!r} holds {len(reports)} Pallas GPU kernels"
             f" {[report.kernel for report in reports]}; compile_report takes a function with"
-            " exactly one, compile_reports any number"
+            f" exactly one, compile_reports any number{why}"
         )
     return reports[0]
+
+
+def _planned_for(target: str) -> str:
+    """Says what a function of this package lacks that holds no kernel."""
+    return (
+        f"a product is a kernel's only where it is planned for a GPU, as within `with"
+        f" pallas_gemm.target({target!r}):`, and `pallas_gemm.explain` says why it is XLA's there"
+    )
 
 
 def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Report, ...]:
@@ -182,10 +193,14 @@ def compile_reports(fn: Callable[..., Any], *args: Any, target: str) -> tuple[Re
     Arguments and errors are those of `compile_report`, except that any number of kernels will do.
 
     Returns:
-        The reports in the order in which the kernels were compiled.
+        The reports in the order in which the kernels were compiled. If there are none, a warning
+        says what may be the reason.
     """
     check_target(target)
-    return _reports(exported(fn, *args), target)
+    reports = _reports(exported(fn, *args), target)
+    if not reports:
+        warnings.warn(f"fn={fn!r} holds no Pallas GPU kernel: {_planned_for(target)}", stacklevel=2)
+    return reports
 
 
 def check_target(target: str) -> None:
@@ -222,14 +237,15 @@ def exported(fn: Callable[..., Any], *args: Any, platform: str = "cuda") -> byte
     Args:
         fn: A function of arrays.
         *args: Its arguments, or `jax.ShapeDtypeStruct`s in their place. What reads the bytes takes
-            their leaves.
+            their leaves, and returns those of the results.
         platform: What JAX calls the platform to lower for.
     """
-    # The avals of an exported function are a flat list, whatever trees the arguments are.
+    # The avals of an exported function are a flat list, whatever trees arguments and results are:
+    # bytes hold no trees of types that nobody has registered for it.
     leaves, tree = jax.tree.flatten(args)
 
     def flat(*operands: Any) -> Any:
-        return fn(*jax.tree.unflatten(tree, operands))
+        return jax.tree.leaves(fn(*jax.tree.unflatten(tree, operands)))
 
     setting = "jax_export_ignore_forward_compatibility"
     with _EXPORT_LOCK:

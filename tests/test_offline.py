@@ -1,7 +1,7 @@
 """Compilation without a GPU: what is reported agrees with what the kernels were written to need."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import pallas_gemm
 from pallas_gemm import offline
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -145,9 +146,28 @@ def test_every_kernel_of_a_function_is_reported_once_in_order() -> None:
 
 def test_a_function_without_a_kernel_is_refused() -> None:
     operand = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    assert offline.compile_reports(jnp.matmul, operand, operand, target="h200") == ()
-    with pytest.raises(ValueError, match="holds 0 Pallas GPU kernels"):
+    # Products of this package, too, are XLA's where no GPU is planned for.
+    with pytest.warns(UserWarning, match=r"holds no .* as within `with pallas_gemm.target\('h200'"):
+        assert offline.compile_reports(pallas_gemm.gemm, operand, operand, target="h200") == ()
+    with pytest.raises(ValueError, match=r"holds 0 Pallas GPU kernels.*pallas_gemm.target\('h200'"):
         offline.compile_report(jnp.matmul, operand, operand, target="h200")
+
+
+class Boxed(NamedTuple):
+    """A tree of a type that nobody has registered for `jax.export`."""
+
+    value: Any
+
+
+def test_results_may_be_trees_of_any_type() -> None:
+    operand = jax.ShapeDtypeStruct((64, DEPTH), jnp.bfloat16)
+
+    def boxed(a: Boxed, b: Any) -> dict[str, Boxed]:
+        return {"out": Boxed(hopper_product(64, 64)(a.value, b))}
+
+    wide = jax.ShapeDtypeStruct((DEPTH, 64), jnp.bfloat16)
+    (report,) = offline.compile_reports(boxed, Boxed(operand), wide, target="h200")
+    assert report.spill_bytes == 0
 
 
 def test_a_kernel_that_the_target_cannot_run_is_refused() -> None:
