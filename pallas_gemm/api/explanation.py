@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from pallas_gemm.api.findings import Findings, Group
+from pallas_gemm.api.findings import UNKNOWN, Findings, Group
 from pallas_gemm.planning import tables
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
@@ -277,12 +277,11 @@ def _places_text(places: tuple[str, ...]) -> str:
 
 
 def _by_jax_text(found: Findings) -> str:
-    places = found.by_jax
-    count = len(places)
-    return (
-        f"{count} {'product is' if count == 1 else 'products are'} not asked of pallas_gemm, at"
-        f" {_places_text(tuple(dict.fromkeys(places)))}"
-    )
+    count = len(found.by_jax)
+    places = tuple(dict.fromkeys(place for place in found.by_jax if place != UNKNOWN))
+    where = f", at {_places_text(places)}" if places else ""
+    verb = "product is" if count == 1 else "products are"
+    return f"{count} {verb} not asked of pallas_gemm{where}"
 
 
 def _batch_text(problem: Problem) -> str:

@@ -9,6 +9,9 @@ from pallas_gemm.device import Device
 from pallas_gemm.planning import xla_time
 from pallas_gemm.planning.dispatch import Decision, Plan
 
+UNKNOWN = "an unknown line"
+"""Where a product is asked for that no line of the caller's program makes itself."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
@@ -159,7 +162,7 @@ class Findings:
     @property
     def by_jax(self) -> tuple[str, ...]:
         """The lines that multiply by JAX's own functions, once for each product."""
-        return tuple(str(e.origin.place) for e in self.entries if not e.is_ours)
+        return tuple(e.origin.place or UNKNOWN for e in self.entries if not e.is_ours)
 
     @property
     def all_copies(self) -> tuple[Copy, ...]:

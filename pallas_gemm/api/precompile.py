@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -99,6 +99,7 @@ def precompile(
     bias: bool = False,
     residual: bool = False,
     gated: bool = False,
+    progress: Callable[[Precompiled], object] | None = None,
     **options: Any,
 ) -> tuple[Precompiled, ...]:
     """Compiles the kernels of products for a GPU that need not be there, and says what they need.
@@ -122,6 +123,7 @@ def precompile(
         bias: There is a bias.
         residual: There is a residual.
         gated: Each is a `gated_gemm`.
+        progress: Called with what became of each distinct product.
         **options: As for `gemm` or `gated_gemm`: `activation`, `transpose_b`, `config`, ...
 
     Returns:
@@ -142,7 +144,11 @@ def precompile(
         decisions = [product.decision() for product in distinct]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         reports = pool.map(functools.partial(_report, target), distinct, decisions)
-        done = dict(zip(distinct, map(Precompiled, decisions, reports), strict=True))
+        done = {}
+        for product, decision, report in zip(distinct, decisions, reports, strict=True):
+            done[product] = Precompiled(decision, report)
+            if progress is not None:
+                progress(done[product])
     return tuple(done[product] for product in products)
 
 

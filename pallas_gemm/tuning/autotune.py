@@ -15,11 +15,11 @@ heuristics choose.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +34,7 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy, trials
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Meter, Result, Settings, Variant, measure
+from pallas_gemm.tuning.progress import Progress
 from pallas_gemm.tuning.trials import Runner
 
 Later = concurrent.futures.Future[Callable[..., Any]]
@@ -162,7 +163,8 @@ def autotune(
         f: A function that calls this package, under `jax.jit` or not.
         *args: Its arguments, or `jax.ShapeDtypeStruct` in their place.
         most: How many configs of each product are tried.
-        progress: Called with a line for each product; by default they go to the standard error.
+        progress: Called with a line for each product; by default they go to the standard error,
+            with the time that is left.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -183,7 +185,6 @@ def autotune(
         raise RuntimeError(f"autotune needs a GPU that the kernels run on, and here is {here}")
     if why := proof.why_untrusted(architecture, device):
         raise RuntimeError(f"autotune runs the {architecture.name} kernel, {why}")
-    say = progress or _to_stderr
     wanted = [
         (problem, planned)
         for problem, planned in products_of(f, *args, **kwargs)
@@ -192,11 +193,16 @@ def autotune(
     if not wanted:
         raise ValueError("autotune found no product in f that a kernel could compute")
     entries = {}
-    for count, found in enumerate(tune(wanted, gpu_tools(), most=most), 1):
-        say(f"{count}/{len(wanted)} {found}")
-        if isinstance(found, Tuned):
-            key, entry = found.entry
-            entries[key] = entry
+    with contextlib.ExitStack() as stack:
+        shown = None if progress else stack.enter_context(Progress(len(wanted), "tuning"))
+        for count, found in enumerate(tune(wanted, gpu_tools(), most=most), 1):
+            if shown is not None:
+                shown.advance(str(found))
+            elif progress is not None:
+                progress(f"{count}/{len(wanted)} {found}")
+            if isinstance(found, Tuned):
+                key, entry = found.entry
+                entries[key] = entry
     return tables.Table.of(device.kind, entries)
 
 
@@ -450,7 +456,3 @@ def _score(results: Mapping[str, Result], name: str) -> float:
 def _seconds(results: Mapping[str, Result], name: str) -> float:
     timing = results[name].burst
     return timing.seconds.median if timing else math.nan
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
