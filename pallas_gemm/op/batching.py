@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
-from pallas_gemm.op.canonical import FEW_ROWS
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
+from pallas_gemm.planning.candidates.cuts import SMALLEST_TILE
 
 
 def _batch(
@@ -80,7 +80,7 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
         getattr(mapped, name) is not None and "m" not in letters
         for name, letters in list(DIMENSIONS.items())[3:]
     )
-    return differs and not contraction.batch and rows < FEW_ROWS
+    return differs and not contraction.batch and rows < SMALLEST_TILE
 
 
 def _finished_apart(

@@ -25,10 +25,8 @@ from jax import lax
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.op.contraction import Contraction, Shape
+from pallas_gemm.planning.candidates.cuts import SMALLEST_TILE
 from pallas_gemm.problem import Epilogue
-
-FEW_ROWS = 64
-"""Of fewer rows, each product of a batch would fill the smallest tile in part only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ def _cost(form: Form, widths: tuple[int, int, int], contraction: Contraction) ->
     if residual is not None and not residual.is_free:
         total += 2 * out * _size(residual.shape)
     *lead, rows, columns = form.product_shape
-    if lead and _size((columns if form.swapped else rows,)) < FEW_ROWS:
+    if lead and _size((columns if form.swapped else rows,)) < SMALLEST_TILE:
         # What a tile has beyond its rows is no less work.
         total += 4 * out * _size(form.parts)
     free = contraction.rows if form.swapped else contraction.columns

@@ -10,6 +10,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.planning.prediction import seconds
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit
@@ -32,9 +33,6 @@ LEAST_GAIN_OF_PARTS = 1.1
 """How much faster tiles must be predicted that read a part of a panel: 26 products take 3% less to
 9% longer so than is predicted on an H200, and 5% less to 3% longer in the tiles that they would
 have else."""
-FEW_ROWS = 64
-"""Or columns, below which they are not: 16 x 2048 x 2048 takes 4.6 us cut and 5.6 whole, where 4.9
-and 5.4 are predicted."""
 UNTRIED_GAIN = 1.03
 """How much faster a tile must be predicted than the article's, where nobody has measured any: at
 4096 cubed on a B200, 256 x 192 by a pair is predicted to take 93.1 us; 256 x 256, for which 94.9 is
@@ -110,7 +108,7 @@ def score(
 ) -> float:
     """Returns what configs are ranked by: the predicted time, or more where that is in doubt."""
     predicted, doubt = seconds(problem, config, device, architecture), 1.0
-    if config.cuts_all_tiles and min(problem.m, problem.n) >= FEW_ROWS:
+    if config.cuts_all_tiles and min(problem.m, problem.n) >= cuts.FEW_ROWS:
         doubt = LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS

@@ -16,8 +16,8 @@ from schedules.model import SECTOR_BYTES
 SHORT_ROW = 1024
 """Elements up to which it tells that a row of a transposed left operand begins within a line."""
 FEW_COLUMNS = 2048
-"""Up to which a transposed left operand of few rows does well, and one of many rows does not."""
-FEW_ROWS = 128
+"""Up to which a transposed left operand of few rows does well."""
+ROWS_BY_SPLIT_LINES = 128
 """Up to which rows of a right operand stored [k, n] may begin within a line."""
 MANY_RESULTS, MANY_SHORTEST, MANY_AS_READ = 4096 * 4096, 12_000_000, 8_700_000
 """Elements from which on a product with a short K is XLA's: however it is stored, up to K=512, and
@@ -52,7 +52,7 @@ def short_rows(problem: Problem) -> str | None:
     four at 0.53, 0.66, 0.91 and 1.74.
     """
     few_steps = problem.m >= 48 and problem.n <= FEW_COLUMNS and problem.k <= 4096
-    if not _has_short_rows(problem) or few_steps:
+    if not problem.transpose_a or problem.m >= SHORT_ROW or few_steps:
         return None
     size = problem.a_shape[-1] * problem.a_dtype.itemsize
     whole = LINE_BYTES // 2 if LINE_BYTES <= size < 2 * LINE_BYTES else LINE_BYTES
@@ -61,28 +61,22 @@ def short_rows(problem: Problem) -> str | None:
     return None
 
 
-def _has_short_rows(problem: Problem) -> bool:
-    return problem.transpose_a and problem.m < SHORT_ROW
-
-
 def misaligned(problem: Problem) -> str | None:
     """Rows that begin within a sector, or a cache line, cost TMA more reads than they cost cuBLAS.
 
     8200, 4104 and 1000 cubed in bfloat16 reach 0.97, 0.90 and 0.94 of XLA's speed on an H200 with
-    the best of their configs; nine products drawn at random whose left operand is transposed 0.78
-    to 1.15, four of them 0.95 or less.
+    the best of their configs.
 
     Whole sectors are enough for rows of K elements: 16 products run at 0.97 to 3.90 times XLA's
-    speed. Elsewhere rows are read by small tiles at half the speed: 694 x 1376 x 13824 (NN) runs at
-    0.62, 8224 x 640 x 7168 and 10592 x 1024 x 4096 (TN) at 0.73 and 0.93. Large ones are not: ten
-    products with 1504 to 6704 rows of a transposed left operand and more than 2048 columns run at
-    0.95 to 1.04, and few rows by 1440 to 7392 columns stored [k, n] at 0.93, 1.02 and 1.29.
+    speed. Rows of N elements are read by small tiles at half the speed: 694 x 1376 x 13824 (NN)
+    runs at 0.62, and few rows by 1440 to 7392 columns stored [k, n] at 0.93, 1.02 and 1.29. Many
+    rows of a transposed left operand are the kernel's: 21 products run at 0.95 to 1.16, at 1.013 in
+    geometric mean.
     """
-    left = problem.n > FEW_COLUMNS if problem.transpose_a else True
-    right = problem.transpose_b or problem.m <= FEW_ROWS
+    right = problem.transpose_b or problem.m <= ROWS_BY_SPLIT_LINES
     rows = [(problem.b_shape[-1], problem.b_dtype, right)]
-    if not _has_short_rows(problem):
-        rows.insert(0, (problem.a_shape[-1], problem.a_dtype, left))
+    if not problem.transpose_a:
+        rows.insert(0, (problem.a_shape[-1], problem.a_dtype, True))
     for size, dtype, may_begin_in_a_line in rows:
         whole, name = (SECTOR_BYTES, "sectors") if may_begin_in_a_line else (LINE_BYTES, "lines")
         if size * np.dtype(dtype).itemsize % whole:
@@ -147,45 +141,12 @@ def single_precision(problem: Problem) -> str | None:
     return "float32 results take too long to store" if wide else None
 
 
-def wide_results(problem: Problem) -> str | None:
-    """A tile of float32 is stored twice as long, and only smaller tiles are stored under others.
-
-    8192 x 8192 x 1024 and 4096 x 14336 x 4096 in bfloat16 with float32 results reach 0.96 of XLA's
-    speed on an H200 with the best of their configs; 4096 cubed 1.00, 1024 x 1024 x 4096 1.22.
-    """
-    many = problem.batch * problem.m * problem.n > 4096 * 4096
-    wide = problem.a_dtype.itemsize == 2 and problem.out_dtype == np.dtype(np.float32)
-    if many and wide and problem.epilogue.is_identity:
-        return "so large a float32 result takes too long to store"
-    return None
-
-
-def partly_empty(problem: Problem) -> str | None:
-    """With a side of 257 to 511 rows or columns, tiles that are partly empty keep all SMs busy.
-
-    Of nine such products of few rows drawn at random, eight are slower than XLA on an H200: 344 x
-    6144 x 10240 at 0.80 times its speed, 432 x 10368 x 6144 0.92, 456 x 10496 x 4096 0.95, 269 x
-    24576 x 1536 and 273 x 12544 x 4608 0.97, 260 x 8960 x 4224 0.98, 438 x 7424 x 18944 and 438 x
-    36864 x 12800 0.99; 277 x 6912 x 2048 runs at 1.02. With fewer columns, 320 x 2240 x 5504 runs
-    at 1.17. Eight with 360 or 448 columns and 6304 to 24971 rows run at 0.95 to 1.04, at 0.988 in
-    geometric mean.
-    """
-    short_side, long_side = sorted((problem.m, problem.n))
-    counts = problem.a_dtype.itemsize == 2 and problem.epilogue.is_identity and problem.batch == 1
-    if counts and 256 < short_side < 512 and long_side >= 6144:
-        what = "rows" if problem.m == short_side else "columns"
-        return f"{short_side} {what} leave tiles partly empty"
-    return None
-
-
 RULES: tuple[Callable[[Problem], str | None], ...] = (
     few_columns,
     short_rows,
     misaligned,
     short,
     single_precision,
-    wide_results,
-    partly_empty,
     tiny,
     vector,
 )
