@@ -58,8 +58,11 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
     stock, ours = found["stock"]["losses"], found["pallas_gemm"]["losses"]
     assert len(stock) == 2 * 2 * 2
     assert stock[-1] < stock[0]
-    # In float32, and with XLA computing both, nothing is rounded differently.
-    assert ours == stock
+    # Two programs: even where XLA computes all products of both, it may round differently.
+    trainer = train_transformer.trainer_of(_options("--api=linen"))
+    exact = _exact_curve(trainer, len(stock))
+    ours, stock = np.asarray(ours, np.float32), np.asarray(stock, np.float32)
+    reference.assert_as_good_as_xla(ours, stock, exact)
     assert json.loads(file.read_text()) == found
     assert f"{ours[0]:.4f}" in text
     # No speed is claimed where no kernel of ours ran.
