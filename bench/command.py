@@ -21,7 +21,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from pallas_gemm.computer import driver
 from pallas_gemm.tuning.timing import TimingError
 
 WIDTH = 80
@@ -57,7 +56,6 @@ def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
         if flags.FLAGS["verbosity"].using_default_value:
             # Or absl would also show what JAX has to tell its developers.
             flags.FLAGS.verbosity = logging.WARNING
-        driver.skip_check_without_driver()
         return rest
 
     return parse

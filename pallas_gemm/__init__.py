@@ -37,6 +37,7 @@ from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
 from pallas_gemm.api.symmetric import gram as gram
 from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
+from pallas_gemm.computer.driver import skip_check_without_driver as _skip_check_without_driver
 from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig
@@ -44,6 +45,8 @@ from pallas_gemm.op.reduction import reduce_in as reduce_in
 from pallas_gemm.planning.tables import Table as Table
 from pallas_gemm.planning.targeting import target as target
 from pallas_gemm.tuning.autotune import autotune as autotune
+
+_skip_check_without_driver()
 
 _PUBLIC_MODULES = frozenset(("checkpoint_policies", "flax", "offline"))
 

@@ -1,9 +1,9 @@
-"""Programs for computers without a GPU: what they need not be told.
+"""Computers without a GPU: their users see no traceback of libraries that only a GPU needs.
 
-Where JAX first looks for devices, its CUDA plugin, which the extra `aot` installs for its compiler,
-looks for CUDA's libraries, and prints a traceback if there is no cuDNN. Without CUDA's driver no
-GPU could be used, whatever there is of libraries, so that programs skip that check. The library
-itself changes nothing for whoever imports it.
+JAX's CUDA plugin, which the extra `aot` installs for its compiler, looks for CUDA's libraries when
+JAX first looks for devices, and prints a traceback if there is no cuDNN. Without CUDA's driver no
+GPU can be used, whatever there is of libraries. There, `import pallas_gemm` has the plugin skip
+that check; where there is a driver, and where the user has said something, it changes nothing.
 """
 
 import ctypes
@@ -25,6 +25,6 @@ def found() -> bool:
 
 
 def skip_check_without_driver() -> None:
-    """Call it before JAX is asked for devices."""
+    """Has JAX's plugin skip its check; no use after JAX was asked for devices."""
     if not found():
         os.environ.setdefault(SKIPS_CHECK, "1")
