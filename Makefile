@@ -6,10 +6,12 @@
 # make links  asks for every page of others that it links to
 # make dist   builds what is published, checks it, and installs it in an environment of its own
 # make bench  times us and every installed peer on the GPU; BENCH="--suite=odd" says what else
+# make lock   writes the newest releases of all that these install to constraints.txt
 # make clean  removes what these made
 #
-# Each makes its own virtual environment. JAX=0.12.0.1 tests another release of JAX, in an environment
-# of its own; PYTHON=... names another interpreter.
+# Each makes its own virtual environment, of the releases in constraints.txt. JAX=0.12.0.1 tests another
+# release of JAX, and LATEST=1 the newest release of everything, each in an environment of its own;
+# PYTHON=... names another interpreter.
 
 # The release that the project is developed on: the oldest that pyproject.toml accepts.
 DEFAULT_JAX := 0.11.2
@@ -22,19 +24,35 @@ WORKERS ?= 2
 # instead of 2: some 25 of them in a run of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+# What is installed: the releases that are written down, or the newest of everything.
+LATEST ?=
+ifeq ($(LATEST),)
 VENV := $(if $(filter $(DEFAULT_JAX),$(JAX)),.venv,.venv-jax-$(JAX))
+CONSTRAINTS := constraints.txt
+RELEASES := 'jax==$(JAX)'
+else
+override JAX :=
+VENV := .venv-latest
+CONSTRAINTS :=
+RELEASES := --upgrade --upgrade-strategy=eager
+endif
 BIN := $(VENV)/bin
 # What the environment was made for; it is brought up to date when the project's requirements change.
 STAMP := $(VENV)/.pallas-gemm-jax-$(JAX)
-# Without the warnings of setuptools about editable installations, which the newest pip shows.
-INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Without the warnings of setuptools about editable installations, which the newest pip shows. The
+# variable constrains the setuptools that builds the project; an older pip ignores it.
+INSTALL = PYTHONWARNINGS=ignore PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
+  $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS:%=--constraint %)
 # With a GPU, the CUDA libraries too.
 COMMA := ,
-CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),$(COMMA)cuda13)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+CUDA := $(if $(GPU),$(COMMA)cuda13)
+# The newest release may be newer than pyproject.toml accepts: pip says so, and installs it.
+NEWEST_JAX := 'jax[$(if $(GPU),cuda13,cuda13-local)]'
 # The demo needs less; where the whole environment is, it is enough.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 
-.PHONY: demo test lint summaries docs links dist bench clean
+.PHONY: demo test lint newest summaries docs links dist bench lock clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -45,7 +63,7 @@ demo: $(DEMO_STAMP)
 # NumPy's threads, those that wait for each other take a fifth of a simulated kernel's time.
 test: export OPENBLAS_NUM_THREADS := 1
 test: $(STAMP)
-	@status=0; $(MAKE) --no-print-directory lint || status=1; \
+	@status=0; $(MAKE) --no-print-directory --assume-old=$(STAMP) lint || status=1; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal || status=1; exit $$status
 
 lint: $(STAMP)
@@ -59,14 +77,18 @@ summaries: $(STAMP)
 # The pip that a Python brings may be years old: the newest takes two thirds of the time.
 $(STAMP): EXTRAS := test
 $(STAMP)-demo: EXTRAS := aot,bench
-$(STAMP) $(STAMP)-demo: pyproject.toml Makefile
+$(STAMP) $(STAMP)-demo: pyproject.toml Makefile $(if $(LATEST),newest,constraints.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
 	-$(INSTALL) --upgrade pip
-	$(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' 'jax==$(JAX)'
+	$(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' $(RELEASES)
+	$(if $(LATEST),$(INSTALL) $(RELEASES) $(NEWEST_JAX))
 	touch $@
+
+# What is the newest is asked every time.
+newest:
 
 docs: $(VENV)/.pallas-gemm-docs
 	mkdir -p docs/_build/extra
@@ -83,6 +105,9 @@ $(VENV)/.pallas-gemm-docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
 	touch $@
 
+lock:
+	$(PYTHON) .ci/lock $(DEFAULT_JAX)
+
 dist:
 	PYTHON=$(PYTHON) JAX=$(JAX) bash .ci/package
 
@@ -90,5 +115,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/gemm_bench.py $(BENCH)
 
 clean:
-	rm -rf .venv .venv-jax-* build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-jax-* .venv-latest build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

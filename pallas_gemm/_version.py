@@ -1,3 +1,6 @@
-"""The version of the distribution: the only place where it is written."""
+"""The version of the distribution, and the newest JAX that it was tested with."""
 
 __version__ = "0.2.0"
+
+NEWEST_TESTED_JAX = (0, 12, 0, 1)
+"""What `pyproject.toml` accepts at most, as JAX tells its own version."""

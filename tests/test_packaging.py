@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from typing import Any
 
@@ -192,6 +194,22 @@ def test_everything_that_names_the_version_names_the_same() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == pallas_gemm.__version__
     assert f"## [{pallas_gemm.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_constraints_name_one_release_of_all_that_is_installed_but_jax() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    releases = [line for line in lines if not line.startswith("#")]
+    # Neither hashes nor addresses: any index of packages will do.
+    assert [line for line in releases if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)] == []
+    named = [line.partition("==")[0] for line in releases]
+    assert named == sorted(set(named))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["test"], *extras["docs"], *extras["release"]]
+    asked += [*extras["aot"], *extras["bench"], *extras["flax"], *extras["viz"]]
+    needed = {re.split(r"[^\w-]", each)[0] for each in asked}
+    assert needed - set(named) == {"jax", "pallas-gemm"}
+    assert {"pip", "setuptools"} <= set(named)
 
 
 def test_a_report_of_a_defect_asks_for_the_doctor() -> None:

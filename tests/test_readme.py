@@ -11,6 +11,7 @@ import yaml
 
 from bench import claims, demo
 from pallas_gemm import explain, target
+from pallas_gemm._version import NEWEST_TESTED_JAX
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -139,7 +140,7 @@ def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
 
 
-def test_the_workflow_tests_the_release_of_jax_that_is_developed_on() -> None:
+def test_the_workflow_tests_the_oldest_and_the_newest_jax_that_is_accepted() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     default = re.search(r"^DEFAULT_JAX := (\S+)$", MAKEFILE, re.MULTILINE)
     assert default
@@ -147,4 +148,8 @@ def test_the_workflow_tests_the_release_of_jax_that_is_developed_on() -> None:
     assert workflow["jobs"]["package"]["strategy"] == {
         "matrix": workflow["jobs"]["test"]["strategy"]["matrix"]
     }
-    assert f'"jax>={default[1]}"' in (ROOT / "pyproject.toml").read_text()
+    oldest, *_, newest = workflow["jobs"]["test"]["strategy"]["matrix"]["jax"]
+    assert oldest == default[1]
+    assert newest == ".".join(map(str, NEWEST_TESTED_JAX))
+    assert f'"jax>={oldest},<={newest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"JAX {oldest} and {newest}" in README

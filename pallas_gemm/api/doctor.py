@@ -12,7 +12,7 @@ import jaxlib
 import numpy as np
 
 from pallas_gemm import offline
-from pallas_gemm._version import __version__
+from pallas_gemm._version import NEWEST_TESTED_JAX, __version__
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.gemm import gemm, matmul
 from pallas_gemm.computer import driver
@@ -37,10 +37,17 @@ def report() -> tuple[str, bool]:
 def _versions() -> Iterator[str]:
     yield f"pallas_gemm {__version__}, Python {platform.python_version()}"
     yield f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    if _jax_version() > NEWEST_TESTED_JAX:
+        tested = ".".join(map(str, NEWEST_TESTED_JAX))
+        yield f"  newer than {tested}, the newest JAX that this version was tested with"
     missing = offline.missing_packages()
     yield "compile for absent GPUs: " + ("no: pip install '.[aot]'" if missing else "yes")
     flax = importlib.util.find_spec("flax") is not None
     yield "layers for Flax: " + ("yes" if flax else "no: pip install '.[flax]'")
+
+
+def _jax_version() -> tuple[int, ...]:
+    return jax.__version_info__
 
 
 def _devices() -> Iterator[str]:

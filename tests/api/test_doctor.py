@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from pallas_gemm import __main__, __version__
+from pallas_gemm._version import NEWEST_TESTED_JAX
 from pallas_gemm.api import doctor
 
 
@@ -18,6 +19,23 @@ def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
         "  interpret  exact",
     ):
         assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ((0, 11, 2), False),
+        (NEWEST_TESTED_JAX, False),
+        ((*NEWEST_TESTED_JAX, 1), True),
+        ((0, 12, 1), True),
+    ],
+)
+def test_the_doctor_says_that_jax_is_newer_than_tested(
+    version: tuple[int, ...], newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_jax_version", lambda: version)
+    said = "newer than 0.12.0.1, the newest JAX that this version was tested with"
+    assert (said in "\n".join(doctor._versions())) == newer
 
 
 @pytest.mark.parametrize(
