@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 NEEDED = {"bench": ("rich", "bench"), "examples": ("flax", "flax")}
-"""What the programs of a folder cannot do without, and the extra that it comes with."""
+"""The package that the programs of a folder need, and the extra that has it."""
 
 
 def _need_the_extra() -> None:

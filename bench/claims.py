@@ -35,8 +35,8 @@ class Claim:
     """One line of the README's table.
 
     Attributes:
-        product: What was computed.
-        peer: What computed it beside us.
+        product: The product.
+        peer: The library that computed it beside us.
         burst: Times as fast as the peer after a pause, for each case.
         sustained: The same at the power limit; empty where it was not measured.
         source: The file with the rows, without its ending.

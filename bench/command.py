@@ -34,7 +34,7 @@ BAD_REQUEST = 2
 
 
 class RequestError(ValueError):
-    """What was asked for cannot be done; the message is one line for the user."""
+    """A request that cannot be met; the message is one line for the user."""
 
 
 def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
@@ -119,7 +119,7 @@ class Steps:
         self._task = task
 
     def start(self, doing: str, total: int) -> None:
-        """Begins something of so many steps."""
+        """Begins a task, given the number of its steps."""
         self._bar.reset(self._task, total=total, description=doing)
 
     def advance(self) -> None:

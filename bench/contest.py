@@ -31,9 +31,9 @@ class Contender:
     """A candidate that compiled and gave right results, ready to be timed.
 
     Attributes:
-        peer: Whose it is.
-        label: What sets it apart from the peer's other candidates.
-        variant: What is timed.
+        peer: The peer that it belongs to.
+        label: Its name among the peer's candidates.
+        variant: The function to time.
         error: Largest error of a tile in units of XLA's.
     """
 
@@ -48,7 +48,7 @@ class Dropout:
     """A candidate that cannot take part.
 
     Attributes:
-        peer: Whose it is.
+        peer: The peer that it belongs to.
         status: "failed" to compile or run, or "wrong".
         note: Why.
         error: As for a contender, if there was a result.
@@ -81,8 +81,8 @@ def contenders(
     """Compiles and checks every candidate of some peers.
 
     Args:
-        case: What to compute.
-        peers: Those that do not refuse it. XLA must be the first: its errors are the yardstick.
+        case: The product to compute.
+        peers: The peers that do not refuse it. XLA must be the first: its errors are the yardstick.
         cold: Whether calls take other operands in turn, so that none is in the cache.
         start: Called with what begins and its number of steps.
         advance: Called after each step.
@@ -174,7 +174,7 @@ def _build_all(
 
 
 def _operand_sets(case: Case, *, cold: bool) -> list[products.Operands]:
-    """Returns sets of operands to take in turn, so many that each is out of the cache again."""
+    """Returns enough sets of operands that each is out of the cache at its next turn."""
     count = 1
     if cold:
         count = min(MOST_SETS, math.ceil(COLD_BYTES / products.operand_bytes(case)))
@@ -190,7 +190,7 @@ def _check(
     """Runs a candidate once.
 
     Returns:
-        What became of it, and if it is XLA's, the errors that the others' are compared with.
+        Its outcome, and if it is XLA's, the errors that the others' are compared with.
     """
     peer, name = entry.peer, entry.peer.name
     if isinstance(entry.runner, Exception):

@@ -27,7 +27,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "cycles": "sm__cycles_elapsed.max",
     }
 )
-"""What is read, by the names of our tables; percentages are given as shares, times in seconds."""
+"""The counters, by the names of our tables; percentages become shares, times are in seconds."""
 
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 

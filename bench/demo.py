@@ -1,4 +1,4 @@
-"""What `make demo` shows: the idea in pictures, then each claim put to work.
+"""The program of `make demo`: the idea in pictures, then each claim put to work.
 
 It is here and not in the package because it is a program for a source tree: it
 needs the extra `test`, and a user's installation has no use for it.
@@ -98,7 +98,7 @@ class Step:
     """One part of the demo.
 
     Attributes:
-        title: What it shows, in one line.
+        title: Its subject, in one line.
         show: Prints it.
     """
 

@@ -40,7 +40,7 @@ FIGURES: Mapping[str, Callable[[], bytes]] = {
     "h200_study_128x128.png": study("h200_study_128x128"),
     "h200_study_128x256.png": study("h200_study_128x256"),
 }
-"""What draws each file."""
+"""The function that draws each file."""
 
 
 def main(_: list[str]) -> int:

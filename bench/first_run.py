@@ -39,7 +39,7 @@ class Part:
     """A program, and what it is told.
 
     Attributes:
-        name: What it is called here.
+        name: Its name here.
         seconds: After so long it is ended.
         program: Its file in this folder.
         options: Its command line, for each kernel's name.
@@ -79,7 +79,7 @@ PARTS = (
         ),
     ),
 )
-"""What is run, in order; the largest gain of knowledge first."""
+"""The parts in their order, the largest gain of knowledge first."""
 
 Run = Callable[[Sequence[str], pathlib.Path, float], tuple[int | None, str]]
 """Runs a command in a folder for so long: its exit status, None if it was ended, and its words."""
@@ -156,7 +156,7 @@ def measure(
     """Runs each part, and writes all files of all parts anew after each; returns the status.
 
     Args:
-        proven: Of the kernel; if it failed, no part is run.
+        proven: The kernel's proof; if it failed, no part is run.
         folder: Where the parts write.
         out: The file to send back.
         say: Is handed each line for the user.

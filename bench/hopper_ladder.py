@@ -59,7 +59,7 @@ TRIED: Mapping[str, HopperConfig] = {
     "tile 256x192": TALL,
     "ping-pong 128x192": dataclasses.replace(FEWER, tile=(128, 192), pingpong=True, ctas=None),
 }
-"""What was tried on top of the last step."""
+"""The configs that were tried on top of the last step."""
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def options(self) -> dict[str, int]:
-        """What both kernels are told."""
+        """The arguments of both kernels."""
         return {
             "block_m": self.rows,
             "block_n": self.cols,

@@ -1,4 +1,4 @@
-"""What this chip can do at most, measured in the same run as everything else.
+"""The limits of this chip, measured in the same run as everything else.
 
 Two ceilings: a kernel that does nothing but issue WGMMA on random data that already lies in shared
 memory, and a copy that does nothing but move bytes. Every kernel stays below both. Under sustained
@@ -41,7 +41,7 @@ def wgmma_only(dtype: Any, ctas: int) -> Callable[[jax.Array, jax.Array], jax.Ar
     """Returns a function of the operands of one CTA, `[slots, rows, k]` and `[slots, cols, k]`.
 
     Each CTA loads them once, multiplies them over and over, and at the end stores one row per
-    warpgroup, so that the work cannot be left out. What it computes is of no use.
+    warpgroup, so that the work cannot be left out. Its result is of no use.
     """
     rows, cols = TILE
     depth = STEP_BYTES // jnp.dtype(dtype).itemsize
@@ -112,7 +112,7 @@ def wgmma_variant(dtype: Any, ctas: int) -> Variant:
 
 
 def copy_variant() -> Variant:
-    """Returns a copy of `COPIED_BYTES`, which reads and writes as many, ready to be timed."""
+    """Returns a copy that reads and writes `COPIED_BYTES`, ready to be timed."""
     data = jnp.zeros(COPIED_BYTES // 4, jnp.int32)
     # Adding one keeps the compiler from leaving the copy out.
     run = jax.jit(functools.partial(jnp.add, jnp.int32(1))).lower(data).compile()

@@ -7,12 +7,11 @@
     python bench/mesh_traffic.py --gpu
         compiled for eight H200s instead of eight CPUs; neither need be there
 
-Each einsum is compiled for eight devices, forward alone and with gradients,
-as ours and as `jnp.einsum`; nothing runs. Bytes are those that collectives
-bring to each device, read from the compiled program, and FLOPs what XLA's
-analysis counts for one device; it does not see into kernels, so with --gpu
-there are none. A line ends with what is worse than XLA's: bytes, or FLOPs by
-more than 5%. The exit status is 1 if bytes are.
+Each einsum is compiled for eight devices, forward alone and with gradients, as ours and as
+`jnp.einsum`; nothing runs. Bytes are those that collectives bring to each device, read from the
+compiled program. FLOPs are XLA's analysis of one device. It does not see into kernels, so with
+--gpu there are none. A line ends with what is worse than XLA's: bytes, or FLOPs by more than 5%.
+The exit status is 1 if bytes are.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ TOLERANCE = 1.05
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one device of eight does for a program.
+    """The traffic and the work of one device of eight for a program.
 
     Attributes:
         received: Bytes that arrive.
@@ -69,8 +68,8 @@ class Row:
     Attributes:
         case: The einsum.
         gradients: With those of both operands, or without.
-        ours: What ours costs.
-        xla: What XLA's own product costs.
+        ours: The cost of ours.
+        xla: The cost of XLA's own product.
     """
 
     case: Case
@@ -80,7 +79,7 @@ class Row:
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """What costs more than XLA's."""
+        """The costs that are higher than XLA's."""
         bytes_too = ("bytes",) if self.ours.received > self.xla.received else ()
         return bytes_too + (("flops",) if self.ours.flops > TOLERANCE * self.xla.flops else ())
 

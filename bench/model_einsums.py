@@ -91,7 +91,7 @@ TABLE: list[tuple[str, dict[str, int], tuple[P, P], dict[str, int]]] = [
         {"b": 1, "h": 1024},
     ),
 ]
-"""Those of `docs/parallel.md`: an einsum, its mesh, how operands are split, sizes of its own."""
+"""The cases of `docs/parallel.md`: an einsum, its mesh, how operands are split, its sizes."""
 
 
 def mesh(axes: Mapping[str, int], kind: AxisType = AxisType.Auto, devices: Any = None) -> Mesh:
@@ -110,7 +110,7 @@ class Case:
         mesh: The devices.
         specs: How each operand is split.
         sizes: The size of each dimension.
-        dtype: Of both operands.
+        dtype: The type of both operands.
     """
 
     subscripts: str

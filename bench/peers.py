@@ -40,10 +40,10 @@ class Candidate:
     """One way of a peer to compute a case.
 
     Attributes:
-        label: What sets it apart from the peer's other candidates; may be empty.
+        label: Its name among the peer's candidates; may be empty.
         build: Compiles it. Candidates of one peer may be built by several threads at once, if the
             peer says so.
-        program: What is compiled, if another process can lower it.
+        program: The function to compile, if another process can lower it.
     """
 
     label: str
@@ -93,7 +93,7 @@ class Peer(Protocol):
 
 
 class JaxPeer:
-    """What the peers that are JAX programs have in common."""
+    """The base of all peers that are JAX programs."""
 
     name = "jax"
     threads = True

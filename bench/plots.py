@@ -92,7 +92,7 @@ def orders(records: Iterable[Mapping[str, str]], heading: str) -> bytes:
 
     Args:
         records: The rows of the study's CSV; orders that are computed on-line are left out.
-        heading: What was multiplied, and on what.
+        heading: The product, and the GPU.
     """
     tables: dict[tuple[str, str], list[Mapping[str, str]]] = {}
     for record in records:
@@ -153,8 +153,8 @@ def claims(found: Sequence[Claim], heading: str) -> bytes:
     """Returns a PNG with a line for each claim: a dot for each case, and its ratio to the peer.
 
     Args:
-        found: What is claimed, the first at the top.
-        heading: What it was measured on.
+        found: The claims, the first at the top.
+        heading: The GPU and the conditions.
     """
     figure, (axis,) = _axes(1, height=5.6)
     both = next(place for place, claim in enumerate(found) if claim.burst and claim.sustained)

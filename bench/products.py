@@ -60,8 +60,9 @@ def plain(case: Case, by_groups: Callable[..., jax.Array] = lax.ragged_dot) -> F
     """Returns what a user of JAX would write, to be put under `jax.jit`.
 
     Args:
-        case: What to compute.
-        by_groups: What multiplies rows in groups, with the arguments of `lax.ragged_dot`.
+        case: The product to compute.
+        by_groups: The function that multiplies rows in groups, with the arguments of
+            `lax.ragged_dot`.
     """
 
     def product(a: jax.Array, b: jax.Array, *sizes: jax.Array) -> jax.Array:
@@ -104,7 +105,7 @@ def formula(case: Case, product: Callable[..., jax.Array]) -> Formula:
     """Returns a case's formula on top of a matrix multiply of two operands as they are stored.
 
     Args:
-        case: What to compute.
+        case: The product to compute.
         product: Takes both operands, and the sizes of groups if there are any.
     """
 
@@ -145,8 +146,8 @@ def worst_error(results: Results, reference: Results, xla_errors: Results) -> fl
     """Returns the largest error of a tile in units of XLA's error in the same tile.
 
     Args:
-        results: What is checked.
-        reference: What `exact` gives.
+        results: The result to check.
+        reference: The result of `exact`.
         xla_errors: `accuracy.tile_errors` of XLA's product.
 
     Returns:

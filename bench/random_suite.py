@@ -12,7 +12,7 @@ from bench import shapes
 from bench.shapes import Case
 
 NAME = "random"
-"""What a command line calls it."""
+"""Its name on a command line."""
 
 COUNT = 64
 MOST_ROWS = 32768
@@ -54,7 +54,7 @@ SMALLEST = 256
 DTYPES = {"bf16": 0.8, "f16": 0.1, "e4m3": 0.1}
 LAYOUTS = ("NN", "NT", "TN")
 ROWS_OF_A_LINE = 8
-"""What the rows of a left operand that is stored [k, m] are a multiple of: 16 bytes."""
+"""The rows of a left operand that is stored [k, m] are a multiple of this: 16 bytes."""
 
 
 def suite(name: str, seed: int) -> tuple[Case, ...]:

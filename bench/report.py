@@ -34,7 +34,7 @@ class Row:
         flops: Operations of a call.
         bytes: The fewest bytes that a call can move.
         error: Largest error of a tile in units of XLA's, if the result was looked at.
-        result: What was measured, if it was timed.
+        result: The measurement, if it was timed.
     """
 
     case: str
@@ -59,11 +59,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the chip can do at most, measured in the same run.
+    """The limits of the chip, measured in the same run.
 
     Attributes:
         flops_per_second: By dtype and mode, of a kernel that only issues WGMMA.
-        bytes_per_second: Of a copy, read and written bytes together; None if not measured.
+        bytes_per_second: The speed of a copy, read and written bytes together; None if not
+            measured.
     """
 
     flops_per_second: Mapping[str, Mapping[str, float]]
@@ -82,7 +83,7 @@ class Report:
 
     Attributes:
         environment: Device, versions, settings: what a reader needs to judge the figures.
-        limits: What the chip can do at most.
+        limits: The limits of the chip.
         rows: In the order in which they were measured.
     """
 

@@ -44,7 +44,7 @@ from pallas_gemm.tuning.timing import TimingError
 
 PROGRAM = "schedule_study"
 KERNEL = "pallas_gemm"
-"""What the names of our kernels begin with."""
+"""The beginning of the names of our kernels."""
 
 PAUSE = 0.05
 """Seconds before each burst turn: many launches are compared, and none of them is hot for long."""
@@ -60,7 +60,7 @@ BASES: Mapping[str, Callable[[tuple[int, int], int | None], GemmConfig]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options of the command line.
 
     Attributes:
         case: The product.
@@ -216,7 +216,7 @@ def _run(values: flags.FlagValues) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What launches are timed with.
+    """The tools that time launches.
 
     Attributes:
         peers: XLA, and a peer named like each launch.
@@ -240,8 +240,8 @@ def timed_rows(
 
     Args:
         rows: The launches with their predictions.
-        options: What was asked for.
-        bench: What they are timed with.
+        options: The options of the command line.
+        bench: The tools that time them.
         console: Where to print.
         clock: Says how long each part took.
 
@@ -306,7 +306,7 @@ def counted_rows(
 
     Args:
         rows: All launches that the options ask for, in order.
-        options: What was asked for.
+        options: The options of the command line.
         console: Where to print.
         clock: Says how long each run took.
 
@@ -368,7 +368,7 @@ def replay(
     """Runs each launch once, in order; what else runs on the GPU has other names.
 
     Args:
-        options: What was asked for.
+        options: The options of the command line.
         launches: A peer for each launch.
         pool: Processes that lower kernels; None for none.
         say: Called with a line after each stage: the last one tells where a run was ended.

@@ -17,10 +17,10 @@ from pallas_gemm.tuning.measure import Meter, Settings, measure
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options of the command line.
 
     Attributes:
-        cases: What to time.
+        cases: The cases to time.
         peers: Names of whom to time.
         configs: Configs of our kernel to time as the peer "kernel", which takes the best of them.
         settings: How long to look.
@@ -52,7 +52,7 @@ class Bench:
         meter: Times kernels.
         peers: Whom to time; XLA first.
         absent: Why each of the other peers asked for is not here.
-        environment: What the report says about the device and the versions.
+        environment: The device and the versions, for the report.
         limits: Measures what the chip can do at most, for dtypes by name.
         pool: Processes that lower kernels; None for none.
     """
@@ -74,8 +74,8 @@ def run(
     """Times every case, and prints each as soon as it is done.
 
     Args:
-        options: What was asked for.
-        bench: What to work with.
+        options: The options of the command line.
+        bench: The tools of a run.
         console: Where to print.
         save: Called after each case with all that was found by then.
 

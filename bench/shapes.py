@@ -64,7 +64,7 @@ class Case:
         dtype: One of `DTYPES`.
         layout: Two letters, for the left and the right operand: N row-major, T stored transposed.
         batch: How many products.
-        epilogue: What is fused: "bias" (a row vector), "bias_gelu" (and the tanh form of gelu),
+        epilogue: The epilogue: "bias" (a row vector), "bias_gelu" (and the tanh form of gelu),
             "residual" (a matrix is added), "swiglu" (silu(a @ gate) * (a @ up)).
         direction: "forward"; "backward" for the gradients of both operands; or "both".
         groups: How many groups the rows are in; 0 for none.

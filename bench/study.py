@@ -17,10 +17,10 @@ from schedules.model import SECTOR_BYTES, Prediction, machine_named, predict
 from schedules.spec import ONLINE, ONLINE_BUILDERS, build
 
 PERSISTENCE: tuple[Persistence, ...] = ("none", "static", "dynamic")
-"""What a config puts before the name of an order that is computed instead of read from a table."""
+"""The prefix of the name of an order that is computed instead of read from a table."""
 
 DRAM_WEIGHT = 3.0
-"""What a byte from device memory costs, in bytes that the L2 answers."""
+"""The cost of a byte from device memory, in bytes that the L2 answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """What results are filed under."""
+        """The key of the results."""
         cluster = "x".join(map(str, self.config.cluster))
         how = "online" if self.online else "offline"
         return f"{self.order}/{how}/{self.config.persistence}/{cluster}"
@@ -55,8 +55,8 @@ class Row:
     """A launch, what the model predicts of it, and what was measured.
 
     Attributes:
-        launch: What was run.
-        prediction: What the model says.
+        launch: The launch.
+        prediction: The model's prediction.
         result: The times, or None if it failed.
         counters: The hardware's counters, if they were read.
     """
@@ -114,7 +114,7 @@ def launches(
 
 
 def deepest(config: GemmConfig, problem: Problem, device: Device) -> GemmConfig:
-    """Returns the config with as many stages as shared memory holds."""
+    """Returns the config with the most stages that shared memory holds."""
     for stages in range(16, 2, -1):
         deeper = dataclasses.replace(config, stages=stages)
         if not deeper.refusals(problem, device):
@@ -153,7 +153,7 @@ def tables(rows: Sequence[Row]) -> dict[tuple[str, tuple[int, int]], list[Row]]:
 
 
 Lines = Callable[[Sequence[Row]], list[str]]
-"""What is printed of the rows of a table."""
+"""The columns of a table that are printed."""
 
 
 def time_lines(rows: Sequence[Row]) -> list[str]:
@@ -228,7 +228,7 @@ def to_csv(rows: Iterable[Row]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """What a prediction depends on."""
+    """The inputs of a prediction."""
 
     order: str
     grid: tuple[int, int]

@@ -195,7 +195,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/symmetric.md": {"symmetric": symmetric, "muon": muon},
     "docs/ideas/groups.md": {"groups": groups},
 }
-"""What makes the tables of each page, by the name that the page gives them."""
+"""The functions that make the tables of each page, by the name that the page gives them."""
 
 _PLACE = re.compile(
     r"(?P<open><!-- table: (?P<name>\w+), from bench/figures\.py -->\n)"

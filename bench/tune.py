@@ -4,16 +4,14 @@
         the suites below, for at most 7 minutes
     python bench/tune.py --suites=llama8b --output=mine.json --csv=mine.csv
 
-Products are tuned in the order of the suites, the most used ones and those of
-which least is known first. While one is timed, the next ones are compiled. The
-table is written anew, whole, after each of them, so that a run that is stopped
-keeps what it has, and one with --resume goes on with the products that are
-missing. What the heuristics leave to XLA is tried too. Where XLA is faster, the
+Products are tuned in the order of the suites, the most used ones and those of which least is known
+first. While one is timed, the next ones are compiled. The table is written anew, whole, after each
+product. So a run that is stopped keeps its results, and a run with --resume goes on with the
+missing products. Products that the heuristics leave to XLA are tried too. Where XLA is faster, the
 table says so, and the product is XLA's.
 
-`gain` is how much faster the tuned config is than what the heuristics choose,
-the root of the product of the ratios in a burst and in sustained work;
-`over_xla` is that against XLA.
+`gain` compares the tuned config with the heuristics' choice: the root of the product of the ratios
+in a burst and in sustained work. `over_xla` is the same against XLA.
 """
 
 import csv
@@ -71,10 +69,10 @@ AHEAD = 3
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options of the command line.
 
     Attributes:
-        cases: What contains the products to tune.
+        cases: The cases with the products to tune.
         output: The table; None for that of the package.
         resume: Whether what the table already holds stays and is not tuned again.
         csv: File for what was found, or None.
@@ -199,7 +197,7 @@ def tuned_products(
 ) -> Iterator[tuning.Tuned | tuning.Untuned]:
     """Yields what is found for each product until the time is over, and prints it.
 
-    Those that are being compiled when the time is over are dropped.
+    Products that are being compiled when the time is over are dropped.
     """
     start = time.perf_counter()
     wanted: dict[tables.Key, Problem] = {}

@@ -1,8 +1,8 @@
 """Lowers kernels in other processes, while this one measures.
 
-To lower a kernel is Python's work, a third of a second of it: the threads of a process do it one
-after the other, and every launch has to wait meanwhile. A worker process, which leaves the GPU
-alone, returns bytes that this one has only to compile, and the compiler needs no Python.
+To lower a kernel takes Python a third of a second. The threads of a process do it one after the
+other, and every launch has to wait meanwhile. A worker process, which leaves the GPU alone, returns
+bytes that this one has only to compile, and the compiler needs no Python.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from pallas_gemm.tuning import trials
 Runner = Callable[..., Any]
 
 CAPABILITY = (9, 0)
-"""What JAX lowers kernels for in a process without a GPU."""
+"""The target that JAX lowers kernels for in a process without a GPU."""
 
 MOST_WORKERS = 12
 """More take memory, and are not faster than one GPU."""
@@ -38,7 +38,7 @@ class Program:
 
     Attributes:
         make: A function of a module that makes it.
-        args: What that is called with.
+        args: The arguments of `make`.
         operands: The function's arguments: trees of `jax.ShapeDtypeStruct`.
     """
 
@@ -55,8 +55,8 @@ class Workers:
     """Processes that lower programs. `with Workers() as workers:` ends them.
 
     Args:
-        processes: How many; by default as many as there are cores to spare.
-        platform: What JAX calls the platform to compile for.
+        processes: The number of workers; by default the cores to spare.
+        platform: JAX's name of the platform to compile for.
     """
 
     def __init__(self, processes: int | None = None, platform: str = "cuda") -> None:
@@ -83,7 +83,7 @@ class Workers:
     def build(self, program: Program) -> Runner:
         """Compiles a program for this process.
 
-        What cannot be sent or lowered elsewhere is lowered here; its error is then that of here.
+        A function that cannot be sent or lowered elsewhere is lowered here, with the error of here.
         """
         try:
             lowered = self._pool.submit(_lowered, program, self._platform).result()

@@ -19,7 +19,7 @@ POINTS = 8
 
 
 class Sizes(Protocol):
-    """What is told of a model."""
+    """The report on a model."""
 
     @property
     def vocabulary(self) -> int:
@@ -44,7 +44,7 @@ def compare(
     """Trains in turns, and returns what was found, as plain data.
 
     Args:
-        training: What is trained.
+        training: The model to train.
         kinds: Names of trainees, and what their layers are.
         rounds: As for `contest.hold`.
         steps: As for `contest.hold`.

@@ -13,7 +13,7 @@ from examples.training import Trainee
 
 @dataclasses.dataclass
 class Times:
-    """What the steps of a trainee took.
+    """The times of a trainee's steps.
 
     Attributes:
         steps: Seconds per step, one number for each round.
@@ -48,7 +48,7 @@ def hold(
     clock follows the power with a delay: long turns tell more than many.
 
     Args:
-        trainees: Who takes part.
+        trainees: The trainees.
         batch: Returns the examples of a step.
         rounds: How many rounds there are.
         steps: Steps of one turn.

@@ -25,7 +25,7 @@ AXIS = "expert"
 """The axis of a mesh over which experts and tokens are split."""
 
 BALANCE = 0.01
-"""What the loss that balances experts counts."""
+"""The weight of the loss that balances experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Settings:
         sequence: Tokens of an example.
         batch: Examples of a step.
         dtype: Type of parameters, but the router's, and of activations.
-        learning_rate: Of AdamW.
+        learning_rate: AdamW's.
     """
 
     blocks: int
@@ -110,12 +110,12 @@ class ParallelExperts(ours.Experts):
 def across(compute: routed.Compute, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Has each row computed on the device of its expert.
 
-    Any device may send all of its rows to any other, so that there is room for as many from each.
-    What is not used of it is in no group: it is sent, but not multiplied.
+    Any device may send all of its rows to any other, so there is room for all rows of each. What is
+    not used of it is in no group: it is sent, but not multiplied.
 
     Args:
-        compute: What a device's experts make of rows.
-        rows: Of this device, sorted by expert.
+        compute: The function that a device's experts apply to rows.
+        rows: The rows of this device, sorted by expert.
         sizes: How many each of all experts has.
     """
     devices, count = lax.axis_size(AXIS), rows.shape[0]

@@ -5,11 +5,10 @@
     python examples/quantise_layer.py --width=4096 --hidden=14336 --rows=4096
         on a GPU
 
-The layer learns in stock layers of Flax. The same parameters are then loaded
-into layers of `pallas_gemm.flax.linen`: as they are, into 8-bit floats that are
-scaled in each call, and into weights that are stored in 8 bits with a scale for
-each column. Errors are of the outputs' norm, against the layer in float32.
-Times are those of the kernels of a call, all in turns.
+The layer learns in stock layers of Flax. The same parameters are then loaded into layers of
+`pallas_gemm.flax.linen`. One has them as they are, one makes 8-bit floats of them in each call, and
+one stores weights of 8 bits with a scale for each column. Errors are of the outputs' norm, against
+the layer in float32. Times are those of the kernels of a call, all in turns.
 """
 
 import functools
@@ -41,7 +40,7 @@ from pallas_gemm.tuning.timing import KernelMeter
 TURNS = Settings(burst_rounds=5, sustained_rounds=0, energy_seconds=0)
 STOCK = "stock"
 SIZES = ("width", "hidden", "rows", "steps")
-"""What the command line takes."""
+"""The flags of the command line."""
 
 
 class FeedForward(nn.Module):
@@ -59,7 +58,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns as many columns as `x` has."""
+        """Returns the number of columns that `x` has."""
         return self.down(x.shape[-1], name="down")(self.up(self.hidden, name="up")(x))
 
 

@@ -21,7 +21,7 @@ class Task:
 
     @property
     def best_loss(self) -> float:
-        """The loss, in nats per token, of whoever knows the rule."""
+        """The loss, in nats per token, of a model that knows the rule."""
         likely = 1 - self.noise + self.noise / self.vocabulary
         other = self.noise / self.vocabulary
         return float(-likely * np.log(likely) - (self.vocabulary - 1) * other * np.log(other))

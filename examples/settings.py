@@ -24,7 +24,7 @@ class Settings:
         sequence: Tokens of an example.
         batch: Examples of a step.
         dtype: Type of parameters, activations and the optimiser's state.
-        learning_rate: Of AdamW.
+        learning_rate: AdamW's.
     """
 
     blocks: int

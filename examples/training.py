@@ -29,7 +29,7 @@ class Trainee:
     """A transformer in training.
 
     Attributes:
-        name: What it is called in tables.
+        name: Its name in tables.
         step: The compiled training step.
         state: Parameters and the optimiser's state.
         losses: The loss before each step.
@@ -69,7 +69,7 @@ class Trainee:
 
 @dataclasses.dataclass(frozen=True)
 class Training(abc.ABC):
-    """What all trainees of a comparison share.
+    """The settings that all trainees of a comparison share.
 
     Attributes:
         settings: The sizes.
@@ -110,7 +110,7 @@ class Training(abc.ABC):
 
     @functools.cached_property
     def _initial(self) -> jax.stages.Compiled:
-        """What makes parameters and the optimiser's state where they belong."""
+        """The function that makes parameters and the optimiser's state where they belong."""
         placed = jax.tree.map_with_path(self._sharding, jax.eval_shape(self._init))
         return jax.jit(self._init, out_shardings=placed).lower().compile()
 
@@ -143,7 +143,7 @@ class Trainer(Training):
         settings: The sizes.
         api: "linen" or "nnx".
         attention: Implementation of `jax.nn.dot_product_attention`.
-        mesh: Of axes "data" and "model", either or both; None for one device.
+        mesh: The mesh, with the axes "data" and "model", either or both; None for one device.
     """
 
     settings: Settings

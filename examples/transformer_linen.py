@@ -32,7 +32,7 @@ class Block(nn.Module):
     Attributes:
         settings: The sizes.
         layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), or "fused".
-        attention: Who computes it.
+        attention: The implementation that computes it.
     """
 
     settings: Settings

@@ -44,7 +44,7 @@ class Block(nnx.Module):
         Args:
             settings: The sizes.
             layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), or "fused".
-            attention: Who computes it.
+            attention: The implementation that computes it.
             rngs: Where initial values come from.
         """
         self.settings, self.layers, self.attention = settings, layers, attention

@@ -45,13 +45,13 @@ STEPS = 64
 """Steps of k that are drawn if nothing is said: a K of 4096 in 16 bits."""
 
 LABEL_COLUMNS = 16
-"""What the name of a tile takes of a line."""
+"""The columns of a line that the name of a tile takes."""
 
 SLOW_TILES = 2**16
 """More tiles than a prediction takes a second or two for."""
 
 SECONDS_PER_TILE = 3e-5
-"""What a prediction of so many tiles takes on one core that is idle."""
+"""The time of a prediction, for each tile, on one idle core."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status.
 
     Args:
-        arguments: What follows the program's name; `sys.argv` if None.
+        arguments: The arguments after the program's name; `sys.argv` if None.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without box-drawing characters gets question marks rather than a traceback.

@@ -14,8 +14,9 @@ def by_die(schedule: Schedule, dies: int) -> Schedule:
     the schedule, so that the tiles of one die are neighbours again and share that die's cache.
     Where `dies` does not divide the number of tiles, the last dies get one tile less.
 
-    `schedules.model` places workers at random, as no source says how a GPU deals them: it predicts
-    the cost of an order torn apart, on a B200 too, and not what a chip that deals in turn would do.
+    `schedules.model` places workers at random, because no source says how a GPU deals them. So it
+    predicts the cost of an order torn apart, on a B200 too, and not the cost on a chip that deals
+    in turn.
 
     >>> from schedules import raster
     >>> from schedules.draw import numbers

@@ -107,8 +107,8 @@ def path(schedule: Schedule, *, workers: int | None = None, colour: bool = False
 def pieces(work: Pieces, workers: int = 1, *, width: int = 64) -> str:
     """Returns a line for each tile, along k: which piece, or which wave of them, computes a step.
 
-    Of more steps than `width` each letter stands for several, and shows the first of them. Letters
-    are those of `waves`.
+    If there are more steps than `width`, each letter stands for several steps and shows the first.
+    Letters are those of `waves`.
 
     >>> from schedules import raster, split_k
     >>> work = split_k(raster(1, 3), steps=6, parts=2, last=2)

@@ -1,8 +1,8 @@
 """A page that walks through orders wave by wave, two side by side.
 
-`explorer.html` is the page without its numbers: its controls are buttons, menus and a slider, and
-its script draws one picture of the waves and one of the L2's hits for each side. Everything that
-can be chosen is computed here and written into the page.
+`explorer.html` is the page without its numbers. Its controls are buttons, menus and a slider. Its
+script draws two pictures for each side: the waves, and the L2's hits. Everything that can be chosen
+is computed here and written into the page.
 """
 
 import base64

@@ -10,7 +10,7 @@ from schedules import _check
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the model has to know about a GPU.
+    """The numbers of a GPU that the model needs.
 
     Attributes:
         name: As the vendor spells it.
@@ -25,8 +25,8 @@ class Machine:
         clock_hz: Highest SM clock.
         speed_spread: How much the SMs differ in speed, as a standard deviation relative to the
             mean. It is what a static schedule cannot even out.
-        resident_clusters: Cluster size to how many clusters of that size run at the same time,
-            where that was measured; elsewhere as many as the SMs allow.
+        resident_clusters: For each cluster size, how many clusters run at the same time, if that
+            was measured; otherwise the SMs decide.
         tensor_share: What its tensor cores do of what others of their generation do in a cycle.
         is_measured: Whether orders and kernels of this project were timed on one.
     """

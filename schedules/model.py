@@ -1,9 +1,9 @@
-"""What an order of tiles costs in the L2 cache, before any GPU has run it.
+"""The cost of an order of tiles in the L2 cache, before any GPU has run it.
 
-`predict` plays the launch of a matrix multiply on a model of the L2: so many workers as run at the
-same time walk along K through their tiles, a little out of step, and each stretch they read is
-answered by one partition of the L2, by the other, or by device memory. docs/schedule-model.md
-shows what it predicts beside what was measured, and where it misses.
+`predict` plays the launch of a matrix multiply on a model of the L2. The workers that run at the
+same time walk along K through their tiles, a little out of step. One partition of the L2, the other
+one, or device memory answers each stretch that they read. docs/schedule-model.md shows what it
+predicts beside what was measured, and where it misses.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from schedules.table import Int32Array, Schedule
 Persistence = Literal["none", "static", "dynamic"]
 
 SECTOR_BYTES = 32
-"""What the L2 counts in."""
+"""The unit in which the L2 counts."""
 
 _SMS_OF_A_PAIR = 2
 """SMs of a texture processing cluster (TPC)."""
@@ -47,15 +47,15 @@ _TILES_IN_ALL = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a launch does to the memory system.
+    """The load of a launch on the memory system.
 
     Attributes:
         l2_sectors: Sectors of 32 bytes looked up in the L2: reads of the SMs that are not merged,
             second look-ups over the fabric between partitions, and writes.
         l2_hit_rate: Share of those look-ups that found their sector.
-        requested_bytes: What the SMs ask for, a multicast counted once.
+        requested_bytes: The bytes that the SMs ask for, a multicast counted once.
         merged_bytes: The part of it that joined a request already under way.
-        fabric_bytes: What one partition of the L2 asked of another.
+        fabric_bytes: The bytes that one partition of the L2 asked of another.
         dram_read_bytes: Read from device memory.
         dram_write_bytes: Written to device memory: the output, once, and of the sums of pieces what
             does not stay in the L2 until they are joined.
@@ -83,14 +83,13 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class TileByTile:
-    """What a launch does to the memory system, and which tiles it does it for.
+    """The load of a launch on the memory system, tile by tile.
 
     Attributes:
         prediction: The sums over all tiles.
         wave: int32 `[rows, cols]`: the wave that computes each tile, counted from 0; -1 for none.
-        l2_share: `[rows, cols]`: the share of a tile's operands that device memory was not asked
-            for, because the L2 had them or was waiting for them already; NaN for a tile that is not
-            visited.
+        l2_share: `[rows, cols]`: the share of a tile's operands that the L2 had, or was already
+            waiting for, so that device memory was not asked. NaN for a tile that is not visited.
     """
 
     prediction: Prediction
@@ -121,14 +120,14 @@ def predict(  # noqa: PLR0913 - a launch has that many properties, and each is a
         schedule: The order, on the grid of cluster tiles (of output tiles without clusters). Or
             pieces of tiles that are cut along K: each reads its own part of K, and stores float32
             sums, which are read once when all are there.
-        machine: What it runs on.
+        machine: The GPU that it runs on.
         tile: Rows and columns of one CTA's output tile, and its step along K, in elements.
         k: Extent of the contraction.
         cluster: CTAs of a cluster along the rows and along the columns.
-        persistence: "static" deals the tiles out beforehand, one by one; "dynamic" gives the next
-            tile to the first worker that is free, and so does the hardware with "none", where every
-            cluster computes one tile.
-        workers: Clusters that run at the same time; as many as the machine holds if None.
+        persistence: "static" deals the tiles out beforehand, one by one. "dynamic" gives the next
+            tile to the first worker that is free. With "none" every cluster computes one tile, and
+            the hardware starts the next cluster when one ends.
+        workers: Clusters that run at the same time; None for the most that the machine holds.
         multicast: Whether the CTAs of a cluster read what they share once.
         itemsize: Bytes of an element of A or B.
         out_itemsize: Bytes of an element of the output.

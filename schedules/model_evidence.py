@@ -1,4 +1,4 @@
-"""What profilers counted on real GPUs, beside what the model says about the same launches."""
+"""The counts of profilers on real GPUs, beside the model's for the same launches."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Kernel:
 
     Attributes:
         name: The machine and what tells this kernel from the others.
-        machine: As for `predict`, and so are the rest.
+        machine: As for `predict`, like the rest.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Measurement:
     """Counters of one launch, with None for what was not published.
 
     Attributes:
-        kernel: What ran.
+        kernel: The launch that ran.
         label: The order as its source calls it.
         order: The same as a text that `schedules.build` reads.
         hit_percent: L2 hit rate.

@@ -12,14 +12,14 @@ STALL_PER_MISS = 0.075
 """How much longer a step takes whose operands come from device memory.
 
 The worker that reads a stripe first pays this; those that follow find it in the L2 and catch up.
-That is what holds workers together that share a stripe."""
+This holds workers together that share a stripe."""
 
 STEP_SPREAD = 30.0
 """How much the time of a step varies, as a standard deviation, per load and multiply-add.
 
-The queues in front of the L2 disturb a worker in proportion to what it asks for, which for a tile
-of M x N elements is `1/M + 1/N` loads per multiply-add: 0.47 for 128 x 128. The steps of a tile
-vary independently, so a tile of 128 such steps varies by 4%."""
+The queues in front of the L2 disturb a worker in proportion to its loads. A tile of M x N elements
+has `1/M + 1/N` loads per multiply-add: 0.47 for 128 x 128. The steps of a tile vary independently,
+so a tile of 128 such steps varies by 4%."""
 
 STEPS_UNDER_WAY = 2.0
 """For how many steps a read is under way, so that another may join it.

@@ -19,7 +19,7 @@ STRETCHES = 16
 """Stretches along K in which a tile is simulated, at most."""
 
 FEWEST_STRETCHES = 4
-"""As many as a large problem gets; its many tiles make up for the coarse steps."""
+"""The number for a large problem; its many tiles make up for the coarse steps."""
 
 STRETCHES_IN_ALL = 2**18
 """How many a simulation may take before tiles get fewer of them: about half a second."""
@@ -212,7 +212,7 @@ class Problem:
     def _read(self) -> Iterator[tuple[Int32Array, int, bool]]:
         """Yields the stripes that every tile reads: their numbers, their size, if they are joined.
 
-        Of a symmetric result, those of B are others of A.
+        In a symmetric result, the stripes of B are stripes of A.
         """
         problem = np.arange(self.batch)[:, None]
         row, col = self.order.T

@@ -29,7 +29,7 @@ class Stripes:
 class Launch:
     """What runs: tiles in visiting order, workers, and who gets the next tile.
 
-    Of tiles that are cut along K, it is their pieces that are visited.
+    If tiles are cut along K, it visits their pieces.
 
     Attributes:
         kernels: How many tiles are visited by each kernel, of those that follow each other.
@@ -63,8 +63,8 @@ def simulate(launch: Launch, pace: Pace, cache: SplitCache) -> list[int]:
     makes.
 
     Returns:
-        For each tile in visiting order, the size of what device memory answered; and for each that
-        is joined, the size of what did not stay in the cache till then.
+        For each tile in visiting order, the size of the device memory's answers; for each tile that
+        is joined, the size of the sums that the cache did not keep.
     """
     tiles, now = len(pace.tile), 0.0
     from_memory = [0] * (tiles + len(launch.joined))

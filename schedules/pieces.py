@@ -94,7 +94,7 @@ class Split(NamedTuple):
 
 
 def split_k(tiles: Schedule, steps: int, parts: int, last: int | None = None) -> Pieces:
-    """Cuts tiles into as many pieces of k, which differ by at most one step.
+    """Cuts tiles into the same number of pieces of k, whose lengths differ by at most one step.
 
     Tiles that stay whole come first, then the first pieces of all others, in the order of the
     tiles: what is computed at the same time reads the same part of the operands.

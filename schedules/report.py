@@ -14,7 +14,8 @@ from schedules.model import (
 BAR_WIDTH = 20
 
 RANKINGS = ("dram-read", "l2-sectors", "hit-rate")
-"""What a table can be sorted by. The default is what costs most energy, bytes of device memory."""
+"""The columns that a table can be sorted by. The default is what costs most energy, bytes of device
+memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Setting:
     """The launch that orders are compared on.
 
     Attributes:
-        machine: What it runs on.
+        machine: The GPU that it runs on.
         problem: M, N and K.
         tile: Rows and columns of one CTA's tile, and its step along K.
         cluster: CTAs of a cluster along the rows and along the columns.
-        persistence: Who gets the next tile.
+        persistence: The rule that says which worker gets the next tile.
         multicast: Whether the CTAs of a cluster read what they share once.
     """
 
@@ -48,7 +49,7 @@ class Setting:
         """Returns three lines that say what runs, and how it fills the machine.
 
         Args:
-            prediction: Of an order.
+            prediction: The prediction of an order.
             units: How many tiles the order has: all of the grid, or those of a triangle.
         """
         cluster = "no clusters"
@@ -75,7 +76,7 @@ def ranked(
     """Returns (order, prediction) pairs, best first.
 
     Args:
-        predictions: What was predicted for each order.
+        predictions: The prediction for each order.
         by: One of `RANKINGS`.
     """
     keys = {
@@ -90,7 +91,7 @@ def ranking(predictions: Mapping[str, Prediction], by: str = "dram-read") -> str
     """Returns the table of several orders on the same launch, best first.
 
     Args:
-        predictions: What was predicted for each order.
+        predictions: The prediction for each order.
         by: One of `RANKINGS`.
     """
     width = max(map(len, ("order", *predictions)))
@@ -112,8 +113,8 @@ def details(setting: Setting, prediction: Prediction) -> str:
     """Returns everything that is predicted for one order, one line each.
 
     Args:
-        setting: What runs.
-        prediction: What was predicted for it.
+        setting: The launch.
+        prediction: Its prediction.
     """
     m, n, _ = setting.problem
     tiles_m, tiles_n = -(-m // setting.tile[0]), -(-n // setting.tile[1])

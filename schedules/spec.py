@@ -14,10 +14,9 @@ The grammar, with fields in any order after the first:
 With `online_` before a raster or swizzle, a kernel computes the order instead
 of reading it from a table.
 
-GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x
-between them. What is left out has the builder's default: "swizzle:12" is
-serpentine, in bands of 12 rows. The name of a schedule made by a builder is the
-text that gives it back.
+GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. A part that
+is left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The name of
+a schedule made by a builder is the text that gives it back.
 
 A triangle is the part of an order that computes a symmetric result: the tiles
 on and below the diagonal, of M by N elements. Without M and N, the grid is that
@@ -40,7 +39,7 @@ from schedules.table import Schedule
 from schedules.triangle import Triangle
 
 ONLINE = "online_"
-"""What the name of an order begins with that is computed by arithmetic."""
+"""The beginning of the name of an order that is computed by arithmetic."""
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {

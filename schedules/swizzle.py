@@ -73,10 +73,10 @@ def nested_swizzle(
 ) -> Schedule:
     """Walks bands, in each of them bands across it, and so on: one factor per level.
 
-    The first factor cuts the grid into bands of that many rows, the second cuts a band into blocks
-    of that many columns, the third cuts a block into bands of rows again. The last band of any
-    level is narrower where its factor does not divide; there is never an extra tile. One factor
-    gives `swizzle` without serpentine.
+    The first factor is the number of rows of a band, the second the number of columns of a block of
+    a band. The third cuts a block into bands of rows again. The last band of any level is narrower
+    where its factor does not divide; there is never an extra tile. One factor gives `swizzle`
+    without serpentine.
 
     >>> from schedules.draw import numbers
     >>> print(numbers(nested_swizzle(8, 8, factors=[4, 3])))
@@ -146,9 +146,8 @@ def log_swizzle(rows: int, cols: int, *, log: int | None = None) -> Schedule:
     Args:
         rows: Rows of tiles.
         cols: Columns of tiles.
-        log: The logarithm of the width of a band, 0 to 16, or None to pick one: 3 when that leaves
-            at least 6 bands, else 2 when that leaves at least 3, else 1 when that leaves at least
-            2, else 0.
+        log: The logarithm of the width of a band, 0 to 16. None picks 3 if that leaves at least 6
+            bands, else 2 if that leaves at least 3, else 1 if that leaves at least 2, else 0.
 
     Raises:
         ValueError: An argument is not legal; the message names it.

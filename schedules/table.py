@@ -20,8 +20,8 @@ PADDING = -1
 class Schedule:
     """The order in which the tiles of a grid are visited.
 
-    Two schedules are equal when they visit the same grid in the same order, whatever their names,
-    so that a schedule can be a dictionary key, a static argument or the key of a cache.
+    Two schedules are equal if they visit the same grid in the same order, whatever their names. So
+    a schedule can be a dictionary key, a static argument or the key of a cache.
 
     >>> backwards = Schedule((1, 2), [[0, 1], [0, 0]], name="backwards")
     >>> backwards.packed().tolist()
@@ -30,7 +30,7 @@ class Schedule:
     Attributes:
         grid: (rows, cols) of output tiles.
         order: int32 `[tiles, 2]`, the (row, col) of each tile in visiting order. Read-only.
-        name: What to call the order in a table; the builders use the text that `parse` reads back.
+        name: The name of the order in a table; the builders use the text that `parse` reads back.
         triangle: Which tiles are visited, if only those on and below the diagonal are; None for
             all.
         is_online: Whether a kernel computes the order instead of reading it from a table.
@@ -130,10 +130,10 @@ class Schedule:
         """Shares the tiles among workers, whose shares differ by at most one tile.
 
         Args:
-            workers: How many workers there are. Those beyond the number of tiles get none.
+            workers: How many workers there are. Workers beyond the number of tiles get none.
             how: "round_robin" gives tile t to worker `t % workers`, so that tiles that follow each
-                other are computed at the same time; "contiguous" gives each worker one run of
-                tiles that follow each other.
+                other are computed at the same time. "contiguous" gives each worker one run of tiles
+                that follow each other.
 
         Returns:
             int32 `[workers, longest]` of packed entries, each row filled up with `PADDING`.
