@@ -7,11 +7,12 @@
     python bench/mesh_traffic.py --gpu
         compiled for eight H200s instead of eight CPUs; neither need be there
 
-Each einsum is compiled for eight devices, forward alone and with gradients, as ours and as
-`jnp.einsum`; nothing runs. Bytes are those that collectives bring to each device, read from the
-compiled program. FLOPs are XLA's analysis of one device. It does not see into kernels, so with
---gpu there are none. A line ends with what is worse than XLA's: bytes, or FLOPs by more than 5%.
-The exit status is 1 if bytes are.
+Each einsum is compiled for eight devices, forward alone and with gradients, as
+ours and as `jnp.einsum`; nothing runs. Bytes are those that collectives bring
+to each device, read from the compiled program. FLOPs are XLA's analysis of one
+device. It does not see into kernels, so with --gpu there are none. A line ends
+with what is worse than XLA's: bytes, or FLOPs by more than 5%. The exit status
+is 1 if bytes are.
 """
 
 import dataclasses

@@ -7,9 +7,10 @@
         whole rows on every GPU, one all-reduce
     python bench/parallel_bench.py --option=xla_gpu_use_memcpy_local_p2p=true
 
-The layer is `gelu(x @ w) @ v`: `w` is split by columns and `v` by rows. In the layout "sequence"
-the rows of `x` and of the result are split too. They are gathered before the first product, and
-reduced and scattered after the second. In "replicated" every GPU has all rows.
+The layer is `gelu(x @ w) @ v`: `w` is split by columns and `v` by rows. In the
+layout "sequence" the rows of `x` and of the result are split too. They are
+gathered before the first product, and reduced and scattered after the second.
+In "replicated" every GPU has all rows.
 
 Who takes part:
 
@@ -21,12 +22,13 @@ Who takes part:
                   gather rows, too
     fused-f32     the same, with `reduce_in(jnp.float32)`
 
-A time is read from the host's clock, from the first call of a turn until the last has come back,
-over the calls. So work that does not overlap shows. All take turns, round after round; `x stock` is
-the median over rounds of stock's time over theirs in the same round. The efficiency is what one GPU
-takes for the whole layer, over what N take times N. Results are checked against float32 before
-anything is timed: their error must be at most twice stock's. `--check` does no more than that, and
-needs no GPU.
+A time is read from the host's clock, from the first call of a turn until the
+last has come back, over the calls. So work that does not overlap shows. All
+take turns, round after round; `x stock` is the median over rounds of stock's
+time over theirs in the same round. The efficiency is what one GPU takes for
+the whole layer, over what N take times N. Results are checked against float32
+before anything is timed: their error must be at most twice stock's. `--check`
+does no more than that, and needs no GPU.
 """
 
 import dataclasses

@@ -4,14 +4,16 @@
         the suites below, for at most 7 minutes
     python bench/tune.py --suites=llama8b --output=mine.json --csv=mine.csv
 
-Products are tuned in the order of the suites, the most used ones and those of which least is known
-first. While one is timed, the next ones are compiled. The table is written anew, whole, after each
-product. So a run that is stopped keeps its results, and a run with --resume goes on with the
-missing products. Products that the heuristics leave to XLA are tried too. Where XLA is faster, the
-table says so, and the product is XLA's.
+Products are tuned in the order of the suites, the most used ones and those of
+which least is known first. While one is timed, the next ones are compiled. The
+table is written anew, whole, after each product. So a run that is stopped
+keeps its results, and a run with --resume goes on with the missing products.
+Products that the heuristics leave to XLA are tried too. Where XLA is faster,
+the table says so, and the product is XLA's.
 
-`gain` compares the tuned config with the heuristics' choice: the root of the product of the ratios
-in a burst and in sustained work. `over_xla` is the same against XLA.
+`gain` compares the tuned config with the heuristics' choice: the root of the
+product of the ratios in a burst and in sustained work. `over_xla` is the same
+against XLA.
 """
 
 import csv

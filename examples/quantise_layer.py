@@ -5,10 +5,11 @@
     python examples/quantise_layer.py --width=4096 --hidden=14336 --rows=4096
         on a GPU
 
-The layer learns in stock layers of Flax. The same parameters are then loaded into layers of
-`pallas_gemm.flax.linen`. One has them as they are, one makes 8-bit floats of them in each call, and
-one stores weights of 8 bits with a scale for each column. Errors are of the outputs' norm, against
-the layer in float32. Times are those of the kernels of a call, all in turns.
+The layer learns in stock layers of Flax. The same parameters are then loaded
+into layers of `pallas_gemm.flax.linen`. One has them as they are, one makes
+8-bit floats of them in each call, and one stores weights of 8 bits with a
+scale for each column. Errors are of the outputs' norm, against the layer in
+float32. Times are those of the kernels of a call, all in turns.
 """
 
 import functools

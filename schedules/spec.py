@@ -14,13 +14,14 @@ The grammar, with fields in any order after the first:
 With `online_` before a raster or swizzle, a kernel computes the order instead
 of reading it from a table.
 
-GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x between them. A part that
-is left out has the builder's default: "swizzle:12" is serpentine, in bands of 12 rows. The name of
-a schedule made by a builder is the text that gives it back.
+GROUP, LOG and DIES are whole numbers, FACTORS are whole numbers with an x
+between them. A part that is left out has the builder's default: "swizzle:12"
+is serpentine, in bands of 12 rows. The name of a schedule made by a builder is
+the text that gives it back.
 
 A triangle is the part of an order that computes a symmetric result: the tiles
-on and below the diagonal, of M by N elements. Without M and N, the grid is that
-of a square.
+on and below the diagonal, of M by N elements. Without M and N, the grid is
+that of a square.
 """
 
 import dataclasses

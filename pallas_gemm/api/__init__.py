@@ -1,1 +1,1 @@
-"""What a program calls."""
+"""The functions that a program calls."""

@@ -160,7 +160,8 @@ def result_type(
         a: The left operand.
         b: The right operand.
         preferred_element_type: As for `product`.
-        product: Whose rules count: `jnp.matmul` promotes the operands, `lax.dot` takes the larger.
+        product: The function whose rules count: `jnp.matmul` promotes the operands, `lax.dot` takes
+            the larger.
         precision: As for `product`; some values allow types that are narrower than the operands'.
 
     Raises:
@@ -249,7 +250,7 @@ def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[
 
     Raises:
         TypeError: One of the arguments is no sequence.
-        ValueError: There are no right operands, or there are not as many of the others.
+        ValueError: There are no right operands, or another number of the others.
     """
     if not isinstance(activations, list | tuple) and isinstance(weights, list | tuple):
         activations = [activations] * len(weights)

@@ -1,4 +1,4 @@
-"""What this computer makes of a product, for bug reports and for the curious."""
+"""How this computer computes a product, for bug reports and for the curious."""
 
 import contextlib
 import importlib.util

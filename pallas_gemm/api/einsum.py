@@ -33,9 +33,9 @@ def einsum(
         *operands: As for `jnp.einsum`; more than two are multiplied in pairs.
         out: None; there is no other value that `jnp.einsum` takes.
         optimize: As for `jnp.einsum`: how the pairs are found.
-        precision: Of every product, as for `lax.dot_general`.
+        precision: The precision of every product, as for `lax.dot_general`.
         preferred_element_type: Type of the result, and of those in between.
-        _dot_general: What multiplies a pair; layers of neural networks pass theirs.
+        _dot_general: The function that multiplies a pair; layers of neural networks pass theirs.
         out_sharding: The result's sharding under an explicit mesh.
 
     Returns:
@@ -77,7 +77,7 @@ def _dot_general_of(
 
 
 def _letters(subscripts: str, lhs: int, rhs: int, numbers: Any) -> tuple[str, str] | None:
-    """Returns the letters of operands of so many dimensions, in the order in which JAX has them.
+    """Returns the letters of operands, given their dimensions, in JAX's order.
 
     None if it cannot be known: JAX may swap operands, and sum or broadcast dimensions first.
     """

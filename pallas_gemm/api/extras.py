@@ -26,7 +26,7 @@ class Result(NamedTuple):
     """The shape of a product's result.
 
     Attributes:
-        lead: What is in front.
+        lead: The leading dimensions.
         rows: How many; None if the left operand is a vector.
         columns: How many; None if the right operand is one.
     """
@@ -67,7 +67,7 @@ def checked(given: Operands, epilogue: Epilogue, result: Result) -> tuple[Epilog
 
     Args:
         given: The operands that the caller gives; factors do not count but for `up`.
-        epilogue: What else the caller says; alpha and beta may be arrays.
+        epilogue: The rest of the caller's epilogue; alpha and beta may be arrays.
         result: The result's shape.
 
     Returns:
@@ -138,7 +138,7 @@ def vector(name: str, x: Any, letter: str, result: Result) -> Any:
     """Checks what has one value per row, or per column, of the result.
 
     Args:
-        name: What the caller calls it.
+        name: The caller's name for it.
         x: The operand, or None.
         letter: "m" if it lies along the rows, "n" if along the columns.
         result: The result's shape.

@@ -273,8 +273,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
 ) -> tuple[jax.Array, ...]:
     """Computes `activation(a @ w + bias)` for several weights, such as queries, keys and values.
 
-    Each result is that of `gemm`. What differs is the gradient of `a`: the sum that it is, over all
-    results, is one product, kept in the accumulator and rounded once. With an activation, or where
+    Each result is that of `gemm`. The gradient of `a` differs: it is a sum over all results,
+    computed as one product in one accumulator and rounded once. With an activation, or where
     something is named, it is a product for each result.
 
     >>> query, key, value = projections(x, [w_query, w_key, w_value])  # doctest: +SKIP
@@ -295,7 +295,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
         The result for each of the weights.
 
     Raises:
-        ValueError: As for `gemm`, or there are no weights, or not as many biases or activations.
+        ValueError: As for `gemm`, or there are no weights, or another number of biases or
+            activations.
         TypeError: As for `gemm`.
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}

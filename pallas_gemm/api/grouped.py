@@ -35,7 +35,7 @@ GROUPED_GEMM = (
     *("a", "b", "group_sizes", "up", "bias", "up_bias"),
     *("row_scale", "col_scale", "up_scale"),
 )
-"""What of a function's arguments are arrays."""
+"""The arguments of a function that are arrays."""
 
 
 @compiled(*ARRAYS)
@@ -254,10 +254,10 @@ def _general(
 
 @contextlib.contextmanager
 def _as_jax_says(*operands: Any) -> Iterator[None]:
-    """Adds the words of JAX's own error to ours, for whoever looks for them.
+    """Adds the words of JAX's own error to ours.
 
     Args:
-        *operands: What the caller gave: lhs, rhs, the sizes, and the dimension numbers.
+        *operands: The caller's operands: lhs, rhs, the sizes, and the dimension numbers.
 
     Raises:
         TypeError: The operands have no such product; JAX's words follow ours.

@@ -1,10 +1,10 @@
 """`precompile`: compiles the kernels of products for a GPU that need not be there.
 
 Each distinct one is planned as it would be there, compiled to that GPU's machine code, and reported
-on. What it finds, a config that no longer fits or a kernel that the assembler refuses, is found
-before a GPU is paid for. It leaves nothing behind that makes a program start faster there: kernels
-are kept as they were lowered for the GPU that a process has, and JAX caches whole programs, under a
-key that describes the GPU and its driver.
+on. It finds a config that no longer fits, or a kernel that the assembler refuses, before you pay
+for a GPU. It leaves nothing behind that makes a program start faster there: kernels are kept as
+they were lowered for the GPU that a process has, and JAX caches whole programs, under a key that
+describes the GPU and its driver.
 """
 
 import concurrent.futures
@@ -41,15 +41,15 @@ _HOW = frozenset(("precision", "schedule", "config", "implementation"))
 
 @dataclasses.dataclass(frozen=True)
 class Precompiled:
-    """What a product becomes on a GPU. `print` it.
+    """The compiled product for a GPU. `print` it.
 
     >>> (product,) = precompile([(4096, 4096, 4096)], "h200")  # doctest: +SKIP
     >>> product.report.spill_bytes  # doctest: +SKIP
     0
 
     Attributes:
-        decision: What computes it, and why: as `explain` says it.
-        report: What the compiler made of the kernel; None where XLA computes the product.
+        decision: The kernel that computes it, and why, as in `explain`.
+        report: The compiler's report on the kernel; None if XLA computes the product.
     """
 
     decision: Decision
@@ -127,7 +127,7 @@ def precompile(
         **options: As for `gemm` or `gated_gemm`: `activation`, `transpose_b`, `config`, ...
 
     Returns:
-        What became of each, in the order of `shapes`.
+        The outcome of each, in the order of `shapes`.
 
     Raises:
         ValueError: A shape or the target is unknown, or what `options` name cannot compute one.
@@ -278,7 +278,7 @@ def _is_size(size: Any) -> bool:
 def _report(target: str, product: _Product, decision: Decision) -> Report | None:
     """Compiles the kernel of a product; None where XLA computes it.
 
-    Of one that is cut along k, the report is on the kernel that multiplies.
+    If a product is cut along k, the report is on the kernel that multiplies.
     """
     if decision.plan is None:
         return None

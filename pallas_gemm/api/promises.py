@@ -1,7 +1,7 @@
 """What callers promise of their operands, looked at where they ask for it: `check=True`.
 
-Of arrays that are there, what is wrong is said at once. Within a traced program it is looked at
-when the program runs, and the error is the one that JAX makes of a Python error in a callback.
+For concrete arrays, it raises the error at once. Within a traced program it is looked at when the
+program runs, and the error is the one that JAX makes of a Python error in a callback.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def check_symmetric(name: str, x: Any) -> None:
     """Refuses a matrix, or several, that equals its transpose not everywhere bit for bit.
 
     Args:
-        name: What the caller calls it.
+        name: The caller's name for it.
         x: The array; None is symmetric.
 
     Raises:

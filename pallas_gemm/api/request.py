@@ -28,7 +28,7 @@ from pallas_gemm.problem import Epilogue, element_type
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a call of a public function comes down to.
+    """The request that a call of a public function makes.
 
     Attributes:
         call: The product.
@@ -94,7 +94,7 @@ def of_gemm(
 
     Args:
         operands: As they were given.
-        epilogue: What happens to the sum, without what the operands tell.
+        epilogue: The epilogue of the sum, without the facts that the operands tell.
         options: How to compute it.
         transpose_a: As for `gemm`.
         transpose_b: As for `gemm`.
@@ -139,7 +139,7 @@ def of_dot_general(
         rhs: The right operand.
         dimension_numbers: As for `lax.dot_general`.
         options: How to compute it.
-        letters: What the caller calls the dimensions of each operand, if anything.
+        letters: The caller's names of the dimensions of each operand, if any.
         **result: As for `of_gemm`.
     """
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)

@@ -25,7 +25,7 @@ SCALINGS = ("current", "delayed")
 
 
 class State(NamedTuple):
-    """What delayed scaling knows of a tensor: Flax's variables, of its names.
+    """The state of delayed scaling for a tensor: Flax's variables, under its names.
 
     Attributes:
         scale: The scale of the last step.
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 class States(NamedTuple):
-    """Those of a layer; all None for current scaling."""
+    """The states of a layer; all None for current scaling."""
 
     input: State | None = None
     kernel: State | None = None
@@ -45,7 +45,7 @@ class States(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """The values of the forward pass that the backward pass needs."""
 
     inputs: Any
     kernel: Any
@@ -107,7 +107,7 @@ def dense(
 
     Args:
         operands: Inputs, kernel, and bias or None, of the type of the computation.
-        states: Of delayed scaling.
+        states: The states of delayed scaling.
         residual: As for `gemm`.
         activation: As for `gemm`.
         **options: As for `gemm`.

@@ -169,10 +169,10 @@ QuantizedDense, quantized = QuantisedDense, quantised
 class Fp8Dense(Dense):
     """`Dense` whose products, those of the gradient too, are of 8-bit floats.
 
-    With current scaling it has the parameters of `flax.linen.Dense`, with delayed scaling those of
-    `flax.linen.Dense(dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)`, whose states are
-    in the collection `_overwrite_with_gradient`: their gradients are their values for the next
-    step, which `flax.training.train_state.TrainState` knows.
+    With current scaling it has the parameters of `flax.linen.Dense`. With delayed scaling it has
+    those of `flax.linen.Dense(dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)`. Its
+    states are in the collection `_overwrite_with_gradient`: the gradient of a state is its value
+    for the next step, and `flax.training.train_state.TrainState` stores it.
 
     >>> Fp8Dense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
 
@@ -212,7 +212,7 @@ class Fp8Dense(Dense):
 
 
 class _Parameters(nn.Dense):
-    """Those of a stock layer, under that layer's name and with its initial values."""
+    """The parameters of a stock layer, under that layer's name and with its initial values."""
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
@@ -314,8 +314,8 @@ class GatedDense(nn.Module):
         kernel_init: As for `flax.linen.Dense`; of both kernels.
         bias_init: As for `flax.linen.Dense`; of both biases.
         promote_dtype: As for `flax.linen.Dense`; called with inputs, both kernels and both biases.
-        gate_name: What the layer of the kernel that goes through the activation is called.
-        up_name: What the layer of the other kernel is called.
+        gate_name: The name of the layer whose product goes through the activation.
+        up_name: The name of the other layer.
         schedule: As for `pallas_gemm.gemm`.
         config: As for `pallas_gemm.gemm`.
         implementation: As for `pallas_gemm.gemm`.
@@ -374,8 +374,8 @@ class Experts(nn.Module):
     """A mixture of experts: each token goes through the `top_k` gated layers that a router chooses.
 
     Experts have no capacity: no token is dropped, and nothing is padded, whatever the router does.
-    What an expert computes is what `GatedDense` and a `Dense` that follows it do; all experts'
-    products are `pallas_gemm.ragged_dot`'s. The parameters are those of stock layers:
+    An expert computes the same as a `GatedDense` and a `Dense` after it. `pallas_gemm.ragged_dot`
+    computes the products of all experts. The parameters are those of stock layers:
 
         router/kernel [inputs, num_experts]
         gate/kernel, up/kernel [num_experts, inputs, hidden_features]
@@ -391,8 +391,8 @@ class Experts(nn.Module):
             numbers of the experts of each token, both `[tokens, top_k]`. Unless given, the weights
             are the softmax of the largest logits.
         activation: As for `GatedDense`.
-        dtype: As for `flax.linen.Dense`: the type of the computation. The router computes in
-            float32 at least, and so are its weights and the sums of experts' results.
+        dtype: As for `flax.linen.Dense`: the type of the computation. The router, its weights and
+            the sums of experts' results are in float32 at least.
         param_dtype: As for `flax.linen.Dense`; the router's is float32.
         precision: As for `flax.linen.Dense`.
         kernel_init: As for `flax.linen.Dense`, of three dimensions.
@@ -457,7 +457,7 @@ class Experts(nn.Module):
 
         Args:
             inputs: As for the layer, of the type of the computation.
-            choice: Of each token.
+            choice: The choice of each token.
             kernels: Gate, up and down of all experts, of the same type.
         """
         compute = routed.gated(kernels, self.activation, self.precision)

@@ -248,7 +248,7 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
         layers: Stock layers or ours, without an activation.
 
     Returns:
-        What each layer would return.
+        The result of each layer.
 
     Raises:
         TypeError: `layers` is no list of layers.
@@ -381,8 +381,8 @@ class Experts(nnx.Module):
     """A mixture of experts: each token goes through the `top_k` gated layers that a router chooses.
 
     Experts have no capacity: no token is dropped, and nothing is padded, whatever the router does.
-    What an expert computes is what `GatedDense` and a `Linear` that follows it do; all experts'
-    products are `pallas_gemm.ragged_dot`'s. The router is a stock layer; the parameters are
+    An expert computes the same as a `GatedDense` and a `Linear` after it. `pallas_gemm.ragged_dot`
+    computes the products of all experts. The router is a stock layer; the parameters are
 
         router.kernel [inputs, num_experts]
         gate.kernel, up.kernel [num_experts, inputs, hidden_features]
@@ -419,8 +419,8 @@ class Experts(nnx.Module):
                 numbers of the experts of each token, both `[tokens, top_k]`. Unless given, the
                 weights are the softmax of the largest logits.
             activation: As for `GatedDense`.
-            dtype: As for `flax.nnx.Linear`: the type of the computation. The router computes in
-                float32 at least, and so are its weights and the sums of experts' results.
+            dtype: As for `flax.nnx.Linear`: the type of the computation. The router, its weights
+                and the sums of experts' results are in float32 at least.
             param_dtype: As for `flax.nnx.Linear`; the router's is float32.
             precision: As for `flax.nnx.Linear`.
             kernel_init: As for `flax.nnx.Linear`, of three dimensions.
@@ -472,7 +472,7 @@ class Experts(nnx.Module):
 
         Args:
             inputs: As for the layer, of the type of the computation.
-            choice: Of each token.
+            choice: The choice of each token.
             kernels: Gate, up and down of all experts, of the same type.
         """
         compute = routed.gated(kernels, self.activation, self.precision)

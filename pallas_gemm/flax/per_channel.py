@@ -14,7 +14,7 @@ from pallas_gemm.api.gemm import gemm
 from pallas_gemm.op.product import equally_varying
 
 INT8_MAX = 127
-"""Of both signs alike."""
+"""The largest magnitude, the same for both signs."""
 
 
 class Quantised(NamedTuple):

@@ -22,17 +22,17 @@ ROUTER_PRECISION = "highest"
 """A GPU would round the operands of float32 products otherwise."""
 
 KERNEL_INIT = jax.nn.initializers.lecun_normal(batch_axis=(0,))
-"""That of the stock layers, for each expert."""
+"""The stock layers' initialiser, for each expert."""
 
 Compute = Callable[[jax.Array, jax.Array], jax.Array]
-"""Takes rows, sorted by expert, and how many rows each expert has; returns as many rows."""
+"""Takes rows, sorted by expert, and how many rows each expert has; returns a row for each."""
 
 
 class Choice(NamedTuple):
     """Which experts compute a token.
 
     Attributes:
-        weights: What the result of each counts, `[tokens, top_k]`.
+        weights: The weight of each result, `[tokens, top_k]`.
         experts: Their numbers, of the same shape.
     """
 
@@ -62,9 +62,9 @@ def apply(inputs: jax.Array, choice: Choice, experts: int, compute: Compute) -> 
 
     Args:
         inputs: `[..., inputs]`.
-        choice: Of each token.
+        choice: The choice of each token.
         experts: How many there are.
-        compute: What they do.
+        compute: The function that they apply.
 
     Returns:
         `[..., features]`, of the type of what `compute` returns. Sums are in float32 at least.
@@ -113,7 +113,7 @@ def gated(kernels: Sequence[Any], activation: Any, precision: Any) -> Compute:
     """Returns what experts of gated layers compute: `(activation(x @ gate) * (x @ up)) @ down`.
 
     Args:
-        kernels: Of gate, up and down, a matrix for each expert.
+        kernels: Gate, up and down, each with a matrix for each expert.
         activation: As for `gemm`.
         precision: As for `gemm`.
     """

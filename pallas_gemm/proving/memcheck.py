@@ -30,7 +30,7 @@ def verdict(code: int, said: str, done: str) -> tuple[str, str]:
 
     Args:
         code: The tool's exit status.
-        said: What it and the program wrote.
+        said: The output of the tool and of the program.
         done: A word that the program says when it has done all.
     """
     summary = _SUMMARY.findall(said)

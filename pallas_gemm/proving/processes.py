@@ -46,7 +46,7 @@ def started(
 ) -> Iterator[Go]:
     """Starts a command, and ends it with all that it started on leaving.
 
-    What it says before it is told to go on is kept.
+    Lines that it writes before it is told to go on are kept.
 
     Args:
         command: The program and its arguments.

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """Those that the kernel takes."""
+        """The arrays that the kernel takes."""
         return [array for array in self if array is not None]
 
 

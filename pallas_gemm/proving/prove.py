@@ -2,7 +2,7 @@
 
 This process leaves the GPU alone: each stage is one of its own, with a time limit, so that a wrong
 number, a hang and a crash are all verdicts. Several are started ahead, to compile; one at a time
-computes. What came of it is written for dispatch to read.
+computes. The outcome is written for dispatch to read.
 """
 
 import collections
@@ -30,7 +30,7 @@ _GRAPHS = (
 )
 
 AHEAD = 12
-"""Stages that there are processes for at a time, where there are as many cores."""
+"""The number of stages with a process at a time, if there are enough cores."""
 
 Start = Callable[[str, How], contextlib.AbstractContextManager[processes.Go]]
 """Starts a stage, by its name and how: it compiles, and then waits until it is told to go."""
@@ -82,11 +82,11 @@ def prove(say: Callable[[str], object], start: Start = in_process) -> Proof:
         start: Starts a stage.
 
     Returns:
-        What was proven, or how it failed.
+        The proof, or the failure.
 
     Raises:
         NothingToProveError: There is no GPU that a kernel is for.
-        OSError: What was found cannot be written.
+        OSError: The outcome cannot be written.
     """
     found = survey(start)
     kernel, device = found["kernel"], found["device"]

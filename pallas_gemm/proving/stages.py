@@ -50,7 +50,7 @@ class Stage:
     """Products that are run by one process.
 
     Attributes:
-        name: What is new in them.
+        name: The new feature that they test.
         cases: The products.
         how: Each is run "once"; "replayed" many times as a CUDA graph; replayed "beside" a kernel
             of higher priority, which wants the SMs; or "checked" by NVIDIA's memcheck.
@@ -216,7 +216,7 @@ def _chosen(problem: Problem, architecture: Architecture, device: Device) -> Sta
 
 
 def _around_whole_waves(config: GemmConfig, device: Device) -> tuple[Case, ...]:
-    """Returns products of one tile less, as many, and one more than whole waves have."""
+    """Returns products with the tiles of whole waves, with one tile less, and with one more."""
     workers = config.workers(dataclasses.replace(_RAGGED, m=2**20), device)
     rows, columns = map(math.prod, zip(config.tile, config.cluster, strict=True))
     tiles = [waves * workers + beside for waves in (1, 2) for beside in (-1, 0, 1)]

@@ -1,8 +1,7 @@
 """Runs one stage of a proof in a process of its own: `python -m pallas_gemm.proving.worker NAME`.
 
 It compiles at once, and leaves the GPU alone until a line comes from its standard input. Each
-product is a line of JSON before it runs, so that whoever reads knows at which one a process hung or
-died.
+product is a line of JSON before it runs. So the reader knows at which one a process hung or died.
 """
 
 import concurrent.futures
@@ -45,11 +44,11 @@ def prepared(
     Args:
         case: The product. No two of a stage are drawn alike, so that what another one left in
             memory is not right.
-        architecture: Whose kernel computes it.
+        architecture: The architecture of its kernel.
         device: On what.
         replays: How often it is computed as a CUDA graph; of those, wrong results are counted, and
             not their elements. 0 to compute it once.
-        seed: Of the operands.
+        seed: The seed of the operands.
     """
     problem = case.problem
     with _on_the_host():
@@ -105,7 +104,7 @@ def run(
 
     Args:
         stage: The stage.
-        architecture: Whose kernel it runs.
+        architecture: The architecture of its kernel.
         device: On what.
         tell: Is handed what is said.
         wait: Returns when the GPU is free.

@@ -13,7 +13,7 @@ TILE = 128
 """Results are compared tile by tile, so that one wrong tile cannot hide among the right ones."""
 
 ALLOWED = 2.0
-"""A result may be so many times as wrong as that of XLA's product in the same types."""
+"""The error of a result may be this many times the error of XLA's product in the same types."""
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -45,7 +45,7 @@ def worst_error(result: jax.Array, reference: jax.Array, xla_errors: jax.Array) 
     """Returns the largest error of a tile in units of XLA's error in the same tile.
 
     Args:
-        result: What is checked.
+        result: The result to check.
         reference: The product in float32 (integers in int32), not rounded.
         xla_errors: `tile_errors` of XLA's product.
 

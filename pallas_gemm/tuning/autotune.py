@@ -5,9 +5,9 @@
         f(*args)  # is compiled with what was found
     table.save_for_user()  # or table.save("mine.json"); from then on without a block
 
-Of each product that `f` contains, the configs that `tuning_space` proposes are compiled, checked
-against a product in float32, and timed against each other, cold, in turns. What is fastest in a
-burst and long enough to heat the GPU is timed in sustained work as well.
+For each product of `f`, the configs that `tuning_space` proposes are compiled, checked against a
+product in float32, and timed in turns, cold. The fastest in a burst are timed in sustained work as
+well, if they run long enough to heat the GPU.
 
 Nothing here ever runs by itself: a program without an entry for a product is compiled with what the
 heuristics choose.
@@ -38,7 +38,7 @@ from pallas_gemm.tuning.progress import Progress
 from pallas_gemm.tuning.trials import Runner
 
 Later = concurrent.futures.Future[Callable[..., Any]]
-"""What is being compiled, or has been."""
+"""A program that is compiled already, or is being compiled."""
 
 BURST = Settings(burst_rounds=3, burst_calls=4, pause=0.01, sustained_rounds=0, energy_seconds=0)
 SUSTAINED = Settings(
@@ -83,13 +83,13 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What was found for one product.
+    """The result for one product.
 
     Attributes:
         problem: The product.
         config: The fastest config.
         seconds: How long its kernel takes in a burst.
-        chosen: What the heuristics choose.
+        chosen: The heuristics' choice.
         chosen_seconds: How long that takes.
         gain: How much faster the config is than that choice, burst and sustained together.
         over_xla: How much faster it is than XLA, likewise: below one, the table says so, and XLA
@@ -296,7 +296,7 @@ class _Field:
 
     Attributes:
         problem: The product.
-        configs: What is compiled; the first is the heuristics' choice.
+        configs: The configs to compile; the first is the heuristics' choice.
         runners: The kernel of each.
         left: Why the heuristics would leave the product to XLA; None if they would not.
         exact: Returns the product in float32 (integers in int32), not rounded.

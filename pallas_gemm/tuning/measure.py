@@ -1,9 +1,9 @@
 """Times several ways to compute one thing against each other, so that the comparison is fair.
 
 A GPU under load is power limited: its clock wanders by a few percent over seconds, and for all
-variants alike. So each round gives every variant a short turn, and what is compared are times of
-the same round; over the rounds everyone follows everyone else equally often, for a turn still feels
-how hot its predecessor ran. The result is the median over rounds of these ratios, which moves far
+variants alike. So each round gives every variant a short turn, and times of the same round are
+compared. A turn depends on the heat of the turn before it, so over the rounds each variant follows
+each other one equally often. The result is the median over rounds of these ratios, which moves far
 less than the ratio of the medians.
 
 Two modes are told apart. *Burst*: a few calls after a pause, at a clock that power does not limit.
@@ -34,7 +34,7 @@ class Variant:
     """One way to compute the thing.
 
     Attributes:
-        name: What results are filed under.
+        name: The key of the results.
         launch: Starts call number i, so that a variant may take other operands in each, and
             returns what can be waited for.
         wait: Returns when that has been computed.
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a stretch of calls showed.
+    """The measurement of a stretch of calls.
 
     Attributes:
         seconds: The time of each call: that of its kernels, without the gaps between them.
@@ -61,7 +61,7 @@ class Turn:
 
 
 class Meter(Protocol):
-    """What this module needs of a GPU."""
+    """The functions of a GPU that this module needs."""
 
     def turn(self, variant: Variant, calls: int) -> Turn:
         """Runs `calls` calls in a row."""
@@ -100,7 +100,7 @@ class Settings:
     energy_seconds: float = 0.5
 
     def turns(self, variants: int) -> int:
-        """Returns how many turns a measurement of so many variants takes, for a progress bar."""
+        """Returns how many turns a measurement of these variants takes, for a progress bar."""
         energy = 1 if self.energy_seconds else 0
         return variants * (self.burst_rounds + self.sustained_rounds + energy)
 
@@ -175,7 +175,7 @@ def measure(
     """Times variants against each other.
 
     Args:
-        variants: What to time; their names must differ.
+        variants: The variants to time; their names must differ.
         meter: The GPU.
         settings: How long to look.
         baseline: Name of the variant that the others' ratios refer to.

@@ -1,9 +1,9 @@
 """The configs that tuning tries: more than the heuristics consider, fewer than there are.
 
-Nothing runs here. What a kernel refuses is left out, and so is what the heuristics predict to be
-hopeless. Of the rest, half are the best of different tiles, for that is what predictions can tell
-apart; the others are what they cannot: other modes of these tiles, and the heuristics' choice with
-another order, cluster, kind of persistence or store.
+Nothing runs here. Configs that a kernel refuses are left out, and those that the heuristics predict
+to be much slower. Half of the rest are the best of different tiles, because predictions can tell
+these apart. The other half are configs that they cannot tell apart: other modes of these tiles, and
+the heuristics' choice with another order, cluster, kind of persistence or store.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ def configs(
     """Returns the configs to try, the heuristics' own choice first.
 
     Args:
-        problem: What is to be computed.
+        problem: The product to compute.
         device: The GPU that it is for.
-        architecture: Whose kernel it is.
+        architecture: The architecture of the kernel.
         most: How many configs are returned at most.
     """
     considered = list(heuristics.rank(problem, device, architecture))
@@ -121,7 +121,7 @@ def _other_modes_first(first: GemmConfig, configs: Iterable[GemmConfig]) -> list
 
 
 def _other_parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
-    """Yields what is cut along k into half or twice as many pieces, if it is cut."""
+    """Yields the config with half and with twice its pieces along k, if it is cut."""
     for parts in (config.split_k // 2, 2 * config.split_k) if config.split_k > 1 else ():
         other = _changed(config, split_k=parts, ctas=config.ctas if config.split_last else None)
         if other != config and not other.refusals(problem, device):
@@ -129,7 +129,7 @@ def _other_parts(config: GemmConfig, problem: Problem, device: Device) -> Iterat
 
 
 def _variations(config: GemmConfig, problem: Problem, device: Device) -> Iterator[GemmConfig]:
-    """Yields what differs from a config in one thing that the prediction does not see."""
+    """Yields configs that differ in one field whose effect the prediction does not see."""
     clusters = ((2, 1), (1, 2))
     # How many CTAs there are is found anew: those of one cluster may be too few for another.
     shared = (_changed(config, cluster=cluster, ctas=None) for cluster in clusters)

@@ -1,8 +1,8 @@
 """The real `Meter`: how long kernels take on this computer's GPU, as CUPTI reports it.
 
 CUPTI, the profiling interface of CUDA, is reached through the extension that JAX ships for its own
-profiler; it sees the kernels of the whole process, whoever launched them. Only one program can
-listen to it: not under Nsight Compute, Nsight Systems or compute-sanitizer.
+profiler. It sees all kernels of the process. Only one program can listen to it: not under Nsight
+Compute, Nsight Systems or compute-sanitizer.
 """
 
 import time
@@ -73,7 +73,7 @@ def seconds_per_call(
     Args:
         kernels: Name and milliseconds of each kernel, as CUPTI lists them.
         calls: How many equal calls launched them.
-        name: Whose calls they were, for the message.
+        name: The name of the calls, for the message.
 
     Returns:
         The seconds of each call's kernels.

@@ -105,7 +105,7 @@ def _mean_with_its_transpose(x: jax.Array) -> jax.Array:
 
 
 def sets(problem: Problem, draw: Callable[[jax.Array], Any]) -> list[tuple[jax.Array, ...]]:
-    """Draws operands to take in turn, so many that each is out of the cache again."""
+    """Draws operands to take in turn, enough that each is out of the cache at its next turn."""
     read = sum(x.size * x.dtype.itemsize for x in operand_shapes(problem).present())
     count = min(MOST_SETS, math.ceil(COLD_BYTES / read))
     return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
