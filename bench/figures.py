@@ -1,4 +1,4 @@
-"""Draws the figures and writes the tables of the README and docs from the rows that are kept.
+"""Writes the tables of the README and docs, and draws their figures, from rows.
 
     python bench/figures.py                    every figure, and every table
 
