@@ -62,7 +62,7 @@ def test_each_reads_its_command_line_as_the_others_do(program: pathlib.Path) -> 
 def test_help_works_and_is_no_failure() -> None:
     shown = forks.of_session().run_program(ROOT / "bench" / "demo.py", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "What `make demo` shows" in shown.stdout
+    assert "The program of `make demo`" in shown.stdout
 
 
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
