@@ -77,7 +77,8 @@ class Explanation(Findings):
             "totals": dict(_totals(self)),
             "to_change": hints(self),
         }
-        return json.dumps(document, indent=1)
+        # Sizes may be symbols.
+        return json.dumps(document, indent=1, default=str)
 
 
 def hints(found: Findings) -> list[str]:

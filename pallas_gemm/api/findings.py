@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jax.export import is_symbolic_dim
+
 from pallas_gemm.api.passes import Pass
 from pallas_gemm.device import Device
 from pallas_gemm.planning import xla_time
@@ -118,8 +120,9 @@ class Group:
 
     @property
     def flops(self) -> int:
-        """Multiplications plus additions of all of them."""
-        return self.count * self.decision.problem.flops
+        """Multiplications plus additions of all of them; 0 where a size is a symbol."""
+        each = self.decision.problem.flops
+        return 0 if is_symbolic_dim(each) else self.count * each
 
     @property
     def passes(self) -> int:

@@ -18,6 +18,7 @@ import functools
 import math
 
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types
@@ -58,10 +59,14 @@ def seconds(problem: Problem, device: Device) -> float | None:
         device: Where.
 
     Returns:
-        The time; None where nobody knows: other types, and GPUs that are not Hopper's.
+        The time; None where nobody knows: of other types, sizes that are symbols, and GPUs that are
+        not Hopper's.
     """
     own = architecture_of(device)
-    if own is None or not own.costs.fitted or 0 in _sizes(problem):
+    if own is None or not own.costs.fitted:
+        return None
+    sizes = (problem.batch, problem.groups, problem.m, problem.n, problem.k)
+    if any(map(is_symbolic_dim, sizes)) or 0 in _sizes(problem):
         return None
     operands = {problem.a_dtype, problem.b_dtype}
     if not operands <= element_types.FLOATS | {element_types.INT8}:

@@ -464,3 +464,16 @@ def test_the_hint_for_two_types_leads_to_a_kernel() -> None:
         assert "cast float32 to bfloat16" in explained.reason
         assert explain(gemm, narrow, narrow).implementation == "hopper"
         assert explain(gemm, wide, wide).implementation == "xla"
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+@pytest.mark.parametrize("f", [gemm, jnp.matmul])
+def test_sizes_may_be_symbols(f: Any, gpu: str) -> None:
+    (m,) = jax.export.symbolic_shape("m")
+    with target(gpu):
+        explained = explain(f, jax.ShapeDtypeStruct((m, 512), jnp.bfloat16), _shape(512, 512))
+    (entry,) = explained.entries
+    assert (entry.seconds, explained.groups[0].flops) == (None, 0)
+    assert "a size is a symbol" in str(explained)
+    (product,) = json.loads(explained.json())["products"]
+    assert (product["m"], product["n"]) == ("m", 512)
