@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pallas_gemm.api.findings import UNKNOWN, Findings, Group
+from pallas_gemm.api.findings import UNKNOWN, Copy, Findings, Group
 from pallas_gemm.planning import tables
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
@@ -42,7 +42,7 @@ class Explanation(Findings):
         parts = list(_summary(self)) if is_table else []
         parts += [_group_text(group, self) for group in groups if _is_told(group, self)]
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
-        parts += [_row("before it", str(copy), 0) for copy in self.all_copies]
+        parts += [_row("before it", str(copy), 0) for copy in _together(self.all_copies)]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
@@ -214,6 +214,15 @@ def _comparison(found: Findings) -> Iterator[tuple[str, str]]:
         if abs(seconds - found.seconds) >= 0.5e-6:
             change = 100 * (seconds / found.seconds - 1)
             yield name, f"{1e6 * seconds:,.0f} us, {what}: {change:+.1f}%"
+
+
+def _together(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Yields copies, equal ones as one that is made as often."""
+    times: dict[tuple[str, int], int] = {}
+    for copy in copies:
+        alike = copy.what, copy.bytes
+        times[alike] = times.get(alike, 0) + copy.times
+    return (Copy(*alike, often) for alike, often in times.items())
 
 
 def _is_told(group: Group, found: Findings) -> bool:
