@@ -296,3 +296,7 @@ def _fields(call: Call) -> dict[str, Any]:
 def signature_of(operands: tuple[Any, ...]) -> Signature:
     """Returns the shapes and types of operands, concrete or traced."""
     return tuple((tuple(x.shape), np.dtype(x.dtype)) for x in operands)
+
+
+EXTRAS = tuple(name for name in DIMENSIONS if name not in ("a", "b", "up"))
+"""Names of the operands that the epilogue takes."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from pallas_gemm.call import DIMENSIONS, Call, Operands
+from pallas_gemm.call import DIMENSIONS, EXTRAS, Call, Operands
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
@@ -39,8 +39,7 @@ def _batch(
         mapped = mapped._replace(b=0, up=0)
     letter = contraction.unused()
     extras = {
-        name: _with(getattr(contraction, name), getattr(mapped, name), letter)
-        for name in mapped._fields[3:]
+        name: _with(getattr(contraction, name), getattr(mapped, name), letter) for name in EXTRAS
     }
     whole = Contraction(
         _with(contraction.lhs, mapped.a, letter),
@@ -77,8 +76,7 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
     sizes = dict(zip(_with(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
     rows = math.prod(sizes[x] for x in contraction.rows)
     differs = any(
-        getattr(mapped, name) is not None and "m" not in letters
-        for name, letters in list(DIMENSIONS.items())[3:]
+        getattr(mapped, name) is not None and "m" not in DIMENSIONS[name] for name in EXTRAS
     )
     return differs and not contraction.batch and rows < SMALLEST_TILE
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import dot_general
 
-from pallas_gemm.call import DIMENSIONS, Call, Operands
+from pallas_gemm.call import DIMENSIONS, EXTRAS, Call, Operands
 from pallas_gemm.planning import xla
 from pallas_gemm.problem import Epilogue
 
@@ -153,7 +153,7 @@ class Contraction:
 
     def aligned(self, given: Operands) -> Operands:
         """Gives what the epilogue takes the result's dimensions, of size 1 where it has none."""
-        named = {name: getattr(given, name) for name in given._fields[3:]}
+        named = {name: getattr(given, name) for name in EXTRAS}
         return given._replace(
             **{
                 name: _aligned(x, getattr(self, name), self.out)

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_gemm.call import Call, Operands
+from pallas_gemm.call import EXTRAS, Call, Operands
 from pallas_gemm.op import autodiff, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, run_as_jax_does
@@ -203,7 +203,7 @@ def _like_result(x: Operands, sharding: Any) -> Operands:
         ]
         return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
-    named = {name: getattr(x, name) for name in x._fields[3:]}
+    named = {name: getattr(x, name) for name in EXTRAS}
     return x._replace(**{name: resharded(y) for name, y in named.items() if y is not None})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm.call import Call, Signature
+from pallas_gemm.call import EXTRAS, Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import travelling_dtype
 from pallas_gemm.op.resharding import Axes, Placement
@@ -93,7 +93,8 @@ class Split:
     def placements(self, call: Call) -> tuple[Placement, ...]:
         """Returns how operands have to be split, and how the result is."""
         *letters, out = self.contraction.of_operands(call)
-        late = set(call.unpack(range(len(letters)))[3:])
+        named = call.unpack(range(len(letters)))
+        late = {getattr(named, name) for name in EXTRAS}
         operands = (self.placement(own, scattered=i in late) for i, own in enumerate(letters))
         return (*operands, self.placement(out, scattered=True))
 
