@@ -61,7 +61,8 @@ DIMENSIONS = MappingProxyType(
         "up_bias": "n",
     }
 )
-"""Of each operand, if all products of a batch share it; if each has its own, there is one more."""
+"""The dimensions of each operand if all products of a batch share it; if each product has its own,
+there is one more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +98,14 @@ class Call:
     """A product of matrices, or of a batch of them, without its operands.
 
     Operands have the dimensions that `DIMENSIONS` says, a transposed factor those two the other way
-    round; one more in front, if each product of a batch has its own. What has none is shared by the
-    whole batch.
+    round; one more in front, if each product of a batch has its own. An operand without one is
+    shared by the whole batch.
 
     Attributes:
         out_dtype: Element type of the result.
         transpose_a: The left operand is stored `[k, m]`.
         transpose_b: The right operand (both, if gated) is stored `[n, k]`.
-        epilogue: What happens to the sum before it is rounded.
+        epilogue: The epilogue: the formula that is applied to the sum before it is rounded.
         precision: As for `lax.dot_general`.
         options: How to compute it.
     """
@@ -266,10 +267,10 @@ class GroupedCall(Call):
 
 @dataclasses.dataclass(frozen=True)
 class SymmetricCall(Call):
-    """A product whose result is symmetric, and so is its residual.
+    """A product whose result and residual are symmetric.
 
     Attributes:
-        symmetric: Why: see `Problem`. Of a "gram", both operands are one array.
+        symmetric: Why: see `Problem`. In a "gram", both operands are one array.
     """
 
     symmetric: Literal["gram", "product"] = "gram"

@@ -1,9 +1,9 @@
 """Policies for `jax.checkpoint` that know the products of this package.
 
 JAX's own `dots_saveable` looks for `dot_general` and would compute every product here again. Each
-of these does what JAX's policy of the same name does, and keeps the results that `gemm` and its
-relatives name `pallas_gemm_out` (with an activation, also the pre-activation that its derivative
-needs, so that the backward pass multiplies nothing twice).
+of these does the same as JAX's policy of that name, and also keeps the results that `gemm` and its
+relatives name `pallas_gemm_out`. With an activation it keeps the pre-activation too, so that the
+backward pass multiplies nothing twice.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _OURS = jax.checkpoint_policies.save_only_these_names(OUT_NAME)
 
 
 def dots_saveable(prim: Any, *args: Any, **params: Any) -> Any:
-    """Keeps the result of every product, whoever computes it."""
+    """Keeps the result of every product, JAX's and ours."""
     return jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_saveable, _OURS
     )(prim, *args, **params)

@@ -79,7 +79,7 @@ def measured(device: Device, ordinals: Sequence[int] = (0,)) -> Device:
     """Returns a device with `measured_clusters` as the driver answers for GPUs of this computer.
 
     Args:
-        device: What is known of these GPUs.
+        device: The facts of these GPUs.
         ordinals: Their numbers as CUDA counts them, `local_hardware_id` of JAX's devices. One
             program runs on all of them, so that of their answers the smallest counts.
 

@@ -28,7 +28,7 @@ def user_folder() -> pathlib.Path:
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file whole or not at all, whoever else writes it or ends this process."""
+    """Writes a file whole or not at all, even if others write it too or this process ends."""
     target = pathlib.Path(path)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -51,7 +51,7 @@ KERNEL_PRIMITIVES = frozenset(
         *("select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
     )
 )
-"""What a kernel can apply to its accumulator; anything else is applied by XLA."""
+"""The functions that a kernel can apply to its accumulator; XLA applies all others."""
 
 _MIXING = frozenset(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort"))
 """Primitives that keep the shape but do not treat each element by itself."""

@@ -34,7 +34,7 @@ def finish(problem: Problem, gmem: launch.Inputs, part: Part, total: Any, up: An
     They are not rounded yet if a residual is still to be added.
 
     Args:
-        problem: What is computed.
+        problem: The product to compute.
         gmem: The operands in global memory.
         part: Which part of a tile it is.
         total: Sums, `[rows, columns]`; those of the gate if the result is gated.

@@ -33,19 +33,19 @@ class Inputs(NamedTuple):
     """What a kernel is given: arrays, which are references inside of it; None for what it is not.
 
     Attributes:
-        factors: What is multiplied: one pair, or one for each piece of the operands.
-        bias: What is added to each row, as far as the last tile reaches; one for all products of a
+        factors: The operands to multiply: one pair, or one for each piece of the operands.
+        bias: The bias of each row, as far as the last tile reaches; one for all products of a
             batch, or `[batch, ...]`.
-        residual: What is added to the result.
+        residual: The array that is added to the result.
         order: How the schedule is read; the sizes of groups, or a table of them, from which the
             pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
-        alpha: What scales the sums: one number, or one for each product of a batch.
-        beta: What scales the residual, likewise.
-        row_scale: What scales the rows of the sums; it reaches as far as the bias does.
-        col_scale: What scales their columns, likewise.
-        up_scale: What scales the columns of the other sums of a gated result.
-        up_bias: What is added to them.
+        alpha: The factor of the sums: one number, or one for each product of a batch.
+        beta: The factor of the residual, likewise.
+        row_scale: The scales of the rows of the sums; they reach as far as the bias does.
+        col_scale: The scales of their columns, likewise.
+        up_scale: The scales of the columns of the other sums of a gated result.
+        up_bias: The bias of them.
         summands: Sums of pieces of k, which another kernel has left to be joined.
         result: A result, some tiles of which another kernel has stored.
     """
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """What is launched.
+    """The plan of the launch.
 
     Attributes:
         workers: Clusters.
@@ -133,7 +133,7 @@ def _padded(x: jax.Array, reach: int) -> jax.Array:
 
 
 class Operations(NamedTuple):
-    """What a kernel computes.
+    """The operations of a kernel.
 
     Attributes:
         flops: Multiplications plus additions.
@@ -193,8 +193,8 @@ def _cost(operations: Operations, arrays: Any) -> Mapping[str, Any]:
     """Returns what XLA is told of the time that a kernel takes, where the release of JAX does.
 
     Args:
-        operations: What is computed.
-        arrays: What is read or written, once each.
+        operations: The operations.
+        arrays: The arrays that are read or written, once each.
     """
     if "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
         return {}

@@ -20,7 +20,7 @@ class KernelPlan:
     """A problem, a legal config and a device, and what follows from them.
 
     Attributes:
-        problem: What the kernel computes.
+        problem: The problem of the kernel.
         config: How.
         device: On what.
         computes: Which tiles this kernel computes, where only the last ones are cut along k

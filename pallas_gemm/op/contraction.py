@@ -37,18 +37,18 @@ class Contraction:
     """The dimensions of a product, a letter each.
 
     Attributes:
-        lhs: Those of the left operand.
-        rhs: Those of the right operand, and of the second one of a gated product.
-        out: Those of the result.
+        lhs: The dimensions of the left operand.
+        rhs: The dimensions of the right operand, and of the second one of a gated product.
+        out: The dimensions of the result.
         bias: Those of the bias, as of each operand of the epilogue; what it lacks of the result's,
             it has for all.
-        residual: Those of the residual.
-        alpha: Those of what scales the sum.
-        beta: Those of what scales the residual.
-        row_scale: Those of what scales the rows.
-        col_scale: Those of what scales the columns.
-        up_scale: Those of what scales the columns of the second sum of a gated product.
-        up_bias: Those of its bias.
+        residual: The dimensions of the residual.
+        alpha: The dimensions of the sum's factor.
+        beta: The dimensions of the residual's factor.
+        row_scale: The dimensions of the scales of rows.
+        col_scale: The dimensions of the scales of columns.
+        up_scale: The dimensions of the scales of columns of the second sum of a gated product.
+        up_bias: The dimensions of its bias.
         lettered: The letters are those of the caller's einsum.
     """
 

@@ -1,7 +1,7 @@
 """What the product becomes in a compiled program: its type, and its form on each platform.
 
-A program for several devices gets a product that XLA shares out among them (`partition`). What
-one device computes, a kernel or XLA's product, is decided for its part alone.
+A program for several devices gets a product that XLA shares out among them (`partition`). The
+choice between a kernel and XLA's product is made for the part of one device alone.
 """
 
 import functools
@@ -117,7 +117,7 @@ def lower_matrices(
     Args:
         ctx: As JAX gives it to a lowering rule.
         operands: Of the call, lowered.
-        call: What is computed.
+        call: The product to compute.
         otherwise: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
     """
@@ -138,7 +138,7 @@ def lower_symmetric(
     Args:
         ctx: As JAX gives it to a lowering rule.
         operands: Of the call, lowered.
-        call: What is computed.
+        call: The product to compute.
         mirrored: Puts what is below the diagonal of a result above it, too.
         gpu: The program is for a GPU.
     """

@@ -52,7 +52,7 @@ def sizes_of(call: Call, contraction: Contraction, signature: Signature) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What one device computes of a product.
+    """The part of a product that one device computes.
 
     Attributes:
         contraction: The product's dimensions.

@@ -1,4 +1,4 @@
-"""What is known of meshes and devices while a program is traced and lowered."""
+"""The facts of meshes and devices while a program is traced and lowered."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -107,7 +107,7 @@ def _own_steps(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Share:
-    """What one device computes of a product.
+    """The part of a product that one device computes.
 
     Attributes:
         whole: The product.

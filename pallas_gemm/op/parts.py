@@ -1,4 +1,4 @@
-"""What one device computes of a product that a mesh shares, and who wants to know it."""
+"""The part of a product that one device of a mesh computes, and the callers that ask for it."""
 
 import contextlib
 import dataclasses
@@ -123,7 +123,7 @@ def _fingerprint(by_xla: Callable[..., Any], call: Call, signature: Signature) -
 
 
 class Share(Protocol):
-    """What one device computes of a product, from its parts of the operands.
+    """The part of a product that one device computes, from its parts of the operands.
 
     Attributes:
         whole: The product, if what it receives was weighed.

@@ -5,9 +5,9 @@ one device computes is merged into a product of matrices (`canonical`).
 
 Rules for it are in `autodiff.py` (derivatives), `batching.py` (`vmap`) and `lowering.py` (its type
 and what it becomes in a compiled program). It is a primitive, and not a function with custom
-derivatives, because then it composes as `lax.dot_general` does: forward and reverse mode in any
-order, and the gradient of weights that are shared under `vmap` is one product that contracts over
-the batch, where `jax.custom_vjp` would compute one product per example and add them up.
+derivatives, so that it composes as `lax.dot_general` does: forward and reverse mode in any order.
+The gradient of weights that are shared under `vmap` is one product that contracts over the batch;
+`jax.custom_vjp` would compute one product per example and add them up.
 """
 
 import functools

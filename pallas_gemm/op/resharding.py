@@ -30,7 +30,7 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 class Step(NamedTuple):
-    """What is done to the parts of an array.
+    """The steps that move the parts of an array.
 
     Attributes:
         name: See above.
@@ -73,7 +73,7 @@ def received(placement: Placement, steps: Sequence[Step], sizes: Mapping[str, in
 
     Args:
         placement: How it is split before.
-        steps: What is done.
+        steps: The step.
         sizes: The size of each axis.
     """
     part, total = 1 / count(placement, sizes), 0.0

@@ -1,4 +1,4 @@
-"""What `jax.experimental.jet` makes of a product: the Taylor series of XLA's, which JAX knows."""
+"""`jax.experimental.jet` of a product: the Taylor series of XLA's, which JAX knows."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the collectives of a compiled program bring to each device, read from its text."""
+"""The bytes that the collectives of a compiled program bring to each device, read from its text."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a caller names and nothing comes of is said, once for each line of the program."""
+"""Warns of arguments that have no effect, once for each line of the program."""
 
 import pathlib
 import warnings
@@ -11,7 +11,7 @@ _NOT_THE_CALLERS = (str(pathlib.Path(jax.__file__).parent), str(pathlib.Path(__f
 
 
 class IgnoredWarning(UserWarning):
-    """What was asked for has no effect."""
+    """An argument has no effect."""
 
 
 def warn(message: str) -> None:

@@ -1,9 +1,9 @@
-"""What `precision=` asks for, and whether the kernels compute exactly that.
+"""The meaning of `precision=`, and whether the kernels compute exactly that.
 
 The kernels multiply 16-bit floats and int8 exactly and add up in float32 or int32. They multiply
-float32 as TF32, which is what JAX documents for `Precision.DEFAULT` and `HIGH` on a GPU, and
-8-bit floats with the tensor cores' own accumulation, which XLA also uses unless `HIGHEST` is asked
-for. Whatever asks for more, or for something else, goes to XLA.
+float32 as TF32, as JAX documents for `Precision.DEFAULT` and `HIGH` on a GPU. They multiply 8-bit
+floats with the tensor cores' own accumulation, and so does XLA below `HIGHEST`. A product that asks
+for more, or for something else, goes to XLA.
 """
 
 import functools

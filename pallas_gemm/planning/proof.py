@@ -30,7 +30,7 @@ class Stage:
     """A stage, and what came of it.
 
     Attributes:
-        name: What was run.
+        name: The stage that was run.
         outcome: In words.
         seconds: How long it took.
     """
@@ -42,15 +42,15 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What was proven of a kernel on a kind of GPU.
+    """The proof of a kernel on a kind of GPU.
 
     Attributes:
         kernel: The name of its architecture.
         device: The kind of the GPU, as JAX calls it.
         version: Of the kernel: see `version_of`.
         when: The day.
-        stages: What was run, in order.
-        failed: What went wrong in the last stage; None if it was proven.
+        stages: The stages that were run, in order.
+        failed: The failure of the last stage; None if the kernel was proven.
         surroundings: Other versions, of the driver and of this package, for who reads it.
     """
 

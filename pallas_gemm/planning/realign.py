@@ -29,9 +29,9 @@ Shape = tuple[int, ...]
 
 TRANSPOSED = 1.1
 """What a byte counts for that is read in one order and written in another: of two ways that move
-about as many bytes, the one that copies rows is the safe choice."""
+about the same bytes, the one that copies rows is the safe choice."""
 WIDE = 64
-"""What the columns of a right operand stored [k, n] have to be a multiple of."""
+"""The columns of a right operand stored [k, n] have to be a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step:
 
     Attributes:
         operand: A field of `Operands`, or "result".
-        action: What is done; "transpose" swaps the last two dimensions.
+        action: The pass; "transpose" swaps the last two dimensions.
         shape: The shape afterwards.
         bytes: Bytes read and written by it; 0 if it is free.
     """
@@ -75,7 +75,7 @@ class Realigned:
     """A problem that a kernel takes, and the steps that lead to it and back.
 
     Attributes:
-        problem: What the kernel computes.
+        problem: The problem of the kernel.
         steps: In order; those of the result follow the kernel.
         unfused: Why XLA applies the epilogue; None if the kernel does.
     """

@@ -1,8 +1,8 @@
 """Tuned configs: what was found fastest for a problem, kept as JSON, and where dispatch finds it.
 
-`find` asks three tables in turn: that of the innermost `with table:` block, the user's own (in the
-folder `PALLAS_GEMM_CACHE_DIR`, by default where the platform keeps caches), and the one that this
-package ships for the GPU. A table is data for one kind of GPU:
+`find` asks three tables in turn: the innermost `with table:` block's, the user's own, and the one
+that this package ships for the GPU. The user's lies in the folder `PALLAS_GEMM_CACHE_DIR`, by
+default where the platform keeps caches. A table is data for one kind of GPU:
 
     table = pallas_gemm.autotune(f, *args)  # or Table.load(path)
     with table:
@@ -101,7 +101,7 @@ class Entry:
     """A tuned config.
 
     Attributes:
-        config: What was fastest.
+        config: The fastest config.
         seconds: The time of its kernel when it was; None if nobody looked.
         over_xla: How much faster that is than XLA, likewise: below one, XLA computes the product.
     """
@@ -113,7 +113,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a table says, and which table it is."""
+    """The entry of a table, and which table it is."""
 
     entry: Entry
     source: Source
@@ -283,10 +283,10 @@ def _alone_in(folder: pathlib.Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Active:
-    """What is in use in this thread.
+    """The tables that are in use in this thread.
 
     Attributes:
-        tables: Those of the `with` blocks, the innermost first.
+        tables: The tables of the `with` blocks, the innermost first.
         record: Collects every problem that is looked up, while `autotune` traces; None otherwise.
     """
 
@@ -317,7 +317,7 @@ def find(problem: Problem, device: Device) -> Found | None:
     must keep it for one trace only.
 
     Args:
-        problem: What the kernel is to compute, after any realignment of the operands.
+        problem: The problem of the kernel, after any realignment of the operands.
         device: The GPU that it is for.
     """
     active = _ACTIVE.value

@@ -60,7 +60,7 @@ def finish(epilogue: Epilogue, sums: Sequence[jax.Array], given: Operands) -> ja
 
 SCALES_OF_COLUMNS = ("col_scale", "up_scale")
 BIASES = ("bias", "up_bias")
-"""Of both sums, the gate's first."""
+"""Both sums, the gate's first."""
 
 
 def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:

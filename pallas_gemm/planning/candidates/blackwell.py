@@ -40,7 +40,7 @@ as are in flight, and others none."""
 def candidates(
     problem: Problem, device: Device, split: Split | None = None
 ) -> Iterator[BlackwellConfig]:
-    """Yields, for each tile, the configs with as many stages as fit into shared memory.
+    """Yields, for each tile, the configs with the most stages that fit into shared memory.
 
     Few tiles with a long k are also cut along k. Where there are more tiles than run at once, both
     kinds of persistence, the one first that k speaks for: tiles go to whichever cluster is free,
@@ -67,7 +67,7 @@ def candidates(
 
 
 def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> BlackwellConfig | None:
-    """Returns the config with as many stages as fit into shared memory, None if two do not."""
+    """Returns the config with the most stages that fit into shared memory, None if two do not."""
     for stages in range(MOST_STAGES, 1, -1):
         deeper = dataclasses.replace(config, stages=stages)
         if deeper.shared_memory_bytes(problem) <= device.shared_memory:
