@@ -75,35 +75,33 @@ summaries: $(STAMP)
 	$(BIN)/python -m pytest --write-summaries $$(grep -l summaries.KEPT -r tests --include='test_*.py')
 
 # The pip that a Python brings may be years old: the newest takes two thirds of the time.
-$(STAMP): EXTRAS := test
-$(STAMP)-demo: EXTRAS := aot,bench
-$(STAMP) $(STAMP)-demo: pyproject.toml Makefile $(if $(LATEST),newest,constraints.txt)
+$(STAMP): EXTRAS := test$(CUDA)
+$(STAMP)-demo: EXTRAS := aot,bench$(CUDA)
+# Nothing is compiled for a GPU there.
+$(STAMP)-docs: EXTRAS := docs
+$(STAMP) $(STAMP)-demo $(STAMP)-docs: pyproject.toml Makefile $(if $(LATEST),newest,constraints.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "pallas-gemm needs Python 3.12 or newer; name one with: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the environment into $(VENV): half a gigabyte, half of it the GPU compiler."
+	@echo "Installing the environment into $(VENV): half a gigabyte at most, half of it the GPU compiler."
 	-$(INSTALL) --upgrade pip
-	$(INSTALL) --no-compile --editable '.[$(EXTRAS)$(CUDA)]' $(RELEASES)
+	$(INSTALL) --no-compile --editable '.[$(EXTRAS)]' $(RELEASES)
 	$(if $(LATEST),$(INSTALL) $(RELEASES) $(NEWEST_JAX))
 	touch $@
 
 # What is the newest is asked every time.
 newest:
 
-docs: $(VENV)/.pallas-gemm-docs
+docs: $(STAMP)-docs
 	mkdir -p docs/_build/extra
 	$(BIN)/python -m schedules explore --out docs/_build/extra/order.html
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "The site is docs/_build/html/index.html."
 
 # Links within the site are checked where it is built; these need the network.
-links: $(VENV)/.pallas-gemm-docs
+links: $(STAMP)-docs
 	mkdir -p docs/_build/extra
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/links
-
-$(VENV)/.pallas-gemm-docs: $(STAMP)
-	$(INSTALL) --editable '.[docs]'
-	touch $@
 
 lock:
 	$(PYTHON) .ci/lock $(DEFAULT_JAX)
