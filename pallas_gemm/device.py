@@ -1,6 +1,7 @@
 """What the kernels need to know of a GPU; with `schedules.machines`, the only hardware numbers."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -94,5 +95,11 @@ def device_named(name: str) -> Device:
     for short, device in DEVICES.items():
         if str(name).lower() in (short, short.replace("_", "-"), device.kind.lower()):
             return device
-    names = ", ".join(DEVICES)
-    raise ValueError(f"device must be one of {names}, or what JAX calls its kind, got {name!r}")
+    raise ValueError(f"{unknown_device('device', name)}; a `device_kind` of JAX is legal too")
+
+
+def unknown_device(argument: str, name: object) -> str:
+    """Returns what an error says of a name that no preset has."""
+    close = difflib.get_close_matches(str(name).lower(), DEVICES, n=1, cutoff=0.8)
+    hint = f"did you mean {close[0]!r}?" if close else "XLA computes every product on other GPUs;"
+    return f"{argument}={name!r} is unknown; {hint} legal: {', '.join(sorted(DEVICES))}"

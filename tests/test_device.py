@@ -121,9 +121,22 @@ def test_a_preset_is_found_by_its_name_and_by_what_jax_calls_it(target):
         assert device_named(name) is device
 
 
-def test_an_unknown_name_is_refused_with_the_legal_ones():
-    with pytest.raises(ValueError, match=r"h100, h200, b200, .*, or what JAX .*, got 'a100'"):
-        device_named("a100")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h2000", "did you mean 'h200'? "),
+        ("a100", "XLA computes every product on other GPUs; "),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_legal_ones(name, hint):
+    names = ", ".join(sorted(DEVICES))
+    with pytest.raises(ValueError, match=r"^device=") as refused:
+        device_named(name)
+    with pytest.raises(ValueError, match=r"^target=") as not_compiled:
+        offline.check_target(name)
+    said = f"={name!r} is unknown; {hint}legal: {names}"
+    assert str(refused.value) == f"device{said}; a `device_kind` of JAX is legal too"
+    assert str(not_compiled.value) == f"target{said}"
 
 
 @pytest.mark.parametrize("size", SIZES)
