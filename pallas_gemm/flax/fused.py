@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gated_gemm, gemm
+from pallas_gemm.kernels import activations
 from pallas_gemm.problem import element_type
 
 
@@ -91,6 +92,17 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 0:
             raise ValueError(f"{name} must be an integer of at least 0, got {size!r}")
+
+
+def checked_activation(activation: Any) -> Any:
+    """Returns an activation that a product would take.
+
+    Raises:
+        ValueError: There is none of that name.
+        TypeError: It is no elementwise function of a float32 array.
+    """
+    activations.resolve(activation)
+    return activation
 
 
 def refuse_dot_general(layer: Any, **given: Any) -> None:

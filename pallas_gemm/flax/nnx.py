@@ -53,7 +53,7 @@ class Linear(nnx.Linear):
         fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
         fused.check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, rngs=rngs, **fused.with_types(options))
-        self.activation = activation
+        self.activation = fused.checked_activation(activation)
         self.schedule, self.config, self.implementation = schedule, config, implementation
 
     def __call__(
@@ -346,7 +346,7 @@ class GatedDense(nnx.Module):
         options = {"use_bias": use_bias, "rngs": rngs, **fused.with_types(options)}
         self.gate = nnx.Linear(in_features, out_features, **options)
         self.up = nnx.Linear(in_features, out_features, **options)
-        self.activation = activation
+        self.activation = fused.checked_activation(activation)
         self.schedule, self.config, self.implementation = schedule, config, implementation
 
     def __call__(
@@ -446,7 +446,7 @@ class Experts(nnx.Module):
         self.up = layer(in_features, hidden_features)
         self.down = layer(hidden_features, in_features)
         self.num_experts, self.top_k = num_experts, top_k
-        self.routing, self.activation = routing, activation
+        self.routing, self.activation = routing, fused.checked_activation(activation)
         self.dtype, self.precision = fused.layer_type("dtype", dtype), precision
         self.promote_dtype = promote_dtype
 

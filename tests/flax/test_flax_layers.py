@@ -63,6 +63,22 @@ def test_a_linen_dense_is_the_stock_layer_and_what_follows(
     assert (epilogue.activation is None) == (activation is None)
 
 
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (nnx.Linear, {"out_features": FEATURES}),
+        (nnx.GatedDense, {"out_features": FEATURES}),
+        (nnx.Experts, {"hidden_features": FEATURES, "num_experts": 2, "top_k": 1}),
+    ],
+    ids=["Linear", "GatedDense", "Experts"],
+)
+def test_an_nnx_layer_refuses_an_unknown_activation_when_it_is_made(
+    layer: Any, sizes: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match="activation='geluu' is unknown; did you mean 'gelu'"):
+        layer(INPUTS, activation="geluu", rngs=stock_nnx.Rngs(0), **sizes)
+
+
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_an_nnx_linear_is_the_stock_layer_and_what_follows(activation: str | None) -> None:
     options: Any = {"bias_init": stock_nnx.initializers.normal()}
