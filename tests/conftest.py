@@ -185,7 +185,7 @@ def written_summaries(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_simulator() -> Iterator[None]:
     """Simulates kernels in a quarter of the time."""
-    from tests import quick_simulator
+    from tests.quick import simulator as quick_simulator
 
     with pytest.MonkeyPatch.context() as patch:
         quick_simulator.install(patch)
@@ -195,7 +195,7 @@ def quick_simulator() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_lowering() -> Iterator[pytest.MonkeyPatch]:
     """Lowers kernels in two thirds of the time; gives what can be undone."""
-    from tests import quick_lowering
+    from tests.quick import lowering as quick_lowering
 
     with pytest.MonkeyPatch.context() as patch:
         quick_lowering.install(patch)
@@ -207,7 +207,7 @@ def quick_arrays(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any
     """Has JAX take NumPy's arrays without a program; gives what it does by itself."""
     from jax._src.lax import lax  # noqa: TID251 - no setting
 
-    from tests import quick_arrays
+    from tests.quick import arrays as quick_arrays
 
     stock = lax.stage_p.impl
     with pytest.MonkeyPatch.context() as patch:

@@ -44,7 +44,8 @@ def main() -> None:
     To look for garbage takes a fifth of its time, and the process ends soon.
     """
     gc.disable()
-    from tests import forks, quick_lowering
+    from tests import forks
+    from tests.quick import lowering as quick_lowering
 
     with pytest.MonkeyPatch.context() as patch:
         quick_lowering.install(patch)

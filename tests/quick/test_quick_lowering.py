@@ -10,7 +10,7 @@ from pallas_gemm.kernels.hopper import kernel
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
-from tests.quick_lowering import install
+from tests.quick.lowering import install
 
 
 def test_a_module_is_jaxs_own(quick_lowering: pytest.MonkeyPatch) -> None:

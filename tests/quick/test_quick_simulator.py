@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock  # noqa: TID251
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory  # noqa: TID251
 
-from tests import quick_simulator
+from tests.quick import simulator as quick_simulator
 
 
 def _clock(*times: int) -> NpVectorClock:

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-from tests import numpy_programs
+from tests.quick import numpy_programs
 
 SHAPE = (4, 8)
 MEMORY = np.zeros(3, np.float32)

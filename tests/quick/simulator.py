@@ -29,7 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
     shared_memory,
 )
 
-from tests import numpy_programs
+from tests.quick import numpy_programs
 
 KEPT_PROGRAMS = 16
 """Far more than one kernel has."""
