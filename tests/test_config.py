@@ -294,6 +294,11 @@ CASES = {
         config(tile=(64, 128), persistence="dynamic"),
         problem(m=8190 * 64 + 8, n=128),
     ),
+    "dynamic and many stages": Case(
+        ("persistence='dynamic' takes at most 31 stages", "got stages=32"),
+        config(tile=(64, 32), consumers=1, stages=32, persistence="dynamic"),
+        device=dataclasses.replace(H200, shared_memory=3 * H200.shared_memory),
+    ),
     "gated": Case(
         ("must share the rows of a tile", "a multiple of 128 for 2 of them", "tile=(64, 256)"),
         config(tile=(64, 256)),

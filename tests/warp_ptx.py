@@ -6,6 +6,7 @@ does not know, registers that are not declared or not written, and lanes that wo
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,8 +16,55 @@ Lanes = np.ndarray
 
 _ALL = (1 << LANES) - 1
 _BASE = 0x7F0000000000
-"""Where memory begins."""
+"""Where an array begins that is all of memory."""
 _LABEL = re.compile(r"\s*([A-Z]+):")
+ORDERS = ("relaxed", "acquire", "release", "volatile")
+"""Of accesses of memory; others are weak."""
+
+
+class Memory(Protocol):
+    """Words of 32 bits, and who else sees what becomes of them.
+
+    Each access is made in some order, and of as many lanes as have it.
+    """
+
+    def load(self, address: int, order: str) -> int:
+        """Returns a word."""
+        ...
+
+    def store(self, address: int, value: int, order: str) -> None:
+        """Stores one."""
+        ...
+
+    def add(self, address: int, value: int, order: str) -> int:
+        """Adds to one, and returns what it was."""
+        ...
+
+
+class Array:
+    """An array is all of memory, and nobody else sees it."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self._words = words.view(np.uint32)
+
+    def load(self, address: int, order: str) -> int:
+        """See `Memory`."""
+        del order
+        offset = address - _BASE
+        if offset % 4 or not 0 <= offset < 4 * len(self._words):
+            raise IndexError("a load outside of memory")
+        return int(self._words[offset // 4])
+
+    def store(self, address: int, value: int, order: str) -> None:
+        """See `Memory`."""
+        self.load(address, order)
+        self._words[(address - _BASE) // 4] = value
+
+    def add(self, address: int, value: int, order: str) -> int:
+        """See `Memory`."""
+        found = self.load(address, order)
+        self.store(address, (found + value) & _ALL, order)
+        return found
 
 
 def run(ptx: str, results: int, memory: np.ndarray, *given: int) -> list[int]:
@@ -28,44 +76,61 @@ def run(ptx: str, results: int, memory: np.ndarray, *given: int) -> list[int]:
         memory: Words of 32 bits: what the operand after the results points to.
         *given: The operands after that one.
     """
+    return run_warp(ptx, results, Array(memory), (_BASE, *(value & _ALL for value in given)))
+
+
+def run_warp(
+    ptx: str, results: int, memory: Memory, given: Sequence[int], warp: int = 0
+) -> list[int]:
+    """Runs a block of PTX likewise, given the operands after its results.
+
+    Args:
+        ptx: The block.
+        results: How many of its operands are results.
+        memory: What addresses are those of.
+        given: The other operands.
+        warp: Which warp of its warpgroup it is.
+    """
     lines, labels, declared = _parsed(ptx)
     left = [f"${number}" for number in range(results)]
-    warp = _Warp(memory.view(np.uint32), declared.union(left))
-    for number, value in enumerate((_BASE, *(value & _ALL for value in given)), results):
-        warp.values[f"${number}"] = np.full(LANES, value)
+    lanes = _Warp(memory, declared.union(left), warp)
+    for number, value in enumerate(given, results):
+        lanes.values[f"${number}"] = np.full(LANES, value)
     at = 0
     while at < len(lines):
         guard, name, operands = lines[at]
-        where = warp.values[guard].astype(bool) if guard else np.ones(LANES, bool)
+        where = lanes.values[guard].astype(bool) if guard else np.ones(LANES, bool)
         at += 1
         if name != "bra":
-            warp.do(name, operands, where)
+            lanes.do(name, operands, where)
         elif where.any() != where.all():
             raise ValueError("lanes part")
         elif where.any():
             at = labels[operands[0]]
-    found = [warp.values[name] for name in left]
+    found = [lanes.values[name] for name in left]
     if any((value != value[0]).any() for value in found):
         raise ValueError("results differ between lanes")
     return [int(np.uint32(value[0]).view(np.int32)) for value in found]
 
 
 class _Warp:
-    """The registers of all lanes, and what their addresses point to."""
+    """The registers of all lanes."""
 
-    def __init__(self, memory: np.ndarray, names: set[str]) -> None:
-        self.values: dict[str, Lanes] = {"%laneid": np.arange(LANES)}
+    def __init__(self, memory: Memory, names: set[str], warp: int) -> None:
+        lanes = np.arange(LANES)
+        self.values: dict[str, Lanes] = {"%laneid": lanes, "%tid.x": lanes + warp * LANES}
         self._memory, self._names = memory, names
 
     def do(self, name: str, operands: Sequence[str], where: Lanes) -> None:
         """Does an instruction in some of the lanes."""
-        if name == "ld.global.b32":
-            results: Sequence[Lanes] = [self._load(operands[1].strip("[]"), where)]
+        if name.startswith(("ld.", "st.", "atom.", "red.")):
+            results: Sequence[Lanes] = self._access(name, operands, where)
         elif name.startswith(("shfl", "vote")) and not where.all():
             raise ValueError(f"not all lanes are there for {name}")
         else:
             results = OPERATIONS[name](*map(self._read, operands[1:]))
-        for target, result in zip(operands[0].split("|"), results, strict=True):
+        targets = operands[0].split("|") if results else ()
+        for target, result in zip(targets, results, strict=True):
             if target not in self._names:
                 raise ValueError(f"{target} is not declared")
             kept = result if where.all() else np.where(where, result, self.values[target])
@@ -76,13 +141,24 @@ class _Warp:
             return np.full(LANES, int(name, 0) & _ALL)
         return self.values[name]
 
-    def _load(self, pointer: str, where: Lanes) -> Lanes:
-        offset = (self._read(pointer) - _BASE)[where]
-        if (offset % 4).any() or (offset < 0).any() or (offset >= 4 * len(self._memory)).any():
-            raise IndexError("a load outside of memory")
-        found = np.zeros(LANES, np.int64)
-        found[where] = self._memory[offset // 4]
-        return found
+    def _access(self, name: str, operands: Sequence[str], where: Lanes) -> list[Lanes]:
+        kind, *words = name.split(".")
+        if "global" not in words or (kind in ("atom", "red") and "add" not in words):
+            raise ValueError(f"{name} is not known")
+        order = next((word for word in words if word in ORDERS), "weak")
+        place = operands[0 if kind in ("st", "red") else 1].strip("[]")
+        addresses = self._read(place)
+        if kind == "ld":
+            # Lanes that load one word load it together.
+            words_of = {
+                int(at): self._memory.load(int(at), order) for at in np.unique(addresses[where])
+            }
+            return [np.array([words_of.get(int(at), 0) for at in addresses])]
+        values, found = self._read(operands[-1]), np.zeros(LANES, np.int64)
+        change = self._memory.store if kind == "st" else self._memory.add
+        for lane in np.flatnonzero(where):
+            found[lane] = change(int(addresses[lane]), int(values[lane]), order) or 0
+        return [found] if kind == "atom" else []
 
 
 def _parsed(ptx: str) -> tuple[list[tuple[str, str, list[str]]], dict[str, int], set[str]]:
@@ -147,6 +223,10 @@ def _leading_zeros(value: Lanes) -> Lanes:
 OPERATIONS: dict[str, Callable[..., Sequence[Lanes]]] = {
     "mov.u32": _of_32_bits(lambda x: x),
     "add.u32": _of_32_bits(np.add),
+    "and.b32": _of_32_bits(np.bitwise_and),
+    "and.pred": lambda x, y: [x.astype(bool) & y.astype(bool)],
+    "or.b32": _of_32_bits(np.bitwise_or),
+    "shr.u32": _of_32_bits(np.right_shift),
     "sub.u32": _of_32_bits(np.subtract),
     "min.u32": _of_32_bits(np.minimum),
     "div.u32": _of_32_bits(np.floor_divide),
@@ -156,6 +236,8 @@ OPERATIONS: dict[str, Callable[..., Sequence[Lanes]]] = {
     "setp.gt.s32": _of_signed(np.greater),
     "setp.lt.u32": _of_32_bits(np.less),
     "setp.ne.u32": _of_32_bits(np.not_equal),
+    "setp.eq.u32": _of_32_bits(np.equal),
+    "setp.ne.and.u32": lambda x, y, also: [(x != y) & also.astype(bool)],
     "selp.u32": _of_32_bits(lambda x, y, which: np.where(which, x, y)),
     "mad.wide.u32": lambda x, y, z: [x * y + z],
     "shfl.sync.up.b32": _shuffle_up,

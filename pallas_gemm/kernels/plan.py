@@ -43,6 +43,11 @@ class KernelPlan:
         return bool(self.interpret)
 
     @property
+    def shares_words(self) -> bool:
+        """Whether CTAs may share words of global memory: JAX's simulator knows no atomics."""
+        return not self.simulated
+
+    @property
     def claims_tiles(self) -> bool:
         """Whether clusters claim their tiles."""
         return False

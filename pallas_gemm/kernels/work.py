@@ -28,6 +28,8 @@ from schedules import PADDING, Pieces, Schedule
 WORD_BITS = 32
 TABLE_BITS = 16
 CLAIM_BITS = 13
+CLAIM_SLOTS = 64
+"""Words of a cluster's mailbox, each of which is that of a tile it has claimed."""
 
 
 class Piece(NamedTuple):

@@ -19,8 +19,7 @@ from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.hardware import MAX_BARRIERS
-from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.kernels.hopper.dense import claims
+from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
@@ -278,4 +277,4 @@ def deepest(cluster: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_claim_is_not_overwritten_before_every_role_has_read_it(cluster):
-    assert lead(cluster, deepest(cluster)) < claims.SLOTS
+    assert lead(cluster, deepest(cluster)) < CLAIM_SLOTS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import schedules
 from pallas_gemm.kernels import tiles, work
-from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT
+from pallas_gemm.kernels.hopper.config import CLAIM_LIMIT, CLAIM_SLOTS
 from pallas_gemm.kernels.hopper.dense import claims
 from schedules import Schedule, build, online_raster, resolve
 
@@ -187,11 +187,11 @@ def test_the_largest_legal_grid_leaves_a_word_that_says_that_none_is_left():
 def test_a_reader_never_takes_an_old_word_for_a_new_one():
     turns = jnp.arange(1, 5000, dtype=jnp.int32)
     slots, tags = np.asarray(claims.slot(turns)), np.asarray(claims.tag(turns))
-    mailbox = np.zeros(claims.SLOTS, np.int32)  # As the memory is made: no word, and so tag 0.
+    mailbox = np.zeros(CLAIM_SLOTS, np.int32)  # As the memory is made: no word, and so tag 0.
     for slot, tag in zip(slots, tags, strict=True):
         assert mailbox[slot] != tag
         mailbox[slot] = tag
-    assert set(slots) == set(range(claims.SLOTS))
+    assert set(slots) == set(range(CLAIM_SLOTS))
     assert tags.min() >= 0
     assert tags.max() < 1 << claims.TAG_BITS
 
@@ -199,7 +199,7 @@ def test_a_reader_never_takes_an_old_word_for_a_new_one():
 def test_the_tag_of_an_unused_word_first_comes_up_when_every_word_was_used():
     turns = np.arange(1, 5000, dtype=np.int32)
     zero = turns[np.asarray(claims.tag(turns)) == 0]
-    assert zero[0] > claims.SLOTS
+    assert zero[0] > CLAIM_SLOTS
     # A round later than its predecessor, every turn has another tag.
-    later = np.asarray(claims.tag(turns + np.int32(claims.SLOTS)))
+    later = np.asarray(claims.tag(turns + np.int32(CLAIM_SLOTS)))
     assert (later != np.asarray(claims.tag(turns))).all()

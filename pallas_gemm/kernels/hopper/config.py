@@ -19,7 +19,7 @@ from pallas_gemm.kernels.hardware import (
 from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.work import CLAIM_BITS, GroupCoding, SumCoding
+from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -465,6 +465,8 @@ class HopperConfig(GemmConfig):
                 f"persistence='dynamic' numbers fewer than {CLAIM_LIMIT} rows and columns of"
                 f" cluster tiles, got {self.stacked_grid(problem)}"
             )
+        if self.stages > (most := CLAIM_SLOTS // 2 - 1):
+            yield f"persistence='dynamic' takes at most {most} stages, got stages={self.stages}"
 
     def allows_late_store(self, problem: Problem) -> bool:
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""

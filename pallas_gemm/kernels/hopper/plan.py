@@ -69,6 +69,12 @@ class HopperPlan(KernelPlan):
             raise ValueError(
                 f"split_k must be 1 where devices exchange rows, got {self.config.split_k}"
             )
+        if self.config.persistence != "static" and self.gathers:
+            # CTAs that are not yet running send nothing.
+            raise ValueError(
+                "persistence must be 'static' where rows are gathered, got"
+                f" {self.config.persistence!r}"
+            )
         if self.config.early_launch and self.exchange.size > 1:
             raise ValueError("early_launch must be False where devices exchange rows, got True")
 
@@ -80,7 +86,7 @@ class HopperPlan(KernelPlan):
     @property
     def claims_tiles(self) -> bool:
         """Whether clusters claim their tiles."""
-        return self.config.persistence == "dynamic" and not self.simulated
+        return self.config.persistence == "dynamic" and self.shares_words
 
     @functools.cached_property
     def a(self) -> OperandPlan:
@@ -139,8 +145,8 @@ class HopperPlan(KernelPlan):
         share = tiles * (self.k_steps + ENDING * problem.batch) // workers
         # Handing on takes about as long as the eighth.
         steps = max(share + share // 8, SHORTEST_PART)
-        # The simulator knows no flags: a worker hands on to itself.
-        hands_on = self.workers == 1 if self.simulated else self.claims_tiles
+        # Without flags a worker hands on to itself.
+        hands_on = self.claims_tiles if self.shares_words else self.workers == 1
         plain = self.stored_by_tma and problem.epilogue.is_identity
         if not (problem.ragged_k and plain and hands_on) or parts < 2:
             return None

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_gemm.kernels.ptx.operation import REF
+from pallas_gemm.kernels.ptx.operation import Program
 
 BLOCK_BYTES = 2048
 """What a warp copies at once: four times 16 bytes for each lane."""
@@ -30,12 +27,9 @@ _COPY = "\n".join(
 )
 
 
+COPY = Program(_COPY)
+
+
 def copy(source: Any, target: Any) -> None:
     """Copies a block."""
-
-    @plgpu.inline_mgpu(arg_types=(REF, REF))
-    def inline(_: Any, source: Any, target: Any) -> None:
-        pointers = (utils.memref_ptr(source), utils.memref_ptr(target))
-        utils.inline_ptx(_COPY, *pointers, has_side_effects=True)
-
-    inline(source, target)
+    COPY([source, target])

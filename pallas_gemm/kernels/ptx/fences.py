@@ -6,7 +6,11 @@ from typing import Any
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import Operation, Program
+
+BETWEEN_PROXIES = Program("fence.proxy.async;")
+"""Between what threads store and TMA reads."""
+MEET = Program("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def finish_stores() -> None:
@@ -14,13 +18,13 @@ def finish_stores() -> None:
 
     Nothing simulated comes here.
     """
+    BETWEEN_PROXIES()
+    MEET()
 
-    @plgpu.inline_mgpu(arg_types=())
-    def inline(_: Any) -> None:
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-        utils.warp_barrier()
 
-    inline()
+def after_arrival() -> None:
+    """Lets TMA read what others have stored and signalled. Nothing simulated comes here."""
+    BETWEEN_PROXIES()
 
 
 # What was read by ordinary loads is about to be overwritten by the asynchronous unit.

@@ -4,12 +4,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import groups
-from pallas_gemm.kernels.ptx.operation import INT32, NUMBER, REF, Operation, word_of
+from pallas_gemm.kernels.ptx.operation import Operation, Program
 
 BEYOND = groups.MOST
 """A row of tiles that no group has."""
@@ -109,22 +106,7 @@ class At(NamedTuple):
 @Operation
 def find(sizes: Any, at: At, tile: Any, known: Groups) -> At:
     """Returns the group that has a row of tiles; where all groups end, if there is no such row."""
-    program = find_ptx(*known)
-
-    @plgpu.inline_mgpu(arg_types=(REF, *(NUMBER,) * 4), return_type=[INT32] * 4)
-    def inline(_: Any, sizes: Any, *values: Any) -> list[Any]:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        found = utils.inline_ptx(
-            program,
-            utils.memref_ptr(sizes),
-            *map(word_of, values),
-            result_types=[int32] * 4,
-            has_side_effects=True,
-            convergent=True,
-        )
-        return [mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in found]
-
-    return At(*inline(sizes, *at[:3], tile))
+    return At(*Program(find_ptx(*known), results=4, convergent=True)([sizes], [*at[:3], tile]))
 
 
 def find_one_by_one(sizes: Any, at: At, tile: Any, known: Groups) -> At:

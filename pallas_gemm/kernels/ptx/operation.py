@@ -1,7 +1,11 @@
-"""An operation that Pallas has no word for, and what it means."""
+"""An operation that Pallas has no word for, and what it means.
 
-from collections.abc import Callable
-from typing import Any, Self
+A block of PTX is a `Program`, which a kernel has as data. JAX's simulator runs none;
+`tests/ptx_simulator.py` teaches it to, for those through which CTAs share words of global memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -31,19 +35,70 @@ class Operation:
 
     def __call__(self, plan: KernelPlan, *args: Any, **options: Any) -> Any:
         """Does it."""
-        if not plan.simulated:
+        if not self._is_simulated(plan):
             return self._on_gpu(*args, **options)
         assert self._meaning is not None, "nothing simulated comes here"
         return self._meaning(*args, **options)
+
+    def _is_simulated(self, plan: KernelPlan) -> bool:
+        return plan.simulated
+
+
+class BetweenCtas(Operation):
+    """One on a word of global memory that CTAs share, which another may change at any time."""
+
+    def _is_simulated(self, plan: KernelPlan) -> bool:
+        return not plan.shares_words
+
+
+class Program(NamedTuple):
+    """A block of PTX.
+
+    Its operands are `$0`, `$1` and on: its results, then references, as pointers, then numbers.
+
+    Attributes:
+        text: The block.
+        results: How many results it has, each 32 bits that all threads have.
+        convergent: Whether the threads of a warp meet in it.
+    """
+
+    text: str
+    results: int = 0
+    convergent: bool = False
+
+    def __call__(self, refs: Sequence[Any] = (), numbers: Sequence[Any] = ()) -> list[Any]:
+        """Runs it; returns its results."""
+        types = (*(REF,) * len(refs), *(NUMBER,) * len(numbers))
+        inline = plgpu.inline_mgpu(arg_types=types, return_type=[INT32] * self.results)
+        return inline(Emitted(self, len(refs)))(*refs, *numbers)
+
+
+class Emitted(NamedTuple):
+    """A program in a kernel.
+
+    Attributes:
+        program: The program.
+        refs: How many references it is given.
+    """
+
+    program: Program
+    refs: int
+
+    def __call__(self, _: Any, *given: Any) -> list[Any]:
+        """Emits it."""
+        text, results, convergent = self.program
+        int32 = utils.ir.IntegerType.get_signless(32)
+        words: Any = utils.inline_ptx(
+            text,
+            *(utils.memref_ptr(ref) for ref in given[: self.refs]),
+            *map(word_of, given[self.refs :]),
+            result_types=[int32] * results or None,
+            has_side_effects=True,
+            convergent=convergent,
+        )
+        return [mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in words or ()]
 
 
 def word_of(value: Any) -> Any:
     """The register of a number that all threads have."""
     return value.registers.item()
-
-
-def number_by(ptx: str, *registers: Any) -> Any:
-    """Returns the int32 that a program of PTX leaves in `$0`, the same in all threads."""
-    int32 = utils.ir.IntegerType.get_signless(32)
-    word = utils.inline_ptx(ptx, *registers, result_types=int32, has_side_effects=True)
-    return mgpu.FragmentedArray.splat(word, (), is_signed=True)

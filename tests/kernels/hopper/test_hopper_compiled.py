@@ -37,8 +37,7 @@ from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.kernels.elementwise import live_arrays
 from pallas_gemm.kernels.hopper import kernel as hopper
-from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.kernels.hopper.dense import claims
+from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import warp_loop
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning.architectures import ARCHITECTURES
@@ -340,7 +339,9 @@ def test_ptxas_cannot_know_the_conditions_of_loops_that_a_warp_runs():
     sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)
     ptx = offline.compile_report(build((LATE, sums)), *operands(sums), target="h200").ptx
     # Each is stored and read in one piece of text, in each of the loops, of two warps.
-    looked = re.findall(r"st\.volatile\.shared\.b32 \[(%r\d+)\], .*ld\.volatile.*\[\1\]", ptx)
+    meet, word = r"bar\.warp\.sync 0xffffffff;", r"(%r\d+)"
+    stored = rf"st\.volatile\.shared\.b32 \[{word}\], \S+;"
+    looked = re.findall(rf"{meet} {stored} ld\.volatile\S+ \S+ \[\1\]; {meet}", ptx)
     assert len(looked) == 2 * (warp_loop.LOOPS + 1)
 
 
@@ -603,7 +604,7 @@ def claims_are_sound(found, config, problem, tiles):
     assert "@inside ld.global.b32 word, [entry];" in found["texts"]
     # The counter is in the row after all mailboxes.
     (offsets,) = found["counters"]
-    assert workers * claims.SLOTS * np.dtype(np.int32).itemsize in offsets
+    assert workers * CLAIM_SLOTS * np.dtype(np.int32).itemsize in offsets
     # Producer and consumers both compare the tag of the word that they read.
     assert found["comparisons"] == found["rereads"] == 2
 

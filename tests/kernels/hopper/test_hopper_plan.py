@@ -1,5 +1,6 @@
 """What follows from a config: the order in which chunks take store slots."""
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import joining, launch, work
+from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -97,3 +99,12 @@ def test_two_kernels_take_every_step_of_every_tile_once_where_the_last_are_cut(l
     # The first kernel may store late, what hands over summands has no room for it.
     assert (whole.config.late_store, cut.config.late_store) == (True, False)
     assert whole.workers == min(4 // config.cluster_size, len(whole.pieces))
+
+
+@pytest.mark.parametrize("persistence", ["dynamic", "none"])
+def test_devices_that_gather_rows_refuse_workers_that_might_not_run(persistence):
+    config, problem = HopperConfig(persistence=persistence), Problem(1024, 1024, 1024)
+    exchange = Exchange((("model", 4),), ("model",), gathers=True)
+    with pytest.raises(ValueError, match="persistence must be 'static' where rows are gathered"):
+        HopperPlan(problem, config, H200, exchange)
+    HopperPlan(problem, config, H200, dataclasses.replace(exchange, gathers=False))

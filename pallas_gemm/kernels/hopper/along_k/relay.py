@@ -14,8 +14,8 @@ they have stored. The next one waits for as many. It was claimed later, and the 
 worker that runs, so that nobody waits for ever. Who hands a tile on stores it beyond the end of the
 result, where TMA stores nothing.
 
-The simulator knows no flags: there, groups are cut only for a worker that is alone, who hands on to
-itself.
+JAX's simulator knows no flags: there, groups are cut only for a worker that is alone, who hands on
+to itself, unless it is taught to share words (`tests/ptx_simulator.py`).
 """
 
 from typing import Any, NamedTuple
@@ -69,15 +69,22 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
         return lax.concatenate(parts, 1)
 
     total = lax.cond(piece.summand > 0, add, lambda total: total, total)
-
-    @pl.when(jnp.logical_not(piece.is_last))
-    def _hand_on() -> None:
-        for here, values in _parts(cta, leg, total):
-            blocks = joining.blocks(plan, leg.sums, *here)
-            arrays.write_blocks(plan, blocks, values, plgpu.Layout.WGMMA)
-        words.arrive(plan, leg.flag)
-
+    pl.when(jnp.logical_not(piece.is_last))(lambda: hand_on(cta, leg, total))
     return total
+
+
+def hand_on(cta: Cta, leg: Leg, total: Any) -> None:
+    """Stores a consumer's sums for the next one, and says so."""
+    store_sums(cta, leg, total)
+    words.arrive(cta.plan, leg.flag)
+
+
+def store_sums(cta: Cta, leg: Leg, total: Any) -> None:
+    """Stores a consumer's sums where they are handed on."""
+    plan = cta.plan
+    for here, values in _parts(cta, leg, total):
+        blocks = joining.blocks(plan, leg.sums, *here)
+        arrays.write_blocks(plan, blocks, values, plgpu.Layout.WGMMA)
 
 
 def where(cta: Cta, piece: work.Piece, at: place.Where) -> place.Where:

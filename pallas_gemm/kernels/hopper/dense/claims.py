@@ -9,7 +9,9 @@ ring of words in global memory that all roles of all CTAs of the cluster read a 
 A word is a whole message, so relaxed accesses are enough. Its tag says for which round through the
 ring it was written: a reader that sees an older tag reads again. CTAs that share an operand are at
 most a ring of operand slots apart, and any two CTAs of a cluster share one with a third: a writer
-is at most twice as many turns ahead of a reader as there are stages, plus one, and `SLOTS` is more.
+is at most twice as many turns ahead of a reader as there are stages, plus one, and `CLAIM_SLOTS` is
+more. So far apart are threads, too: all 128 of a producer read the words and arrive on each slot of
+the ring, and one of them claims.
 
 Mailboxes and counter are one array, made of zeros for every call (a few kilobytes) by one small
 kernel, so that the call stays pure and can be replayed in a CUDA graph.
@@ -24,9 +26,9 @@ from jax import lax
 from pallas_gemm.kernels import tiles, work
 from pallas_gemm.kernels.ptx import mailbox
 from pallas_gemm.kernels.ptx.mailbox import END, PIECE_BITS
+from pallas_gemm.kernels.work import CLAIM_SLOTS
 from schedules import Schedule
 
-SLOTS = 64
 TAG_BITS = work.WORD_BITS - PIECE_BITS
 
 
@@ -48,7 +50,7 @@ def order_operand(schedule: Schedule, workers: int) -> Claims:
     """Returns the operand; what tiles are claimed with starts as zeros."""
     return Claims(
         jnp.asarray(work.Coding(bits=work.CLAIM_BITS).pack(schedule)),
-        jax.new_ref(jnp.zeros((workers + 1, SLOTS), jnp.int32)),
+        jax.new_ref(jnp.zeros((workers + 1, CLAIM_SLOTS), jnp.int32)),
     )
 
 
@@ -86,9 +88,9 @@ def walk(
 
 def slot(turn: Any) -> Any:
     """The place of a turn's word in the mailbox."""
-    return lax.rem(turn, jnp.int32(SLOTS))
+    return lax.rem(turn, jnp.int32(CLAIM_SLOTS))
 
 
 def tag(turn: Any) -> Any:
     """The tag of a turn's word. Zero, which an unused word has, is the tag of no early turn."""
-    return (lax.div(turn, jnp.int32(SLOTS)) + 1) & jnp.int32((1 << TAG_BITS) - 1)
+    return (lax.div(turn, jnp.int32(CLAIM_SLOTS)) + 1) & jnp.int32((1 << TAG_BITS) - 1)

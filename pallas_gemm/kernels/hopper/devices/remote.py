@@ -23,6 +23,7 @@ from pallas_gemm.kernels import joining, launch, place
 from pallas_gemm.kernels.exchange import ALONE, Exchange, on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import fences
 
 
 class Results(NamedTuple):
@@ -81,6 +82,7 @@ class Rows(NamedTuple):
         def _await_others() -> None:
             owner = self.exchange.owner(self.rank, at.share)
             pl.semaphore_wait(arrived.at[owner], send_rows.loads_of(own), decrement=False)
+            fences.after_arrival()
 
     def load(self, a: Any, at: place.Where, copy: Callable[[Any, Any], None]) -> None:
         """Loads a tile's rows of the left operand by `copy(from what, first row)`."""
