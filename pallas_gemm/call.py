@@ -10,7 +10,8 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import KINDS, Epilogue, Problem
+from pallas_gemm.program import Program
 from schedules import OnlineSchedule, Pieces, Schedule
 
 Order = str | Schedule | OnlineSchedule | Pieces | None
@@ -46,21 +47,7 @@ class Operands(NamedTuple):
         return tuple(operand for operand in self if operand is not None)
 
 
-DIMENSIONS = MappingProxyType(
-    {
-        "a": "mk",
-        "b": "kn",
-        "up": "kn",
-        "bias": "n",
-        "residual": "mn",
-        "alpha": "",
-        "beta": "",
-        "row_scale": "m",
-        "col_scale": "n",
-        "up_scale": "n",
-        "up_bias": "n",
-    }
-)
+DIMENSIONS = MappingProxyType({"a": "mk", "b": "kn", "up": "kn", **KINDS})
 """The dimensions of each operand if all products of a batch share it; if each product has its own,
 there is one more."""
 
@@ -288,6 +275,36 @@ class SymmetricCall(Call):
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
         return dataclasses.replace(super().problem(signature), symmetric=self.symmetric)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCall(Call):
+    """A product whose epilogue is a program.
+
+    The operands are a and b, then those of the program: a value for each element as `[m, n]`, a
+    vector as `[m]` or `[n]`, a number as `[]`, each with one dimension more if each product of a
+    batch has its own.
+
+    Attributes:
+        program: What becomes of the sums.
+    """
+
+    program: Program | None = None
+
+    @classmethod
+    def of(cls, call: Call, program: Program) -> "FusedCall":
+        """Returns the call of a product for this program."""
+        first = next((result.dtype for result in program.arrays), call.out_dtype)
+        return cls(**_fields(call) | {"out_dtype": first}, program=program)
+
+    def unpack(self, operands: Sequence[Any]) -> Operands:
+        """Gives the factors their names."""
+        return Operands(*operands[:2])
+
+    def problem(self, signature: Signature) -> Problem:
+        """Returns the problem that operands of these shapes and types pose."""
+        epilogue = Epilogue(program=self.program)
+        return dataclasses.replace(super().problem(signature), epilogue=epilogue)
 
 
 def _fields(call: Call) -> dict[str, Any]:

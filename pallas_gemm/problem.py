@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_gemm.program import Program, Result
 
 ROW_BYTES = 16
 """What TMA asks of rows: a multiple of it."""
@@ -32,6 +35,22 @@ def element_type(value: Any) -> Any:
     return TYPES.get(value, value) if isinstance(value, str) else value
 
 
+KINDS = MappingProxyType(
+    {
+        "bias": "n",
+        "residual": "mn",
+        "alpha": "",
+        "beta": "",
+        "row_scale": "m",
+        "col_scale": "n",
+        "up_scale": "n",
+        "up_bias": "n",
+    }
+)
+"""The operands of an epilogue in words, in their order, with the dimensions of the result that each
+has: rows (m), columns (n), both or none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
     """What happens to the float32 sum before it is rounded, once, to the result's type.
@@ -54,6 +73,7 @@ class Epilogue:
         col_scale: There is one value per column to scale the sum with.
         up_scale: There is one value per column to scale the sum of up with.
         up_bias: There is one value per column to add to the value of up.
+        program: What happens to the sum instead of all that, as a function of the caller says it.
     """
 
     alpha: float | None = 1.0
@@ -66,6 +86,7 @@ class Epilogue:
     col_scale: bool = False
     up_scale: bool = False
     up_bias: bool = False
+    program: Program | None = None
 
     @property
     def is_identity(self) -> bool:
@@ -75,17 +96,9 @@ class Epilogue:
     @property
     def operands(self) -> tuple[str, ...]:
         """The operands that it takes beside the factors, by their names and in their order."""
-        taken = {
-            "bias": self.bias,
-            "residual": self.residual,
-            "alpha": self.alpha is None,
-            "beta": self.beta is None,
-            "row_scale": self.row_scale,
-            "col_scale": self.col_scale,
-            "up_scale": self.up_scale,
-            "up_bias": self.up_bias,
-        }
-        return tuple(name for name, is_taken in taken.items() if is_taken)
+        # A number is one if only the running program knows it.
+        given = {name: getattr(self, name) for name in KINDS}
+        return tuple(name for name, value in given.items() if value is None or value is True)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -95,6 +108,8 @@ class Epilogue:
             found.append(f"alpha={self.alpha:g}")
         if self.activation is not None:
             found.append(getattr(self.activation, "__name__", "activation"))
+        if self.program is not None:
+            found.append("a function of the product")
         return tuple(found)
 
     @property
@@ -218,9 +233,39 @@ class Problem:
         return self.residual_dtype or self.out_dtype
 
     @property
+    def result_dtypes(self) -> tuple[np.dtype, ...]:
+        """Types of the results that have an element for each sum."""
+        if self.epilogue.program is None:
+            return (self.out_dtype,)
+        return tuple(result.dtype for result in self.epilogue.program.arrays)
+
+    @property
+    def loaded_dtypes(self) -> tuple[np.dtype, ...]:
+        """Types of the operands of the epilogue that have an element for each sum."""
+        if self.epilogue.program is None:
+            return (self.added_dtype,) if self.epilogue.residual else ()
+        return tuple(operand.loaded for operand in self.epilogue.program.tiles)
+
+    @property
+    def own_slots(self) -> tuple[bool, ...]:
+        """Whether each of those is loaded into slots of its own: its type is not a result's."""
+        pairs = itertools.zip_longest(self.loaded_dtypes, self.result_dtypes)
+        return tuple(own != out for own, out in pairs)[: len(self.loaded_dtypes)]
+
+    @property
+    def own_dtypes(self) -> tuple[np.dtype, ...]:
+        """Types of those that are loaded into slots of their own."""
+        return tuple(itertools.compress(self.loaded_dtypes, self.own_slots))
+
+    @property
+    def reductions(self) -> tuple[Result, ...]:
+        """The results that are reduced along rows or columns."""
+        return () if self.epilogue.program is None else self.epilogue.program.reductions
+
+    @property
     def stored_dtypes(self) -> tuple[np.dtype, ...]:
-        """Types of what passes through store slots: the result, and a residual of its own type."""
-        return (self.out_dtype, *([self.residual_dtype] if self.residual_dtype else []))
+        """Types of what passes through store slots: results, and operands in slots of their own."""
+        return (*self.result_dtypes, *self.own_dtypes)
 
     @property
     def residual_shape(self) -> tuple[int, ...]:

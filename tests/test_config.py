@@ -22,7 +22,7 @@ from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.activations import ACTIVATIONS
-from pallas_gemm.kernels.elementwise import branches, divides, live_arrays
+from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper import problems
@@ -31,7 +31,8 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.candidates.hopper import MOST_STAGES, candidates
 from pallas_gemm.problem import Epilogue, Problem
-from tests import summaries
+from pallas_gemm.program import Operand, Program, Result
+from tests import epilogues, summaries
 
 PROBLEM = Problem(4096, 4096, 4096)
 NT = dataclasses.replace(PROBLEM, transpose_b=True)
@@ -78,6 +79,18 @@ def problem(**changes: Any) -> Problem:
 
 def nt(dtype: Any, **changes: Any) -> Problem:
     return dataclasses.replace(NT, a_dtype=dtype, b_dtype=dtype, **changes)
+
+
+def function_of(kinds: list[str]) -> Program:
+    """A program that returns the sum in bfloat16, and reads such operands."""
+    operands = tuple(Operand(kind, np.dtype(jnp.bfloat16)) for kind in kinds)
+    return Program(1, np.dtype(np.float32), operands, (), (Result(0, np.dtype(jnp.bfloat16)),))
+
+
+REDUCED = dataclasses.replace(
+    function_of([]),
+    results=(Result(0, np.dtype(jnp.bfloat16)), Result(0, np.dtype(np.float32), "m", "sum")),
+)
 
 
 CASES = {
@@ -316,6 +329,35 @@ CASES = {
     ),
     "mirrored residual": Case(
         ("a mirrored product has neither a residual nor a gate",), config(mirrored=True), RESIDUAL
+    ),
+    # A function as epilogue.
+    "function of groups": Case(
+        ("a function as epilogue is for one product of two operands",),
+        problem=problem(epilogue=Epilogue(program=REDUCED), pieces=(2048, 2048)),
+    ),
+    "function of many arrays": Case(
+        ("a function may have at most 6 results and operands", "got 1 and 6"),
+        problem=problem(epilogue=Epilogue(program=function_of(["mn"] * 6))),
+        among=3,
+    ),
+    "function of integers": Case(
+        ("sums of int8 are not reduced",),
+        problem=nt(jnp.int8, epilogue=Epilogue(program=REDUCED)),
+    ),
+    "function with short rows": Case(
+        ("results and operands of a function need rows of a multiple of 16 bytes", "got 4100"),
+        problem=dataclasses.replace(NT, n=4100, epilogue=Epilogue(program=function_of([]))),
+        among=2,
+    ),
+    "function mirrored": Case(
+        ("a mirrored product has a function with one result",),
+        config(mirrored=True),
+        problem(epilogue=Epilogue(program=REDUCED)),
+    ),
+    "function cut": Case(
+        ("a function that reduces, or has several results, needs split_k=1", "got 2"),
+        config(split_k=2),
+        problem(epilogue=Epilogue(program=REDUCED)),
     ),
     # What an SM has.
     "registers of an epilogue": Case(
@@ -699,8 +741,9 @@ EPILOGUE_TYPES = (
 
 # Of those that take as many registers, one.
 TELLING_ACTIVATIONS = {
-    (live_arrays(function), divides(function), branches(function)): function
+    (program.live(), divides(program.primitives), branches(program.primitives)): function
     for function in (*ACTIVATIONS.values(), of_four_arrays)
+    for program in (epilogues.of_activation(function),)
 }
 
 

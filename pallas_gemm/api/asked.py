@@ -20,8 +20,10 @@ from pallas_gemm.api.findings import Copy, Origin
 from pallas_gemm.api.program import Operation, Program, Value
 from pallas_gemm.call import Call, GroupedCall, Signature, signature_of
 from pallas_gemm.kernels import element_types
+from pallas_gemm.op import fused
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
+from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
@@ -34,7 +36,7 @@ from pallas_gemm.problem import Problem
 _PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _EXPLAIN = str(pathlib.Path(__file__).with_name("explain.py"))
-_OURS = (product_p, sum_p, projections_p, grouped_p, symmetric_p)
+_OURS = (product_p, fused_p, sum_p, projections_p, grouped_p, symmetric_p)
 _OF_JAX = ("dot_general", "ragged_dot_general")
 
 
@@ -142,6 +144,8 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         needless = tuple(_needless(call, dims, given, turned))
         own = (matrices.call, matrices.signature)
         yield Asked(*own, **common, copies=copies, turned=needless)
+    elif equation.primitive is fused_p:
+        yield _of_function(equation, given, common)
     elif equation.primitive is projections_p:
         each = operands_of_each(call, given[1:])
         for dims, own in zip(equation.params["contractions"], each, strict=True):
@@ -156,6 +160,25 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         if equation.primitive is grouped_p:
             needless = tuple(x for x in turned if x is not None and x.permutation == (0, 2, 1))
         yield Asked(call, given, **common, turned=needless)
+
+
+def _of_function(equation: Any, given: Signature, common: Mapping[str, Any]) -> Asked:
+    """Returns a product whose epilogue is a function of the caller's, and what XLA does of it."""
+    call, dims, function = (equation.params[x] for x in ("call", "contraction", "function"))
+    found = fused.plan(call, dims, function, given)
+    if isinstance(found, fused.Fused) and found.decision.plan is not None:
+        call, signature, left = found.call, found.signature, found.split.left
+    else:
+        is_planned = isinstance(found, fused.Fused)
+        call, signature = merged(call, dims, given[:2])[:2]
+        left = "no kernel takes it" if is_planned else found
+    if not left:
+        return Asked(call, signature, **common)
+    results = [v.aval for v in equation.outvars]
+    moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in results)
+    moved += math.prod(function.types[0].shape) * np.dtype(np.float32).itemsize
+    copy = Copy(f"the rest of the epilogue by XLA: {left}", moved, common["times"])
+    return Asked(call, signature, **common, copies=(copy,))
 
 
 def _of_jax(operation: Operation) -> Asked:

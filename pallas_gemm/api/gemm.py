@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, request
+from pallas_gemm.api import arguments, function, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.request import Request
@@ -27,11 +27,13 @@ from pallas_gemm.problem import Epilogue
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
-@compiled("a", "b", "bias", "residual", "row_scale", "col_scale")
+@compiled("a", "b", "operands", "bias", "residual", "row_scale", "col_scale")
 def gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     activation: Activation = None,
@@ -47,7 +49,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     config: GemmConfig | None = None,
     implementation: str | None = None,
     out_sharding: Any = None,
-) -> jax.Array:
+) -> Any:
     """Computes `activation(scales * (a @ b) + bias) + beta * residual`, rounded once.
 
     The scales are `alpha * row_scale[:, None] * col_scale[None, :]`, as far as there are any: what
@@ -61,9 +63,26 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     >>> y.shape, y.dtype
     ((64, 32), dtype(bfloat16))
 
+    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32. The
+    results are what the function returns, in the types that it gives them:
+
+    >>> def biased(s, b):
+    ...     z = s + b[None]
+    ...     return z.astype(jnp.bfloat16), jnp.sum(z * z, axis=-1)
+    >>> y, squares = gemm(x, w, epilogue=biased, operands=(bias,))
+    >>> y.dtype, squares.shape
+    (dtype(bfloat16), (64,))
+
+    A kernel computes what the function does element by element, and sums, maxima and minima along
+    rows or columns. XLA computes what comes after these, or all of a function that no kernel can
+    compute.
+
     Args:
         a: The left operand.
         b: The right operand.
+        epilogue: A function of the float32 product and of `operands`, instead of the words that
+            follow. Define it once, outside of a loop: each new function is compiled anew.
+        operands: The arrays that `epilogue` takes after the product.
         bias: One value per column of the result, or one for all.
         residual: An array of the result's shape, or that broadcasts to it.
         activation: "relu", "gelu" (with tanh), "gelu_exact", "silu", "sigmoid", "tanh", or an
@@ -96,19 +115,36 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: An argument is of the wrong type, or the contracted sizes differ.
     """
     options = arguments.options(implementation, config, schedule)
-    epilogue = Epilogue(alpha=alpha, beta=beta, activation=activation)  # type: ignore[arg-type]
-    operands = Operands(
-        a, b, bias=bias, residual=residual, row_scale=row_scale, col_scale=col_scale
-    )
+    how = {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "precision": precision,
+        "out_sharding": out_sharding,
+    }
+    extras = {
+        "bias": bias,
+        "residual": residual,
+        "row_scale": row_scale,
+        "col_scale": col_scale,
+    }
+    numbers = {"alpha": alpha, "beta": beta}
+    if epilogue is not None or len(operands):
+        words = extras | {
+            "activation": activation,
+            "preferred_element_type": preferred_element_type,
+        }
+        said = {name: x for name, x in words.items() if x is not None}
+        said |= {
+            name: x for name, x in numbers.items() if not (isinstance(x, int | float) and x == 1)
+        }
+        return function.answer(a, b, epilogue, operands, options, said, answer, **how)
+    words = Epilogue(activation=activation, **numbers)  # type: ignore[arg-type]
     asked = request.of_gemm(
-        operands,
-        epilogue,
+        Operands(a, b, **extras),
+        words,
         options,
-        transpose_a,
-        transpose_b,
         preferred_element_type=preferred_element_type,
-        precision=precision,
-        out_sharding=out_sharding,
+        **how,
     )
     return answer(asked)
 

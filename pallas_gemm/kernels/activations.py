@@ -45,9 +45,10 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 KERNEL_PRIMITIVES = frozenset(
     (
-        *("abs", "add", "and", "clamp", "convert_element_type", "copy", "cos", "custom_jvp_call"),
-        *("div", "eq", "erf", "erfc", "exp", "exp2", "ge", "gt", "integer_pow", "jit", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "or", "rsqrt"),
+        *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "cos"),
+        *("custom_jvp_call", "div", "eq", "erf", "erfc", "exp", "exp2", "ge", "gt", "integer_pow"),
+        *("is_finite", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
+        *("neg", "one_minus_square", "or", "rsqrt"),
         *("select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
     )
 )
@@ -123,8 +124,11 @@ def _primitives(activation: Activation) -> frozenset[str]:
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):
-        names.add(equation.primitive.name)
         before, after = map(_shapes, (equation.invars, equation.outvars))
+        if equation.primitive.name == "broadcast_in_dim" and before == {()}:
+            # The same number everywhere.
+            continue
+        names.add(equation.primitive.name)
         shrinks = _PROBE in before and after != {_PROBE}
         if equation.primitive.name in _MIXING or shrinks or not before | after <= {(), _PROBE}:
             raise TypeError(

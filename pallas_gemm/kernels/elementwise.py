@@ -1,21 +1,15 @@
-"""Any elementwise function of JAX as part of a kernel.
-
-A kernel is never differentiated itself, and Mosaic does not lower functions that bring derivative
-rules of their own, as `jax.nn.relu` does, nor every function of one number. `plain` traces the
-function, drops the rules and rewrites the rest.
-"""
+"""Elementwise operations of JAX in a kernel: what they become where Mosaic does not lower them."""
 
 import functools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-_WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
-"""Calls that are replaced by what they call, and the parameter that holds it."""
-
+from pallas_gemm.kernels import flat
 
 # Cephes, ndtrf.c: erf of less than 1, and erfc of less and of more than 2, highest power first.
 _ERF = (
@@ -83,100 +77,43 @@ _BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
 """What takes, like a division, branches for some numbers, across which the assembler moves nothing;
 and more instructions than a division."""
 
-_REWRITTEN = {
+TRANSCENDENTAL = frozenset(("cos", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "tanh"))
+"""Operations that are more than a few additions and multiplications."""
+
+REWRITTEN = {
+    "add_any": lambda x, y: x + y,
     "copy": lambda x: x,
     "erf": _erf,
     "erfc": _erfc,
+    "is_finite": lambda x: jnp.abs(x) < jnp.inf,
     "log1p": lambda x: jnp.log(1 + x),
+    "one_minus_square": lambda x: 1 - x * x,
 }
 """What Mosaic does not lower, in terms of what it does."""
 
 
-def plain(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the same function of one array, without what Mosaic does not lower.
+def rewritten(primitive: core.Primitive, types: Sequence[Any]) -> flat.Flat | None:
+    """Returns an operation in terms of those that Mosaic lowers; None if it is one.
 
-    Raises:
-        ValueError: The function does not return one array of the shape and dtype that it was given.
+    Args:
+        primitive: The operation.
+        types: The types of what it takes.
     """
-
-    def run(x: Any) -> Any:
-        closed = _traced(function, x.shape, x.dtype)
-        results: Sequence[Any] = closed.out_avals
-        if len(results) != 1 or (results[0].shape, results[0].dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"activation must return an array of the {x.dtype}[{x.shape}] that it is given,"
-                f" got {', '.join(map(str, results))}"
-            )
-        return _run(closed.jaxpr, closed.consts, [x])[0]
-
-    return run
+    function = REWRITTEN.get(primitive.name)
+    return None if function is None else _traced(function, tuple(types))
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(function: Callable[[Any], Any], shape: tuple[int, ...], dtype: Any) -> core.ClosedJaxpr:
-    return jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype))
+def _traced(function: Callable[..., Any], types: tuple[Any, ...]) -> flat.Flat:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+    return flat.flat(jax.make_jaxpr(function)(*shapes))
 
 
-def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        inner = equation.params.get(_WITH_RULES.get(equation.primitive.name, ""))
-        if isinstance(inner, core.ClosedJaxpr):
-            outputs = _run(inner.jaxpr, inner.consts, inputs)
-        elif inner is not None:
-            outputs = _run(inner, (), inputs)
-        elif equation.primitive.name in _REWRITTEN:
-            outputs = [plain(_REWRITTEN[equation.primitive.name])(*inputs)]
-        else:
-            outputs = equation.primitive.bind(*inputs, **equation.params)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def divides(primitives: AbstractSet[str]) -> bool:
+    """Returns whether operations divide by what they are given."""
+    return not _DIVIDING.isdisjoint(primitives)
 
 
-@functools.lru_cache(maxsize=256)
-def live_arrays(function: Callable[[Any], Any]) -> int:
-    """Returns how many arrays are in use at a time, at most, while a function is computed."""
-    return _live_arrays(_example(function))
-
-
-def divides(function: Callable[[Any], Any]) -> bool:
-    """Returns whether a function divides by what it is given."""
-    return not _DIVIDING.isdisjoint(_primitives(function))
-
-
-def branches(function: Callable[[Any], Any]) -> bool:
-    """Returns whether a function takes more branches in a kernel than those of a division."""
-    return not _BRANCHING.isdisjoint(_primitives(function))
-
-
-@functools.lru_cache(maxsize=256)
-def _primitives(function: Callable[[Any], Any]) -> frozenset[str]:
-    return frozenset(equation.primitive.name for equation in _example(function).eqns)
-
-
-def _example(function: Callable[[Any], Any]) -> core.Jaxpr:
-    return jax.make_jaxpr(plain(function))(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr
-
-
-def _live_arrays(jaxpr: core.Jaxpr) -> int:
-    ends = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.invars if _is_array(v)}
-    ends |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_array(v)}
-    live = {v for v in jaxpr.invars if v in ends}
-    most = len(live)
-    for i, equation in enumerate(jaxpr.eqns):
-        inside = map(_live_arrays, core.jaxprs_in_params(equation.params))
-        taken = len({v for v in equation.invars if _is_array(v)})
-        most = max(most, len(live) + max((count - taken for count in inside), default=0))
-        live = {v for v in live if ends[v] > i} | {v for v in equation.outvars if v in ends}
-        most = max(most, len(live))
-    return most
-
-
-def _is_array(atom: Any) -> bool:
-    return isinstance(atom, core.Var) and getattr(atom.aval, "shape", ()) != ()
+def branches(primitives: AbstractSet[str]) -> bool:
+    """Returns whether operations take more branches in a kernel than those of a division."""
+    return not _BRANCHING.isdisjoint(primitives)

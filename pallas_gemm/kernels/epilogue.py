@@ -1,15 +1,17 @@
-"""What happens to a sum before it is rounded: the arithmetic of `Epilogue` on a part of a tile."""
+"""What happens to a sum before it is stored: the program of an epilogue on a part of a tile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import elementwise, launch, place
+from pallas_gemm.kernels import launch, place, words
 from pallas_gemm.problem import Problem
+from pallas_gemm.program import Constant, Operand, Step
 
 
 class Part(NamedTuple):
@@ -28,76 +30,72 @@ class Part(NamedTuple):
     layout: Any
 
 
-def finish(problem: Problem, gmem: launch.Inputs, part: Part, total: Any, up: Any = None) -> Any:
-    """Applies the epilogue to some of the sums, and rounds them.
+ReadTile = Callable[[int], Any]
+"""`read(number)`: the part's values of an operand with a value for each element."""
 
-    They are not rounded yet if a residual is still to be added.
+
+def finish(
+    problem: Problem, gmem: launch.Inputs, part: Part, sums: Sequence[Any], read: ReadTile
+) -> list[Any]:
+    """Runs the program of an epilogue on some of the sums.
+
+    Returns its results, each with a value for each element: those to be reduced are not yet.
 
     Args:
         problem: The product to compute.
         gmem: The operands in global memory.
         part: Which part of a tile it is.
-        total: Sums, `[rows, columns]`; those of the gate if the result is gated.
-        up: The other sums of a gated result.
+        sums: Sums, `[rows, columns]`; of a gated result those of the gate, then those of up.
+        read: Reads operands that pass through shared memory, in their order.
     """
-    epilogue = problem.epilogue
-    load = _loader(problem, part)
-    values = _value(problem, load, total, gmem, (gmem.col_scale, gmem.bias))
-    if epilogue.activation is not None:
-        values = elementwise.plain(epilogue.activation)(values)
-    if up is not None:
-        values = values * _value(problem, load, up, gmem, (gmem.up_scale, gmem.up_bias))
-    return values if epilogue.residual else values.astype(problem.out_dtype)
+    program = words.program(problem)
+    made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
+    tiles = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
+    first, shape = program.sums, (part.rows[1], part.cols[1])
+
+    def value(number: int) -> Any:
+        """Operands are read when they are needed: until then their registers are free."""
+        if number not in made:
+            i = number - first
+            operand = program.operands[i]
+            if operand.kind == "mn":
+                made[number] = _of_type(read(tiles.index(i)), operand.dtype)
+            else:
+                made[number] = _load(problem, part, gmem.operands[i], operand)
+        return made[number]
+
+    for number, step in enumerate(program.steps, first + len(program.operands)):
+        inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
+        made[number] = step.primitive.bind(*_alike(step, inputs, shape), **dict(step.params))
+    return [value(result.value) for result in program.results]
 
 
-def add_residual(
-    problem: Problem, gmem: launch.Inputs, batch: Any, values: Any, residual: Any
-) -> Any:
-    """Adds the residual to what `finish` returned, and rounds."""
-    beta = problem.epilogue.beta
-    factor = place.scalar(gmem.beta, batch) if beta is None else jnp.float32(beta)
-    return (values + factor * residual.astype(jnp.float32)).astype(problem.out_dtype)
+def _alike(step: Step, inputs: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
+    """Gives the inputs of an operation one shape; numbers stay numbers where that is allowed."""
+    whole = step.primitive.name in ("select_n", "clamp")
+    found = []
+    for place_, x in enumerate(inputs):
+        number = np.asarray(x.value, x.dtype)[()] if isinstance(x, Constant) else x
+        if whole and place_ and jnp.ndim(number) == 0:
+            number = jnp.broadcast_to(number, shape)
+        found.append(number)
+    return found
 
 
-Load = Callable[..., Any]
-"""`load(vector, along)`: the values of a vector for a part of a tile, of as many dimensions."""
+def _of_type(x: Any, dtype: Any) -> Any:
+    """Gives what was loaded the type that a program takes it in."""
+    return x != 0 if dtype == np.bool_ else x.astype(dtype)
 
 
-def _value(
-    problem: Problem, load: Load, total: Any, gmem: launch.Inputs, of_columns: tuple[Any, Any]
-) -> Any:
-    """Scales a sum and adds the bias; `of_columns` are a scale and a bias of columns."""
-    alpha, (scale, bias) = problem.epilogue.alpha, of_columns
-    values = total
-    if jnp.issubdtype(problem.out_dtype, jnp.floating):
-        values = values.astype(jnp.float32)
-    if alpha is None:
-        values = values * load(gmem.alpha, "")
-    elif alpha != 1:
-        values = values * jnp.float32(alpha)
-    if gmem.row_scale is not None:
-        values = values * load(gmem.row_scale, "m")
-    if scale is not None:
-        values = values * load(scale, "n")
-    if bias is not None:
-        values = values + load(bias, "n")
-    return values
-
-
-def _loader(problem: Problem, part: Part) -> Load:
-    """Returns how vectors are loaded for a part of a tile."""
-
-    def load(vector: Any, along: str) -> Any:
-        if not along:
-            return place.scalar(vector, part.batch)
-        # Rows of the result are columns of a kernel that keeps its sums transposed.
-        axis = "mn".index(along) ^ problem.transpose_out
-        here = pl.ds(*(part.rows, part.cols)[axis])
-        # The layout that a sum over the other axis would have.
-        layout = part.layout.reduce(1 - axis)
-        values = plgpu.load(
-            place.vector(vector, part.batch).at[here], layout=layout, optimized=False
-        )
-        return lax.broadcast_in_dim(values, (part.rows[1], part.cols[1]), (axis,))
-
-    return load
+def _load(problem: Problem, part: Part, vector: Any, operand: Operand) -> Any:
+    """Loads a number, or the values of a vector for a part of a tile in all its elements."""
+    if not operand.kind:
+        return _of_type(place.scalar(vector, part.batch), operand.dtype)
+    # Rows of the result are columns of a kernel that keeps its sums transposed.
+    axis = "mn".index(operand.kind) ^ problem.transpose_out
+    here = pl.ds(*(part.rows, part.cols)[axis])
+    # The layout that a sum over the other axis would have.
+    layout = part.layout.reduce(1 - axis)
+    values = plgpu.load(place.vector(vector, part.batch).at[here], layout=layout, optimized=False)
+    values = _of_type(values, operand.dtype)
+    return lax.broadcast_in_dim(values, (part.rows[1], part.cols[1]), (axis,))

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels import elementwise, words
 from pallas_gemm.problem import Problem
 
 ALIGNMENT = 256
@@ -33,36 +34,28 @@ class Inputs(NamedTuple):
     """What a kernel is given: arrays, which are references inside of it; None for what it is not.
 
     Attributes:
-        factors: The operands to multiply: one pair, or one for each piece of the operands.
-        bias: The bias of each row, as far as the last tile reaches; one for all products of a
-            batch, or `[batch, ...]`.
-        residual: The array that is added to the result.
+        factors: What is multiplied: one pair, or one for each piece of the operands.
+        operands: What the epilogue takes, in the order of its program: a number as `[1]` or
+            `[batch]`, a vector as far as the last tile reaches, `[batch, ...]` if each product of a
+            batch has its own.
         order: How the schedule is read; the sizes of groups, or a table of them, from which the
             pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
-        alpha: The factor of the sums: one number, or one for each product of a batch.
-        beta: The factor of the residual, likewise.
-        row_scale: The scales of the rows of the sums; they reach as far as the bias does.
-        col_scale: The scales of their columns, likewise.
-        up_scale: The scales of the columns of the other sums of a gated result.
-        up_bias: The bias of them.
         summands: Sums of pieces of k, which another kernel has left to be joined.
         result: A result, some tiles of which another kernel has stored.
     """
 
     factors: tuple[Factors, ...]
-    bias: Any
-    residual: Any
+    operands: tuple[Any, ...]
     order: Any
     sent: Any = None
-    alpha: Any = None
-    beta: Any = None
-    row_scale: Any = None
-    col_scale: Any = None
-    up_scale: Any = None
-    up_bias: Any = None
     summands: Any = None
     result: Any = None
+
+    def tiles(self, problem: Problem) -> list[Any]:
+        """The operands of the epilogue that have an element for each of the result."""
+        operands = words.program(problem).operands
+        return [x for x, own in zip(self.operands, operands, strict=True) if own.kind == "mn"]
 
 
 class Grid(NamedTuple):
@@ -82,8 +75,8 @@ class Grid(NamedTuple):
 def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], order: Any) -> Inputs:
     """Names the operands, of which `given` has those that the problem has.
 
-    These are, in this order: a, b, a second b if the result is gated, then `Epilogue.operands`; or
-    a and b of each piece.
+    These are, in this order: a, b, a second b if the result is gated, then the operands of the
+    epilogue's program; or a and b of each piece.
     """
     left = map(on_its_own, given)
     factors = tuple(
@@ -91,20 +84,18 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
         for _ in problem.pieces or (problem.k,)
     )
     reach = _reach(config, problem)
-    named = {}
-    for name, x in zip(problem.epilogue.operands, left, strict=True):
-        if name == "residual":
-            named[name] = x
-        elif name in SCALARS:
-            named[name] = on_its_own(x.astype(jnp.float32).reshape(-1))
+    operands = []
+    for operand, x in zip(words.program(problem).operands, left, strict=True):
+        if operand.kind == "mn":
+            operands.append(x)
+            continue
+        # Vectors and numbers come in 32 bits.
+        wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+        if operand.kind:
+            operands.append(_padded(wide, reach[operand.kind == "m"]))
         else:
-            named[name] = _padded(x.astype(jnp.float32), reach[name in ROWS])
-    return Inputs(factors, named.pop("bias", None), named.pop("residual", None), order, **named)
-
-
-SCALARS = frozenset(("alpha", "beta"))
-ROWS = frozenset(("row_scale",))
-"""Operands of one value per row of the result; others have one per column."""
+            operands.append(on_its_own(wide.reshape(-1)))
+    return Inputs(factors, tuple(operands), order)
 
 
 def on_its_own(x: jax.Array) -> jax.Array:
@@ -144,12 +135,10 @@ class Operations(NamedTuple):
     transcendentals: int = 0
 
 
-def activations(problem: Problem) -> int:
-    """Returns the transcendentals of a problem's activation, of all elements of the result."""
-    activation = problem.epilogue.activation
-    if activation is None:
-        return 0
-    each = pl.estimate_cost(activation, jax.ShapeDtypeStruct((), jnp.float32)).transcendentals
+def transcendentals(problem: Problem) -> int:
+    """Returns the transcendentals of a problem's epilogue, of all elements of the result."""
+    steps = words.program(problem).steps
+    each = sum(step.primitive.name in elementwise.TRANSCENDENTAL for step in steps)
     return each * math.prod(problem.out_shape)
 
 

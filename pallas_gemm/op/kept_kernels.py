@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.extend.backend import get_default_device
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -138,7 +139,7 @@ def _text(value: Any) -> str:
             return f"({', '.join(map(_text, value))})"
         case Mapping():
             return _text(tuple(sorted(value.items())))
-        case jax.lax.Precision():
+        case jax.lax.Precision() | core.Primitive():
             return str(value)
     if dataclasses.is_dataclass(value):
         fields = [_text(getattr(value, field.name)) for field in dataclasses.fields(value)]

@@ -97,7 +97,7 @@ def _lowered_part(
     ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, contraction: Contraction, gpu: bool
 ) -> Any:
     """Lowers what one device computes: its dimensions are merged, if a kernel computes it."""
-    call = _planned(call, gpu)
+    call = planned(call, gpu)
     matrices = merged(call, contraction, _signature(ctx.avals_in))
     kernel = _kernel(matrices.call, matrices.signature)
     by_xla = functools.partial(contraction.by_xla, call)
@@ -142,12 +142,12 @@ def lower_symmetric(
         mirrored: Puts what is below the diagonal of a result above it, too.
         gpu: The program is for a GPU.
     """
-    planned, signature = _planned(call, gpu), _signature(ctx.avals_in)
-    decision = dispatch.decide(planned, signature)
+    own, signature = planned(call, gpu), _signature(ctx.avals_in)
+    decision = dispatch.decide(own, signature)
     if decision.plan is not None:
-        half = functools.partial(kernel_p.bind, call=planned, decision=decision)
+        half = functools.partial(kernel_p.bind, call=own, decision=decision)
         return mesh_context.lower_off_mesh(ctx, half, operands)
-    every = call.whole.with_target(planned.options.target)
+    every = call.whole.with_target(own.options.target)
     kernel = _kernel(every, signature)
     whole = kernel or functools.partial(xla.product, every)
 
@@ -159,7 +159,7 @@ def lower_symmetric(
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
-def _planned(call: Call, gpu: bool) -> Call:
+def planned(call: Call, gpu: bool) -> Call:
     """Returns a call with the GPU to plan for.
 
     Raises:
@@ -173,7 +173,7 @@ def _planned(call: Call, gpu: bool) -> Call:
 
 def kernel_of(call: Call, signature: Signature, *, gpu: bool) -> Callable[..., Any] | None:
     """Returns the function of matrices that a kernel computes, in a program for a GPU or not."""
-    return _kernel(_planned(call, gpu), signature)
+    return _kernel(planned(call, gpu), signature)
 
 
 def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
@@ -185,9 +185,10 @@ def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
     return functools.partial(kernel_p.bind, call=call, decision=decision)
 
 
-def _lowered_kernel(
+def lowered_kernel(
     ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, decision: Decision, gpu: bool
 ) -> Any:
+    """Lowers what a kernel computes."""
     if gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
         return kept_kernels.lower(ctx, operands, call, decision, _signature(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, _traced_once(call, decision), operands)
@@ -211,7 +212,7 @@ def _refuse_gpu_kernel(call: Call) -> None:
 for _primitive, _rule in (
     (product_p, _lowered),
     (part_p, _lowered_part),
-    (kernel_p, _lowered_kernel),
+    (kernel_p, lowered_kernel),
 ):
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -96,7 +96,7 @@ def _asks_for_devices() -> core.ClosedJaxpr:
 
 
 def lower_off_mesh(
-    ctx: mlir.LoweringRuleContext, run: Callable[..., jax.Array], operands: Sequence[Any]
+    ctx: mlir.LoweringRuleContext, run: Callable[..., Any], operands: Sequence[Any]
 ) -> Any:
     """Lowers a function of arrays whose types say nothing of a mesh, whatever those around it say.
 
@@ -104,7 +104,7 @@ def lower_off_mesh(
     """
     types = types_off_mesh(*signature_of(tuple(ctx.avals_in)))
     with jax.sharding.use_abstract_mesh(no_mesh()):
-        lower = mlir.lower_fun(run, multiple_results=len(ctx.avals_out) > 1)
+        lower = mlir.lower_fun(lambda *x: jax.tree.leaves(run(*x)), multiple_results=True)
         inner = ctx.replace(avals_in=types)
         result = lower(inner, *operands)
     if inner.tokens_out is not None:

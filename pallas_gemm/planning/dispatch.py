@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.call import NO_EPILOGUE, Call, Options, Order, Signature, SymmetricCall
+from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Options, Order, Signature, SymmetricCall
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
@@ -239,6 +239,8 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes this pass as well.
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
+    if isinstance(call, FusedCall):
+        at_best += prediction.program_seconds(problem, plan.device)
     has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
     seconds = plan.seconds + heuristics.more_beside_xla(
         plan.realigned.problem, plan.config, plan.device, plan.architecture
@@ -314,6 +316,9 @@ def _realigned(
         return (why,)
     unfused = activations.kernel_refusal(call.epilogue.activation)
     problem = call.problem(signature)
+    if isinstance(call, FusedCall):
+        refused = tuple(architecture.problem_refusals(problem, device))
+        return refused or Realigned(problem)
     if problem.in_groups:
         # Nothing is done to such operands: what is copied would be as much as XLA does.
         refused = (unfused,) if unfused else tuple(architecture.problem_refusals(problem, device))

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_gemm.call import Call, GroupedCall
+from pallas_gemm.call import Call, FusedCall, GroupedCall
 from pallas_gemm.planning import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
@@ -21,7 +21,7 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     if isinstance(call, GroupedCall):
         whole = realigned.unfused is None
         return kernel if whole else functools.partial(_unfused_groups, call, kernel)
-    if decision.problem.pieces:
+    if decision.problem.pieces or isinstance(call, FusedCall):
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)

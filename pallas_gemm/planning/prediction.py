@@ -186,6 +186,13 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
     return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
 
 
+def program_seconds(problem: Problem, device: Device) -> float:
+    """Predicts the time of the pass in which XLA applies a program to float32 sums."""
+    each = 2 * problem.accumulator_dtype.itemsize + _stored_bytes(problem)
+    bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
+    return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
+
+
 def problem_bytes(problem: Problem) -> int:
     """Bytes that any way of computing a problem moves: operands, residual and result once."""
     rights = 0 if problem.symmetric == "gram" else problem.sums
@@ -197,5 +204,5 @@ def problem_bytes(problem: Problem) -> int:
 
 
 def _stored_bytes(problem: Problem) -> int:
-    """Bytes of the result and of the residual, for each element of the result."""
-    return problem.out_dtype.itemsize + problem.epilogue.residual * problem.added_dtype.itemsize
+    """Bytes of results and of what the epilogue loads, for each element of the result."""
+    return sum(dtype.itemsize for dtype in (*problem.result_dtypes, *problem.loaded_dtypes))

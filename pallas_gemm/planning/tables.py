@@ -78,6 +78,7 @@ class Key:
         """Returns the key of a problem."""
         epilogue = problem.epilogue
         parts = {
+            "function": epilogue.program is not None,
             "bias": epilogue.bias,
             "activation": epilogue.activation is not None,
             "residual": epilogue.residual and problem.residual_dtype is None,

@@ -45,12 +45,19 @@ def _boolean(x: Any) -> Any:
     return jnp.where(both, x, -x)
 
 
+def _slope(x: Any) -> Any:
+    """The derivative of a function that is used twice."""
+    return jax.vjp(lambda x: jnp.tanh(x) * x, x)[1](jnp.ones_like(x))[0]
+
+
 EVERY_PRIMITIVE = (
     lambda x: jnp.abs(x) + jnp.exp(x) - jnp.exp2(x) * jnp.log(x) / jnp.log1p(x),
     lambda x: jnp.maximum(x, 1.0) + jnp.minimum(x, -1.0) + lax.clamp(0.0, x, 1.0),
     lambda x: jnp.sin(x) + jnp.cos(x) + jnp.tanh(x) + lax.logistic(x) + lax.erf(x) + lax.erfc(x),
     lambda x: jnp.sqrt(x) + lax.rsqrt(x) + x**3 + jnp.square(x) + jnp.sign(x),
     lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) + jnp.array(x, copy=True),
+    lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+    _slope,
     jax.nn.relu,
     _boolean,
 )

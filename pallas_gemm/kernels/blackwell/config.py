@@ -268,6 +268,12 @@ class BlackwellConfig(GemmConfig):
             )
 
 
+def _is_hoppers(problem: Problem) -> bool:
+    """Whether a function has results or operands that only the Hopper kernel has slots for."""
+    alone = len(problem.result_dtypes) == 1 and not problem.reductions
+    return not alone or bool(problem.loaded_dtypes)
+
+
 def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
     yield from element_types.refusals(problem, single=False)
@@ -282,6 +288,10 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     for asked, missing in (
         (problem.pieces, f"takes no operands in pieces, got {problem.pieces}"),
         (problem.in_groups, "takes no groups"),
+        (
+            problem.epilogue.program is not None and _is_hoppers(problem),
+            "takes a function with one result and no operands of the product's shape",
+        ),
         (problem.kept, f"stores all rows and columns, got kept={problem.kept}"),
     ):
         if asked:

@@ -63,7 +63,7 @@ def _body(
         return tuple(sums[0:rows, start : start + width] for start in starts)
 
     store.fetch_residual(cta, at, 0, (chunk,))
-    store.store(cta, at, 0, chunk, store.finish(cta, at, chunk, load))
+    store.store(cta, at, 0, chunk, store.finish(cta, at, 0, chunk, load))
     if not plan.config.direct_store:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

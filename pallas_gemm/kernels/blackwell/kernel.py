@@ -230,7 +230,7 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
         @pl.loop(0, plan.chunks)
         def _one_chunk(chunk: Any) -> None:
             load = functools.partial(store.load_sums, cta, turn, chunk)
-            store.store(cta, at, turn, chunk, store.finish(cta, at, chunk, load))
+            store.store(cta, at, turn, chunk, store.finish(cta, at, turn, chunk, load))
             store.fetch_following(cta, at, turn, chunk)
 
     turns, _ = walk(one_tile, None)
@@ -419,7 +419,7 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
-    activations = 0 if plan.joins else plan.share(launch.activations(plan.problem))
+    activations = 0 if plan.joins else plan.share(launch.transcendentals(plan.problem))
     stored = jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype)
     kernel = launch.kernel(
         functools.partial(_body, plan),

@@ -26,17 +26,27 @@ LoadSums = Callable[[int, int], tuple[Any, ...]]
 """`load(first, width)`: some columns of a chunk, of each of the sums of a tile."""
 
 
-def finish(cta: Cta, at: place.Where, chunk: Any, load: LoadSums) -> Any:
+def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any, load: LoadSums) -> Any:
     """Reads the sums of a chunk of columns and finishes them, a few columns at a time."""
     plan = cta.plan
     width, step = plan.config.store_columns, plan.config.read_columns(plan.problem)
+    residual: list[Any] = []
+
+    def read(within: int, _: int) -> Any:
+        if not residual:
+            slot = _store_slot(plan, turn, chunk)
+            plgpu.barrier_wait(cta.barriers.residual.at[slot])
+            residual.append((cta.slots.residual or cta.slots.out).tile[slot])
+        return residual[0] if step == width else residual[0][:, within : within + step]
+
     parts = []
     for within in range(0, width, step):
         first = chunk * width + within
         sums = load(within, step)
         rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
         part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
-        parts.append(epilogue.finish(plan.problem, cta.gmem, part, *sums))
+        own = functools.partial(read, within)
+        parts += epilogue.finish(plan.problem, cta.gmem, part, sums, own)
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
@@ -76,14 +86,10 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
     """Stores a finished chunk of columns, through shared memory unless told otherwise."""
     plan = cta.plan
     if plan.config.direct_store:
-        arrays.write_directly(plan, _chunk(plan, cta.out, at, chunk), values)
+        arrays.write_directly(plan, _chunk(plan, cta.out, at, chunk), values, plgpu.Layout.TCGEN05)
         return
     slot = _store_slot(plan, turn, chunk)
-    if plan.problem.epilogue.residual:
-        plgpu.barrier_wait(cta.barriers.residual.at[slot])
-        residual = (cta.slots.residual or cta.slots.out).tile[slot]
-        values = epilogue.add_residual(plan.problem, cta.gmem, at.batch, values, residual)
-    else:
+    if not plan.problem.epilogue.residual:
         await_store_slot(plan)
     cta.slots.out.tile.at[slot][...] = values
     if plan.problem.symmetric:
@@ -112,10 +118,11 @@ def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) 
     if not plan.problem.epilogue.residual:
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    (residual,) = cta.gmem.tiles(plan.problem)
     for chunk in chunks:
         slot = _store_slot(plan, turn, chunk)
         plgpu.copy_gmem_to_smem(
-            _chunk(plan, cta.gmem.residual, at, chunk),
+            _chunk(plan, residual, at, chunk),
             (cta.slots.residual or cta.slots.out).box.at[slot],
             cta.barriers.residual.at[slot],
         )

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import words
 from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hardware import (
     MAX_BARRIERS,
@@ -16,7 +17,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_COLUMNS,
     WGMMA_ROWS,
 )
-from pallas_gemm.kernels.hopper.problems import layout_refusals, stored_by_tma
+from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals, stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, GroupCoding, SumCoding
@@ -164,14 +165,10 @@ class HopperConfig(GemmConfig):
         """Registers that are left where the epilogue is applied to so many columns at once."""
         rows = self.consumer_tile[0]
         values = rows * columns // WARPGROUP_THREADS
-        residual = 0
-        if problem.epilogue.residual:
-            residual = (
-                rows * self.store_columns * problem.added_dtype.itemsize // (4 * WARPGROUP_THREADS)
-            )
-        taken = self.sum_registers + residual + values * epilogue_arrays(problem.epilogue)
-        taken += vector_registers(problem, rows, columns)
-        return self.most_registers - taken
+        waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
+        size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
+        taken = values * epilogue_arrays(problem) + vector_registers(problem, rows, columns)
+        return self.most_registers - self.sum_registers - size // (4 * WARPGROUP_THREADS) - taken
 
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.
@@ -187,18 +184,17 @@ class HopperConfig(GemmConfig):
             return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
         # So do the arithmetic by which a tile is found, and even more so what claims one.
         kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
-        function = problem.epilogue.activation
-        if function is None or not (divides(function) or branches(function)):
-            return 56 if kept else 8
-        return 88 + 28 * kept if branches(function) else 64 + 16 * kept
+        names = words.program(problem).primitives
+        if branches(names):
+            return 88 + 28 * kept
+        return 64 + 16 * kept if divides(names) else (56 if kept else 8)
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
-        function = problem.epilogue.activation
         # The parts of a division are too many, with panels of a transposed left operand above all.
         short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
         early = not self.late_store and self.sum_registers > (128 if short else 104)
-        if early and function is not None and divides(function):
+        if early and divides(words.program(problem).primitives):
             return False
         free = self._free_registers(problem, self.finished_columns(problem))
         return free >= self._needed_registers(problem)
@@ -263,15 +259,15 @@ class HopperConfig(GemmConfig):
         depth = self.tile_k(problem) * stages
         # What is cut along k is stored by another kernel.
         slots = self.consumers * self.store_slots * (not self.cuts_all_tiles)
-        stores = slots * problem.out_dtype.itemsize * math.prod(self.store_slot_shape(problem))
-        # A residual takes the slots of its type that TMA stores from; else it has its own.
-        of_its_own = not stored_by_tma(problem) or problem.residual_dtype is not None
-        residual = slots * self.consumer_tile[0] * self.store_columns * problem.added_dtype.itemsize
+        stored = slots * math.prod(self.store_slot_shape(problem))
+        loaded = slots * self.consumer_tile[0] * self.store_columns
+        # An operand takes the slots of a result of its type that TMA stores; else it has its own.
+        alone = problem.own_dtypes if stored_by_tma(problem) else problem.loaded_dtypes
         buffers = (
             self.tile[0] * depth * problem.a_dtype.itemsize,
             self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
-            stores,
-            problem.epilogue.residual * of_its_own * residual,
+            *(stored * dtype.itemsize for dtype in problem.result_dtypes),
+            *(loaded * dtype.itemsize for dtype in alone),
             8 * (2 * stages * self.ring_readers + 2),
             self.told_words(problem) * 4,
         )
@@ -372,7 +368,8 @@ class HopperConfig(GemmConfig):
                 f" {(self.tile[0], whole)}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
-        for dtype, what in zip(problem.stored_dtypes, ("result", "residual"), strict=False):
+        for dtype in problem.stored_dtypes:
+            what = "result" if dtype in problem.result_dtypes else "residual"
             if narrowest * dtype.itemsize < 32:
                 yield (
                     f"chunks of a {dtype} {what} must be at least {32 // dtype.itemsize} columns"
@@ -435,7 +432,7 @@ class HopperConfig(GemmConfig):
                 f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
                 f" split_last={self.split_last}, partial_sums={self.partial_sums},"
                 f" schedule={self.schedule!r},"
-                f" out_dtype={problem.out_dtype}, residual={problem.epilogue.residual},"
+                f" out_dtype={problem.out_dtype}, residual={bool(problem.loaded_dtypes)},"
                 f" {self.accumulator_registers} registers, {self.stores_per_tile(problem)} stores;"
                 " late_store=False would fit"
             )
@@ -444,6 +441,7 @@ class HopperConfig(GemmConfig):
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
             if not problem.in_groups:
                 yield from self._claim_refusals(problem)
+        yield from cut_refusals(problem, self.split_k)
         if problem.epilogue.gated:
             if self.tile[1] % 128:
                 yield (
@@ -477,7 +475,9 @@ class HopperConfig(GemmConfig):
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2
-            and not problem.epilogue.residual
+            and not problem.loaded_dtypes
+            and not problem.reductions
+            and len(problem.result_dtypes) == 1
             and not (problem.epilogue.gated and problem.out_dtype.itemsize == 1)
             and self.accumulator_registers <= 128
             and self.stores_per_tile(problem) <= 4

@@ -21,20 +21,20 @@ class Smem(NamedTuple):
     Attributes:
         a: Slots of the left operand.
         b: Slots of the right operand.
-        out: Store slots for TMA, for each width of a chunk; none if threads store the result and
-            no residual of its type is loaded.
+        out: Store slots for TMA of each result, for each width of a chunk; none if threads store
+            the result and no operand of its type is loaded.
         lines: Store slots for threads, or None.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
-        residual: Slots of a residual of another type than the result's, like `out`.
+        loaded: Slots of operands of the epilogue that have their own, like `out`.
         told: What the roles are told of pieces in groups (`told.py`), or None.
     """
 
     a: Any = None
     b: Any = None
-    out: Any = None
+    out: Any = ()
     lines: Any = None
     mirrored: Any = None
-    residual: Any = None
+    loaded: Any = ()
     told: Any = None
 
 
@@ -58,7 +58,8 @@ class Cta(NamedTuple):
     Attributes:
         plan: What runs.
         gmem: The operands in global memory.
-        out: The result in global memory.
+        out: The results in global memory.
+        left: What tiles leave of results that are reduced, in global memory (`reduce.py`).
         rows: Where rows of the left operand come from, and rows of the result go to.
         slots: Both views of every buffer in shared memory.
         barriers: The barriers.
@@ -68,7 +69,8 @@ class Cta(NamedTuple):
 
     plan: HopperPlan
     gmem: launch.Inputs
-    out: Any
+    out: tuple[Any, ...]
+    left: tuple[Any, ...]
     rows: remote.Rows
     slots: Smem
     barriers: Barriers
@@ -111,34 +113,33 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
 
 def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
     """The buffers of the epilogue, and the barrier of what it loads, if it loads anything."""
-    config, dtype, residual = plan.config, plan.problem.out_dtype, plan.problem.epilogue.residual
+    config, problem = plan.config, plan.problem
     transposed = plan.problem.transpose_out
     by_tma = [plan.store_shape(width, transposed=transposed) for width in plan.store_widths]
     boxed = functools.partial(smem.boxed, simulated=plan.simulated)
-    own = plan.problem.residual_dtype
-    uses_out = plan.stored_by_tma or (residual and own is None)
+    uses_out = plan.stored_by_tma or plan.loads_into_results
     mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
     buffers = Smem(
-        out=boxed(by_tma, dtype) if uses_out else None,
-        lines=None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, dtype),
-        mirrored=boxed(mirrored, dtype) if plan.problem.symmetric else None,
-        residual=None if own is None else boxed(by_tma, own),
+        out=tuple(boxed(by_tma, dtype) for dtype in problem.result_dtypes) if uses_out else (),
+        lines=None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, problem.out_dtype),
+        mirrored=boxed(mirrored, problem.out_dtype) if problem.symmetric else None,
+        loaded=tuple(boxed(by_tma, dtype) for dtype in problem.own_dtypes),
     )
-    loaded = plgpu.Barrier(num_barriers=config.consumers * config.store_slots)
-    return buffers, loaded if residual else None
+    loads = len(problem.loaded_dtypes)
+    slots = config.consumers * config.store_slots
+    return buffers, plgpu.Barrier(num_arrivals=loads, num_barriers=slots) if loads else None
 
 
 def views(plan: HopperPlan, buffers: Smem) -> Smem:
     """Both views of every buffer that was made as `scratch` or `store_scratch` says."""
-    out, mirrored, residual = (
-        () if slots is None else smem.views(slots, simulated=plan.simulated)
-        for slots in (buffers.out, buffers.mirrored, buffers.residual)
-    )
+    boxes = functools.partial(smem.views, simulated=plan.simulated)
+    out, loaded = (tuple(map(boxes, slots)) for slots in (buffers.out, buffers.loaded))
+    mirrored = () if buffers.mirrored is None else boxes(buffers.mirrored)
     a, b = (
         None if slots is None else operand.views(slots)
         for operand, slots in ((plan.a, buffers.a), (plan.b, buffers.b))
     )
-    return Smem(a, b, out, buffers.lines, mirrored, residual, buffers.told)
+    return Smem(a, b, out, buffers.lines, mirrored, loaded, buffers.told)
 
 
 def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:

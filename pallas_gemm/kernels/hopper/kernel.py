@@ -22,7 +22,8 @@ Barriers (`protocol.py` derives the arrival counts)
                   s, in every CTA that it was multicast to       s again
     baton[w]      the other ping-pong consumer, when it has      ping-pong consumer w, before the
                   issued the last WGMMA of its tile              first WGMMA of its tile
-    residual[x]   TMA with the residual's bytes                  the consumer that owns store slot x
+    residual[x]   TMA with the bytes of a chunk of each          the consumer that owns store slot x
+                  operand that is loaded for the epilogue
     masked        every consumer, when it has zeroed what is     every consumer, before its WGMMA of
                   no group's (`group_sums.py`): simulated        that step
     told, taken   see `told.py`: where there are groups; counted, `group_walk.py`: of rows; wanted,
@@ -67,7 +68,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import joining, launch, tiles, work
+from pallas_gemm.kernels import joining, launch, tiles, words, work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join, relay
@@ -81,7 +82,7 @@ from pallas_gemm.kernels.hopper.cta import (
     tile_to_store,
     views,
 )
-from pallas_gemm.kernels.hopper.dense import claims, late_store, load, part_panels, store
+from pallas_gemm.kernels.hopper.dense import claims, late_store, load, part_panels, reduce, store
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.groups import (
     group_rows,
@@ -169,7 +170,7 @@ def consumer(cta: Cta, walk: tiles.Walk) -> None:
     def one_tile(turn: Any, piece: work.Piece, progress: Progress) -> Progress:
         at = relay.where(cta, piece, tile_to_store(cta, piece, me))
         if not plan.joins:
-            store.fetch_residual(cta, me, at, range(plan.config.store_slots))
+            store.fetch(cta, me, at, range(plan.config.store_slots))
         stores = late_store.stores(cta, me, turn, progress.previous)
         within = piece.first_k, piece.end_k
         divided = short_step.divided(plan, piece)
@@ -361,7 +362,8 @@ def _walk(cta: Cta, *, producing: bool) -> tiles.Walk:
 def _body(
     plan: HopperPlan,
     gmem: launch.Inputs,
-    out: Any,
+    out: tuple[Any, ...],
+    left: tuple[Any, ...],
     every: Any,
     summands: Any,
     buffers: Smem,
@@ -370,7 +372,8 @@ def _body(
     """What each warpgroup of a CTA does."""
     early_launch.begin(plan)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
-    cta, registers = Cta(plan, gmem, out, rows, slots, barriers, summands), plan.config.registers
+    cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)
+    registers = plan.config.registers
 
     def produce() -> None:
         if registers:
@@ -421,13 +424,14 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
     These are, in this order: a second b if the result is gated, the sizes of groups if there are
-    any, then bias, then residual; or a and b of each piece. If rows are gathered, it returns them
-    beside the result.
+    any, then the operands of the epilogue's program; or a and b of each piece. It returns the
+    result, or a list of the results that a function of the caller has; if rows are gathered, it
+    returns them beside the result.
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
     cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
-    activations = 0 if plan.joins else plan.share(launch.activations(plan.problem))
+    activations = 0 if plan.joins else plan.share(launch.transcendentals(plan.problem))
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_hopper",
@@ -442,9 +446,11 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
 
     def run(*given: jax.Array, result: Any = None) -> Any:
         inputs = _inputs(plan, given)
-        out, every, summands = kernel(inputs)
+        out, left, every, summands = kernel(inputs)
         if joined:
             return joined(joining.inputs(plan, inputs, summands, result))
-        return out if every is None else (out, every)
+        if plan.problem.epilogue.program is not None:
+            return words.arranged(plan.problem, out, reduce.finished(plan, left))
+        return out[0] if every is None else (out[0], every)
 
     return run

@@ -5,9 +5,11 @@ import functools
 import math
 from typing import Literal, NamedTuple, Self
 
-from pallas_gemm.kernels import protocol
+import jax
+
+from pallas_gemm.kernels import protocol, words
 from pallas_gemm.kernels.exchange import ALONE, Exchange
-from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
@@ -205,6 +207,45 @@ class HopperPlan(KernelPlan):
         rows, cols = self.config.consumer_tile
         return rows, cols // self.problem.sums
 
+    @functools.cached_property
+    def reach(self) -> tuple[int, int]:
+        """How many rows and columns all tiles of a product have, those beyond its edges too."""
+        tiles = zip(
+            self.config.grid(self.problem),
+            self.config.cluster,
+            self.config.out_tile(self.problem),
+            strict=True,
+        )
+        rows, cols = map(math.prod, tiles)
+        return rows, cols
+
+    @property
+    def left_of_tiles(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What tiles leave of results that are reduced: a vector of each tile beside another.
+
+        Along rows there is one of each consumer's tile; along columns, of each of its warps.
+        """
+        found = []
+        sizes = zip(self.reach, self.consumer_out_tile, strict=True)
+        beside = [reach // own for reach, own in sizes]
+        batch = (self.problem.batch,) if self.problem.batch > 1 else ()
+        for result in self.problem.reductions:
+            along_rows = result.kind == "m"
+            vectors = beside[1] if along_rows else beside[0] * self.warps_reducing
+            shape = (vectors, *batch, self.reach[0 if along_rows else 1])
+            found.append(jax.ShapeDtypeStruct(shape, result.dtype))
+        return tuple(found)
+
+    @property
+    def warps_reducing(self) -> int:
+        """Warps of a consumer that each reduce rows of their own; the simulator has none."""
+        return 1 if self.simulated else WARPS
+
+    @property
+    def loads_into_results(self) -> bool:
+        """Whether an operand of the epilogue is loaded into the slots of a result."""
+        return not all(self.problem.own_slots)
+
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of what is stored here: of scattered sums, those of each device."""
@@ -226,7 +267,7 @@ class HopperPlan(KernelPlan):
     @property
     def approx_math(self) -> bool:
         """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
-        return self.problem.out_dtype.itemsize <= 2
+        return words.program(self.problem).is_coarse
 
     @property
     def store_widths(self) -> tuple[int, ...]:
@@ -287,7 +328,7 @@ class HopperPlan(KernelPlan):
             # The simulator counts copies, of which a chunk may then be none or several.
             return 0
         slots, chunks = self.config.store_slots, len(self.chunks)
-        each = 2 if self.problem.symmetric else 1
+        each = 2 if self.problem.symmetric else len(self.problem.result_dtypes)
         if chunk >= slots:
             return each * (slots - 1)
         last = max(before for before in range(chunks) if before % slots == chunk % slots)

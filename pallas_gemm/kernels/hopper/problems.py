@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.kernels import element_types, symmetric
 from pallas_gemm.problem import ROW_BYTES, Problem
@@ -13,9 +15,14 @@ MOST_PIECES = 8
 be no more than 4,096 bytes on older drivers."""
 
 
+MOST_ARRAYS = 6
+"""Results and operands of a function, each with a descriptor of TMA and slots of its own."""
+
+
 def stored_by_tma(problem: Problem) -> bool:
     """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
-    return problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES == 0
+    sizes = [problem.out_shape[-1] * dtype.itemsize for dtype in problem.result_dtypes]
+    return all(size % ROW_BYTES == 0 for size in sizes)
 
 
 def refusals(problem: Problem) -> tuple[str, ...]:
@@ -27,10 +34,8 @@ def refusals(problem: Problem) -> tuple[str, ...]:
 def layout_refusals(problem: Problem) -> Iterator[str]:
     """Yields every reason why the kernel cannot take a problem as it is computed."""
     yield from element_types.refusals(problem, single=True)
-    if problem.transpose_out:
-        yield from _transposed_refusals(problem)
-    if problem.symmetric:
-        yield from symmetric.refusals(problem)
+    yield from _transposed_refusals(problem) if problem.transpose_out else ()
+    yield from symmetric.refusals(problem) if problem.symmetric else ()
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         yield (
             f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
@@ -51,6 +56,7 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
         yield "sums over groups are of two operands stored [k, m] and [k, n]"
     if problem.groups:
         yield from _grouped_refusals(problem)
+    yield from _program_refusals(problem)
     if len(problem.pieces) > MOST_PIECES:
         yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
     step = STEP_BYTES // problem.a_dtype.itemsize
@@ -64,6 +70,36 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
             "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
             f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"
         )
+
+
+def _program_refusals(problem: Problem) -> Iterator[str]:
+    """Yields what a function as epilogue cannot have."""
+    if problem.epilogue.program is None:
+        return
+    arrays, loaded = problem.result_dtypes, problem.loaded_dtypes
+    if problem.in_groups or problem.pieces or problem.symmetric:
+        yield "a function as epilogue is for one product of two operands"
+    if len(arrays) + len(loaded) > MOST_ARRAYS:
+        yield (
+            f"a function may have at most {MOST_ARRAYS} results and operands of the product's"
+            f" shape, got {len(arrays)} and {len(loaded)}"
+        )
+    if problem.reductions and problem.accumulator_dtype != np.float32:
+        yield f"sums of {problem.a_dtype} are not reduced"
+    for dtype in {*arrays, *loaded}:
+        if problem.out_shape[-1] * dtype.itemsize % ROW_BYTES:
+            yield (
+                "results and operands of a function need rows of a multiple of 16 bytes, got"
+                f" {problem.out_shape[-1]} columns of {dtype}"
+            )
+    if problem.transpose_out and (problem.reductions or loaded or len(arrays) != 1):
+        yield "a mirrored product has a function with one result"
+
+
+def cut_refusals(problem: Problem, split_k: int) -> Iterator[str]:
+    """Yields why tiles of a problem cannot be cut along k."""
+    if split_k > 1 and (problem.reductions or len(problem.result_dtypes) != 1):
+        yield f"a function that reduces, or has several results, needs split_k=1, got {split_k}"
 
 
 def _grouped_refusals(problem: Problem) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Registers of a thread: how many each role has, and what an epilogue takes of them."""
 
+import dataclasses
 from typing import NamedTuple
 
-from pallas_gemm.kernels.elementwise import live_arrays
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.kernels import words
+from pallas_gemm.problem import Problem
 
 ADDRESS = 8
 """Registers for where a vector of scales lies."""
@@ -16,19 +17,21 @@ class Registers(NamedTuple):
     consumer: int
 
 
-def epilogue_arrays(epilogue: Epilogue) -> int:
+def epilogue_arrays(problem: Problem) -> int:
     """How many registers an epilogue takes for each value at most, but for the sum's own."""
-    if epilogue.is_identity:
+    if problem.epilogue.is_identity:
         return 0
-    return live_arrays(epilogue.activation) if epilogue.activation else 1
+    # A residual is added when nothing else is left to be computed.
+    bare = dataclasses.replace(problem.epilogue, residual=False)
+    return words.program(dataclasses.replace(problem, epilogue=bare)).live()
 
 
 def vector_registers(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
-    A bias alone is part of what is left for the assembler.
+    One vector of columns is part of what is left for the assembler.
     """
-    epilogue = problem.epilogue
-    of_columns = epilogue.col_scale + epilogue.up_scale + epilogue.up_bias
+    kinds = [operand.kind for operand in words.program(problem).operands]
+    of_rows, of_columns = kinds.count("m"), kinds.count("n") - problem.epilogue.bias
     across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    return (along + ADDRESS) * epilogue.row_scale + (across + ADDRESS) * of_columns
+    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns

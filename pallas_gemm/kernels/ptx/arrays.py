@@ -138,13 +138,13 @@ def _(made: Any, box: Any, target: Any, **options: Any) -> None:
 
 
 @Operation
-def write_directly(out: Any, values: Any) -> None:
-    """Stores sums of Blackwell from registers: that is half a sector of each row at a time.
+def write_directly(out: Any, values: Any, layout: Any) -> None:
+    """Stores values from registers, in however small pieces: half a sector of a row of Blackwell.
 
     An assignment to global memory is refused for that by some releases, and means no more.
     """
 
-    @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.TCGEN05))
+    @plgpu.inline_mgpu(arg_types=(REF, layout))
     def inline(_: Any, out: Any, values: Any) -> None:
         values.store_untiled(out, optimized=False)
 
@@ -152,7 +152,8 @@ def write_directly(out: Any, values: Any) -> None:
 
 
 @write_directly.meaning
-def _(out: Any, values: Any) -> None:
+def _(out: Any, values: Any, layout: Any) -> None:
+    del layout
     out[...] = values
 
 

@@ -97,7 +97,7 @@ def candidates(
 
     Whole, and cut along k where that may be faster; or only as a caller says.
     """
-    widest = min(64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes))
+    widest = min([64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes)])
     for form in _forms(problem):
         config = HopperConfig(
             stages=2,

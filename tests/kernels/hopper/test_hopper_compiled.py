@@ -35,7 +35,6 @@ from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
-from pallas_gemm.kernels.elementwise import live_arrays
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import warp_loop
@@ -45,7 +44,7 @@ from pallas_gemm.planning.candidates.hopper import candidates
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space
-from tests import summaries
+from tests import epilogues, summaries
 
 Case = tuple[HopperConfig, Problem]
 
@@ -289,7 +288,7 @@ def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
     def of_four_arrays(x: jax.Array) -> jax.Array:
         return jnp.where(x > 1, jnp.sin(x) * x, jnp.exp(x) + x * x)
 
-    assert live_arrays(of_four_arrays) == 4
+    assert epilogues.of_activation(of_four_arrays).live() == 4
     residual = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True, beta=2.0))
     heavy = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=of_four_arrays))
     exact = Epilogue(residual=True, activation=ACTIVATIONS["gelu_exact"])

@@ -92,7 +92,7 @@ def test_two_kernels_take_every_step_of_every_tile_once_where_the_last_are_cut(l
     pieces = Pieces(config.stacked_grid(plan.problem), 8, np.array(table, np.int32))
     assert len(pieces) == config.pieces(plan.problem) == len(table)
     # Every tile has a place of its own for its summands, where the joining kernel looks for them.
-    listed = joining.inputs(cut, launch.Inputs((), None, None, None), None, None).order
+    listed = joining.inputs(cut, launch.Inputs((), (), None), None, None).order
     number, summand = cut.spans[:, 3], cut.spans[:, 2]
     assert len({*zip(number, summand, strict=True)}) == np.prod(cut.summands_shape[:2])
     np.testing.assert_array_equal(work.Coding().pack(cut.pieces), np.asarray(listed)[number])

@@ -59,7 +59,7 @@ def _body(
     early_launch.begin(plan)
     early_launch.end(plan)
     slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
-    cta = Cta(plan, gmem, out, remote.Rows(), slots, barriers, gmem.summands)
+    cta = Cta(plan, gmem, (out,), (), remote.Rows(), slots, barriers, gmem.summands)
     chunks, consumers, cluster_size, _ = _counts(plan)
     number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
     rest, number = joining.divided(number, chunks)
@@ -77,7 +77,7 @@ def _body(
         here = at._replace(row=at.row + down, col=at.col + across)
         part = corner[0] + down, corner[1] + across
         sums = joining.Summands(plan, gmem.summands, (tile, rank), part, plgpu.Layout.WGMMA)
-        store.fetch_residual(cta, me, here, (alike.start,))
+        store.fetch(cta, me, here, (alike.start,))
         store.store_chunk(cta, me, store.Tile(sums, here), alike.start)
 
     for alike in _alike(plan):

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import place
 from pallas_gemm.kernels.hopper.config import UNROLLED_STEPS
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
-from pallas_gemm.kernels.hopper.dense import store
+from pallas_gemm.kernels.hopper.dense import reduce, store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 
 Stores = list[tuple[int, Callable[[], None]]]
@@ -63,8 +63,10 @@ def take(cta: Cta, me: Any, total: Any, at: place.Where) -> store.Tile | None:
     """Takes the sums of a tile, and returns what is left to be stored."""
     if cta.plan.config.late_store:
         return store.Tile(store.finish(cta, total, at), at)
+    rows: reduce.Rows = ()
     for chunk in range(len(cta.plan.chunks)):
-        store.store_sums(cta, me, store.Tile(total, at), chunk)
+        rows = store.store_sums(cta, me, store.Tile(total, at), chunk, rows)
+    reduce.leave_rows(cta, at, rows)
     return None
 
 

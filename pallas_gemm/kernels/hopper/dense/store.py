@@ -2,10 +2,12 @@
 
     registers ──▶ store slot in shared memory ──▶ TMA, or the threads themselves ──▶ the result
 
-A chunk waits until its slot's last store has been read. A residual is loaded by TMA into the slot
-that its sum will take, or, of another type than the result, into one of its own.
+A chunk waits until its slot's last store has been read. Each result has slots of its own. TMA loads
+an operand with a value for each element, such as a residual, into the slot that a result of its
+type will take, or into one of its own.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue, place, smem
 from pallas_gemm.kernels.hopper.cta import Cta
-from pallas_gemm.kernels.hopper.dense import lines
+from pallas_gemm.kernels.hopper.dense import lines, reduce
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk, HopperPlan
 from pallas_gemm.kernels.ptx import arrays
@@ -34,25 +36,29 @@ class Tile(NamedTuple):
     at: place.Where
 
 
-def store_sums(cta: Cta, me: Any, tile: Tile, number: int) -> None:
+def store_sums(cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows) -> reduce.Rows:
     """Finishes and stores one chunk of the sums of a tile.
 
-    The registers that an epilogue needs are free only for a chunk at a time.
+    The registers that an epilogue needs are free only for a chunk at a time. Takes and returns what
+    has been reduced along the tile's rows.
     """
-    store_chunk(cta, me, tile, number)
+    rows = store_chunk(cta, me, tile, number, rows)
     following = number + cta.plan.config.store_slots
     if following < len(cta.plan.chunks):
-        fetch_residual(cta, me, tile.at, (following,))
+        fetch(cta, me, tile.at, (following,))
+    return rows
 
 
-def store_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> None:
-    """Finishes and stores one chunk of the sums of a tile, whose residual is on its way."""
-    _store(cta, me, tile.at, number, _finish_chunk(cta, me, tile, number))
+def store_chunk(cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows = ()) -> reduce.Rows:
+    """Finishes and stores one chunk of the sums of a tile, whose operands are on their way."""
+    results, rows = _finish_chunk(cta, me, tile, number, rows)
+    _store(cta, me, tile.at, number, results)
+    return rows
 
 
 def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
     """Stores one chunk of a tile that is finished."""
-    _store(cta, me, tile.at, number, tile.values[number])
+    _store(cta, me, tile.at, number, [tile.values[number]])
 
 
 def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
@@ -65,27 +71,53 @@ def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
     whole = Chunk(0, height, 0, width)
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else plan.strips(width)
     sums = _sums(plan, total, whole, columns)
-    strips = [_finish_part(cta, at, whole, *part) for part in zip(columns, sums, strict=True)]
-    finished = strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
-    return taken_apart(plan, finished, plan.chunks)
+    strips = [
+        _finish_part(cta, at, whole, strip, part, _nothing_to_read)[0]
+        for strip, part in zip(columns, sums, strict=True)
+    ]
+    return taken_apart(plan, _side_by_side(strips), plan.chunks)
 
 
-def _finish_chunk(cta: Cta, me: Any, tile: Tile, number: int) -> Any:
-    """Finishes one chunk of a tile's sums, with its residual."""
+def _nothing_to_read(number: int) -> Any:
+    """Such a tile's epilogue takes no operand that passes through shared memory."""
+    raise AssertionError(number)
+
+
+def _side_by_side(strips: Sequence[Any]) -> Any:
+    return strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
+
+
+def _finish_chunk(
+    cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows
+) -> tuple[list[Any], reduce.Rows]:
+    """Finishes one chunk of a tile's sums, strip by strip.
+
+    Returns each result's values, and what has been reduced along rows; what is reduced along
+    columns is stored.
+    """
     plan, chunk, at = cta.plan, cta.plan.chunks[number], tile.at
     strips = plan.strips(chunk.cols)
-    finished, residual = [], []
-    for strip, sums in zip(strips, _sums(plan, tile.values, chunk, strips), strict=True):
-        values = _finish_part(cta, at, chunk, strip, sums)
-        if plan.problem.epilogue.residual:
-            if not residual:
-                plgpu.barrier_wait(cta.barriers.residual.at[_residual_barrier(plan, me, number)])
-                whole = _residual_slot(cta, me, number).tile[...]
-                residual = _strips(plan, whole, strips)
-            part = residual[len(finished)]
-            values = epilogue.add_residual(plan.problem, cta.gmem, at.batch, values, part)
-        finished.append(values)
-    return finished[0] if len(finished) == 1 else lax.concatenate(finished, 1)
+    loaded: dict[int, list[Any]] = {}
+
+    def read(strip: int, operand: int) -> Any:
+        if not loaded:
+            plgpu.barrier_wait(cta.barriers.residual.at[_loaded_barrier(plan, me, number)])
+        if operand not in loaded:
+            whole = _loaded_slot(cta, me, number, operand).tile[...]
+            loaded[operand] = _strips(plan, whole, strips)
+        return loaded[operand][strip]
+
+    finished: list[list[Any]] = []
+    sums = _sums(plan, tile.values, chunk, strips)
+    for i, (strip, own) in enumerate(zip(strips, sums, strict=True)):
+        values = _finish_part(cta, at, chunk, strip, own, functools.partial(read, i))
+        width = strip.stop - strip.start
+        part = reduce.Part(at, (chunk.row, chunk.rows), (chunk.col + strip.start, width))
+        whole, rows = reduce.take(cta, part, values, rows)
+        finished.append(whole)
+    if not loaded and plan.problem.loaded_dtypes:
+        plgpu.barrier_wait(cta.barriers.residual.at[_loaded_barrier(plan, me, number)])
+    return [_side_by_side(strips) for strips in zip(*finished, strict=True)], rows
 
 
 def _sums(
@@ -122,7 +154,14 @@ def taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[A
     return arrays.taken_apart(plan, values, places, plgpu.Layout.WGMMA)
 
 
-def _finish_part(cta: Cta, at: place.Where, chunk: Chunk, strip: slice, sums: Iterable[Any]) -> Any:
+def _finish_part(
+    cta: Cta,
+    at: place.Where,
+    chunk: Chunk,
+    strip: slice,
+    sums: Iterable[Any],
+    read: epilogue.ReadTile,
+) -> list[Any]:
     """Applies the epilogue to the sums of a strip."""
     part = epilogue.Part(
         at.batch,
@@ -130,31 +169,46 @@ def _finish_part(cta: Cta, at: place.Where, chunk: Chunk, strip: slice, sums: It
         (at.col + (chunk.col + strip.start), strip.stop - strip.start),
         plgpu.Layout.WGMMA,
     )
-    return epilogue.finish(cta.plan.problem, cta.gmem, part, *sums)
+    return epilogue.finish(cta.plan.problem, cta.gmem, part, list(sums), read)
 
 
-def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Sequence[Any]) -> None:
+    if not values:
+        # What was loaded has been read by all threads before its slots are filled again.
+        plgpu.commit_smem()
+        return
     by = _store_by_tma if cta.plan.stored_by_tma else _store_by_threads
     by = _store_twice if cta.plan.problem.symmetric else by
-    by(cta, me, at, number, values)
+    by(cta, me, at, number, *values)
 
 
-def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
-    plan, slot = cta.plan, _slot(cta, me, number)
-    if not plan.problem.epilogue.residual:
-        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
-    target = slot.tile.transpose((1, 0)) if plan.problem.transpose_out else slot.tile
-    target[...] = values
+def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, *values: Any) -> None:
+    plan = cta.plan
+    slots = [_slot(cta, me, number, array) for array in range(len(values))]
+    _await_slots(plan, number)
+    for slot, x in zip(slots, values, strict=True):
+        target = slot.tile.transpose((1, 0)) if plan.problem.transpose_out else slot.tile
+        target[...] = x
     plgpu.commit_smem()
 
-    def copy(out: Any) -> None:
+    def copy(box: Any, out: Any) -> None:
         if at.end is None:
             there = _chunk(plan, out, at, number, transposed=plan.problem.transpose_out)
-            plgpu.copy_smem_to_gmem(slot.box, there)
+            plgpu.copy_smem_to_gmem(box, there)
         else:
-            group_rows.store(slot.box, out, group_rows.Place(plan.chunks[number], at))
+            group_rows.store(box, out, group_rows.Place(plan.chunks[number], at))
 
-    cta.rows.store(cta.out, at, copy)
+    for slot, out in zip(slots, cta.out, strict=True):
+        cta.rows.store(out, at, functools.partial(copy, slot.box))
+
+
+def _await_slots(plan: HopperPlan, number: int) -> None:
+    """Waits until the last stores from a chunk's slots have been read.
+
+    Where operands are loaded into slots of results, that was awaited before they were.
+    """
+    if not plan.loads_into_results:
+        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
 
 
 def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
@@ -163,9 +217,9 @@ def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -
     What is above the diagonal is left to the chunk that it is the mirror image of. A copy that is
     not made counts as a store in flight, too.
     """
-    plan, slot, mirrored = cta.plan, _slot(cta, me, number), _slot(cta, me, number, mirrored=True)
-    if not plan.problem.epilogue.residual:
-        plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
+    plan, slot = cta.plan, _slot(cta, me, number, 0)
+    mirrored = _slot_among(cta, me, number, cta.slots.mirrored)
+    _await_slots(plan, number)
     slot.tile[...] = values
     mirrored.tile.transpose((1, 0))[...] = values
     plgpu.commit_smem()
@@ -175,7 +229,7 @@ def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -
     # A square chunk on the diagonal is its own mirror image; of others, a part is mirrored.
     there = below > (0 if plan.chunks_are_squares else -chunk.rows)
     for view, made, transposed in ((slot, here, False), (mirrored, there, True)):
-        target = _chunk(plan, cta.out, at, number, transposed=transposed)
+        target = _chunk(plan, cta.out[0], at, number, transposed=transposed)
         arrays.store_if(plan, made, view.box, target)
 
 
@@ -194,37 +248,43 @@ def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: A
         plgpu.commit_smem()
     arrays.write_lines(plan, slot, values, transposed=plan.problem.transpose_out)
     plgpu.commit_smem()
-    result = place.matrix(cta.out, at.batch)
+    result = place.matrix(cta.out[0], at.batch)
     lines.store(plan, slot, result, first, plan.clipped_length(number))
 
 
-def fetch_residual(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
-    """Starts to load chunks of the residual, into the slots that wait for their sums."""
+def fetch(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
+    """Starts to load chunks of the epilogue's operands, into the slots that wait for their sums."""
     plan = cta.plan
-    if not plan.problem.epilogue.residual:
+    if not plan.problem.loaded_dtypes:
         return
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if plan.loads_into_results:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for chunk in chunks:
-        if chunk < len(plan.chunks):
+        if chunk >= len(plan.chunks):
+            continue
+        loaded = cta.barriers.residual.at[_loaded_barrier(plan, me, chunk)]
+        for number, operand in enumerate(cta.gmem.tiles(plan.problem)):
             plgpu.copy_gmem_to_smem(
-                _chunk(plan, cta.gmem.residual, at, chunk, transposed=plan.problem.transpose_out),
-                _residual_slot(cta, me, chunk).box,
-                cta.barriers.residual.at[_residual_barrier(plan, me, chunk)],
+                _chunk(plan, operand, at, chunk, transposed=plan.problem.transpose_out),
+                _loaded_slot(cta, me, chunk, number).box,
+                loaded,
             )
 
 
-def _residual_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
+def _loaded_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
     return me * plan.config.store_slots + chunk % plan.config.store_slots
 
 
-def _slot(cta: Cta, me: Any, number: int, *, mirrored: bool = False) -> smem.Boxed:
-    """Both views of a chunk's slot, or of the slot of its mirror image."""
-    return _slot_among(cta, me, number, cta.slots.mirrored if mirrored else cta.slots.out)
+def _slot(cta: Cta, me: Any, number: int, array: int) -> smem.Boxed:
+    """Both views of the slot that a chunk of a result takes."""
+    return _slot_among(cta, me, number, cta.slots.out[array])
 
 
-def _residual_slot(cta: Cta, me: Any, number: int) -> smem.Boxed:
-    """Both views of the slot that a chunk's residual is loaded into."""
-    return _slot_among(cta, me, number, cta.slots.residual or cta.slots.out)
+def _loaded_slot(cta: Cta, me: Any, number: int, operand: int) -> smem.Boxed:
+    """Both views of the slot that a chunk of an operand is loaded into."""
+    own = cta.plan.problem.own_slots
+    slots = cta.slots.loaded[sum(own[:operand])] if own[operand] else cta.slots.out[operand]
+    return _slot_among(cta, me, number, slots)
 
 
 def _slot_among(cta: Cta, me: Any, number: int, slots: Any) -> smem.Boxed:

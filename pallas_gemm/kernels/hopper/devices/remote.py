@@ -30,12 +30,14 @@ class Results(NamedTuple):
     """What a kernel returns.
 
     Attributes:
-        out: The result; None if another kernel joins it.
+        out: The results; none if another kernel joins them.
+        left: What tiles leave of results that are reduced (`reduce.py`).
         every: The gathered rows if it gathers any.
         summands: The sums of pieces of k, for that other kernel or handed on in this one.
     """
 
-    out: Any
+    out: tuple[Any, ...] = ()
+    left: tuple[Any, ...] = ()
     every: Any = None
     summands: Any = None
 
@@ -115,14 +117,15 @@ class Rows(NamedTuple):
 def results(plan: HopperPlan) -> Results:
     """The types of what a kernel returns."""
     if plan.joins:
-        return Results(None, summands=joining.summands(plan))
-    out = jax.ShapeDtypeStruct(plan.out_shape, plan.problem.out_dtype)
+        return Results(summands=joining.summands(plan))
+    out = tuple(jax.ShapeDtypeStruct(plan.out_shape, own) for own in plan.problem.result_dtypes)
     if plan.relay:
         sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
         return Results(out, summands=sums)
     if not plan.gathers:
-        return Results(out)
-    return Results(out, jax.ShapeDtypeStruct(plan.problem.a_shape, plan.problem.a_dtype))
+        return Results(out, plan.left_of_tiles)
+    every = jax.ShapeDtypeStruct(plan.problem.a_shape, plan.problem.a_dtype)
+    return Results(out, every=every)
 
 
 def counter(plan: HopperPlan) -> Any:

@@ -70,7 +70,7 @@ def zero_the_rest(cta: Cta, me: Any) -> None:
 
     @pl.when(consumer < blocks)
     def _zero() -> None:
-        view = cta.slots.out[plan.store_widths.index(width)]
+        view = cta.slots.out[0][plan.store_widths.index(width)]
         slot = smem.Boxed(*(one.at[me, 0] for one in view))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         nothing = jnp.zeros((height, width), plan.problem.out_dtype)
@@ -83,4 +83,4 @@ def zero_the_rest(cta: Cta, me: Any) -> None:
             block = consumer + i * consumers
             row, col = lax.div(block, jnp.int32(across)), lax.rem(block, jnp.int32(across))
             here = pl.ds(end + row * height, height), pl.ds(col * width, width)
-            plgpu.copy_smem_to_gmem(slot.box, cta.out.at[here])
+            plgpu.copy_smem_to_gmem(slot.box, cta.out[0].at[here])

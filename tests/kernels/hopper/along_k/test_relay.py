@@ -63,7 +63,7 @@ def test_groups_are_cut_where_a_crowd_would_keep_few_workers_busy(changes, crowd
 
 def test_only_the_last_part_of_a_sum_is_stored_in_the_result():
     plan = HopperPlan(LOCAL, SHARED, H200)
-    cta = ctas.Cta(plan, None, None, remote.Rows(), ctas.Smem(), ctas.Barriers())
+    cta = ctas.Cta(plan, None, (), (), remote.Rows(), ctas.Smem(), ctas.Barriers())
     at = place.Where(3, jnp.int32(0), jnp.int32(256))
     for last in (True, False):
         piece = plan.coding.piece(0, 0)._replace(is_last=jnp.bool_(last))

@@ -39,7 +39,7 @@ def of(
         words, *barriers = scratch
         own = dict(zip(needed, barriers, strict=True))
         slots, barriers = ctas.Smem(told=words), ctas.Barriers(**own)
-        cta = ctas.Cta(plan, given, None, remote.Rows(), slots, barriers)
+        cta = ctas.Cta(plan, given, (), (), remote.Rows(), slots, barriers)
         worker, me = lax.axis_index(launch.WORKER), lax.axis_index(launch.WARPGROUP)
 
         def note(turn: Any, piece: work.Piece, _: Any) -> Any:
@@ -75,7 +75,7 @@ def of(
         operations=launch.Operations(),
         interpret=plan.interpret,
     )
-    compiled = jax.jit(lambda sizes: run(launch.Inputs((), None, None, table.operand(plan, sizes))))
+    compiled = jax.jit(lambda sizes: run(launch.Inputs((), (), table.operand(plan, sizes))))
 
     def checked(sizes: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         with races.recorded() as raced:

@@ -1,0 +1,136 @@
+"""A traced function as one list of equations, without calls of other functions.
+
+A kernel is never differentiated, so a call that brings rules for its derivatives is replaced by the
+function that it calls. What is computed twice becomes one equation.
+"""
+
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+CALLS = {
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "jit": "jaxpr",
+}
+"""Primitives that call a function, and the parameter that holds it."""
+
+
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (pathlib.Path(jax.__file__).parent, pathlib.Path(__file__).parents[1])
+)
+"""Whose lines are not the user's."""
+
+
+class Equation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        primitive: What is computed.
+        params: With which parameters.
+        inputs: The numbers of the values that it takes; a literal stands for itself.
+        outputs: The numbers of the values that it makes.
+        source: Where in the user's program it stands, for messages.
+    """
+
+    primitive: core.Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    source: Any
+
+
+class Flat(NamedTuple):
+    """A function without calls.
+
+    Attributes:
+        types: The type of each value, by its number.
+        constants: The values that the function brings along, by their numbers.
+        inputs: The numbers of its arguments.
+        equations: In order.
+        outputs: The numbers of its results; a literal stands for itself.
+    """
+
+    types: Mapping[int, Any]
+    constants: Mapping[int, Any]
+    inputs: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Any, ...]
+
+
+def flat(closed: core.ClosedJaxpr) -> Flat:
+    """Returns a traced function without calls."""
+    fresh = itertools.count()
+    types: dict[int, Any] = {}
+    constants: dict[int, Any] = {}
+    equations: list[Equation] = []
+    made: dict[Any, tuple[int, ...]] = {}
+
+    def number(variable: Any) -> int:
+        found = next(fresh)
+        types[found] = variable.aval
+        return found
+
+    def run(
+        jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], caller: Any = None
+    ) -> list[Any]:
+        known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            known[variable] = number(variable)
+            constants[known[variable]] = value
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            # A call within the user's line stands on that line.
+            source: Any = caller or equation.source_info
+            called: Any = equation.params.get(CALLS.get(equation.primitive.name, ""))
+            if called is None:
+                key = _key(equation, inputs)
+                if key is None or key not in made:
+                    outputs = tuple(map(number, equation.outvars))
+                    params, taken = dict(equation.params), tuple(inputs)
+                    equations.append(Equation(equation.primitive, params, taken, outputs, source))
+                    made[key] = outputs
+                outputs = made[key]
+            elif isinstance(called, core.ClosedJaxpr):
+                outputs = run(called.jaxpr, called.consts, inputs, source)
+            else:
+                outputs = run(called, (), inputs, source)
+            known |= dict(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    inputs = tuple(map(number, closed.jaxpr.invars))
+    outputs = tuple(run(closed.jaxpr, closed.consts, inputs))
+    return Flat(types, constants, inputs, tuple(equations), outputs)
+
+
+def _key(equation: Any, inputs: Sequence[Any]) -> Any:
+    """Returns what tells an operation from others; None if it is one of its kind."""
+    taken = [(str(x), str(x.aval)) if isinstance(x, core.Literal) else x for x in inputs]
+    key = (equation.primitive, tuple(sorted(equation.params.items())), *taken)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if equation.effects else key
+
+
+def where(equation: Equation) -> str:
+    """Returns where an operation stands in the user's program, in words; "" if nobody knows."""
+    traceback: Any = equation.source.traceback
+    frames = () if traceback is None else traceback.frames
+    for frame in frames:
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f" ({pathlib.PurePath(frame.file_name).name}:{frame.line_num})"
+    return ""

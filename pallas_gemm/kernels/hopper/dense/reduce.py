@@ -1,0 +1,109 @@
+"""Results that are reduced along rows or columns: what a consumer leaves of each of its tiles.
+
+    along a row       reduced in registers, chunk after chunk: a value for each row of the tile
+    along a column    reduced by each warp, strip after strip: a value for each column and warp
+
+XLA reduces what all tiles leave, in a fixed order. A value that changes nothing replaces what lies
+beyond the edges of the result.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import place, words
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, store_columns
+from pallas_gemm.program import Result
+
+Rows = tuple[Any, ...]
+"""What has been reduced along the rows of a tile, for each result; empty before the first strip."""
+
+
+class Part(NamedTuple):
+    """Where a strip lies: in the result, and in its consumer's tile.
+
+    Attributes:
+        at: Where the consumer's tile lies.
+        rows: (first row in the tile, how many).
+        cols: (first column in the tile, how many).
+    """
+
+    at: place.Where
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
+    """Reduces what all tiles have left, without what lies beyond the edges of the result."""
+    sizes = {"m": plan.problem.m, "n": plan.problem.n}
+    pairs = zip(left, plan.problem.reductions, strict=True)
+    return [REDUCTIONS[own.reduction].along(x[..., : sizes[own.kind]], axis=0) for x, own in pairs]
+
+
+def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[Any], Rows]:
+    """Takes what is reduced out of the values of a strip.
+
+    Returns the values of the other results, and what is reduced along rows so far.
+    """
+    plan = cta.plan
+    if not plan.problem.reductions:
+        return list(values), rows
+    whole: list[Any] = []
+    along_rows: list[Any] = []
+    left = iter(cta.left)
+    for result, x in zip(words.program(plan.problem).results, values, strict=True):
+        if result.kind == "mn":
+            whole.append(x)
+            continue
+        target, masked = next(left), _masked(plan, part, x, result)
+        if result.kind == "m":
+            along_rows.append(REDUCTIONS[result.reduction].along(masked, axis=1))
+        else:
+            _leave_columns(plan, part, target, masked, result)
+    if rows:
+        kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
+        both = zip(kinds, rows, along_rows, strict=True)
+        along_rows = [REDUCTIONS[kind].both(x, y) for kind, x, y in both]
+    return whole, tuple(along_rows)
+
+
+def _masked(plan: HopperPlan, part: Part, x: Any, result: Result) -> Any:
+    """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
+    axis = 1 if result.kind == "m" else 0
+    size = (plan.problem.m, plan.problem.n)[axis]
+    if size == plan.reach[axis]:
+        return x
+    first = (part.at.row + part.rows[0], part.at.col + part.cols[0])[axis]
+    counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
+    neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
+    return jnp.where(counted < size - first, x, neutral)
+
+
+def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
+    """Stores what has been reduced along the rows of a consumer's tile."""
+    plan = cta.plan
+    height, width = plan.consumer_out_tile
+    pairs = zip(cta.left, plan.problem.reductions, strict=True)
+    left = [target for target, own in pairs if own.kind == "m"]
+    for target, x in zip(left, rows, strict=True):
+        mine = place.vector(target.at[lax.div(at.col, jnp.int32(width))], at.batch)
+        rows_of_tile = mine.at[pl.ds(at.row, height)]
+        arrays.write_directly(plan, rows_of_tile, x, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _leave_columns(plan: HopperPlan, part: Part, left: Any, values: Any, result: Result) -> None:
+    """Reduces a strip along its columns and stores what comes of it."""
+    # Consumers' tiles lie one below the other, and a strip has all rows of one.
+    tile = lax.div(part.at.row, jnp.int32(plan.consumer_out_tile[0]))
+    mine = left.at[pl.ds(tile * plan.warps_reducing, plan.warps_reducing)]
+    columns = pl.ds(part.at.col + part.cols[0], part.cols[1])
+    batch = part.at.batch
+    target = mine.at[:, columns] if batch is None else mine.at[:, batch, columns]
+    store_columns(plan, target, values, result.reduction)

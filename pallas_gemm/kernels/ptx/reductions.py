@@ -1,0 +1,99 @@
+"""What a warpgroup reduces of values in registers, and stores."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_gemm.kernels.hardware import LANES, WARPS, WGMMA_COLUMNS, WGMMA_ROWS
+from pallas_gemm.kernels.ptx.operation import REF, Operation
+
+
+class Reduction(NamedTuple):
+    """How values are reduced.
+
+    Attributes:
+        along: Reduces an axis.
+        both: Reduces two values.
+        neutral: The value that changes nothing.
+        of_registers: Reduces two registers.
+    """
+
+    along: Callable[..., Any]
+    both: Callable[[Any, Any], Any]
+    neutral: float
+    of_registers: Callable[[Any, Any], Any]
+
+
+REDUCTIONS = {
+    "sum": Reduction(jnp.sum, jnp.add, 0.0, arith.addf),
+    "max": Reduction(jnp.max, jnp.maximum, -math.inf, arith.maximumf),
+    "min": Reduction(jnp.min, jnp.minimum, math.inf, arith.minimumf),
+}
+"""By the names that `Result.reduction` has for them."""
+
+
+@Operation
+def store_columns(target: Any, values: Any, name: str) -> None:
+    """Reduces values along their columns, each warp its own rows, and stores `[warps, columns]`.
+
+    A thread holds two of every 8 columns, in some rows. The 8 threads of a warp that hold the same
+    columns hold all rows of their warp. They share the columns out while they reduce them: after
+    each exchange a thread has half as many.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.WGMMA))
+    def inline(_: Any, target: Any, values: Any) -> None:
+        both = REDUCTIONS[name].of_registers
+        rows, columns = values.shape
+        blocks = columns // WGMMA_COLUMNS
+        registers = values.registers.reshape(rows // WGMMA_ROWS, blocks, 2)
+        mine = [functools.reduce(both, registers[:, block].ravel()) for block in range(blocks)]
+        thread = utils.thread_idx()
+        number = functools.partial(utils.c, ty=thread.type)
+        lane = arith.remui(thread, number(LANES))
+        mine, first = _shared_out(mine, lane, both)
+        warp = arith.remui(arith.divui(thread, number(LANES)), number(WARPS))
+        pair = arith.muli(arith.remui(lane, number(4)), number(2))
+        index = functools.partial(arith.index_cast, ir.IndexType.get())
+        for i, x in enumerate(mine):
+            block = arith.addi(first, number(i))
+            column = arith.addi(arith.muli(block, number(WGMMA_COLUMNS)), pair)
+            vector.store(x, target, [index(warp), index(column)])
+
+    inline(target, values)
+
+
+@store_columns.meaning
+def _(target: Any, values: Any, name: str) -> None:
+    # The simulator has no warps: one row of the target is for all.
+    target[...] = REDUCTIONS[name].along(values, axis=0)[None]
+
+
+def _shared_out(mine: list[Any], lane: Any, both: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """Reduces registers over the 8 threads that hold the same columns.
+
+    Returns what this thread has of them at the end, and the number of the first.
+    """
+    number = functools.partial(utils.c, ty=lane.type)
+    first, count = number(0), len(mine)
+    for distance in (16, 8, 4):
+        if count == 1:
+            mine = [both(x, utils.shfl_bfly(x, distance)) for x in mine]
+            continue
+        count //= 2
+        bit = arith.andi(lane, number(distance))
+        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, number(0))
+        halves = list(zip(mine[:count], mine[count:], strict=True))
+        kept = [arith.select(upper, high, low) for low, high in halves]
+        sent = [arith.select(upper, low, high) for low, high in halves]
+        pairs = zip(kept, sent, strict=True)
+        mine = [both(x, utils.shfl_bfly(y, distance)) for x, y in pairs]
+        first = arith.addi(first, arith.select(upper, number(count), number(0)))
+    return mine, first

@@ -1,0 +1,475 @@
+"""A function of the sums, split into what a kernel computes and what XLA computes around it.
+
+    before    what does not depend on the sums, and is no elementwise work on whole arrays    XLA
+    program   elementwise work on the sums; their reductions along rows or columns            kernel
+    after     what needs a reduction, or what kernels cannot compute                          XLA
+
+Nothing says of an operand along which dimensions of the result it lies; the way it is used does.
+Each axis of each value is a node: an elementwise operation joins the axes of its operands, and the
+axes of the sums have names.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from pallas_gemm.kernels import elementwise, flat
+from pallas_gemm.kernels.activations import KERNEL_PRIMITIVES
+from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.program import CARRIED, Constant, Operand, Program, Result, Step
+
+REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+"""The reductions that a kernel begins, with their names in `Result.reduction`."""
+ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
+_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+"""Operations after which the same values lie in another shape."""
+ONE, FOREIGN = "1", "?"
+"""The names of an axis of size 1, and of one that is none of the result's."""
+
+
+class Names(NamedTuple):
+    """The names of the result's dimensions, a letter each.
+
+    Attributes:
+        out: All, in the order of the sums.
+        rows: Those that are rows of the matrices that a kernel computes.
+        columns: Those that are its columns.
+    """
+
+    out: str
+    rows: str
+    columns: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A function of the sums in the parts that compute it.
+
+    Attributes:
+        program: What the kernel computes.
+        flat: The whole function.
+        operands: The number of the value that each operand of the program is.
+        results: The number of the value that each result of the program is.
+        names: The dimensions of the result.
+        sizes: The size of each.
+        axes: The dimension that each axis of each value is; `ONE` for an axis of size 1.
+        left: Why XLA computes what follows the kernel; "" if nothing follows.
+    """
+
+    program: Program
+    flat: flat.Flat
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    names: Names
+    sizes: Mapping[str, int]
+    axes: Mapping[int, str]
+    left: str
+
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the kernel's operands."""
+        given = [self.flat.types[number] for number in self.flat.inputs[self.program.sums :]]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+        return jax.eval_shape(lambda *x: self.prepared(x), *shapes)
+
+    def prepared(self, given: Sequence[Any]) -> list[Any]:
+        """Computes the kernel's operands of those of the function."""
+        values = _Values(self, given)
+        pairs = zip(self.operands, self.program.operands, strict=True)
+        return [self._as_kernel_takes(values.get(number), number, x) for number, x in pairs]
+
+    def finished(self, given: Sequence[Any], computed: Sequence[Any]) -> list[Any]:
+        """Computes the function's results of the kernel's, and of the function's operands."""
+        values = _Values(self, given)
+        for number, result, x in zip(self.results, self.program.results, computed, strict=True):
+            values.known[number] = self._as_function_has(x, number, result)
+        return [values.get(output) for output in self.flat.outputs]
+
+    def _shape(self, letters: str) -> tuple[int, ...]:
+        return tuple(self.sizes[x] for x in letters)
+
+    @property
+    def _batch(self) -> str:
+        return "".join(x for x in self.names.out if x not in self.names.rows + self.names.columns)
+
+    def _as_kernel_takes(self, x: Any, number: int, operand: Operand) -> Any:
+        """Gives an operand the shape and type in which a kernel takes it."""
+        lies = self.axes[number]
+        names, batch = self.names, self._batch
+        own = batch if set(batch) & set(lies) else ""
+        own += (names.rows if "m" in operand.kind else "") + (
+            names.columns if "n" in operand.kind else ""
+        )
+        x = lax.squeeze(x, [i for i, letter in enumerate(lies) if letter == ONE])
+        lies = lies.replace(ONE, "")
+        places = tuple(own.index(letter) for letter in lies)
+        x = lax.broadcast_in_dim(x, self._shape(own), places)
+        together = math.prod(self._shape(batch))
+        merged = [together] if own.startswith(batch) and together != 1 else []
+        merged += [math.prod(self._shape(names.rows))] if "m" in operand.kind else []
+        merged += [math.prod(self._shape(names.columns))] if "n" in operand.kind else []
+        x = x.reshape(merged)
+        return x.astype(operand.loaded) if operand.kind == "mn" else x
+
+    def _as_function_has(self, x: Any, number: int, result: Result) -> Any:
+        """Gives a result of the kernel the shape that it has in the function."""
+        shape = self.flat.types[number].shape
+        if not result.reduction:
+            return x.reshape(shape)
+        along = getattr(jnp, result.reduction)
+        kept = self.names.rows if result.kind == "m" else self.names.columns
+        letters = self._batch + kept
+        x = x.reshape(self._shape(letters))
+        equation = next(e for e in self.flat.equations if number in e.outputs)
+        gone = self.axes[equation.inputs[0]]
+        reduced = {gone[axis] for axis in equation.params["axes"]}
+        axes = tuple(i for i, letter in enumerate(letters) if letter in reduced)
+        return (along(x, axes) if axes else x).reshape(shape)
+
+
+class _Values:
+    """The values of a function, each computed when it is asked for."""
+
+    def __init__(self, split: Split, given: Sequence[Any]) -> None:
+        function = split.flat
+        sums = len(function.inputs) - len(given)
+        self.known: dict[int, Any] = dict(function.constants)
+        self.known |= dict(zip(function.inputs[sums:], given, strict=True))
+        self._made = {number: e for e in function.equations for number in e.outputs}
+
+    def get(self, atom: Any) -> Any:
+        """Returns a value."""
+        if isinstance(atom, core.Literal):
+            return atom.val
+        if atom not in self.known:
+            equation = self._made[atom]
+            inputs = [self.get(x) for x in equation.inputs]
+            outputs = equation.primitive.bind(*inputs, **equation.params)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+            self.known |= dict(zip(equation.outputs, outputs, strict=True))
+        return self.known[atom]
+
+
+class _Axes:
+    """Which dimension of the result each axis of each value is."""
+
+    def __init__(self, function: flat.Flat, sums: int, names: Names) -> None:
+        self._types = function.types
+        self._above: dict[tuple[int, int], tuple[int, int]] = {}
+        for equation in function.equations:
+            for own, other in _same_axes(equation, function.types):
+                self._above[self._top(own)] = self._top(other)
+        self._letters: dict[tuple[int, int], set[str]] = {}
+        for number in function.inputs[:sums]:
+            for axis, letter in enumerate(names.out):
+                self._letters.setdefault(self._top((number, axis)), set()).add(letter)
+        shape = function.types[function.inputs[0]].shape
+        self.sizes = dict(zip(names.out, shape, strict=True))
+
+    def _top(self, node: tuple[int, int]) -> tuple[int, int]:
+        while node in self._above and self._above[node] != node:
+            node = self._above[node]
+        return node
+
+    def mixed(self) -> bool:
+        """Whether one axis would be two dimensions."""
+        return any(len(found) > 1 for found in self._letters.values())
+
+    def of(self, number: int) -> str:
+        """Returns the name of each axis of a value."""
+        found = ""
+        for axis, size in enumerate(self._types[number].shape):
+            letter = next(iter(self._letters.get(self._top((number, axis)), ())), FOREIGN)
+            found += ONE if size == 1 else letter
+        return found
+
+
+def _same_axes(
+    equation: flat.Equation, types: Mapping[int, Any]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Returns the pairs of axes of inputs and outputs that are the same dimension."""
+    if not equation.outputs:
+        return []
+    out = equation.outputs[0]
+    rank, name = len(types[out].shape), equation.primitive.name
+    taken = [x for x in equation.inputs if isinstance(x, int) and types[x].shape]
+    if name in ELEMENTWISE:
+        return [((x, axis), (out, axis)) for x in taken for axis in range(rank)]
+    if not taken:
+        return []
+    first = taken[0]
+    axes = range(len(types[first].shape))
+    if name == "transpose":
+        pairs = [(axis, i) for i, axis in enumerate(equation.params["permutation"])]
+    elif name == "broadcast_in_dim":
+        pairs = list(enumerate(equation.params["broadcast_dimensions"]))
+    elif name in REDUCTIONS:
+        pairs = [(axis, i) for i, axis in enumerate(set(axes) - set(equation.params["axes"]))]
+    elif name in ("reshape", "squeeze"):
+        real = [[i for i, size in enumerate(types[x].shape) if size != 1] for x in (first, out)]
+        pairs = list(zip(*real, strict=False))
+        if [types[first].shape[i] for i in real[0]] != [types[out].shape[i] for i in real[1]]:
+            pairs = []
+    else:
+        pairs = []
+    shapes = types[first].shape, types[out].shape
+    return [((first, i), (out, j)) for i, j in pairs if shapes[0][i] == shapes[1][j]]
+
+
+@functools.lru_cache(maxsize=1024)
+def split(function: core.ClosedJaxpr, names: Names, sums: int = 1) -> Split | str:
+    """Splits a function of the sums, and of operands; or says why it cannot be split.
+
+    Args:
+        function: It takes the sums first, each of the same shape.
+        names: The dimensions of the sums.
+        sums: How many there are.
+    """
+    whole = flat.flat(function)
+    axes = _Axes(whole, sums, names)
+    if axes.mixed():
+        return "the function uses one dimension as rows and as columns"
+    return _Splitter(whole, axes, names, sums).split()
+
+
+class _Splitter:
+    """Where each value of a function is computed.
+
+    A value is *inside* if a kernel can compute it for each element of the result.
+    """
+
+    def __init__(self, function: flat.Flat, axes: _Axes, names: Names, sums: int) -> None:
+        self.flat, self.names, self.sizes = function, names, axes.sizes
+        self.sums = function.inputs[:sums]
+        self.axes = {number: axes.of(number) for number in function.types}
+        self.made = {number: e for e in function.equations for number in e.outputs}
+        self.depends = set(self.sums)
+        self.source = {number: number for number in function.types}
+        self.inside = set(self.sums)
+        self.numbers: dict[int, Constant] = {}
+        self.left = ""
+        for equation in function.equations:
+            self._place(equation)
+
+    def _place(self, equation: flat.Equation) -> None:
+        name, outputs = equation.primitive.name, equation.outputs
+        taken = [x for x in equation.inputs if isinstance(x, int)]
+        if self.depends & set(taken):
+            self.depends |= set(outputs)
+        if name in _MOVES and not taken:
+            self.numbers[outputs[0]] = _constant(equation.inputs[0])
+        elif name == "convert_element_type" and not taken:
+            value = _constant(equation.inputs[0]).value
+            self.numbers[outputs[0]] = Constant(value, np.dtype(equation.params["new_dtype"]))
+        elif name in _MOVES and self.source[taken[0]] in self.numbers:
+            self.numbers[outputs[0]] = self.numbers[self.source[taken[0]]]
+        elif name in _MOVES and len(taken) == 1:
+            (out,) = outputs
+            own, moved = (self.axes[x].replace(ONE, "") for x in (taken[0], out))
+            added = moved.replace(own, "", 1) if own in moved else FOREIGN
+            if taken[0] in self.depends:
+                if own == moved:
+                    self.source[out] = self.source[taken[0]]
+            elif FOREIGN not in added and set(own) <= set(moved):
+                self.source[out] = self.source[taken[0]]
+        elif name in ELEMENTWISE and all(map(self._is_reachable, taken)):
+            is_whole = self.kind(outputs[0]) == "mn" and all(
+                self._is_shaped_like_sums(x) for x in outputs
+            )
+            if is_whole:
+                self.inside |= set(outputs)
+
+    def _is_shaped_like_sums(self, number: int) -> bool:
+        real = "".join(x for x in self.names.out if self.sizes[x] != 1)
+        return self.axes[number].replace(ONE, "") == real
+
+    def _varies(self, number: int) -> str:
+        """Returns the dimensions along which a value is not the same by construction."""
+        source = self.source[number]
+        if source in self.numbers:
+            return ""
+        if source in self.depends or source in self.flat.inputs or source not in self.made:
+            return self.axes[source].replace(ONE, "")
+        equation = self.made[source]
+        if equation.primitive.name not in ELEMENTWISE:
+            return self.axes[source].replace(ONE, "")
+        found = "".join(self._varies(x) for x in equation.inputs if isinstance(x, int))
+        return "".join(dict.fromkeys(found))
+
+    def kind(self, number: int) -> str:
+        """Returns which dimensions of the result a value has."""
+        varies = set(self._varies(number))
+        if number in self.depends:
+            return "mn"
+        return "m" * bool(varies & set(self.names.rows)) + "n" * bool(
+            varies & set(self.names.columns)
+        )
+
+    def _is_reachable(self, number: int) -> bool:
+        """Whether a kernel has a value, or can load it."""
+        source = self.source[number]
+        return source in self.inside | self.numbers.keys() or (
+            source not in self.depends and self._is_loaded(source)
+        )
+
+    def _is_loaded(self, number: int) -> bool:
+        """Whether a kernel can load a value that does not depend on the sums."""
+        dtype = np.dtype(self.flat.types[number].dtype)
+        if FOREIGN in self.axes[number]:
+            return False
+        if self.kind(number) == "mn":
+            return dtype in FLOATS | CARRIED
+        return dtype.itemsize <= 4 and not np.issubdtype(dtype, np.complexfloating)
+
+    def split(self) -> Split | str:
+        """Returns the parts of the function."""
+        wanted: dict[int, Result] = {}
+        for output in self.flat.outputs:
+            self._want(output, wanted)
+        if not wanted:
+            return "the function does not use the product"
+        builder = _Builder(self)
+        values: list[Any] = [builder.value(result.value) for result in wanted.values()]
+        pairs = zip(wanted.values(), values, strict=True)
+        results = tuple(result._replace(value=value) for result, value in pairs)
+        program = builder.program(results)
+        return Split(
+            program,
+            self.flat,
+            tuple(builder.operands),
+            tuple(wanted),
+            self.names,
+            self.sizes,
+            self.axes,
+            self.left,
+        )
+
+    def _want(self, atom: Any, wanted: dict[int, Result]) -> None:
+        """Notes which results of the kernel a value needs that XLA computes."""
+        if not isinstance(atom, int) or atom not in self.depends or atom in wanted:
+            return
+        dtype = np.dtype(self.flat.types[atom].dtype)
+        if atom in self.sums or (atom in self.inside and dtype in FLOATS):
+            wanted[atom] = Result(atom, dtype)
+            return
+        equation = self.made[atom]
+        if (reduced := self._reduction(equation)) is not None:
+            wanted[atom] = reduced
+            return
+        is_move = equation.primitive.name in _MOVES
+        whole = any(self._is_whole_sum(x) for x in equation.inputs)
+        if whole and not is_move and not self.left:
+            self.left = f"{equation.primitive.name}{flat.where(equation)} is left to XLA"
+        for x in equation.inputs:
+            self._want(x, wanted)
+
+    def _is_whole_sum(self, atom: Any) -> bool:
+        return isinstance(atom, int) and self.source[atom] in self.inside & self.depends
+
+    def _reduction(self, equation: flat.Equation) -> Result | None:
+        """Returns a reduction as the kernel begins it; None if it cannot."""
+        name = REDUCTIONS.get(equation.primitive.name)
+        if name is None or not self._is_whole_sum(equation.inputs[0]):
+            return None
+        (x,) = equation.inputs
+        dtype = np.dtype(self.flat.types[x].dtype)
+        gone = {self.axes[x][axis] for axis in equation.params["axes"]} - {ONE}
+        rows, columns = (
+            {letter for letter in group if self.sizes[letter] != 1}
+            for group in (self.names.rows, self.names.columns)
+        )
+        if dtype != np.float32 or not self._is_shaped_like_sums(x):
+            return None
+        if columns and columns <= gone:
+            return Result(self.source[x], dtype, "m", name)
+        if rows and rows <= gone and not columns & gone:
+            return Result(self.source[x], dtype, "n", name)
+        return None
+
+
+class _Builder:
+    """Makes a program of the values that a kernel is to return."""
+
+    def __init__(self, splitter: _Splitter) -> None:
+        self._from = splitter
+        self._known: dict[int, int] = {x: i for i, x in enumerate(splitter.sums)}
+        self._steps: list[Step] = []
+        self.operands: list[int] = []
+
+    def value(self, number: int) -> int | Constant:
+        """Returns a value in the program: its number, which is not final yet, or a constant."""
+        number = self._from.source[number]
+        if number in self._from.numbers:
+            return self._from.numbers[number]
+        if number in self._known:
+            return self._known[number]
+        if number not in self._from.inside or number not in self._from.made:
+            self.operands.append(number)
+            self._known[number] = -len(self.operands)
+            return self._known[number]
+        equation = self._from.made[number]
+        inputs = [self.value(x) if isinstance(x, int) else _constant(x) for x in equation.inputs]
+        types = [self._type(x) for x in equation.inputs]
+        inner = elementwise.rewritten(equation.primitive, types)
+        if inner is None:
+            self._known[number] = self._step(equation, inputs)
+        else:
+            self._known[number] = self._inlined(inner, inputs)
+        return self._known[number]
+
+    def _type(self, atom: Any) -> Any:
+        return atom.aval if isinstance(atom, core.Literal) else self._from.flat.types[atom]
+
+    def _inlined(self, inner: flat.Flat, inputs: Sequence[Any]) -> Any:
+        """Adds the steps of a function without calls."""
+        known = dict(zip(inner.inputs, inputs, strict=True))
+        for equation in inner.equations:
+            taken = [known[x] if isinstance(x, int) else _constant(x) for x in equation.inputs]
+            (out,) = equation.outputs
+            # What is the same everywhere is a number.
+            is_number = equation.primitive.name in _MOVES
+            known[out] = taken[0] if is_number else self._step(equation, taken)
+        return known[inner.outputs[0]]
+
+    def _step(self, equation: flat.Equation, inputs: Sequence[Any]) -> int:
+        params = tuple(sorted(equation.params.items()))
+        self._steps.append(Step(equation.primitive, params, tuple(inputs)))
+        return STEPS + len(self._steps) - 1
+
+    def program(self, results: Sequence[Result]) -> Program:
+        """Returns the program that computes some values."""
+        sums = len(self._from.sums)
+        found = {number: -1 - i for i, number in enumerate(self.operands)}
+        # Arguments come first, in their order.
+        self.operands.sort()
+        places = {found[number]: sums + i for i, number in enumerate(self.operands)}
+
+        def final(value: Any) -> Any:
+            if isinstance(value, Constant) or 0 <= value < sums:
+                return value
+            return places[value] if value < 0 else value - STEPS + sums + len(self.operands)
+
+        steps = [x._replace(inputs=tuple(map(final, x.inputs))) for x in self._steps]
+        operands = [
+            Operand(self._from.kind(x), np.dtype(self._from.flat.types[x].dtype))
+            for x in self.operands
+        ]
+        ends = tuple(result._replace(value=final(result.value)) for result in results)
+        dtype = np.dtype(self._from.flat.types[self._from.sums[0]].dtype)
+        return Program(sums, dtype, tuple(operands), tuple(steps), ends)
+
+
+STEPS = 1 << 20
+"""Where the numbers of steps begin before it is known how many operands there are."""
+
+
+def _constant(literal: Any) -> Constant:
+    dtype = np.dtype(literal.aval.dtype)
+    return Constant(np.asarray(literal.val).item(), dtype)

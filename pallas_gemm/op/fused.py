@@ -1,0 +1,344 @@
+"""A product whose epilogue is a function of the caller's: any function, any number of results.
+
+    s = a @ b                            float32
+    results = function(s, *operands)
+
+`kernels/split.py` says which part of the function a kernel computes. XLA computes the rest, or all
+of it where no kernel takes the product. JAX derives the function. If its derivative needs the sums,
+the kernel keeps them as one more result, in the type of the factors: no result is rounded twice.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.call import Call, FusedCall, Signature
+from pallas_gemm.call import signature_of as signature_of
+from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.split import Names, Split, split
+from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.canonical import Form, merged
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.product import squeezed as squeezed
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.dispatch import Decision
+
+fused_p = core.Primitive("pallas_gemm_fused")
+fused_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """What follows the sums: a function of them, and of operands.
+
+    Attributes:
+        run: Computes it, as a list.
+        closed: The same, traced.
+    """
+
+    run: Callable[..., list[Any]]
+    closed: core.ClosedJaxpr
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Computes it by XLA."""
+        return self.run(*args)
+
+    @functools.cached_property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the sums and of the operands."""
+        taken: Any = self.closed.in_avals
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in taken]
+
+    @functools.cache  # noqa: B019 - a function lives as long as the program that holds it
+    def keeping_sums(self, dtype: Any) -> "Function":
+        """Returns the function with the sums, rounded, as one more result."""
+        return traced(lambda s, *x: [*self(s, *x), s.astype(dtype)], *self.types)
+
+    @functools.cache  # noqa: B019
+    def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
+        """Returns the function of as many sums and operands, the operands along these axes."""
+        types = [
+            x if axis is None else _with_axis(x, size, axis)
+            for x, axis in zip(self.types, (0, *axes), strict=True)
+        ]
+        return traced(jax.vmap(self, (0, *axes)), *types)
+
+    @functools.cache  # noqa: B019
+    def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:
+        """Whether the derivative along what moves, the sums first, depends on the sums."""
+        moving = [x for x, is_moved in zip(self.types, moved, strict=True) if is_moved]
+
+        def change(*args: Any) -> Any:
+            own, changes = args[: len(moved)], args[len(moved) :]
+            return _jvp_of(self, own, moved, changes)[1]
+
+        whole = flat.flat(jax.make_jaxpr(change)(*self.types, *moving))
+        needed = {x for x in whole.outputs if isinstance(x, int)}
+        for equation in reversed(whole.equations):
+            if needed & set(equation.outputs):
+                needed |= {x for x in equation.inputs if isinstance(x, int)}
+        return whole.inputs[0] in needed
+
+
+def traced(function: Callable[..., Any], *types: Any) -> Function:
+    """Traces a function of the sums and of operands."""
+
+    def run(*args: Any) -> list[Any]:
+        return jax.tree.leaves(function(*args))
+
+    return Function(run, jax.make_jaxpr(run)(*types))
+
+
+def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis:]), x.dtype)
+
+
+def fused(
+    call: Call, contraction: Contraction, function: Function, *operands: jax.Array
+) -> list[jax.Array]:
+    """Computes a function of a product.
+
+    Args:
+        call: The product, with float32 sums and no epilogue.
+        contraction: Its dimensions.
+        function: What follows it.
+        *operands: The factors, then what the function takes.
+    """
+    given = equally_varying(operands)
+    devices = mesh_context.device_request(call, given)
+    return fused_p.bind(
+        *given, call=call, contraction=contraction, function=function, devices=devices
+    )
+
+
+def apart(
+    call: Call, contraction: Contraction, function: Function, *operands: jax.Array
+) -> list[jax.Array]:
+    """Computes the product, then the function by XLA."""
+    return function(product(call, contraction, *operands[:2]), *operands[2:])
+
+
+class Fused(NamedTuple):
+    """How a kernel computes a function of a product.
+
+    Attributes:
+        split: The parts of the function.
+        call: What the kernel computes.
+        signature: Of which operands.
+        form: How the factors become matrices.
+        decision: What computes it, and why.
+    """
+
+    split: Split
+    call: FusedCall
+    signature: Signature
+    form: Form
+    decision: Decision
+
+    def run(self, compute: Callable[..., Any], *operands: jax.Array) -> list[jax.Array]:
+        """Computes the results; `compute` is the kernel."""
+        a, b, *given = operands
+        factors = (self.form.a.apply(a), self.form.b.apply(b))
+        results = compute(*factors, *self.split.prepared(given))
+        return self.split.finished(given, results)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    call: Call, contraction: Contraction, function: Function, signature: Signature
+) -> Fused | str:
+    """Returns how a kernel computes a function of a product, or why none does."""
+    matrices = merged(call, contraction, signature[:2])
+    in_order = contraction.batch + contraction.rows + contraction.columns == contraction.out
+    if matrices.form.swapped or matrices.form.permutation is not None or not in_order:
+        return "the dimensions of the result are not batch, rows and columns, in this order"
+    names = Names(contraction.out, contraction.rows, contraction.columns)
+    parts = split(function.closed, names)
+    if isinstance(parts, str):
+        return parts
+    if not (parts.program.steps or parts.program.reductions):
+        return parts.left or "the function computes nothing"
+    fused_call = FusedCall.of(matrices.call, parts.program)
+    own = (*matrices.signature, *signature_of(tuple(parts.types())))
+    decision = dispatch.decide(fused_call, own)
+    return Fused(parts, fused_call, own, matrices.form, decision)
+
+
+@fused_p.def_effectful_abstract_eval
+def _abstract(
+    *avals: Any, call: Call, contraction: Contraction, function: Function, **_: Any
+) -> Any:
+    return _types(call, contraction, function, avals), _effects(call, contraction, function, avals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _types(
+    call: Call, contraction: Contraction, function: Function, avals: tuple[Any, ...]
+) -> list[Any]:
+    def by_xla(a: Any, b: Any, *operands: Any) -> Any:
+        return function(contraction.by_xla(call, a, b), *operands)
+
+    return jax.make_jaxpr(by_xla)(*avals).out_avals
+
+
+def _effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
+    """Returns the effects of a product: the simulator calls back into Python."""
+    if call.options.implementation != "interpret":
+        return set()
+    run = _run(call, contraction, function, signature_of(avals), gpu=False)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    inside = jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
+    return jax.make_jaxpr(run)(*shapes).effects - inside
+
+
+def _run(
+    call: Call, contraction: Contraction, function: Function, signature: Signature, *, gpu: bool
+) -> Callable[..., list[jax.Array]]:
+    """Returns what computes a function of a product on one device."""
+    found = plan(lowering.planned(call, gpu), contraction, function, signature)
+    if isinstance(found, str) or found.decision.plan is None:
+        return functools.partial(apart, call, contraction, function)
+    kernel = functools.partial(fused_kernel_p.bind, call=found.call, decision=found.decision)
+    return functools.partial(found.run, kernel)
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    devices: Any,
+    gpu: bool,
+) -> Any:
+    del devices
+    if not mesh_context.is_one_devices(ctx.module_context.axis_context):
+        lowering.refuse_simulation(call)
+        run = functools.partial(apart, call, contraction, function)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+    run = _run(call, contraction, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+    return mesh_context.lower_off_mesh(ctx, run, operands)
+
+
+fused_kernel_p = core.Primitive("pallas_gemm_fused_kernel")
+"""What a kernel computes of a function of a product."""
+fused_kernel_p.multiple_results = True
+
+
+@fused_kernel_p.def_effectful_abstract_eval
+def _abstract_kernel(*avals: Any, call: FusedCall, decision: Decision, **_: Any) -> Any:
+    problem = decision.problem
+    batch = (problem.batch,) if problem.batch > 1 else ()
+    shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
+    assert call.program is not None
+    results = [(shapes[own.kind], own.dtype) for own in call.program.results]
+    return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
+
+
+def _jvp(
+    primals: Any,
+    tangents: Any,
+    *,
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    **_: Any,
+) -> Any:
+    a, b, *given = primals
+    da, db, *changes = linear.changes(tangents)
+    terms = []
+    if da is not None:
+        terms.append(product(call, contraction, da, b))
+    if db is not None:
+        terms.append(product(call, contraction, a, db))
+    moves = [sum(terms[1:], terms[0]) if terms else None, *changes]
+    moved = tuple(change is not None for change in moves)
+    if function.derivative_needs_sums(moved):
+        keeping = function.keeping_sums(kept_dtype(a.dtype))
+        *results, kept = fused(call, contraction, keeping, *primals)
+        sums = linear.named(kept)
+    else:
+        results = fused(call, contraction, function, *primals)
+        sums = jnp.zeros(function.types[0].shape, function.types[0].dtype)
+
+    # What the derivative computes of the sums again is not kept beside them.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def change(sums: Any, own: Any, moves: Any) -> Any:
+        own = (sums.astype(function.types[0].dtype), *own)
+        return _jvp_of(function, own, moved, moves)[1]
+
+    moving = [x for x in moves if x is not None]
+    return list(map(linear.named, results)), change(sums, tuple(given), moving)
+
+
+def _jvp_of(
+    function: Function, own: Sequence[Any], moved: Sequence[bool], changes: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Returns the function's results, and how they change with those of its arguments that move."""
+    still = [None if is_moved else x for x, is_moved in zip(own, moved, strict=True)]
+    moving = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
+
+    def of_moving(*moving: Any) -> Any:
+        left = iter(moving)
+        args = [next(left) if is_moved else x for x, is_moved in zip(still, moved, strict=True)]
+        return function(*args)
+
+    return jax.jvp(of_moving, tuple(moving), tuple(changes))
+
+
+def kept_dtype(dtype: Any) -> np.dtype:
+    """The type in which sums of such operands are kept for a derivative.
+
+    That of the operands; bfloat16 for 8 bits; float32 for float16, whose range sums may leave.
+    """
+    dtype = np.dtype(dtype)
+    if dtype == np.float16:
+        return np.dtype(np.float32)
+    return np.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
+
+
+def _batch(
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    **_: Any,
+) -> tuple[list[Any], list[int]]:
+    """Maps it: the product has one dimension more, unless only the function's operands do."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    of_a, of_b, *others = dims
+    if (of_a, of_b) == (None, None):
+        sums = product(call, contraction, *operands[:2])
+        results = jax.vmap(function, (None, *others))(sums, *operands[2:])
+        return results, [0] * len(results)
+    letter = contraction.unused()
+    whole = Contraction(
+        _with(contraction.lhs, of_a, letter),
+        _with(contraction.rhs, of_b, letter),
+        letter + contraction.out,
+        lettered=contraction.lettered,
+    )
+    results = fused(call, whole, function.mapped(size, tuple(others)), *operands)
+    return results, [0] * len(results)
+
+
+def _with(letters: str, dim: int | None, letter: str) -> str:
+    return letters if dim is None else letters[:dim] + letter + letters[dim:]
+
+
+run_as_jax_does(fused_p)
+ad.primitive_jvps[fused_p] = _jvp
+batching.primitive_batchers[fused_p] = _batch
+for _primitive, _rule in ((fused_p, _lowered), (fused_kernel_p, lowering.lowered_kernel)):
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -1,0 +1,164 @@
+"""`Program`: an epilogue as data: what becomes of the sums, step by step.
+
+A *kind* says which dimensions of the result a value has:
+
+    "mn"    one value for each element       "m"    one for each row
+    ""      one for all                      "n"    one for each column
+
+Every step computes a value of kind "mn" from earlier ones. Values are numbered: the sums come
+first, then the operands, then the steps.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+
+class Operand(NamedTuple):
+    """An array that a program reads beside the sums.
+
+    Attributes:
+        kind: Which dimensions of the result it has.
+        dtype: Its element type in the program.
+    """
+
+    kind: str
+    dtype: np.dtype
+
+    @property
+    def loaded(self) -> np.dtype:
+        """The type in which it comes: small integers as bfloat16, which holds all of them."""
+        return np.dtype(jnp.bfloat16) if self.dtype in CARRIED else self.dtype
+
+
+CARRIED = frozenset(map(np.dtype, (np.bool_, np.int8, np.uint8)))
+"""Types that come as bfloat16 where an operand has a value for each element."""
+
+
+COARSE = 2
+"""Bytes of a type to which a result is rounded by more than the error of what follows."""
+APPROXIMATE = frozenset(
+    ("cos", "div", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "sqrt", "tanh")
+)
+"""Operations that a GPU has in a quick form, which errs by more than rounding to float32."""
+
+
+class Constant(NamedTuple):
+    """A number in a program."""
+
+    value: Any
+    dtype: np.dtype
+
+
+class Step(NamedTuple):
+    """One elementwise operation.
+
+    Attributes:
+        primitive: The operation.
+        params: Its parameters, as (name, value).
+        inputs: The numbers of the values that it takes, or constants.
+    """
+
+    primitive: core.Primitive
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[int | Constant, ...]
+
+
+class Result(NamedTuple):
+    """A value that a program returns.
+
+    Attributes:
+        value: Its number.
+        dtype: Its element type.
+        kind: Its dimensions.
+        reduction: How the other dimension is reduced: "sum", "max" or "min"; "" for kind "mn".
+    """
+
+    value: int
+    dtype: np.dtype
+    kind: str = "mn"
+    reduction: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What becomes of the sums of a product.
+
+    Attributes:
+        sums: How many sums there are for each element.
+        sum_dtype: The type that it takes them in.
+        operands: What it reads beside them.
+        steps: In order.
+        results: What it returns.
+    """
+
+    sums: int
+    sum_dtype: np.dtype
+    operands: tuple[Operand, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def tiles(self) -> tuple[Operand, ...]:
+        """The operands with a value for each element."""
+        return tuple(operand for operand in self.operands if operand.kind == "mn")
+
+    @property
+    def arrays(self) -> tuple[Result, ...]:
+        """The results with a value for each element."""
+        return tuple(result for result in self.results if result.kind == "mn")
+
+    @property
+    def reductions(self) -> tuple[Result, ...]:
+        """The results that are reduced along rows or columns."""
+        return tuple(result for result in self.results if result.kind != "mn")
+
+    @property
+    def primitives(self) -> frozenset[str]:
+        """The names of all operations."""
+        return frozenset(step.primitive.name for step in self.steps)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether exp and its like may err by less than rounding to 16 bits.
+
+        So they may unless a result of 32 bits depends on one, other than through a rounding.
+        """
+        first = self.sums + len(self.operands)
+        reached = [result.value for result in self.results if result.dtype.itemsize > COARSE]
+        while reached:
+            value = reached.pop()
+            if value < first:
+                continue
+            step = self.steps[value - first]
+            if step.primitive.name in APPROXIMATE:
+                return False
+            if np.dtype(dict(step.params).get("new_dtype", np.float32)).itemsize > COARSE:
+                reached += [x for x in step.inputs if isinstance(x, int)]
+        return True
+
+    def live(self) -> int:
+        """Returns how many values for each element are in use at a time, at most.
+
+        What is loaded does not count, nor a second sum and what is made of it alone: they have
+        registers of their own.
+        """
+        first = self.sums + len(self.operands)
+        ends: dict[int, int] = {}
+        for number, step in enumerate(self.steps):
+            ends |= {value: number for value in step.inputs if isinstance(value, int)}
+        ends |= {result.value: len(self.steps) for result in self.results}
+        live = {0} & ends.keys()
+        of_second = set(range(1, self.sums))
+        most = 1
+        for number, step in enumerate(self.steps):
+            taken = {x for x in step.inputs if isinstance(x, int)} - set(range(self.sums, first))
+            if taken and taken <= of_second:
+                of_second.add(first + number)
+            live = {value for value in live if ends[value] > number}
+            live |= ({first + number} & ends.keys()) - of_second
+            most = max(most, len(live))
+        return most

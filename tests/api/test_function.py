@@ -1,0 +1,128 @@
+"""`gemm(..., epilogue=f)`: what it takes, what it refuses, and in which words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import HopperConfig, gemm
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+A, B = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 24), jnp.bfloat16)
+
+
+def test_the_function_gets_the_whole_product_in_float32() -> None:
+    seen = []
+
+    def f(s: Any) -> Any:
+        seen.append((s.shape, s.dtype))
+        return s
+
+    result = gemm(A, B, epilogue=f)
+    assert seen[0] == ((8, 24), jnp.float32)
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result, np.full((8, 24), 16.0))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "shape"),
+    [
+        ((16,), (16, 24), (24,)),
+        ((8, 16), (16,), (8,)),
+        ((2, 8, 16), (16, 24), (2, 8, 24)),
+        ((3, 1, 8, 16), (2, 16, 24), (3, 2, 8, 24)),
+    ],
+)
+def test_shapes_are_those_of_matmul(left: Any, right: Any, shape: Any) -> None:
+    a, b = jnp.ones(left, jnp.bfloat16), jnp.ones(right, jnp.bfloat16)
+    result, total = gemm(a, b, epilogue=lambda s: (s + 1, jnp.sum(s)))
+    assert result.shape == shape
+    assert float(total) == 16 * np.prod(shape)
+
+
+def test_results_are_any_tree() -> None:
+    found = gemm(A, B, epilogue=lambda s, x: {"y": (s * x, None), "z": x}, operands=(jnp.ones(24),))
+    assert jax.tree.map(jnp.shape, found) == {"y": ((8, 24), None), "z": (24,)}
+
+
+def test_transposed_operands() -> None:
+    a, b = jnp.arange(6.0).reshape(3, 2), jnp.arange(12.0).reshape(4, 3)
+    found = gemm(a, b, epilogue=lambda s: s + 1, transpose_a=True, transpose_b=True)
+    np.testing.assert_allclose(found, a.T @ b.T + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"epilogue": 3}, TypeError, "epilogue must be a function, got int"),
+        ({"operands": (A,)}, ValueError, "there is no epilogue"),
+        ({"epilogue": jnp.tanh, "operands": A}, TypeError, "operands must be a tuple"),
+        ({"epilogue": jnp.tanh, "operands": ("x",)}, TypeError, r"operands\[0\] must be an array"),
+        ({"epilogue": jnp.tanh, "bias": jnp.ones(24)}, ValueError, "leave out bias="),
+        ({"epilogue": jnp.tanh, "alpha": 2.0}, ValueError, "leave out alpha="),
+        ({"epilogue": jnp.tanh, "preferred_element_type": "bf16"}, ValueError, "preferred_element"),
+        (
+            {"epilogue": lambda s: () if s.ndim else s},
+            TypeError,
+            "must return arrays, it returns nothing",
+        ),
+        ({"epilogue": lambda s: s @ s}, TypeError, "contracting dimensions"),
+        ({"epilogue": lambda s, x: s + x, "operands": ()}, TypeError, "missing 1 required"),
+    ],
+)
+def test_refusals(arguments: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        gemm(A, B, **arguments)
+
+
+def test_an_error_in_the_function_says_what_it_was_called_with() -> None:
+    def broken(s: Any, x: Any) -> Any:
+        return s + jnp.ones(7)
+
+    with pytest.raises(Exception, match="broadcast") as caught:
+        gemm(A, B, epilogue=broken, operands=(jnp.ones(24),))
+    assert any("epilogue=broken was called with" in note for note in caught.value.__notes__)
+
+
+def test_a_traced_array_from_around_is_named() -> None:
+    @jax.jit
+    def f(a: Any, b: Any, x: Any) -> Any:
+        return gemm(a, b, epilogue=lambda s: s * x)
+
+    with pytest.raises(TypeError, match=r"uses traced arrays of shapes \[24\].*operands="):
+        f(A, B, jnp.ones(24))
+
+
+def test_an_array_from_around_that_is_there_is_used() -> None:
+    scale = jnp.arange(24.0)
+    np.testing.assert_allclose(
+        gemm(A, B, epilogue=lambda s: s * scale), 16 * scale[None].repeat(8, 0)
+    )
+
+
+def test_side_effects_are_refused() -> None:
+    def loud(s: Any) -> Any:
+        jax.debug.print("{}", s[0, 0])
+        return s
+
+    with pytest.raises(TypeError, match="pure function"):
+        gemm(A, B, epilogue=loud)
+
+
+def test_what_is_named_and_cannot_compute_it_says_why() -> None:
+    a, b = jnp.ones((128, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="rows and as columns"):
+        gemm(a, b, epilogue=lambda s: s + s.T, implementation="interpret")
+    config = HopperConfig(tile=(64, 64), split_k=2)
+    with pytest.raises(ValueError, match="needs split_k=1, got 2"):
+        gemm(a, b, epilogue=lambda s: (s, s + 1), implementation="interpret", config=config)

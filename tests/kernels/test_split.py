@@ -1,0 +1,180 @@
+"""A function of the sums in its parts: what the kernel computes, and what XLA does around it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels.split import Names, Split, split
+from tests import epilogues
+
+M, N = 6, 10
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _split(
+    function: Callable[..., Any], *operands: Any, shape: tuple[int, ...] = (M, N), out: str = "mn"
+) -> Split | str:
+    names = Names(out, out[:-1] if out != "bmn" else "m", out[-1])
+    types = [jax.ShapeDtypeStruct(shape, F32), *operands]
+    return split(jax.make_jaxpr(function)(*types), names)
+
+
+def _type(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _labelled(s: Any, label: Any) -> Any:
+    hit = jnp.arange(s.shape[1])[None] == label[:, None]
+    return jnp.sum(jnp.where(hit, s, 0.0), 1), jnp.max(s, 1)
+
+
+def _normalised(s: Any, residual: Any, weight: Any) -> Any:
+    z = s + residual.astype(F32)
+    return (z * jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6) * weight).astype(BF16)
+
+
+def _backward(s: Any, pre: Any) -> Any:
+    _, pull = jax.vjp(jax.nn.gelu, pre.astype(F32))
+    (g,) = pull(s)
+    return g.astype(BF16), g.sum(0)
+
+
+# A function, its operands; the kinds of what the kernel takes, and the kernel's results.
+CASES: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
+    "bias, kept": (
+        lambda s, b: (jax.nn.relu(s + b).astype(BF16), s + b),
+        (_type(N),),
+        "n",
+        "mn bfloat16, mn float32",
+    ),
+    "column": (lambda s, v: s * v, (_type(M, 1),), "m", "mn float32"),
+    "a vector by its use": (lambda s, v: s * v[:, None], (_type(M),), "m", "mn float32"),
+    "number": (lambda s, x: s * x, (_type(),), "-", "mn float32"),
+    "squares of rows": (
+        lambda s, r: ((s + r).astype(BF16), jnp.sum((s + r) ** 2, -1)),
+        (_type(M, N),),
+        "mn",
+        "mn bfloat16, sum m",
+    ),
+    "gradient of a bias": (_backward, (_type(M, N, dtype=BF16),), "mn", "mn bfloat16, sum n"),
+    "label": (_labelled, (_type(M, dtype=jnp.int32),), "m n", "sum m, max m"),
+    "all": (lambda s: jnp.max(jnp.abs(s)), (), "", "max m"),
+    "mask": (
+        lambda s, m: jnp.where(m, s, -1.0).astype(BF16),
+        (_type(M, N, dtype=jnp.bool_),),
+        "mn",
+        "mn bfloat16",
+    ),
+    "norm after": (
+        _normalised,
+        (_type(M, N, dtype=BF16), _type(N)),
+        "mn",
+        "mn float32, sum m",
+    ),
+    "unused operand": (lambda s, x: s * 2 if x.ndim else s, (_type(M, N),), "", "mn float32"),
+    "before": (lambda s, v: s * jnp.sqrt(jnp.cumsum(v)), (_type(N),), "n", "mn float32"),
+    "integers": (lambda s: (s > 0, s.astype(jnp.int8)), (), "", "mn float32"),
+}
+
+
+def _text(parts: Split) -> tuple[str, str]:
+    program = parts.program
+    taken = " ".join(operand.kind or "-" for operand in program.operands)
+    results = [
+        f"{own.reduction} {own.kind}" if own.reduction else f"mn {own.dtype}"
+        for own in program.results
+    ]
+    return taken, ", ".join(results)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parts(case: tuple[Any, tuple[Any, ...], str, str]) -> None:
+    function, operands, taken, results = case
+    parts = _split(function, *operands)
+    assert isinstance(parts, Split)
+    own, made = _text(parts)
+    assert (sorted(own.split()), made) == (sorted(taken.split()), results)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, str]) -> None:
+    function, operands, _, _ = case
+    parts = _split(function, *operands)
+    assert isinstance(parts, Split)
+    rng = np.random.default_rng(0)
+
+    def drawn(x: Any) -> Any:
+        if x.dtype == jnp.bool_:
+            return jnp.asarray(rng.integers(0, 2, x.shape) > 0)
+        return jnp.asarray(rng.integers(1, 5, x.shape), x.dtype)
+
+    s, given = drawn(_type(M, N)), [drawn(x) for x in operands]
+    wide = {"m": (M, 1), "n": (1, N), "mn": (M, N), "": ()}
+    kinds = [operand.kind for operand in parts.program.operands]
+    prepared = [x.reshape(wide[k]) for x, k in zip(parts.prepared(given), kinds, strict=True)]
+    computed = epilogues.run(parts.program, [s], prepared)
+    found = parts.finished(given, computed)
+    expected = jax.tree.leaves(function(s, *given))
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x, F32), np.asarray(y, F32), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_and_columns_are_told_apart_in_squares() -> None:
+    square = _type(M, M)
+    along_rows = _split(lambda s, v: s * v[:, None], _type(M), shape=square.shape)
+    along_columns = _split(lambda s, v: s * v, _type(M), shape=square.shape)
+    assert isinstance(along_rows, Split)
+    assert isinstance(along_columns, Split)
+    assert along_rows.program.operands[0].kind == "m"
+    assert along_columns.program.operands[0].kind == "n"
+
+
+def test_one_dimension_in_two_roles_is_left_to_xla() -> None:
+    found = _split(lambda s: s + s.T, shape=(M, M))
+    assert found == "the function uses one dimension as rows and as columns"
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda s: jnp.sort(s, -1) + 1, "sort"),
+        (lambda s: jnp.cumsum(s, 0), "cumsum"),
+        (lambda s: jax.nn.softmax(s, -1), "sub"),
+    ],
+)
+def test_what_is_left_is_named_with_its_line(function: Any, named: str) -> None:
+    found = _split(function)
+    assert isinstance(found, Split)
+    assert found.left.startswith(f"{named} (test_split.py:")
+
+
+def test_a_function_that_ignores_the_product_is_left_to_xla() -> None:
+    assert _split(lambda s, x: x + s.ndim, _type(M)) == "the function does not use the product"
+
+
+def test_equal_operations_are_computed_once() -> None:
+    once = _split(lambda s: (jnp.tanh(s + 1), jnp.abs(jnp.tanh(s + 1))))
+    assert isinstance(once, Split)
+    names = [step.primitive.name for step in once.program.steps]
+    assert names.count("tanh") == names.count("add") == 1
+
+
+def test_a_sum_over_some_rows_only_is_left_to_xla() -> None:
+    found = _split(lambda s: jnp.sum(s * 2, 0), shape=(3, M, N), out="tmn")
+    assert isinstance(found, Split)
+    assert [own.kind for own in found.program.results] == ["mn"]
+    whole = _split(lambda s: jnp.sum(s * 2, (0, 1)), shape=(3, M, N), out="tmn")
+    assert isinstance(whole, Split)
+    assert [own.kind for own in whole.program.results] == ["n"]
