@@ -46,6 +46,9 @@ Workers take tests from each other until few are left. At the end, a long one wo
 wait for the other, for a minute or two.
 """
 
+EARLY_ON_A_GPU = {"test_contract.py"}
+"""Likewise where tests run on a GPU: drawn products are compiled one after the other there."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option of `make summaries`."""
@@ -67,6 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         given = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = " ".join([given, *CPU_FLAGS])
+    elif hasattr(config, "workerinput"):
+        # The first of several workers on one GPU would take the memory of all.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # An implicit float64 or a silent broadcast is a bug in the op, not a convenience.
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
@@ -111,7 +117,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Has long tests begin first; skips, with the reason, what this computer has no GPU for."""
     # The others stay in order: what a module prepares is prepared once.
-    items.sort(key=lambda item: item.path.name not in EARLY)
+    early = EARLY_ON_A_GPU if _wants_gpu(config) else EARLY
+    items.sort(key=lambda item: item.path.name not in early)
     if not _wants_gpu(config):
         return
     for item in items:

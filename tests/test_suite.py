@@ -1,5 +1,6 @@
 """How the suite itself behaves: a deadlock fails its test, and plugins of others do no harm."""
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -75,6 +76,22 @@ def test_a_deadlock_in_the_simulator_fails_its_test_and_no_other(tmp_path: pathl
 def test_the_settings_end_a_test_that_takes_minutes() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert 0 < options["timeout"] <= 600
+
+
+def test_what_few_tests_need_does_not_keep_the_others_from_being_collected() -> None:
+    """As on a computer with a GPU that has only what most tests need."""
+    own = {"_pytest", "bench", "examples", "pallas_gemm", "schedules", "tests"}
+    # SciPy comes with JAX, and PyYAML with Flax.
+    needed = {"absl", "flax", "hypothesis", "jax", "jaxlib", "numpy", "pytest", "rich"}
+    needed |= {"scipy", "yaml"}
+    imported = set[str]()
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported.update(name.name.partition(".")[0] for name in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module).partition(".")[0])
+    assert imported - sys.stdlib_module_names - own == needed
 
 
 def test_a_plugin_that_warns_when_it_starts_ends_nothing(tmp_path: pathlib.Path) -> None:

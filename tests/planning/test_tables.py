@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import platformdirs
 import pytest
 
 from pallas_gemm.call import Call, Options
@@ -301,6 +300,8 @@ def test_what_is_shipped_is_legal_and_filed_under_its_gpu(path: pathlib.Path) ->
 def test_without_a_folder_there_is_one_warning_and_no_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    platformdirs = pytest.importorskip("platformdirs")
+
     def homeless(*_: object, **__: object) -> str:
         raise RuntimeError("could not determine the home directory")
 

@@ -23,6 +23,12 @@ from tests.stress import processes
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIMIT = 100
 """Seconds for one tool and one kernel, with the start of JAX."""
+MECHANISMS = (
+    *("late", "ping-pong", "claimed", "not persistent", "mirrored", "epilogue", "joined"),
+    *("rows in groups", "sums over groups", "relayed"),
+)
+"""A kind of kernel for each way in which warps hand shared memory to others."""
+GROUPS = 5
 PLANTED = {"memcheck": "lines beyond the result", "racecheck": "no barrier"}
 """The fault that is planted for a tool, in the kernel of odd rows."""
 
@@ -43,6 +49,9 @@ def _products() -> dict[str, Any]:
     pingpong = dataclasses.replace(early, tile=(64, 128), pingpong=True)
     change = dataclasses.replace
     e4m3 = jnp.float8_e4m3fn
+    claimed = change(late, ctas=16, persistence="dynamic")
+    groups = {"batch": GROUPS, "shared_a": True, "shared_b": True, "ragged_k": True}
+    summed = Problem(256, 256, 8192, transpose_a=True, **groups)
     everything = Epilogue(0.5, 2.0, bias=True, residual=True, activation=jax.nn.relu)
     return {
         "late": (ragged, late),
@@ -68,6 +77,13 @@ def _products() -> dict[str, Any]:
             change(ragged, k=272, a_dtype=jnp.int8, b_dtype=jnp.int8, out_dtype=jnp.int32),
             change(early, store_columns=32),
         ),
+        "joined": (change(ragged, k=1320), change(early, split_k=3, split_last=5)),
+        "rows in groups": (
+            change(ragged, m=936, groups=GROUPS),
+            change(early, schedule="swizzle:8"),
+        ),
+        "sums over groups": (change(summed, m=512, n=512, k=936), claimed),
+        "relayed": (summed, claimed),
     }
 
 
@@ -95,20 +111,29 @@ def _planted(fault: str | None) -> Iterator[None]:
 def compute(name: str, fault: str | None = None) -> None:
     """Computes one product, as it is compiled for a GPU, and compares it: what a tool looks at."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from pallas_gemm.device import H200
     from pallas_gemm.kernels.hopper import kernel as hopper
     from pallas_gemm.kernels.hopper.plan import HopperPlan
     from pallas_gemm.proving import products
+    from tests import group_products
 
     problem, config = _products()[name]
     operands = products.small_integers(problem, np.random.default_rng(0))
     kernel = jax.jit(hopper.build(HopperPlan(problem, config, H200)))
+    arrays = products.as_taken(problem, operands)
+    if problem.in_groups:
+        # The first is crowded.
+        sizes = ((problem.k if problem.ragged_k else problem.m) - 336, 0, 70, 3, 263)
+        exact = group_products.exact(problem, sizes, *arrays)
+        arrays.append(jnp.array(sizes))
+    else:
+        exact = products.exact(problem, operands)
     with _planted(fault):
-        out = np.asarray(kernel(*products.as_taken(problem, operands))).astype(np.float64)
-    expected = products.rounded(problem, products.exact(problem, operands))
-    np.testing.assert_array_equal(out, expected)
+        out = np.asarray(kernel(*arrays)).astype(np.float64)
+    np.testing.assert_array_equal(out, products.rounded(problem, exact))
     print("computed")
 
 
@@ -141,6 +166,9 @@ def main() -> None:
     parser.add_argument("--fault", help=argparse.SUPPRESS)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="all by default")
     parser.add_argument("--kind", action="append", help="of kernel; all by default")
+    parser.add_argument(
+        "--mechanisms", action="store_true", help="only racecheck, of a kernel for each mechanism"
+    )
     parser.add_argument("--workers", type=int, default=12)
     own = parser.parse_args()
     if own.compute:
@@ -150,6 +178,8 @@ def main() -> None:
     if program is None:
         parser.error("compute-sanitizer, which comes with the CUDA toolkit, is not on the PATH")
     start = time.time()
+    if own.mechanisms:
+        own.tool, own.kind = own.tool or ["racecheck"], own.kind or MECHANISMS
     tools = own.tool or TOOLS
     for tool in [tool for tool in tools if tool in PLANTED]:
         result, why = look(program, tool, "odd rows", PLANTED[tool])

@@ -25,7 +25,7 @@ from pallas_gemm.kernels.hopper.groups import sum_walk, table
 from pallas_gemm.kernels.ptx import mailbox, words
 from pallas_gemm.problem import Problem
 from pallas_gemm.proving import products
-from tests import blackwell_simulator, ptx_simulator
+from tests import blackwell_simulator, group_products, ptx_simulator
 
 # Two stages and few slots, so that all of it is used again.
 CLAIMED = HopperConfig(
@@ -70,7 +70,7 @@ class Simulated:
         self._arrays: Sequence[Any] = operands.arrays
         if problem.ragged_k:
             self._arrays = (*operands[:2], jnp.array(SIZES))
-            exact = sums(*operands[:2])
+            exact = group_products.exact(problem, SIZES, *operands[:2])
         else:
             exact = products.exact(problem, operands)
         self._expected = products.rounded(problem, exact)
@@ -79,13 +79,6 @@ class Simulated:
     def faults(self) -> set[str]:
         """Runs it and returns what is wrong with it."""
         return blackwell_simulator.faults(self._kernel, self._arrays, self._expected)
-
-
-def sums(a: Any, b: Any) -> np.ndarray:
-    """Returns the sums over groups."""
-    # What is in no group comes last.
-    parts = (np.split(np.array(x, np.float32), np.cumsum(SIZES))[:-1] for x in (a, b))
-    return np.stack([left.T @ right for left, right in zip(*parts, strict=True)])
 
 
 @pytest.fixture(autouse=True)
