@@ -155,10 +155,11 @@ class _Accelerated:
                 return self._compiled(static, *arrays)
             return self._traced(static, *arrays)
         except _NotTracedError as error:
-            # An error of the function itself is raised here again, and by the function.
-            result = self._f(*args, **kwargs)
-            self._warn(f"it cannot be traced: {error.__cause__ or error}")
-            return result
+            why = str(error)
+        # An error of the function itself is raised here again, by the function.
+        result = self._f(*args, **kwargs)
+        self._warn(why)
+        return result
 
     def _traced(self, static: _Static, *arrays: Any) -> Any:
         """Traces the function, rewrites it and computes the result."""
@@ -177,7 +178,8 @@ class _Accelerated:
         except _NotTracedError:
             raise
         except Exception as error:
-            raise _NotTracedError from error
+            words = str(error).strip().partition("\n")[0]
+            raise _NotTracedError(f"it cannot be traced: {words}") from error
         results = core.jaxpr_as_fun(self._rewritten(program, static))(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -209,7 +211,7 @@ class _Accelerated:
             message = f"accelerate leaves {_name(self._f)} as it is: {why}"
             warnings.warn(message, AccelerateWarning, skip_file_prefixes=NOT_THE_CALLERS)
 
-    def _named[T](self, run: T) -> T:
+    def _named(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Gives a function the name of the user's, for programs and traces to show."""
 
         @functools.wraps(run)

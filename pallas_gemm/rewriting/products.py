@@ -18,7 +18,7 @@ from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.reduction import reduction_dtype
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch
 from pallas_gemm.problem import Problem
 
 
@@ -124,9 +124,12 @@ def _why_left(equation: Any) -> str | None:
     types = {np.dtype(x.dtype) for x in given[:2]}
     if why := element_types.why_no_kernel(types, np.dtype(result.dtype)):
         return why
-    if equation.params["out_sharding"] is not None or any(map(_is_split_by_type, given)):
+    if result.weak_type:
+        return "its result is weakly typed"
+    types = (*given, result)
+    if any(map(_is_split_by_type, types)):
         return "the types of the operands say how a mesh splits them"
-    if any(x.sharding.spec.reduced or x.sharding.spec.unreduced for x in given):
+    if any(map(_is_partial, types)):
         return "the type of an operand says that it is reduced, or unreduced"
     meshes = [own for x in given if (own := x.sharding.mesh).size > 1]
     why = mesh_context.why_not_shared(*meshes) if meshes else None
@@ -138,18 +141,20 @@ def _is_split_by_type(aval: Any) -> bool:
     return mesh.size > 1 and AxisType.Explicit in mesh.axis_types
 
 
+def _is_partial(aval: Any) -> bool:
+    spec, in_shard_map = aval.sharding.spec, aval.manual_axis_type
+    return bool(spec.reduced or spec.unreduced or in_shard_map.unreduced)
+
+
 def dense(equation: Any, how: How) -> Dense | str:
     """Returns a `dot_general` as a kernel computes it, or why it stays JAX's."""
     if why := _why_left(equation):
         return why
     call, dims = dense_of(equation)
     call = dataclasses.replace(call, options=how.options)
-    avals = avals_of(equation.invars)
-    seconds = seconds_of(call, dims, signature_of(avals), how)
+    seconds = seconds_of(call, dims, signature_of(avals_of(equation.invars)), how)
     if isinstance(seconds, str):
         return seconds
-    if lowering.type_by(dims.by_xla, call, avals) != equation.outvars[0].aval:
-        return "its result has a type of its own"
     return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds)
 
 
@@ -192,13 +197,10 @@ def grouped(equation: Any, how: How) -> Any:
     if isinstance(call, Problem):
         return groups.NO_FORM
     call = dataclasses.replace(call, options=how.options)
-    avals = avals_of(equation.invars)
-    signature = signature_of(avals)
+    signature = signature_of(avals_of(equation.invars))
     decision = dispatch.decide(call.with_target(how.device), signature)
     if decision.plan is None:
         return _why(decision)
-    if lowering.type_by(xla_groups.by_jax, call, avals) != equation.outvars[0].aval:
-        return "its result has a type of its own"
     devices = mesh_context.device_request(call, equation.invars)
     return equation.replace(
         primitive=groups.grouped_p,

@@ -30,6 +30,11 @@ class Found:
     why: str | None = None
     times: int = 1
 
+    @property
+    def answer(self) -> str:
+        """What became of it."""
+        return "by a kernel" if self.why is None else f"left: {self.why}"
+
 
 class Rewritten(NamedTuple):
     """A function, rewritten.
@@ -64,28 +69,32 @@ class Rewriter:
         equations = self._with_products(Level(inside, jaxpr.outvars), found)
         if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
             return Rewritten(jaxpr, tuple(found))
-        effects = jaxpr.effects | frozenset().union(*(e.effects for e in equations))
+        old = frozenset().union(*(e.effects for e in jaxpr.eqns))
+        effects = frozenset(jaxpr.effects).union(*(e.effects - old for e in equations))
         return Rewritten(jaxpr.replace(eqns=equations, effects=effects), tuple(found))
 
     def _inside(self, equation: Any, found: list[Found]) -> Any:
         """Returns an equation with what it calls rewritten."""
         names = kinds.INNER.get(equation.primitive.name, ())
-        params, effects = dict(equation.params), equation.effects
+        params, effects = dict(equation.params), frozenset(equation.effects)
         if params.get("policy") is not None and not params.get("differentiated", True):
             # Its policy knows JAX's product, and is asked when it is derived.
             return equation
         often = params.get("length", 1) if equation.primitive.name == "scan" else 1
         is_same = True
         for name in names:
-            given = params.get(name)
-            each = given if isinstance(given, tuple) else (given,)
+            given: Any = params.get(name)
+            each: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
             if not all(isinstance(own, core.Jaxpr) for own in each):
                 return equation
             new = [self.rewritten(own) for own in each]
             for own in new:
                 found += [dataclasses.replace(x, times=x.times * often) for x in own.found]
             is_same = is_same and all(a.jaxpr is b for a, b in zip(new, each, strict=True))
-            effects = effects | frozenset().union(*(own.jaxpr.effects for own in new))
+            # Some of a function's effects end where it is called.
+            effects = effects.union(
+                *(a.jaxpr.effects - b.effects for a, b in zip(new, each, strict=True))
+            )
             inner = tuple(own.jaxpr for own in new)
             params[name] = inner if isinstance(given, tuple) else inner[0]
         return equation if is_same else equation.replace(params=params, effects=effects)
