@@ -184,10 +184,11 @@ class HopperConfig(GemmConfig):
             return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
         # So do the arithmetic by which a tile is found, and even more so what claims one.
         kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
-        names = words.program(problem).primitives
-        if branches(names):
+        program = words.program(problem)
+        if branches(program.primitives):
             return 88 + 28 * kept
-        return 64 + 16 * kept if divides(names) else (56 if kept else 8)
+        much = program.sums_exp or divides(program.primitives)
+        return 64 + 16 * kept if much else (56 if kept else 8)
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""

@@ -29,9 +29,12 @@ def epilogue_arrays(problem: Problem) -> int:
 def vector_registers(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
-    One vector of columns is part of what is left for the assembler.
+    One vector of columns is part of what is left for the assembler. Sums of exp of rows count too.
     """
-    kinds = [operand.kind for operand in words.program(problem).operands]
+    program = words.program(problem)
+    kinds = [operand.kind for operand in program.operands]
     of_rows, of_columns = kinds.count("m"), kinds.count("n") - problem.epilogue.bias
     across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns
+    # Of a tile so far, and of its next strip.
+    exponentials = 2 * along * sum(own.vectors for own in program.reductions if own.vectors > 1)
+    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + exponentials
