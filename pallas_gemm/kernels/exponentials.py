@@ -3,7 +3,7 @@
     left of values       largest, sum(exp(x - largest))
     left of two parts    both sums beside the larger of both, added up
 
-Where the largest value is infinite or no number, 0 is in its place: JAX's `logsumexp` does the same.
+Where the largest value is infinite or no number, 0 is in its place, as in JAX's `logsumexp`.
 """
 
 import math

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import words
-from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.elementwise import divides
 from pallas_gemm.kernels.hardware import (
     MAX_BARRIERS,
     MAX_REGISTERS,
@@ -18,7 +18,12 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals, stored_by_tma
-from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
+from pallas_gemm.kernels.hopper.registers import (
+    Registers,
+    epilogue_arrays,
+    reordered_registers,
+    vector_registers,
+)
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
@@ -184,11 +189,7 @@ class HopperConfig(GemmConfig):
             return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
         # So do the arithmetic by which a tile is found, and even more so what claims one.
         kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
-        program = words.program(problem)
-        if branches(program.primitives):
-            return 88 + 28 * kept
-        much = program.sums_exp or divides(program.primitives)
-        return 64 + 16 * kept if much else (56 if kept else 8)
+        return reordered_registers(words.program(problem), kept)
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""

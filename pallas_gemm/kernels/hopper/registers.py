@@ -4,7 +4,9 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_gemm.kernels import words
+from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.problem import Problem
+from pallas_gemm.program import Program
 
 ADDRESS = 8
 """Registers for where a vector of scales lies."""
@@ -38,3 +40,16 @@ def vector_registers(problem: Problem, rows: int, columns: int) -> int:
     # Of a tile so far, and of its next strip.
     exponentials = 2 * along * sum(own.vectors for own in program.reductions if own.vectors > 1)
     return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + exponentials
+
+
+def reordered_registers(program: Program, addresses: int) -> int:
+    """How many registers must be left for what the assembler reorders.
+
+    Args:
+        program: The epilogue.
+        addresses: How many kinds of addresses are kept beside it.
+    """
+    if branches(program.primitives):
+        return 88 + 28 * addresses
+    many = program.sums_exp or divides(program.primitives)
+    return 64 + 16 * addresses if many else (56 if addresses else 8)

@@ -16,7 +16,6 @@ from pallas_gemm.kernels.hardware import LANES, WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx.operation import REF, Operation
 from pallas_gemm.program import LOGSUMEXP
 
-
 Vectors = tuple[Any, ...]
 """What is left of values, for each row or column."""
 
@@ -39,9 +38,7 @@ class Reduction(NamedTuple):
     of_registers: Any = None
 
 
-def _simple(
-    along: Callable[..., Any], both: Callable[[Any, Any], Any], *others: Any
-) -> Reduction:
+def _simple(along: Callable[..., Any], both: Callable[[Any, Any], Any], *others: Any) -> Reduction:
     """Returns a reduction that leaves one vector."""
     return Reduction(
         lambda x, axis: (along(x, axis=axis),),
@@ -55,9 +52,7 @@ REDUCTIONS = {
     "sum": _simple(jnp.sum, jnp.add, 0.0, arith.addf),
     "max": _simple(jnp.max, jnp.maximum, -math.inf, arith.maximumf),
     "min": _simple(jnp.min, jnp.minimum, math.inf, arith.minimumf),
-    LOGSUMEXP: Reduction(
-        exponentials.along, exponentials.of_both, exponentials.joined, -math.inf
-    ),
+    LOGSUMEXP: Reduction(exponentials.along, exponentials.of_both, exponentials.joined, -math.inf),
 }
 """By the names that `Result.reduction` has for them."""
 

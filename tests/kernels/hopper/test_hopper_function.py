@@ -211,9 +211,7 @@ def test_infinite_rows_in_the_kernel() -> None:
     def f(s: Any, x: Any) -> Any:
         return jax.nn.logsumexp(s + x, -1)
 
-    found = gemm(
-        a, b, epilogue=f, operands=(rows,), implementation="interpret", config=config
-    )
+    found = gemm(a, b, epilogue=f, operands=(rows,), implementation="interpret", config=config)
     np.testing.assert_allclose(found, f(64.0, rows), rtol=1e-6)
 
 

@@ -76,7 +76,8 @@ def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[
         if result.kind == "m":
             along_rows.append(REDUCTIONS[result.reduction].along(masked, 1))
         else:
-            _leave_columns(plan, part, *targets, masked, result)
+            (target,) = targets
+            _leave_columns(plan, part, target, masked, result)
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
         both = zip(kinds, rows, along_rows, strict=True)
