@@ -18,12 +18,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals, stored_by_tma
-from pallas_gemm.kernels.hopper.registers import (
-    Registers,
-    epilogue_arrays,
-    reordered_registers,
-    vector_registers,
-)
+from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
@@ -169,11 +164,10 @@ class HopperConfig(GemmConfig):
     def _free_registers(self, problem: Problem, columns: int) -> int:
         """Registers that are left where the epilogue is applied to so many columns at once."""
         rows = self.consumer_tile[0]
-        values = rows * columns // WARPGROUP_THREADS
         waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
         size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
-        taken = values * epilogue_arrays(problem) + vector_registers(problem, rows, columns)
-        return self.most_registers - self.sum_registers - size // (4 * WARPGROUP_THREADS) - taken
+        taken = size // (4 * WARPGROUP_THREADS) + epilogue_registers(problem, rows, columns)
+        return self.most_registers - self.sum_registers - taken
 
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pallas_gemm.kernels import words
 from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Program
 
@@ -19,7 +20,13 @@ class Registers(NamedTuple):
     consumer: int
 
 
-def epilogue_arrays(problem: Problem) -> int:
+def epilogue_registers(problem: Problem, rows: int, columns: int) -> int:
+    """How many registers of a thread an epilogue takes for so many rows and columns."""
+    values = rows * columns // WARPGROUP_THREADS
+    return values * _arrays(problem) + _vectors(problem, rows, columns)
+
+
+def _arrays(problem: Problem) -> int:
     """How many registers an epilogue takes for each value at most, but for the sum's own."""
     if problem.epilogue.is_identity:
         return 0
@@ -28,7 +35,7 @@ def epilogue_arrays(problem: Problem) -> int:
     return words.program(dataclasses.replace(problem, epilogue=bare)).live()
 
 
-def vector_registers(problem: Problem, rows: int, columns: int) -> int:
+def _vectors(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
     One vector of columns is part of what is left for the assembler. Sums of exp of rows count too.
