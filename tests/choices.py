@@ -48,6 +48,8 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     # What it is scaled by.
     "residual": (None, 1, 2, "operand"),
     "activation": (None, "relu", "square"),
+    # What follows the sums: by a word each, or as a function, which has a second result.
+    "said": ("words", "function"),
     "mesh": (None, "rows", "columns", "k", "all", "explicit rows", "explicit columns"),
     "precision": (None, HIGHEST, (DEFAULT, HIGHEST)),
     "implementation": (None, "xla"),
@@ -60,7 +62,7 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
 PLAIN: Case = {name: values[0] for name, values in OPTIONS.items()}
 EPILOGUE = {"bias", "row_scale", "col_scale", "alpha", "residual", "activation"}
 KNOWS: Mapping[str, set[str]] = {
-    "gemm": {"layout", "batch", *EPILOGUE},
+    "gemm": {"layout", "batch", "said", *EPILOGUE},
     "gated_gemm": {"layout", "batch", *EPILOGUE},
     "grouped_gemm": {"layout", *EPILOGUE - {"residual"}},
     "gated groups": {"layout", *EPILOGUE - {"residual"}},
@@ -124,7 +126,7 @@ def is_legal(case: Case) -> bool:
     return (
         case["mapped"] in OPTIONS["mapped"]
         and not (case["types"][0] in (E4M3, INT8) and case["derivative"])
-        and not (case["types"][0] == INT8 and said)
+        and not (case["types"][0] == INT8 and (said or is_function(case)))
         # The two operands of a Gram matrix are one, and have one precision.
         and not (function == "gram" and isinstance(case["precision"], tuple))
         and not (function in ROWS_ARE_STORED_FIRST and layout[0] == "T")
@@ -135,6 +137,17 @@ def is_legal(case: Case) -> bool:
         # Rows and columns of the result would be split along one axis.
         and not (function == "gram" and case["mesh"] == "explicit rows")
     )
+
+
+def is_function(case: Case) -> bool:
+    """Whether what follows the sums is a function."""
+    return case["said"] == "function"
+
+
+def types_of_results(case: Case) -> list[Any]:
+    """Returns the type of each result."""
+    count = 2 if case["function"] == "projections" else 1
+    return [case["types"][1]] * count + [F32] * is_function(case)
 
 
 def _group_of(letter: str, names: Mapping[str, str]) -> list[str]:
@@ -220,6 +233,8 @@ def typed(case: Case, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
 def call(case: Case, x: Mapping[str, Any]) -> list[jax.Array]:
     """Calls the function with operands that are not mapped; returns its results."""
     function, named = case["function"], {}
+    if is_function(case):
+        return _call_with_function(case, x)
     names = {"bias", "row_scale", "col_scale", "up_bias", "up_scale", "residual", "beta"} & {*x}
     named = {name: x[name] for name in names}
     if case["alpha"] != 1:
@@ -232,6 +247,35 @@ def call(case: Case, x: Mapping[str, Any]) -> list[jax.Array]:
         named["implementation"] = case["implementation"]
     named |= {"precision": case["precision"], "preferred_element_type": case["types"][1]}
     return _call(function, case, x, named)
+
+
+def _call_with_function(case: Case, x: Mapping[str, Any]) -> list[jax.Array]:
+    """Calls `gemm` with a function that does what the words say, and adds up rows."""
+    names = [name for name in x if name not in "ab"]
+
+    def follows(s: jax.Array, *given: jax.Array) -> list[jax.Array]:
+        own = dict(zip(names, given, strict=True))
+        row, columns = (1,) * (s.ndim - 1) + (-1,), (1,) * (s.ndim - 2) + (-1, 1)
+        s = s * own.get("alpha", 1 if case["alpha"] == "operand" else case["alpha"])
+        if case["row_scale"]:
+            s = s * own["row_scale"].reshape(columns)
+        if case["col_scale"]:
+            s = s * own["col_scale"].reshape(row)
+        if case["bias"]:
+            s = s + own["bias"].reshape(row)
+        s = oracle.FUNCTIONS[case["activation"]](s)
+        if case["residual"] is not None:
+            beta = own["beta"] if case["residual"] == "operand" else case["residual"]
+            s = s + beta * own["residual"].astype(F32)
+        return [s.astype(case["types"][1]), jnp.sum(s, axis=-1)]
+
+    left, right = (side == "T" for side in case["layout"])
+    named = {"transpose_a": left, "transpose_b": right, "precision": case["precision"]}
+    if case["implementation"]:
+        named["implementation"] = case["implementation"]
+    return pallas_gemm.gemm(
+        x["a"], x["b"], epilogue=follows, operands=[x[name] for name in names], **named
+    )
 
 
 def _call(function: str, case: Case, x: Mapping[str, Any], named: dict[str, Any]) -> list[Any]:
@@ -321,7 +365,10 @@ def _exact(case: Case, values: Mapping[str, np.ndarray], moves: str) -> list[ora
         found = [oracle.finished(sums, case, x)]
     if in_groups:
         found = [each.times((group < 4)[:, None]) for each in found]
-    return [_as_given(case, each, axes) for each in found]
+    found = [_as_given(case, each, axes) for each in found]
+    if is_function(case):
+        found.append(found[0].each(lambda each: each.sum(-1)))
+    return found
 
 
 def _as_given(case: Case, result: oracle.Moving, axes: Mapping[str, Any]) -> oracle.Moving:

@@ -7,6 +7,8 @@ changes with each element of one operand, so that no program derives what is to 
 import dataclasses
 from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 ORDER = "vl"
@@ -68,6 +70,9 @@ ACTIVATIONS = {
     "relu": lambda x: x.times(x.value > 0),
     "square": lambda x: x * x,
 }
+
+FUNCTIONS = {None: lambda x: x, "relu": jax.nn.relu, "square": jnp.square}
+"""The same of JAX's arrays."""
 
 
 def of_rows(x: Moving, group: np.ndarray) -> Moving:

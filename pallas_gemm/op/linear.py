@@ -70,6 +70,9 @@ def rounded_sum(terms: list[jax.Array], like: jax.Array) -> Any:
     total = terms[0]
     for term in terms[1:]:
         total = total + term
+    if total.shape != like.shape:
+        # All of them are of operands that several products share.
+        total = jnp.broadcast_to(total, like.shape)
     return total.astype(like.dtype)
 
 

@@ -143,6 +143,19 @@ def test_vmap(batch):
     np.testing.assert_array_equal(jax.vmap(gram, 1)(X), _exact(jnp.swapaxes(X, 0, 1)))
 
 
+def test_what_mapped_matrices_share_changes_all_of_their_results():
+    a, residual, beta = X[:3].astype(jnp.float32), jnp.eye(X.shape[1]), jnp.float32(2)
+
+    def ours(residual, beta):
+        return jax.vmap(lambda each: gram(each, residual=residual, beta=beta))(a)
+
+    result, change = jax.jvp(ours, (residual, beta), (residual, beta))
+    np.testing.assert_array_equal(change, jnp.broadcast_to(4 * residual, result.shape))
+    gradients = jax.vjp(ours, residual, beta)[1](jnp.ones_like(result))
+    np.testing.assert_array_equal(gradients[0], 2 * len(a) * jnp.ones_like(residual))
+    assert gradients[1] == a.shape[0] * a.shape[1]
+
+
 def test_vmap_of_one_factor():
     a = _exact(X)
     result = jax.vmap(symmetric_matmul, (0, None))(a, a[1])
