@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, words
+from pallas_gemm.kernels.plan import KernelPlan
+from pallas_gemm.kernels.ptx.sigmoid import sigmoid
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Constant, Operand, Step
 
@@ -35,19 +37,20 @@ ReadTile = Callable[[int], Any]
 
 
 def finish(
-    problem: Problem, gmem: launch.Inputs, part: Part, sums: Sequence[Any], read: ReadTile
+    plan: KernelPlan, gmem: launch.Inputs, part: Part, sums: Sequence[Any], read: ReadTile
 ) -> list[Any]:
     """Runs the program of an epilogue on some of the sums.
 
     Returns its results, each with a value for each element: those to be reduced are not yet.
 
     Args:
-        problem: The product to compute.
+        plan: The kernel's.
         gmem: The operands in global memory.
         part: Which part of a tile it is.
         sums: Sums, `[rows, columns]`; of a gated result those of the gate, then those of up.
         read: Reads operands that pass through shared memory, in their order.
     """
+    problem = plan.problem
     program = words.program(problem)
     made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
     tiles = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
@@ -66,7 +69,11 @@ def finish(
 
     for number, step in enumerate(program.steps, first + len(program.operands)):
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
-        made[number] = step.primitive.bind(*_alike(step, inputs, shape), **dict(step.params))
+        inputs = _alike(step, inputs, shape)
+        if step.primitive is lax.logistic_p:
+            made[number] = sigmoid(plan, *inputs, part.layout)
+        else:
+            made[number] = step.primitive.bind(*inputs, **dict(step.params))
     return [value(result.value) for result in program.results]
 
 

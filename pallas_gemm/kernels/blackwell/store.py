@@ -46,7 +46,7 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any, load: LoadSums) -> 
         rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
         part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
         own = functools.partial(read, within)
-        parts += epilogue.finish(plan.problem, cta.gmem, part, sums, own)
+        parts += epilogue.finish(plan, cta.gmem, part, sums, own)
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 

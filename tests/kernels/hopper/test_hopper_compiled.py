@@ -344,6 +344,13 @@ def test_ptxas_cannot_know_the_conditions_of_loops_that_a_warp_runs():
     assert len(looked) == 2 * (warp_loop.LOOPS + 1)
 
 
+def test_a_logistic_function_is_no_division():
+    silu = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=jax.nn.silu))
+    ptx = offline.compile_report(build((LATE, silu)), *operands(silu), target="h200").ptx
+    assert "div." not in ptx
+    assert ptx.count("rcp.approx.ftz.f32") == ptx.count("ex2.approx.ftz.f32") > 0
+
+
 def test_tiles_that_are_cut_along_k():
     wide = dataclasses.replace(EARLY, split_k=8, cluster=(2, 1), schedule="online_swizzle:4")
     tall = dataclasses.replace(EARLY, tile=(192, 192), consumers=3, store_columns=32, split_k=3)

@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu import layout_inference
 from pallas_gemm import offline
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper import kernel
-from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.config import LATE_STRIP, HopperConfig
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
@@ -36,7 +36,7 @@ def test_a_consumer_is_lowered_once_and_few_values_are_sorted(
     monkeypatch.setattr(store.plgpu, "inline_mgpu", noted)
     monkeypatch.setattr(layout_inference.ValueSite, "__str__", noted_name)
     offline.exported(run, operand, operand)
-    # A tile is taken apart into strips, and into chunks.
-    assert len(lowered) == 2
+    # A tile is taken apart into strips, each of which has its logistic function, and into chunks.
+    assert len(lowered) == 2 + 128 // LATE_STRIP
     # To name a value JAX prints its operation, and numbers all others: 71 where slices are taken.
     assert len(named) < 40

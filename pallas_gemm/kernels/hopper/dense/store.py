@@ -64,17 +64,21 @@ def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
 def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
-    Returns its chunks.
+    Returns its chunks; what is reduced is stored.
     """
     plan = cta.plan
     height, width = plan.consumer_out_tile
     whole = Chunk(0, height, 0, width)
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else plan.strips(width)
     sums = _sums(plan, total, whole, columns)
-    strips = [
-        _finish_part(cta, at, whole, strip, part, _nothing_to_read)[0]
-        for strip, part in zip(columns, sums, strict=True)
-    ]
+    strips: list[Any] = []
+    rows: reduce.Rows = ()
+    for strip, part in zip(columns, sums, strict=True):
+        values = _finish_part(cta, at, whole, strip, part, _nothing_to_read)
+        place_ = reduce.Part(at, (0, height), (strip.start, strip.stop - strip.start))
+        (value,), rows = reduce.take(cta, place_, values, rows)
+        strips.append(value)
+    reduce.leave_rows(cta, at, rows)
     return taken_apart(plan, _side_by_side(strips), plan.chunks)
 
 
@@ -169,7 +173,7 @@ def _finish_part(
         (at.col + (chunk.col + strip.start), strip.stop - strip.start),
         plgpu.Layout.WGMMA,
     )
-    return epilogue.finish(cta.plan.problem, cta.gmem, part, list(sums), read)
+    return epilogue.finish(cta.plan, cta.gmem, part, list(sums), read)
 
 
 def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Sequence[Any]) -> None:

@@ -1,1 +1,0 @@
-"""Rewriting traced programs of others: their products become ours."""
