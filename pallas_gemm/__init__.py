@@ -19,6 +19,8 @@ except ImportError as error:
 
 from pallas_gemm import checkpoint_policies as checkpoint_policies
 from pallas_gemm._version import __version__ as __version__
+from pallas_gemm.api.accelerate import AccelerateWarning as AccelerateWarning
+from pallas_gemm.api.accelerate import accelerate as accelerate
 from pallas_gemm.api.collective import all_gather_gemm as all_gather_gemm
 from pallas_gemm.api.collective import gemm_reduce_scatter as gemm_reduce_scatter
 from pallas_gemm.api.einsum import einsum as einsum

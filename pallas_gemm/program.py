@@ -38,6 +38,10 @@ CARRIED = frozenset(map(np.dtype, (np.bool_, np.int8, np.uint8)))
 """Types that come as bfloat16 where an operand has a value for each element."""
 
 
+LOGSUMEXP = "logsumexp"
+"""The reduction to the largest value, and the sum of exp of what each value is less than it."""
+
+
 COARSE = 2
 """Bytes of a type to which a result is rounded by more than the error of what follows."""
 APPROXIMATE = frozenset(
@@ -74,13 +78,19 @@ class Result(NamedTuple):
         value: Its number.
         dtype: Its element type.
         kind: Its dimensions.
-        reduction: How the other dimension is reduced: "sum", "max" or "min"; "" for kind "mn".
+        reduction: How the other dimension is reduced: "sum", "max", "min" or "logsumexp"; "" for
+            kind "mn".
     """
 
     value: int
     dtype: np.dtype
     kind: str = "mn"
     reduction: str = ""
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors it is; of "logsumexp" the largest values, and the sums of exp."""
+        return 2 if self.reduction == LOGSUMEXP else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +132,18 @@ class Program:
         return frozenset(step.primitive.name for step in self.steps)
 
     @property
+    def sums_exp(self) -> bool:
+        """Whether a result is a sum of exp."""
+        return any(result.reduction == LOGSUMEXP for result in self.results)
+
+    @property
     def is_coarse(self) -> bool:
         """Whether exp and its like may err by less than rounding to 16 bits.
 
         So they may unless a result of 32 bits depends on one, other than through a rounding.
         """
+        if self.sums_exp:
+            return False
         first = self.sums + len(self.operands)
         reached = [result.value for result in self.results if result.dtype.itemsize > COARSE]
         while reached:
@@ -161,4 +178,5 @@ class Program:
             live = {value for value in live if ends[value] > number}
             live |= ({first + number} & ends.keys()) - of_second
             most = max(most, len(live))
-        return most
+        # Sums of exp are of other values than those that they are taken of.
+        return most + self.sums_exp

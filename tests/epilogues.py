@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.kernels import words
+from pallas_gemm.kernels.ptx.reductions import REDUCTIONS
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.program import Constant, Program
 
@@ -35,7 +36,12 @@ def run(program: Program, sums: Sequence[Any], operands: Sequence[Any]) -> list[
     for result in program.results:
         x = values[result.value]
         axis = {"m": 1, "n": 0}.get(result.kind)
-        found.append(x if axis is None else getattr(jnp, result.reduction)(x, axis))
+        if axis is None:
+            found.append(x)
+            continue
+        reduction = REDUCTIONS[result.reduction]
+        left = tuple(part[None] for part in reduction.along(x, axis))
+        found.append(reduction.joined(left))
     return found
 
 

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pallas_gemm.kernels.hopper", "pallas_gemm.kernels.blackwell"),
     ("pallas_gemm.planning",),
     ("pallas_gemm.op", "pallas_gemm.tuning", "pallas_gemm.proving"),
+    ("pallas_gemm.rewriting",),
     ("pallas_gemm.api", "pallas_gemm.checkpoint_policies"),
     ("pallas_gemm",),
     ("pallas_gemm.flax", "bench"),

@@ -6,36 +6,30 @@ would be if they were asked of it.
 
 import dataclasses
 import math
-import os
-import pathlib
-import sysconfig
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh
 
 from pallas_gemm.api.findings import Copy, Origin
 from pallas_gemm.api.program import Operation, Program, Value
-from pallas_gemm.call import Call, GroupedCall, Signature, signature_of
+from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.op import fused
 from pallas_gemm.op.canonical import Merged, merged
-from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.fused import fused_p
-from pallas_gemm.op.grouped import NO_FORM, form_of, grouped_p
+from pallas_gemm.op.grouped import NO_FORM, grouped_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Problem
+from pallas_gemm.rewriting import lines
+from pallas_gemm.rewriting import products as rewriting
 
-# Here are no lines of the caller's: this package, Python's own library, what is installed.
-_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_EXPLAIN = str(pathlib.Path(__file__).with_name("explain.py"))
 _OURS = (product_p, fused_p, sum_p, projections_p, grouped_p, symmetric_p)
 _OF_JAX = ("dot_general", "ragged_dot_general")
 
@@ -128,7 +122,7 @@ def _common(operation: Operation) -> dict[str, Any]:
     avals = [v.aval for v in operation.equation.invars]
     meshes = tuple(own for x in avals if (own := x.sharding.mesh).size > 1)
     source = operation.equation.source_info
-    origin = Origin(_place(source), operation.gradient)
+    origin = Origin(lines.place(source), operation.gradient)
     return {"meshes": meshes, "origin": origin, "times": operation.times}
 
 
@@ -184,7 +178,7 @@ def _of_function(equation: Any, given: Signature, common: Mapping[str, Any]) -> 
 def _of_jax(operation: Operation) -> Asked:
     """Returns a product of JAX's own as it would be if it were asked of this package."""
     equation = operation.equation
-    common = _common(operation) | {"is_ours": _is_ours(equation.source_info)}
+    common = _common(operation) | {"is_ours": lines.is_ours(equation.source_info)}
     given = signature_of(tuple(v.aval for v in equation.invars))
     own = _grouped(equation, given) if len(given) > 2 else _dense(equation, given)
     dtype = np.dtype(equation.outvars[0].aval.dtype)
@@ -200,35 +194,16 @@ def _of_jax(operation: Operation) -> Asked:
 
 def _dense(equation: Any, given: Signature) -> tuple[Call, Signature]:
     """Returns what a `lax.dot_general` is as a product of matrices."""
-    (left, _), (right, _) = given
-    numbers = normal_dimension_numbers(equation.params["dimension_numbers"])
-    call = Call(equation.outvars[0].aval.dtype, precision=_precision(equation))
-    dims = of_dot_general(len(left), len(right), numbers)
+    call, dims = rewriting.dense_of(equation)
     return merged(call.with_target(known_target()), dims, given)[:2]
 
 
 def _grouped(equation: Any, given: Signature) -> tuple[Call, Signature] | Problem:
     """Returns what a `lax.ragged_dot_general` is; its size if it is no product of matrices."""
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (left, a_dtype), (right, b_dtype), (sizes, _) = given[:3]
-    result = equation.outvars[0].aval
-    if form := form_of(numbers, len(left), len(right)):
-        contracted, transposed = form
-        call = GroupedCall(result.dtype, precision=_precision(equation), contracted=contracted)
-        call = dataclasses.replace(call, transpose_b=transposed)
-        return call.with_target(known_target()), given[:3]
-    (contracting, _), _ = normal_dimension_numbers(numbers.dot_dimension_numbers)
-    k = math.prod(left[i] for i in contracting)
-    rows = math.prod(size for i, size in enumerate(left) if i not in contracting)
-    is_of_k = set(numbers.lhs_ragged_dimensions) <= set(contracting)
-    whole = math.prod(result.shape) // (sizes[-1] if is_of_k else 1)
-    groups = sizes[-1] if numbers.rhs_group_dimensions else 0
-    return Problem(*(rows, whole // max(rows, 1), k), a_dtype, b_dtype, result.dtype, groups=groups)
-
-
-def _precision(equation: Any) -> Any:
-    own = equation.params["precision"]
-    return (lax.Precision.DEFAULT,) * 2 if own is None else own
+    call = rewriting.groups_of(equation)
+    if isinstance(call, Problem):
+        return call
+    return call.with_target(known_target()), given[:3]
 
 
 def _needless(
@@ -259,24 +234,3 @@ def _copies(call: Call, matrices: Merged, given: Signature, times: int) -> Itera
         moved = 2 * np.prod(form.parts) * call.out_dtype.itemsize
         what = f"transpose{form.permutation} of {call.out_dtype}{list(form.parts)}, the result"
         yield Copy(what, int(moved), times)
-
-
-def _files(source: Any) -> Iterator[tuple[str, int]]:
-    """Yields the lines within the explained function that made an equation, innermost first."""
-    for frame in () if source.traceback is None else source.traceback.frames:
-        if frame.file_name == _EXPLAIN:
-            return
-        yield frame.file_name, frame.line_num
-
-
-def _is_ours(source: Any) -> bool:
-    """Whether this package made an equation, for a product that it leaves to XLA."""
-    return any(file.startswith(_PACKAGE) for file, _ in _files(source))
-
-
-def _place(source: Any) -> str | None:
-    """Returns the innermost line of the caller's own program that made an equation."""
-    for file, line in _files(source):
-        if not file.startswith((_PACKAGE, *_LIBRARIES)):
-            return f"{pathlib.Path(file).name}:{line}"
-    return None

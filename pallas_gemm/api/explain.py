@@ -29,6 +29,7 @@ from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.parts import Part, Shared, noted
 from pallas_gemm.planning import dispatch, precision, targeting, xla_time
 from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.rewriting.walk import Found
 
 
 class _Outside(NamedTuple):
@@ -56,10 +57,12 @@ class _Notes:
 
     Attributes:
         outside: In the order of the program.
+        found: The products of functions that `accelerate` rewrote; None if there is no function.
     """
 
     def __init__(self) -> None:
         self.outside: list[_Outside] = []
+        self.found: tuple[Found, ...] | None = None
 
 
 # A context of JAX's own, so that a function that was traced before is traced anew.
@@ -94,7 +97,7 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
             f" {type(f).__name__}: {f!r:.80}"
         )
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def of_arrays(*arrays: Any) -> Any:
         filled = list(leaves)
@@ -107,7 +110,7 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
     with _NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
         found = _explained(program_of(jaxpr.jaxpr), notes.outside)
-    return dataclasses.replace(found, configs=configs)
+    return dataclasses.replace(found, configs=configs, rewritten=notes.found)
 
 
 def _explained(program: Program, outside: list[_Outside]) -> Explanation:
@@ -186,18 +189,26 @@ def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
         notes.outside.append(_Outside(signature_of(factors), out_dtype, why))
 
 
+def note_found(found: tuple[Found, ...]) -> None:
+    """Notes what became of the products of a program that was rewritten."""
+    notes = _NOTES.value
+    if notes is not None:
+        notes.found = (*(notes.found or ()), *found)
+
+
 def is_noting() -> bool:
     """Whether somebody asked for an explanation: of which line asks for what, too."""
     return _NOTES.value is not None
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is an array, or stands for one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def _target_of(leaves: list[Any]) -> Any:
     """Plans for the GPU that the arguments are on, which tracing them would forget."""
-    known = targeting.known_target(*(leaf for leaf in leaves if _is_array(leaf)))
+    known = targeting.known_target(*(leaf for leaf in leaves if is_array(leaf)))
     return contextlib.nullcontext() if known is None else targeting.target(known)
 
 

@@ -11,6 +11,7 @@ from pallas_gemm.planning import tables
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
 from pallas_gemm.problem import Problem
+from pallas_gemm.rewriting.walk import Found
 
 WIDTH = 80
 """Columns of a page."""
@@ -42,6 +43,8 @@ class Explanation(Findings):
         parts = list(_summary(self)) if is_table else []
         parts += [_group_text(group, self) for group in groups if _is_told(group, self)]
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
+        if self.rewritten is not None:
+            parts += [_row("accelerated" * (not i), text, 0) for i, text in enumerate(_fate(self))]
         parts += [_row("before it", str(copy), 0) for copy in _together(self.all_copies)]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self), 0))
@@ -71,6 +74,7 @@ class Explanation(Findings):
             "copies": [dataclasses.asdict(copy) for copy in self.all_copies],
             "passes": [dataclasses.asdict(own) for own in self.passes],
             "by_jax": list(self.by_jax),
+            "rewritten": [dataclasses.asdict(own) for own in self.rewritten or ()],
             "seconds": self.seconds,
             "seconds_by_xla": self.seconds_by_xla,
             "seconds_if_asked": self.seconds_if_asked,
@@ -292,6 +296,20 @@ def _by_jax_text(found: Findings) -> str:
     where = f", at {_places_text(places)}" if places else ""
     verb = "product is" if count == 1 else "products are"
     return f"{count} {verb} not asked of pallas_gemm{where}"
+
+
+def _fate(found: Findings) -> Iterator[str]:
+    """Yields what became of the products that `accelerate` found, equal answers together."""
+    answers: dict[str, list[Found]] = {}
+    for own in found.rewritten or ():
+        answers.setdefault(own.answer, []).append(own)
+    if not answers:
+        yield "there is no product of JAX's own"
+    for answer, each in answers.items():
+        count = sum(own.times for own in each)
+        places = tuple(dict.fromkeys(own.place for own in each if own.place is not None))
+        where = f", at {_places_text(places)}" if places else ""
+        yield f"{count} product{'s' * (count != 1)} {answer}{where}"
 
 
 def _batch_text(problem: Problem) -> str:

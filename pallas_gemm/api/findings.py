@@ -10,6 +10,7 @@ from pallas_gemm.api.passes import Pass
 from pallas_gemm.device import Device
 from pallas_gemm.planning import xla_time
 from pallas_gemm.planning.dispatch import Decision, Plan
+from pallas_gemm.rewriting.walk import Found
 
 UNKNOWN = "an unknown line"
 """Where a product is asked for that no line of the caller's program makes itself."""
@@ -145,6 +146,7 @@ class Findings:
         passes: Over memory, between the products.
         device: The GPU that is planned for; None if there is none.
         nothing: What is said where there is no product.
+        rewritten: What became of the products that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
     """
 
@@ -155,6 +157,7 @@ class Findings:
     passes: tuple[Pass, ...] = ()
     device: Device | None = None
     nothing: str = "no product"
+    rewritten: tuple[Found, ...] | None = None
     configs: bool = False
 
     @property

@@ -14,29 +14,10 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-)
-_CALLS_AGAIN = frozenset(("remat", "remat2", "checkpoint"))
-"""Functions that are called: what they do is done by whoever calls them."""
-_SHARDED = "shard_map"
-_KERNELS = frozenset(("pallas_call", "core_map"))
-"""What they hold is no operation of XLA's."""
+from pallas_gemm.rewriting import kinds
+
 _SAME = frozenset(("reshape", "squeeze", "expand_dims", "name", "copy", "sharding_constraint"))
 """The result is the array itself, in another shape at most."""
-_DOTS = frozenset(("dot_general", "ragged_dot_general"))
-_APART = _DOTS | frozenset(
-    (
-        *("conv_general_dilated", "optimization_barrier"),
-        *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp"),
-        *("cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve", "lu", "eigh"),
-        *("custom_call", "ffi_call", "pure_callback", "io_callback", "rng_bit_generator"),
-        *("all_gather", "all_to_all", "psum", "psum2", "psum_invariant", "ppermute"),
-        *("psum_scatter", "reduce_scatter", "while", "scan", "cond", "remat", "remat2"),
-    )
-)
-"""What XLA makes no part of a pass over memory with others of; nor of what this package computes.
-"""
 
 
 class Value:
@@ -92,12 +73,7 @@ class Operation:
     @property
     def is_apart(self) -> bool:
         """Whether its operands and results are in memory, whatever is before and after it."""
-        return _is_apart(self.equation)
-
-
-def _is_apart(equation: Any) -> bool:
-    name = equation.primitive.name
-    return name in _APART | _KERNELS | _CALLS_AGAIN or name.startswith("pallas_gemm")
+        return kinds.is_apart(self.equation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +150,8 @@ class _Writer:
         self, equation: Any, inputs: tuple[Value, ...], times: int, gradient: bool
     ) -> Sequence[Value]:
         name, inner = equation.primitive.name, list(core.jaxprs_in_params(equation.params))
-        if name in _CALLS | _CALLS_AGAIN | {_SHARDED} and len(inner) == 1:
-            again = name in _CALLS_AGAIN and equation.params.get("differentiated", False)
+        if name in kinds.CALLS | kinds.CALLS_AGAIN | {kinds.SHARDED} and len(inner) == 1:
+            again = name in kinds.CALLS_AGAIN and equation.params.get("differentiated", False)
             if again and equation.params.get("prevent_cse", True):
                 # What was computed before is computed again, and not found.
                 inputs = self._made(equation, inputs, [v.aval for v in inputs], times, gradient)
@@ -183,15 +159,15 @@ class _Writer:
                 return self.write(inner[0], inputs, times, gradient)
         if (same := _same(equation, inputs)) is not None:
             return (same,)
-        if name in _DOTS:
+        if name in kinds.DOTS:
             # XLA reads and writes what is turned around its own products as it is stored.
             inputs = tuple(map(_upright, inputs))
         repeated = times * (equation.params["length"] if name == primitives.scan_p.name else 1)
-        for jaxpr in () if name in _KERNELS else inner:
+        for jaxpr in () if name in kinds.KERNELS else inner:
             own = [Value(var.aval) for var in jaxpr.invars]
             self.left += self.write(jaxpr, own, repeated, gradient)
         avals = [v.aval for v in equation.outvars]
-        key = None if inner or _is_apart(equation) else _key(equation, inputs)
+        key = None if inner or kinds.is_apart(equation) else _key(equation, inputs)
         if key is not None and key in self._known:
             return self._known[key]
         made = self._made(equation, inputs, avals, times, gradient)
@@ -213,7 +189,7 @@ def _same(equation: Any, inputs: tuple[Value, ...]) -> Value | None:
     if equation.primitive.name in _SAME:
         return inputs[0]
     makers = [own.name for value in inputs if (own := value.made_by) is not None]
-    if equation.primitive.name == "transpose" and makers and makers[0] in _DOTS:
+    if equation.primitive.name == "transpose" and makers and makers[0] in kinds.DOTS:
         return inputs[0]
     if equation.primitive.name != "convert_element_type":
         return None

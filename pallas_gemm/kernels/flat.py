@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 
 CALLS = {
@@ -94,7 +95,9 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
             inputs = [read(atom) for atom in equation.invars]
             # A call within the user's line stands on that line.
             source: Any = caller or equation.source_info
-            called: Any = equation.params.get(CALLS.get(equation.primitive.name, ""))
+            called: Any = _positions(equation) or equation.params.get(
+                CALLS.get(equation.primitive.name, "")
+            )
             if called is None:
                 key = _key(equation, inputs)
                 if key is None or key not in made:
@@ -113,6 +116,17 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
     inputs = tuple(map(number, closed.jaxpr.invars))
     outputs = tuple(run(closed.jaxpr, closed.consts, inputs))
     return Flat(types, constants, inputs, tuple(equations), outputs)
+
+
+def _positions(equation: Any) -> core.ClosedJaxpr | None:
+    """Returns positions in an array as those along one dimension, broadcast; None of all else."""
+    shape = equation.params.get("shape", ())
+    if equation.primitive.name != "iota" or len(shape) < 2 or equation.invars:
+        return None
+    own, dtype = equation.params["dimension"], equation.params["dtype"]
+    return jax.make_jaxpr(
+        lambda: lax.broadcast_in_dim(lax.iota(dtype, shape[own]), shape, (own,))
+    )()
 
 
 def _key(equation: Any, inputs: Sequence[Any]) -> Any:

@@ -4,16 +4,14 @@
     program   elementwise work on the sums; their reductions along rows or columns            kernel
     after     what needs a reduction, or what kernels cannot compute                          XLA
 
-Nothing says of an operand along which dimensions of the result it lies; the way it is used does.
-Each axis of each value is a node: an elementwise operation joins the axes of its operands, and the
-axes of the sums have names.
+`axes.py` finds along which dimensions of the result each operand lies.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +19,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels import beside_one, elementwise, flat
-from pallas_gemm.kernels.activations import KERNEL_PRIMITIVES
+from pallas_gemm.kernels import beside_one, elementwise, exponentials, flat
+from pallas_gemm.kernels.axes import ELEMENTWISE, FOREIGN, ONE, REDUCTIONS, Axes, Names
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.program import CARRIED, Constant, Operand, Program, Result, Step
+from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Operand, Program, Result, Step
 
-REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
-"""The reductions that a kernel begins, with their names in `Result.reduction`."""
-ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
+FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Operations after which the same values lie in another shape."""
-ONE, FOREIGN = "1", "?"
-"""The names of an axis of size 1, and of one that is none of the result's."""
-
-
-class Names(NamedTuple):
-    """The names of the result's dimensions, a letter each.
-
-    Attributes:
-        out: All, in the order of the sums.
-        rows: Those that are rows of the matrices that a kernel computes.
-        columns: Those that are its columns.
-    """
-
-    out: str
-    rows: str
-    columns: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +68,10 @@ class Split:
     def finished(self, given: Sequence[Any], computed: Sequence[Any]) -> list[Any]:
         """Computes the function's results of the kernel's, and of the function's operands."""
         values = _Values(self, given)
-        for number, result, x in zip(self.results, self.program.results, computed, strict=True):
-            values.known[number] = self._as_function_has(x, number, result)
+        own = zip(self.results, self.program.results, computed, strict=True)
+        # A sum of exp needs values that come of results before it.
+        for number, result, x in sorted(own, key=lambda each: each[0]):
+            values.known[number] = self._as_function_has(x, number, result, values)
         return [values.get(output) for output in self.flat.outputs]
 
     def _shape(self, letters: str) -> tuple[int, ...]:
@@ -107,10 +89,7 @@ class Split:
         own += (names.rows if "m" in operand.kind else "") + (
             names.columns if "n" in operand.kind else ""
         )
-        x = lax.squeeze(x, [i for i, letter in enumerate(lies) if letter == ONE])
-        lies = lies.replace(ONE, "")
-        places = tuple(own.index(letter) for letter in lies)
-        x = lax.broadcast_in_dim(x, self._shape(own), places)
+        x = self._with_dimensions(x, number, own)
         together = math.prod(self._shape(batch))
         merged = [together] if own.startswith(batch) and together != 1 else []
         merged += [math.prod(self._shape(names.rows))] if "m" in operand.kind else []
@@ -118,20 +97,45 @@ class Split:
         x = x.reshape(merged)
         return x.astype(operand.loaded) if operand.kind == "mn" else x
 
-    def _as_function_has(self, x: Any, number: int, result: Result) -> Any:
+    def _with_dimensions(self, x: Any, number: int, letters: str) -> Any:
+        """Gives a value all of some dimensions."""
+        lies = self.axes[number]
+        x = lax.squeeze(x, [i for i, letter in enumerate(lies) if letter == ONE])
+        places = tuple(letters.index(letter) for letter in lies.replace(ONE, ""))
+        return lax.broadcast_in_dim(x, self._shape(letters), places)
+
+    def _as_function_has(self, x: Any, number: int, result: Result, values: "_Values") -> Any:
         """Gives a result of the kernel the shape that it has in the function."""
         shape = self.flat.types[number].shape
         if not result.reduction:
             return x.reshape(shape)
-        along = getattr(jnp, result.reduction)
         kept = self.names.rows if result.kind == "m" else self.names.columns
         letters = self._batch + kept
-        x = x.reshape(self._shape(letters))
-        equation = next(e for e in self.flat.equations if number in e.outputs)
+        equation = values.made[number]
+        if result.reduction == LOGSUMEXP:
+            x = x.reshape(result.vectors, *self._shape(letters))
+            _, less = _exponent(equation, values.made)
+            x = exponentials.beside(x, self._with_dimensions(values.get(less), less, letters))
+            along = jnp.sum
+        else:
+            x, along = x.reshape(self._shape(letters)), getattr(jnp, result.reduction)
         gone = self.axes[equation.inputs[0]]
         reduced = {gone[axis] for axis in equation.params["axes"]}
         axes = tuple(i for i, letter in enumerate(letters) if letter in reduced)
         return (along(x, axes) if axes else x).reshape(shape)
+
+
+def _exponent(equation: flat.Equation, made: Mapping[int, flat.Equation]) -> tuple[Any, Any]:
+    """Returns z and x of `sum(exp(z - x))`; None twice of all else."""
+    for name in ("reduce_sum", "exp", "sub"):
+        if equation.primitive.name != name:
+            break
+        if name == "sub":
+            return equation.inputs
+        if not isinstance(equation.inputs[0], int) or equation.inputs[0] not in made:
+            break
+        equation = made[equation.inputs[0]]
+    return None, None
 
 
 class _Values:
@@ -142,85 +146,19 @@ class _Values:
         sums = len(function.inputs) - len(given)
         self.known: dict[int, Any] = dict(function.constants)
         self.known |= dict(zip(function.inputs[sums:], given, strict=True))
-        self._made = {number: e for e in function.equations for number in e.outputs}
+        self.made = {number: e for e in function.equations for number in e.outputs}
 
     def get(self, atom: Any) -> Any:
         """Returns a value."""
         if isinstance(atom, core.Literal):
             return atom.val
         if atom not in self.known:
-            equation = self._made[atom]
+            equation = self.made[atom]
             inputs = [self.get(x) for x in equation.inputs]
             outputs = equation.primitive.bind(*inputs, **equation.params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
             self.known |= dict(zip(equation.outputs, outputs, strict=True))
         return self.known[atom]
-
-
-class _Axes:
-    """Which dimension of the result each axis of each value is."""
-
-    def __init__(self, function: flat.Flat, sums: int, names: Names) -> None:
-        self._types = function.types
-        self._above: dict[tuple[int, int], tuple[int, int]] = {}
-        for equation in function.equations:
-            for own, other in _same_axes(equation, function.types):
-                self._above[self._top(own)] = self._top(other)
-        self._letters: dict[tuple[int, int], set[str]] = {}
-        for number in function.inputs[:sums]:
-            for axis, letter in enumerate(names.out):
-                self._letters.setdefault(self._top((number, axis)), set()).add(letter)
-        shape = function.types[function.inputs[0]].shape
-        self.sizes = dict(zip(names.out, shape, strict=True))
-
-    def _top(self, node: tuple[int, int]) -> tuple[int, int]:
-        while node in self._above and self._above[node] != node:
-            node = self._above[node]
-        return node
-
-    def mixed(self) -> bool:
-        """Whether one axis would be two dimensions."""
-        return any(len(found) > 1 for found in self._letters.values())
-
-    def of(self, number: int) -> str:
-        """Returns the name of each axis of a value."""
-        found = ""
-        for axis, size in enumerate(self._types[number].shape):
-            letter = next(iter(self._letters.get(self._top((number, axis)), ())), FOREIGN)
-            found += ONE if size == 1 else letter
-        return found
-
-
-def _same_axes(
-    equation: flat.Equation, types: Mapping[int, Any]
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns the pairs of axes of inputs and outputs that are the same dimension."""
-    if not equation.outputs:
-        return []
-    out = equation.outputs[0]
-    rank, name = len(types[out].shape), equation.primitive.name
-    taken = [x for x in equation.inputs if isinstance(x, int) and types[x].shape]
-    if name in ELEMENTWISE:
-        return [((x, axis), (out, axis)) for x in taken for axis in range(rank)]
-    if not taken:
-        return []
-    first = taken[0]
-    axes = range(len(types[first].shape))
-    if name == "transpose":
-        pairs = [(axis, i) for i, axis in enumerate(equation.params["permutation"])]
-    elif name == "broadcast_in_dim":
-        pairs = list(enumerate(equation.params["broadcast_dimensions"]))
-    elif name in REDUCTIONS:
-        pairs = [(axis, i) for i, axis in enumerate(set(axes) - set(equation.params["axes"]))]
-    elif name in ("reshape", "squeeze"):
-        real = [[i for i, size in enumerate(types[x].shape) if size != 1] for x in (first, out)]
-        pairs = list(zip(*real, strict=False))
-        if [types[first].shape[i] for i in real[0]] != [types[out].shape[i] for i in real[1]]:
-            pairs = []
-    else:
-        pairs = []
-    shapes = types[first].shape, types[out].shape
-    return [((first, i), (out, j)) for i, j in pairs if shapes[0][i] == shapes[1][j]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -233,7 +171,7 @@ def split(function: core.ClosedJaxpr, names: Names, sums: int = 1) -> Split | st
         sums: How many there are.
     """
     whole = flat.flat(function)
-    axes = _Axes(whole, sums, names)
+    axes = Axes(whole, sums, names)
     if axes.mixed():
         return "the function uses one dimension as rows and as columns"
     return _Splitter(whole, axes, names, sums).split()
@@ -245,7 +183,7 @@ class _Splitter:
     A value is *inside* if a kernel can compute it for each element of the result.
     """
 
-    def __init__(self, function: flat.Flat, axes: _Axes, names: Names, sums: int) -> None:
+    def __init__(self, function: flat.Flat, axes: Axes, names: Names, sums: int) -> None:
         self.flat, self.names, self.sizes = function, names, axes.sizes
         self.sums = function.inputs[:sums]
         self.axes = {number: axes.of(number) for number in function.types}
@@ -363,6 +301,10 @@ class _Splitter:
         if (reduced := self._reduction(equation)) is not None:
             wanted[atom] = reduced
             return
+        if (reduced := self._sum_of_exp(equation)) is not None:
+            wanted[atom] = reduced
+            self._want(_exponent(equation, self.made)[1], wanted)
+            return
         is_move = equation.primitive.name in _MOVES
         whole = any(self._is_whole_sum(x) for x in equation.inputs)
         if whole and not is_move and not self.left:
@@ -378,20 +320,32 @@ class _Splitter:
         name = REDUCTIONS.get(equation.primitive.name)
         if name is None or not self._is_whole_sum(equation.inputs[0]):
             return None
+        kind = self._kept(equation)
+        return Result(self.source[equation.inputs[0]], FLOAT32, kind, name) if kind else None
+
+    def _sum_of_exp(self, equation: flat.Equation) -> Result | None:
+        """Returns sum(exp(z - x)) as the kernel begins it, which does not know x of a row yet."""
+        z, x = _exponent(equation, self.made)
+        if not self._is_whole_sum(z) or not isinstance(x, int):
+            return None
+        is_of_rows = not set(self.axes[x]) & {FOREIGN, *self.names.columns}
+        if is_of_rows and self._kept(equation) == "m":
+            return Result(self.source[z], FLOAT32, "m", LOGSUMEXP)
+        return None
+
+    def _kept(self, equation: flat.Equation) -> str:
+        """Returns the dimensions that a reduction leaves, "m" or "n"; "" if kernels have none."""
         (x,) = equation.inputs
-        dtype = np.dtype(self.flat.types[x].dtype)
         gone = {self.axes[x][axis] for axis in equation.params["axes"]} - {ONE}
         rows, columns = (
             {letter for letter in group if self.sizes[letter] != 1}
             for group in (self.names.rows, self.names.columns)
         )
-        if dtype != np.float32 or not self._is_shaped_like_sums(x):
-            return None
+        if self.flat.types[x].dtype != FLOAT32 or not self._is_shaped_like_sums(x):
+            return ""
         if columns and columns <= gone:
-            return Result(self.source[x], dtype, "m", name)
-        if rows and rows <= gone and not columns & gone:
-            return Result(self.source[x], dtype, "n", name)
-        return None
+            return "m"
+        return "n" if rows and rows <= gone and not columns & gone else ""
 
 
 class _Builder:

@@ -239,7 +239,10 @@ def _abstract_kernel(*avals: Any, call: FusedCall, decision: Decision, **_: Any)
     batch = (problem.batch,) if problem.batch > 1 else ()
     shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
     assert call.program is not None
-    results = [(shapes[own.kind], own.dtype) for own in call.program.results]
+    results = [
+        ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], own.dtype)
+        for own in call.program.results
+    ]
     return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
 
 

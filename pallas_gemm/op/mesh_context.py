@@ -13,6 +13,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.call import Call, signature_of
 
+ONE_DEVICES = "it is one device's"
+"""Why several devices do not share a product that each computes for itself."""
+
 
 def device_request(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
     """Returns what makes JAX tell a product's lowering the devices; None where that is no use."""
@@ -39,7 +42,10 @@ def is_partial_sum(x: Any) -> bool:
 
 def _meshes(operands: Sequence[Any]) -> list[AbstractMesh]:
     """Returns the meshes that operands and the context name; some may be empty."""
-    return [*(jax.typeof(x).sharding.mesh for x in operands), jax.sharding.get_abstract_mesh()]
+    types: Any = [
+        x.aval if isinstance(x, core.Var | core.Literal) else jax.typeof(x) for x in operands
+    ]
+    return [*(x.sharding.mesh for x in types), jax.sharding.get_abstract_mesh()]
 
 
 def why_not_shared(*meshes: AbstractMesh) -> str | None:
@@ -47,7 +53,7 @@ def why_not_shared(*meshes: AbstractMesh) -> str | None:
     for mesh in meshes:
         if AxisType.Manual in mesh.axis_types:
             manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
-            return "it is one device's" if manual else "the mesh is manual along some axes only"
+            return ONE_DEVICES if manual else "the mesh is manual along some axes only"
         if not mesh.empty and mesh.abstract_device is None:
             return "the mesh is abstract and names no device"
     if len({tuple(mesh.shape.items()) for mesh in meshes if mesh.size > 1}) > 1:

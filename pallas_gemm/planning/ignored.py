@@ -7,7 +7,7 @@ import jax
 
 from pallas_gemm.call import Options
 
-_NOT_THE_CALLERS = (str(pathlib.Path(jax.__file__).parent), str(pathlib.Path(__file__).parents[1]))
+NOT_THE_CALLERS = (str(pathlib.Path(jax.__file__).parent), str(pathlib.Path(__file__).parents[1]))
 
 
 class IgnoredWarning(UserWarning):
@@ -16,7 +16,7 @@ class IgnoredWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warns of the caller's line, which is outside of this package and of JAX."""
-    warnings.warn(message, IgnoredWarning, skip_file_prefixes=_NOT_THE_CALLERS)
+    warnings.warn(message, IgnoredWarning, skip_file_prefixes=NOT_THE_CALLERS)
 
 
 def warn_of_options(options: Options, why: str) -> None:

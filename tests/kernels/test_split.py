@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_gemm.kernels.split import Names, Split, split
 from tests import epilogues
@@ -37,6 +38,17 @@ def _type(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 def _labelled(s: Any, label: Any) -> Any:
     hit = jnp.arange(s.shape[1])[None] == label[:, None]
     return jnp.sum(jnp.where(hit, s, 0.0), 1), jnp.max(s, 1)
+
+
+def _picked(s: Any, label: Any) -> Any:
+    position = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    return jnp.sum(jnp.where(position == label[:, None], s, 0.0), -1)
+
+
+def _parts_of_logsumexp(s: Any, residual: Any) -> Any:
+    z = s + residual
+    largest = jnp.max(z, -1, keepdims=True)
+    return largest, jnp.sum(jnp.exp(z - largest), -1), z.astype(BF16)
 
 
 def _normalised(s: Any, residual: Any, weight: Any) -> Any:
@@ -82,6 +94,27 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
         "mn",
         "mn float32, sum m",
     ),
+    "positions": (
+        lambda s, v: jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 0) < v, s, 0.0),
+        (_type(N, dtype=jnp.int32),),
+        "n m",
+        "mn float32",
+    ),
+    "log-sum-exp": (lambda s: jax.nn.logsumexp(s * 2, -1), (), "", "logsumexp m, max m"),
+    "log-sum-exp of all, and a label": (
+        lambda s, x: (jax.nn.logsumexp(s), _picked(s, x)),
+        (_type(M, dtype=jnp.int32),),
+        "m n",
+        "logsumexp m, max m, sum m",
+    ),
+    "both parts": (
+        _parts_of_logsumexp,
+        (_type(M, N),),
+        "mn",
+        "max m, logsumexp m, mn bfloat16",
+    ),
+    "exp beside an operand": (lambda s, v: jnp.sum(jnp.exp(s - v), -1), (_type(N),), "n", "sum m"),
+    "along columns": (lambda s: jax.nn.logsumexp(s, 0), (), "", "mn float32, max n"),
     "unused operand": (lambda s, x: s * 2 if x.ndim else s, (_type(M, N),), "", "mn float32"),
     "before": (lambda s, v: s * jnp.sqrt(jnp.cumsum(v)), (_type(N),), "n", "mn float32"),
     "integers": (lambda s: (s > 0, s.astype(jnp.int8)), (), "", "mn float32"),

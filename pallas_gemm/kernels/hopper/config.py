@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig, Joined
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import words
-from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.elementwise import divides
 from pallas_gemm.kernels.hardware import (
     MAX_BARRIERS,
     MAX_REGISTERS,
@@ -18,7 +18,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals, stored_by_tma
-from pallas_gemm.kernels.hopper.registers import Registers, epilogue_arrays, vector_registers
+from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
@@ -164,11 +164,10 @@ class HopperConfig(GemmConfig):
     def _free_registers(self, problem: Problem, columns: int) -> int:
         """Registers that are left where the epilogue is applied to so many columns at once."""
         rows = self.consumer_tile[0]
-        values = rows * columns // WARPGROUP_THREADS
         waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
         size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
-        taken = values * epilogue_arrays(problem) + vector_registers(problem, rows, columns)
-        return self.most_registers - self.sum_registers - size // (4 * WARPGROUP_THREADS) - taken
+        taken = size // (4 * WARPGROUP_THREADS) + epilogue_registers(problem, rows, columns)
+        return self.most_registers - self.sum_registers - taken
 
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.
@@ -184,10 +183,7 @@ class HopperConfig(GemmConfig):
             return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
         # So do the arithmetic by which a tile is found, and even more so what claims one.
         kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
-        names = words.program(problem).primitives
-        if branches(names):
-            return 88 + 28 * kept
-        return 64 + 16 * kept if divides(names) else (56 if kept else 8)
+        return reordered_registers(words.program(problem), kept)
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""

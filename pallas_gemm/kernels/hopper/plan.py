@@ -221,7 +221,7 @@ class HopperPlan(KernelPlan):
 
     @property
     def left_of_tiles(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What tiles leave of results that are reduced: a vector of each tile beside another.
+        """What tiles leave of results that are reduced: vectors of each tile beside another.
 
         Along rows there is one of each consumer's tile; along columns, of each of its warps.
         """
@@ -233,7 +233,7 @@ class HopperPlan(KernelPlan):
             along_rows = result.kind == "m"
             vectors = beside[1] if along_rows else beside[0] * self.warps_reducing
             shape = (vectors, *batch, self.reach[0 if along_rows else 1])
-            found.append(jax.ShapeDtypeStruct(shape, result.dtype))
+            found += [jax.ShapeDtypeStruct(shape, result.dtype)] * result.vectors
         return tuple(found)
 
     @property

@@ -4,7 +4,10 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_gemm.kernels import words
+from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.problem import Problem
+from pallas_gemm.program import Program
 
 ADDRESS = 8
 """Registers for where a vector of scales lies."""
@@ -17,7 +20,13 @@ class Registers(NamedTuple):
     consumer: int
 
 
-def epilogue_arrays(problem: Problem) -> int:
+def epilogue_registers(problem: Problem, rows: int, columns: int) -> int:
+    """How many registers of a thread an epilogue takes for so many rows and columns."""
+    values = rows * columns // WARPGROUP_THREADS
+    return values * _arrays(problem) + _vectors(problem, rows, columns)
+
+
+def _arrays(problem: Problem) -> int:
     """How many registers an epilogue takes for each value at most, but for the sum's own."""
     if problem.epilogue.is_identity:
         return 0
@@ -26,12 +35,28 @@ def epilogue_arrays(problem: Problem) -> int:
     return words.program(dataclasses.replace(problem, epilogue=bare)).live()
 
 
-def vector_registers(problem: Problem, rows: int, columns: int) -> int:
+def _vectors(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
-    One vector of columns is part of what is left for the assembler.
+    One vector of columns is part of what is left for the assembler. Sums of exp of rows count too.
     """
-    kinds = [operand.kind for operand in words.program(problem).operands]
+    program = words.program(problem)
+    kinds = [operand.kind for operand in program.operands]
     of_rows, of_columns = kinds.count("m"), kinds.count("n") - problem.epilogue.bias
     across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns
+    # Of a tile so far, and of its next strip.
+    exponentials = 2 * along * sum(own.vectors for own in program.reductions if own.vectors > 1)
+    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + exponentials
+
+
+def reordered_registers(program: Program, addresses: int) -> int:
+    """How many registers must be left for what the assembler reorders.
+
+    Args:
+        program: The epilogue.
+        addresses: How many kinds of addresses are kept beside it.
+    """
+    if branches(program.primitives):
+        return 88 + 28 * addresses
+    many = program.sums_exp or divides(program.primitives)
+    return 64 + 16 * addresses if many else (56 if addresses else 8)

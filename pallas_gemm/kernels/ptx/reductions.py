@@ -11,30 +11,48 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
+from pallas_gemm.kernels import exponentials
 from pallas_gemm.kernels.hardware import LANES, WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx.operation import REF, Operation
+from pallas_gemm.program import LOGSUMEXP
+
+Vectors = tuple[Any, ...]
+"""What is left of values, for each row or column."""
 
 
 class Reduction(NamedTuple):
     """How values are reduced.
 
     Attributes:
-        along: Reduces an axis.
-        both: Reduces two values.
+        along: Reduces an axis of values; returns what is left of them, one vector or several.
+        both: Reduces what is left of some values, and of others.
+        joined: Reduces the first axis of what is left of several parts; returns an array.
         neutral: The value that changes nothing.
-        of_registers: Reduces two registers.
+        of_registers: Reduces two registers; None where nothing is reduced along columns.
     """
 
-    along: Callable[..., Any]
-    both: Callable[[Any, Any], Any]
+    along: Callable[[Any, int], Vectors]
+    both: Callable[[Vectors, Vectors], Vectors]
+    joined: Callable[[Vectors], Any]
     neutral: float
-    of_registers: Callable[[Any, Any], Any]
+    of_registers: Any = None
+
+
+def _simple(along: Callable[..., Any], both: Callable[[Any, Any], Any], *others: Any) -> Reduction:
+    """Returns a reduction that leaves one vector."""
+    return Reduction(
+        lambda x, axis: (along(x, axis=axis),),
+        lambda one, other: (both(*one, *other),),
+        lambda left: along(*left, axis=0),
+        *others,
+    )
 
 
 REDUCTIONS = {
-    "sum": Reduction(jnp.sum, jnp.add, 0.0, arith.addf),
-    "max": Reduction(jnp.max, jnp.maximum, -math.inf, arith.maximumf),
-    "min": Reduction(jnp.min, jnp.minimum, math.inf, arith.minimumf),
+    "sum": _simple(jnp.sum, jnp.add, 0.0, arith.addf),
+    "max": _simple(jnp.max, jnp.maximum, -math.inf, arith.maximumf),
+    "min": _simple(jnp.min, jnp.minimum, math.inf, arith.minimumf),
+    LOGSUMEXP: Reduction(exponentials.along, exponentials.of_both, exponentials.joined, -math.inf),
 }
 """By the names that `Result.reduction` has for them."""
 
@@ -73,7 +91,8 @@ def store_columns(target: Any, values: Any, name: str) -> None:
 @store_columns.meaning
 def _(target: Any, values: Any, name: str) -> None:
     # The simulator has no warps: one row of the target is for all.
-    target[...] = REDUCTIONS[name].along(values, axis=0)[None]
+    (reduced,) = REDUCTIONS[name].along(values, 0)
+    target[...] = reduced[None]
 
 
 def _shared_out(mine: list[Any], lane: Any, both: Callable[[Any, Any], Any]) -> tuple[Any, Any]:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm import HopperConfig, gemm
+from pallas_gemm import HopperConfig, gemm, offline, target
 from pallas_gemm.planning import implementation
 from tests import covering, races
 
@@ -151,3 +152,92 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for x, y in zip(found, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
+
+
+def _loss(s: Any, label: Any) -> Any:
+    position = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    picked = jnp.sum(jnp.where(position == label[:, None], s, 0.0), -1)
+    return jax.nn.logsumexp(s, -1) - picked, s.astype(BF16)
+
+
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("store_slots", [1, 2])
+def test_log_sum_exp_in_one_pass(
+    pingpong: bool, store_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    racing = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    config = HopperConfig(
+        tile=(64 if pingpong else 128, 64),
+        consumers=2,
+        pingpong=pingpong,
+        late_store=False,
+        stages=2,
+        ctas=2,
+        store_columns=32,
+        store_slots=store_slots,
+    )
+    m, n, k = 136, 168, 144
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((m, k))
+    # Rows whose values are far from 0, and one without a number.
+    a[3] *= 1000
+    a[5] = 0
+    a[7] = np.nan
+    b = rng.standard_normal((n, k))
+    labels = jnp.asarray(rng.integers(0, n, m), jnp.int32)
+    operands = [jnp.asarray(x, BF16) for x in (a, b)]
+    with races.recorded() as raced:
+        found, kept = jax.jit(
+            lambda a, b, x: gemm(
+                *(a, b),
+                transpose_b=True,
+                epilogue=_loss,
+                operands=(x,),
+                implementation="interpret",
+                config=config,
+            )
+        )(*operands, labels)
+        jax.block_until_ready(found)
+        assert not raced()
+    product = np.asarray(operands[0], np.float32) @ np.asarray(operands[1], np.float32).T
+    expected, rounded = _loss(jnp.asarray(product), labels)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-5)
+    np.testing.assert_allclose(
+        np.asarray(kept, F32), np.asarray(rounded, F32), rtol=2**-7, atol=1e-3
+    )
+
+
+def test_infinite_rows_in_the_kernel() -> None:
+    config = HopperConfig(
+        tile=(64, 64), consumers=1, late_store=False, stages=2, ctas=2, store_columns=32
+    )
+    a, b = jnp.ones((64, 64), BF16), jnp.ones((64, 128), BF16)
+    rows = np.zeros((64, 128), np.float32)
+    rows[0], rows[1, 3], rows[2, 70], rows[3, 5] = -np.inf, np.inf, np.nan, -np.inf
+    # A tile without a number but minus infinity, beside one of very small numbers.
+    rows[4, :64], rows[4, 64:] = -np.inf, -2000
+
+    def f(s: Any, x: Any) -> Any:
+        return jax.nn.logsumexp(s + x, -1)
+
+    found = gemm(a, b, epilogue=f, operands=(rows,), implementation="interpret", config=config)
+    np.testing.assert_allclose(found, f(64.0, rows), rtol=1e-6)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("shape", [(8192, 32768, 4096), (4096, 4096, 4096)])
+def test_log_sum_exp_spills_nothing_and_has_no_array_in_memory(keeps: bool, shape: Any) -> None:
+    m, n, k = shape
+    shapes = [jax.ShapeDtypeStruct(x, BF16) for x in ((m, k), (k, n))]
+
+    def f(a: Any, b: Any, label: Any) -> Any:
+        epilogue = _loss if keeps else lambda *x: _loss(*x)[0]
+        return gemm(a, b, epilogue=epilogue, operands=(label,))
+
+    with target("h200"):
+        label = jax.ShapeDtypeStruct((m,), jnp.int32)
+        (report,) = offline.compile_reports(f, *shapes, label, target="h200")
+    assert report.spill_bytes == 0
+    assert not report.serialized
+    assert ("cp.async.bulk.tensor.2d.global.shared" in report.ptx) == keeps

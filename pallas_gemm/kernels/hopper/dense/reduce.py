@@ -7,6 +7,7 @@ XLA reduces what all tiles leave, in a fixed order. A value that changes nothing
 beyond the edges of the result.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ from pallas_gemm.kernels import place, words
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, store_columns
+from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, store_columns
 from pallas_gemm.program import Result
 
-Rows = tuple[Any, ...]
+Rows = tuple[Vectors, ...]
 """What has been reduced along the rows of a tile, for each result; empty before the first strip."""
 
 
@@ -43,8 +44,17 @@ class Part(NamedTuple):
 def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
     """Reduces what all tiles have left, without what lies beyond the edges of the result."""
     sizes = {"m": plan.problem.m, "n": plan.problem.n}
-    pairs = zip(left, plan.problem.reductions, strict=True)
-    return [REDUCTIONS[own.reduction].along(x[..., : sizes[own.kind]], axis=0) for x, own in pairs]
+    found = []
+    for own, vectors in zip(plan.problem.reductions, _of_each(plan, left), strict=True):
+        within = tuple(x[..., : sizes[own.kind]] for x in vectors)
+        found.append(REDUCTIONS[own.reduction].joined(within))
+    return found
+
+
+def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
+    """Returns the arrays that tiles leave of each result that is reduced."""
+    every = iter(left)
+    return [tuple(itertools.islice(every, own.vectors)) for own in plan.problem.reductions]
 
 
 def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[Any], Rows]:
@@ -56,16 +66,17 @@ def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[
     if not plan.problem.reductions:
         return list(values), rows
     whole: list[Any] = []
-    along_rows: list[Any] = []
-    left = iter(cta.left)
+    along_rows: list[Vectors] = []
+    left = iter(_of_each(plan, cta.left))
     for result, x in zip(words.program(plan.problem).results, values, strict=True):
         if result.kind == "mn":
             whole.append(x)
             continue
-        target, masked = next(left), _masked(plan, part, x, result)
+        targets, masked = next(left), _masked(plan, part, x, result)
         if result.kind == "m":
-            along_rows.append(REDUCTIONS[result.reduction].along(masked, axis=1))
+            along_rows.append(REDUCTIONS[result.reduction].along(masked, 1))
         else:
+            (target,) = targets
             _leave_columns(plan, part, target, masked, result)
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
@@ -90,9 +101,9 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
     """Stores what has been reduced along the rows of a consumer's tile."""
     plan = cta.plan
     height, width = plan.consumer_out_tile
-    pairs = zip(cta.left, plan.problem.reductions, strict=True)
-    left = [target for target, own in pairs if own.kind == "m"]
-    for target, x in zip(left, rows, strict=True):
+    pairs = zip(_of_each(plan, cta.left), plan.problem.reductions, strict=True)
+    left = itertools.chain(*(targets for targets, own in pairs if own.kind == "m"))
+    for target, x in zip(left, itertools.chain(*rows), strict=True):
         mine = place.vector(target.at[lax.div(at.col, jnp.int32(width))], at.batch)
         rows_of_tile = mine.at[pl.ds(at.row, height)]
         arrays.write_directly(plan, rows_of_tile, x, plgpu.Layout.WGMMA.reduce(1))

@@ -1,0 +1,97 @@
+"""Which dimension of the result each axis of each value of a function is.
+
+Nothing says so of an operand; the way it is used does. Each axis of each value is a node: an
+elementwise operation joins the axes of its operands, and the axes of the sums have names.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.activations import KERNEL_PRIMITIVES
+
+REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+"""The reductions that a kernel begins, with their names in `Result.reduction`."""
+ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
+ONE, FOREIGN = "1", "?"
+"""The names of an axis of size 1, and of one that is none of the result's."""
+
+
+class Names(NamedTuple):
+    """The names of the result's dimensions, a letter each.
+
+    Attributes:
+        out: All, in the order of the sums.
+        rows: Those that are rows of the matrices that a kernel computes.
+        columns: Those that are its columns.
+    """
+
+    out: str
+    rows: str
+    columns: str
+
+
+class Axes:
+    """Which dimension of the result each axis of each value is."""
+
+    def __init__(self, function: flat.Flat, sums: int, names: Names) -> None:
+        self._types = function.types
+        self._above: dict[tuple[int, int], tuple[int, int]] = {}
+        for equation in function.equations:
+            for own, other in _same_axes(equation, function.types):
+                self._above[self._top(own)] = self._top(other)
+        self._letters: dict[tuple[int, int], set[str]] = {}
+        for number in function.inputs[:sums]:
+            for axis, letter in enumerate(names.out):
+                self._letters.setdefault(self._top((number, axis)), set()).add(letter)
+        shape = function.types[function.inputs[0]].shape
+        self.sizes = dict(zip(names.out, shape, strict=True))
+
+    def _top(self, node: tuple[int, int]) -> tuple[int, int]:
+        while node in self._above and self._above[node] != node:
+            node = self._above[node]
+        return node
+
+    def mixed(self) -> bool:
+        """Whether one axis would be two dimensions."""
+        return any(len(found) > 1 for found in self._letters.values())
+
+    def of(self, number: int) -> str:
+        """Returns the name of each axis of a value."""
+        found = ""
+        for axis, size in enumerate(self._types[number].shape):
+            letter = next(iter(self._letters.get(self._top((number, axis)), ())), FOREIGN)
+            found += ONE if size == 1 else letter
+        return found
+
+
+def _same_axes(
+    equation: flat.Equation, types: Mapping[int, Any]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Returns the pairs of axes of inputs and outputs that are the same dimension."""
+    if not equation.outputs:
+        return []
+    out = equation.outputs[0]
+    rank, name = len(types[out].shape), equation.primitive.name
+    taken = [x for x in equation.inputs if isinstance(x, int) and types[x].shape]
+    if name in ELEMENTWISE:
+        return [((x, axis), (out, axis)) for x in taken for axis in range(rank)]
+    if not taken:
+        return []
+    first = taken[0]
+    axes = range(len(types[first].shape))
+    if name == "transpose":
+        pairs = [(axis, i) for i, axis in enumerate(equation.params["permutation"])]
+    elif name == "broadcast_in_dim":
+        pairs = list(enumerate(equation.params["broadcast_dimensions"]))
+    elif name in REDUCTIONS:
+        pairs = [(axis, i) for i, axis in enumerate(set(axes) - set(equation.params["axes"]))]
+    elif name in ("reshape", "squeeze"):
+        real = [[i for i, size in enumerate(types[x].shape) if size != 1] for x in (first, out)]
+        pairs = list(zip(*real, strict=False))
+        if [types[first].shape[i] for i in real[0]] != [types[out].shape[i] for i in real[1]]:
+            pairs = []
+    else:
+        pairs = []
+    shapes = types[first].shape, types[out].shape
+    return [((first, i), (out, j)) for i, j in pairs if shapes[0][i] == shapes[1][j]]

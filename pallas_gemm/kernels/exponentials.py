@@ -1,0 +1,53 @@
+"""Sums of exp in one pass: the largest value of some, and the sum of exp beside it.
+
+    left of values       largest, sum(exp(x - largest))
+    left of two parts    both sums beside the larger of both, added up
+
+Where the largest value is infinite or no number, 0 is in its place, as in JAX's `logsumexp`.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+Pair = tuple[Any, Any]
+"""The largest values, and the sums of exp beside them."""
+
+
+def along(x: Any, axis: int) -> Pair:
+    """Reduces an axis of values."""
+    largest = jnp.max(x, axis=axis)
+    kept = tuple(i for i in range(x.ndim) if i != axis)
+    beside = lax.broadcast_in_dim(_finite(largest), x.shape, kept)
+    return largest, jnp.sum(jnp.exp(x - beside), axis=axis)
+
+
+def of_both(one: Pair, other: Pair) -> Pair:
+    """Reduces what is left of two parts."""
+    largest = jnp.maximum(one[0], other[0])
+    return largest, _weighted(*one, largest) + _weighted(*other, largest)
+
+
+def joined(left: Pair) -> Any:
+    """Reduces the first axis of what is left of several parts; returns both as one array."""
+    largest = jnp.max(left[0], axis=0)
+    return jnp.stack([largest, jnp.sum(_weighted(*left, largest[None]), axis=0)])
+
+
+def beside(left: Any, x: Any) -> Any:
+    """Returns sums of exp(z - x), of what is left of z."""
+    largest, sums = left
+    return sums * jnp.exp(_finite(largest) - x)
+
+
+def _finite(largest: Any) -> Any:
+    return jnp.where(jnp.abs(largest) < math.inf, largest, jnp.zeros_like(largest))
+
+
+def _weighted(own: Any, sums: Any, largest: Any) -> Any:
+    """Returns sums beside their own largest values as they are beside larger ones."""
+    weights = jnp.exp(_finite(own) - _finite(largest))
+    # Of minus infinity alone the sum is 0, and its weight may be infinite.
+    return jnp.where(sums == 0, sums, sums * weights)

@@ -1,0 +1,1 @@
+"""Rewriting traced programs of others: their products become ours."""

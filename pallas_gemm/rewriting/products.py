@@ -1,0 +1,243 @@
+"""Products of JAX's own as ours: what each would be, and whether a kernel would compute it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import AxisType
+
+from pallas_gemm.call import Call, GroupedCall, Options, Signature, signature_of
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import element_types
+from pallas_gemm.op import grouped as groups
+from pallas_gemm.op import lowering, mesh_context
+from pallas_gemm.op.canonical import merged
+from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
+from pallas_gemm.op.product import product_p
+from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.planning import dispatch
+from pallas_gemm.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How a program is rewritten.
+
+    Attributes:
+        device: The GPU that is planned for.
+        named: It is named, and part of each call; else the program's own GPU is asked for.
+        exact: Nothing may change a bit but the products themselves.
+        only: Parts of the names of lines; only products on these are replaced, None for all.
+        implementation: "interpret" simulates the kernels, for tests.
+    """
+
+    device: Device
+    named: bool = True
+    exact: bool = False
+    only: tuple[str, ...] | None = None
+    implementation: str | None = None
+
+    @property
+    def options(self) -> Options:
+        """How a product is to be computed."""
+        return Options(
+            implementation=self.implementation,
+            target=self.device if self.named else None,
+            reduced=reduction_dtype(),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A `dot_general` that a kernel computes.
+
+    Attributes:
+        call: The product.
+        dims: Its dimensions.
+        factors: The operands.
+        out: Its result.
+        seconds: The predicted time of the kernel.
+    """
+
+    call: Call
+    dims: Contraction
+    factors: tuple[Any, Any]
+    out: Any
+    seconds: float
+
+
+def avals_of(atoms: Any) -> tuple[Any, ...]:
+    """Returns the types of what an equation reads or makes."""
+    return tuple(x.aval for x in atoms)
+
+
+def precision_of(equation: Any) -> Any:
+    """Returns the precision that an equation asks for."""
+    own = equation.params["precision"]
+    return (lax.Precision.DEFAULT,) * 2 if own is None else own
+
+
+def dense_of(equation: Any) -> tuple[Call, Contraction]:
+    """Returns what a `dot_general` is as a call, and its dimensions."""
+    ranks = [len(x.aval.shape) for x in equation.invars]
+    numbers = normal_dimension_numbers(equation.params["dimension_numbers"])
+    call = Call(equation.outvars[0].aval.dtype, precision=precision_of(equation))
+    return call, of_dot_general(*ranks, numbers)
+
+
+def groups_of(equation: Any) -> GroupedCall | Problem:
+    """Returns what a `ragged_dot_general` is as a call; its size if no call is like it."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    given = signature_of(avals_of(equation.invars))
+    (left, a_dtype), (right, b_dtype), (sizes, _) = given[:3]
+    result = equation.outvars[0].aval
+    if form := groups.form_of(numbers, len(left), len(right)):
+        contracted, transposed = form
+        return GroupedCall(
+            result.dtype,
+            transpose_b=transposed,
+            precision=precision_of(equation),
+            contracted=contracted,
+        )
+    (contracting, _), _ = normal_dimension_numbers(numbers.dot_dimension_numbers)
+    k = math.prod(left[i] for i in contracting)
+    rows = math.prod(size for i, size in enumerate(left) if i not in contracting)
+    is_of_k = set(numbers.lhs_ragged_dimensions) <= set(contracting)
+    whole = math.prod(result.shape) // (sizes[-1] if is_of_k else 1)
+    count = sizes[-1] if numbers.rhs_group_dimensions else 0
+    return Problem(*(rows, whole // max(rows, 1), k), a_dtype, b_dtype, result.dtype, groups=count)
+
+
+def text_of(equation: Any) -> str:
+    """Says what an equation multiplies."""
+    types = [f"{x.aval.dtype}{list(x.aval.shape)}" for x in equation.invars[:2]]
+    return f"{' x '.join(types)} -> {equation.outvars[0].aval.dtype}"
+
+
+def _why_left(equation: Any) -> str | None:
+    """Returns why an equation stays JAX's whatever kernels say; None if nothing does."""
+    given = avals_of(equation.invars)
+    result = equation.outvars[0].aval
+    types = {np.dtype(x.dtype) for x in given[:2]}
+    if why := element_types.why_no_kernel(types, np.dtype(result.dtype)):
+        return why
+    if result.weak_type:
+        return "its result is weakly typed"
+    types = (*given, result)
+    if any(map(_is_split_by_type, types)):
+        return "the types of the operands say how a mesh splits them"
+    if any(map(_is_partial, types)):
+        return "the type of an operand says that it is reduced, or unreduced"
+    meshes = [own for x in given if (own := x.sharding.mesh).size > 1]
+    why = mesh_context.why_not_shared(*meshes) if meshes else None
+    return None if why == mesh_context.ONE_DEVICES else why
+
+
+def _is_split_by_type(aval: Any) -> bool:
+    mesh = aval.sharding.mesh
+    return mesh.size > 1 and AxisType.Explicit in mesh.axis_types
+
+
+def _is_partial(aval: Any) -> bool:
+    spec, in_shard_map = aval.sharding.spec, aval.manual_axis_type
+    return bool(spec.reduced or spec.unreduced or in_shard_map.unreduced)
+
+
+def dense(equation: Any, how: How) -> Dense | str:
+    """Returns a `dot_general` as a kernel computes it, or why it stays JAX's."""
+    if why := _why_left(equation):
+        return why
+    call, dims = dense_of(equation)
+    call = dataclasses.replace(call, options=how.options)
+    seconds = seconds_of(call, dims, signature_of(avals_of(equation.invars)), how)
+    if isinstance(seconds, str):
+        return seconds
+    return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds)
+
+
+def seconds_of(call: Call, dims: Contraction, signature: Signature, how: How) -> float | str:
+    """Returns how long a kernel is predicted to take, or why none computes a product."""
+    own, operands, _ = merged(call.with_target(how.device), dims, signature)
+    decision = dispatch.decide(own, operands)
+    return _why(decision) if decision.plan is None else decision.plan.seconds
+
+
+def _why(decision: dispatch.Decision) -> str:
+    """Returns the reason, with that of the kernel for this GPU if it gives one."""
+    telling = [x for _, x in decision.refused if not x[0].startswith(dispatch.OTHER_GPU)]
+    return "; ".join((decision.reason, *(why for each in telling for why in each)))
+
+
+def equation_of(own: Dense, like: Any) -> Any:
+    """Returns the equation of our product, in the place of JAX's."""
+    signature = signature_of(avals_of(own.factors))
+    return like.replace(
+        invars=list(own.factors),
+        outvars=[own.out],
+        primitive=product_p,
+        params={
+            "call": own.call,
+            "contraction": own.dims,
+            "devices": mesh_context.device_request(own.call, own.factors),
+        },
+        effects=lowering.effects(*merged(own.call, own.dims, signature)[:2]),
+    )
+
+
+def grouped(equation: Any, how: How) -> Any:
+    """Returns the equation of our product of groups, or why a `ragged_dot_general` stays JAX's."""
+    if why := _why_left(equation):
+        return why
+    if equation.params["group_offset"] is not None or len(equation.invars) > 3:
+        return "the groups begin at an offset"
+    call = groups_of(equation)
+    if isinstance(call, Problem):
+        return groups.NO_FORM
+    call = dataclasses.replace(call, options=how.options)
+    signature = signature_of(avals_of(equation.invars))
+    decision = dispatch.decide(call.with_target(how.device), signature)
+    if decision.plan is None:
+        return _why(decision)
+    devices = mesh_context.device_request(call, equation.invars)
+    return equation.replace(
+        primitive=groups.grouped_p,
+        params={"call": call, "devices": devices},
+        effects=lowering.effects(call, signature),
+    )
+
+
+def turned(own: Dense, how: How, **stored: Any) -> Dense | None:
+    """Returns a product of an operand as it is stored, or whose result is stored as it is wanted.
+
+    Args:
+        own: The product.
+        how: How it is computed.
+        **stored: `lhs`, `rhs` or `out`: (letters, variable) of it as it is in memory.
+
+    Returns:
+        The product; None if something would still be copied for it.
+    """
+    dims = own.dims.with_letters(**{name: letters for name, (letters, _) in stored.items()})
+    named = {"lhs": own.factors[0], "rhs": own.factors[1], "out": own.out}
+    named |= {name: variable for name, (_, variable) in stored.items()}
+    factors = (named["lhs"], named["rhs"])
+    signature = signature_of(avals_of(factors))
+    form = merged(own.call, dims, signature).form
+    left, right = (form.b, form.a) if form.swapped else (form.a, form.b)
+    free = {"lhs": left.is_free, "rhs": right.is_free, "out": form.permutation is None}
+    if not all(free[name] for name in stored):
+        return None
+    before = merged(own.call, own.dims, signature_of(avals_of(own.factors))).form
+    if _copies(form) > _copies(before):
+        return None
+    seconds = seconds_of(own.call, dims, signature, how)
+    if isinstance(seconds, str) or isinstance(named["out"], core.DropVar):
+        return None
+    return Dense(own.call, dims, factors, named["out"], seconds)
+
+
+def _copies(form: Any) -> int:
+    return (not form.a.is_free) + (not form.b.is_free) + (form.permutation is not None)

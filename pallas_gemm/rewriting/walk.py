@@ -1,0 +1,169 @@
+"""A traced program with our products in it: only the equations that change are others.
+
+What an equation reads and makes, where it stands and what it is called stay as they were, so that
+shardings, donated arrays, effects and the user's lines survive.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from pallas_gemm.rewriting import kinds, lines, products
+from pallas_gemm.rewriting.level import Level, without_dead
+from pallas_gemm.rewriting.products import Dense, How
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A product of JAX's own in a program.
+
+    Attributes:
+        what: What is multiplied.
+        place: The user's line; None if nobody knows.
+        why: Why it is still JAX's; None if a kernel computes it.
+        times: How often it runs.
+    """
+
+    what: str
+    place: str | None
+    why: str | None = None
+    times: int = 1
+
+    @property
+    def answer(self) -> str:
+        """What became of it."""
+        return "by a kernel" if self.why is None else f"left: {self.why}"
+
+
+class Rewritten(NamedTuple):
+    """A function, rewritten.
+
+    Attributes:
+        jaxpr: The function.
+        found: The products in it, and in what it calls.
+    """
+
+    jaxpr: core.Jaxpr
+    found: tuple[Found, ...]
+
+
+class Rewriter:
+    """Rewrites functions, each once however often it is called."""
+
+    def __init__(self, how: How) -> None:
+        self._how = how
+        self._known: dict[int, tuple[Any, Rewritten]] = {}
+
+    def rewritten(self, jaxpr: core.Jaxpr) -> Rewritten:
+        """Returns a function with our products."""
+        known = self._known.get(id(jaxpr))
+        if known is None:
+            # The function is kept beside the answer, so that no other has its number.
+            known = self._known[id(jaxpr)] = (jaxpr, self._rewritten(jaxpr))
+        return known[1]
+
+    def _rewritten(self, jaxpr: core.Jaxpr) -> Rewritten:
+        found: list[Found] = []
+        inside = [self._inside(equation, found) for equation in jaxpr.eqns]
+        equations = self._with_products(Level(inside, jaxpr.outvars), found)
+        if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
+            return Rewritten(jaxpr, tuple(found))
+        old = frozenset().union(*(e.effects for e in jaxpr.eqns))
+        effects = frozenset(jaxpr.effects).union(*(e.effects - old for e in equations))
+        return Rewritten(jaxpr.replace(eqns=equations, effects=effects), tuple(found))
+
+    def _inside(self, equation: Any, found: list[Found]) -> Any:
+        """Returns an equation with what it calls rewritten."""
+        names = kinds.INNER.get(equation.primitive.name, ())
+        params, effects = dict(equation.params), frozenset(equation.effects)
+        if params.get("policy") is not None and not params.get("differentiated", True):
+            # Its policy knows JAX's product, and is asked when it is derived.
+            return equation
+        often = params.get("length", 1) if equation.primitive.name == "scan" else 1
+        is_same = True
+        for name in names:
+            given: Any = params.get(name)
+            each: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+            if not all(isinstance(own, core.Jaxpr) for own in each):
+                return equation
+            new = [self.rewritten(own) for own in each]
+            for own in new:
+                found += [dataclasses.replace(x, times=x.times * often) for x in own.found]
+            is_same = is_same and all(a.jaxpr is b for a, b in zip(new, each, strict=True))
+            # Some of a function's effects end where it is called.
+            effects = effects.union(
+                *(a.jaxpr.effects - b.effects for a, b in zip(new, each, strict=True))
+            )
+            inner = tuple(own.jaxpr for own in new)
+            params[name] = inner if isinstance(given, tuple) else inner[0]
+        return equation if is_same else equation.replace(params=params, effects=effects)
+
+    def _with_products(self, level: Level, found: list[Found]) -> list[Any]:
+        """Returns the equations of a function with our products."""
+        made: dict[int, Any] = {}
+        unread: set[int] = set()
+        for equation in level.equations:
+            if equation.primitive.name not in kinds.DOTS or lines.is_ours(equation.source_info):
+                continue
+            place = lines.place(equation.source_info)
+            if not self._is_meant(place):
+                continue
+            with equation.ctx.manager:
+                new = self._product(equation, level, made, unread)
+            why = new if isinstance(new, str) else None
+            found.append(Found(products.text_of(equation), place, why))
+            if why is None:
+                made[id(equation)] = new
+        every = [own for e in level.equations if (own := made.get(id(e), e)) is not None]
+        return without_dead(every, level.results, unread)
+
+    def _is_meant(self, place: str | None) -> bool:
+        only = self._how.only
+        return only is None or (place is not None and any(name in place for name in only))
+
+    def _product(self, equation: Any, level: Level, made: dict[int, Any], unread: set[int]) -> Any:
+        """Returns the equation of our product, or why it stays JAX's."""
+        if equation.primitive.name == "ragged_dot_general":
+            return products.grouped(equation, self._how)
+        own = products.dense(equation, self._how)
+        if isinstance(own, str):
+            return own
+        for name, x in zip(("lhs", "rhs"), own.factors, strict=True):
+            own = self._of_stored(own, name, level.maker(x), level, made, unread)
+        turn = level.only_reader(own.out)
+        if turn is not None and turn.primitive.name == "transpose":
+            letters = "".join(own.dims.out[i] for i in turn.params["permutation"])
+            new = products.turned(own, self._how, out=(letters, turn.outvars[0]))
+            if new is not None:
+                # The product is its own transposition.
+                own, made[id(turn)] = new, None
+        return products.equation_of(own, equation)
+
+    def _of_stored(
+        self,
+        own: Dense,
+        name: str,
+        turn: Any,
+        level: Level,
+        made: dict[int, Any],
+        unread: set[int],
+    ) -> Dense:
+        """Returns a product without the transposition of an operand, if it can do without."""
+        if turn is None or turn.primitive.name != "transpose" or id(turn) in made:
+            return own
+        (before,) = turn.invars
+        if not level.is_stored(before, but=turn):
+            # What makes it writes it so.
+            return own
+        order, letters = turn.params["permutation"], getattr(own.dims, name)
+        stored = "".join(letters[order.index(i)] for i in range(len(letters)))
+        new = products.turned(own, self._how, **{name: (stored, before)})
+        if new is None:
+            return own
+        unread.add(id(turn))
+        return new
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

@@ -1,0 +1,195 @@
+"""Rewritten programs compute what they computed, bit for bit where their products are exact."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm import accelerate, target
+from tests.reference import integers
+from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
+
+DOTS = ("dot_general", "ragged_dot_general")
+
+
+def operands() -> tuple[Any, Any]:
+    """Returns small integers."""
+    rng = np.random.default_rng(0)
+    return tuple(integers(rng, (N, N), jnp.bfloat16) // 2 for _ in range(2))
+
+
+def names(jaxpr: Any) -> list[str]:
+    """Returns the names of all operations, with those that are called."""
+    own = [equation.primitive.name for equation in jaxpr.eqns]
+    others = [e for e in jaxpr.eqns if not e.primitive.name.startswith("pallas_gemm")]
+    inner = (x for e in others for x in core.jaxprs_in_params(e.params))
+    return own + [name for x in inner for name in names(x)]
+
+
+def derived(f: Any) -> Any:
+    """Returns the function of the gradients."""
+
+    def loss(*args: Any) -> Any:
+        leaves = jax.tree.leaves(f(*args))
+        floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in floats)
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compares bit for bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (x.dtype, x.weak_type) == (y.dtype, y.weak_type)
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def _accelerated(f: Any, *args: Any) -> Any:
+    """Runs a function rewritten for a GPU, without one; checks that the program is legal."""
+    with target("h200"):
+        program = jax.make_jaxpr(accelerate(f))(*args)
+        core.check_jaxpr(program)
+        return program, jax.jit(accelerate(f))(*args)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_the_programs(name: str) -> None:
+    args = operands()
+    program, found = _accelerated(PROGRAMS[name], *args)
+    assert_same(found, jax.jit(PROGRAMS[name])(*args))
+    left = [x for x in names(program) if x in DOTS]
+    assert bool(left) == (name == "kept"), left
+    assert any(x.startswith("pallas_gemm") for x in names(program)) == (name != "kept")
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_REVERSE))
+@pytest.mark.parametrize("outside", [False, True], ids=["of_gradient", "derived"])
+def test_gradients_are_the_programs(name: str, outside: bool) -> None:
+    args, f = operands(), PROGRAMS[name]
+    with target("h200"):
+        own = derived(accelerate(f)) if outside else accelerate(derived(f))
+        program = jax.make_jaxpr(own)(*args)
+        core.check_jaxpr(program)
+        found = jax.jit(own)(*args)
+    assert_same(found, jax.jit(derived(f))(*args))
+    if not outside:
+        assert not [x for x in names(program) if x in DOTS]
+
+
+def test_transpositions_around_a_product_are_read_as_stored() -> None:
+    x, w = operands()
+    with target("h200"):
+        program = jax.make_jaxpr(accelerate(PROGRAMS["transposed"]))(x, w)
+        gradients = jax.make_jaxpr(accelerate(derived(PROGRAMS["plain"])))(x, w)
+    assert "transpose" not in names(program) + names(gradients)
+
+
+def test_a_transposition_that_others_read_stays() -> None:
+    def f(x: Any, w: Any) -> Any:
+        product = x @ w
+        return product.T, product.T @ product
+
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert names(program).count("transpose") == 1
+
+
+def test_what_a_transposition_makes_is_not_read_as_it_was() -> None:
+    # The sum is written transposed at once: as it was it is nowhere.
+    def f(x: Any, w: Any) -> Any:
+        return (x + w).T @ w
+
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert names(program).count("transpose") == 1
+
+
+def test_equal_functions_are_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_gemm.rewriting import products
+
+    count = []
+    dense = products.dense
+    monkeypatch.setattr(products, "dense", lambda *args: (count.append(1), dense(*args))[1])
+    block = jax.jit(lambda x, w: jnp.sign(x @ w))
+
+    def f(x: Any, w: Any) -> Any:
+        for _ in range(4):
+            x = block(x, w)
+        return x
+
+    args = operands()
+    _, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert len(count) == 2
+
+
+def test_only_what_changes_is_another_equation() -> None:
+    def f(x: Any, w: Any) -> Any:
+        with jax.named_scope("within"):
+            y = jnp.sin(x) @ w
+        jax.debug.print("{}", y[0, 0])
+        return jnp.cos(y)
+
+    args = operands()
+    stock = jax.make_jaxpr(f)(*args)
+    with target("h200"):
+        ours = jax.make_jaxpr(accelerate(f))(*args)
+    changed = [
+        (a, b) for a, b in zip(ours.eqns, stock.eqns, strict=True) if a.primitive is not b.primitive
+    ]
+    assert [b.primitive.name for _, b in changed] == ["dot_general"]
+    assert ours.effects == stock.effects
+    for a, b in zip(ours.eqns, stock.eqns, strict=True):
+        assert str(a.source_info.name_stack) == str(b.source_info.name_stack)
+        assert a.effects == b.effects
+
+
+def test_shardings_donated_arguments_and_names_survive() -> None:
+    x, w = operands()
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+
+    def own(x: Any, w: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ w, rows)
+
+    inner = jax.jit(own, donate_argnums=0, out_shardings=rows)
+    with target("h200"):
+        program = jax.make_jaxpr(accelerate(inner))(x, w)
+    (call,) = (e for e in program.eqns if e.primitive.name == "jit")
+    assert call.params["name"] == "own"
+    assert call.params["donated_invars"] == (True, False)
+    assert call.params["out_shardings"] == (rows,)
+    assert names(call.params["jaxpr"]) == ["pallas_gemm", "sharding_constraint"]
+
+
+def test_a_program_of_several_devices_computes_the_same() -> None:
+    x, w = operands()
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    split = jax.device_put(x, rows)
+    with target("h200"):
+        found = jax.jit(accelerate(PROGRAMS["scanned"]))(split, w)
+    assert_same(found, jax.jit(PROGRAMS["scanned"])(split, w))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.int32, jnp.complex64])
+def test_products_that_are_no_kernels_stay(dtype: Any) -> None:
+    with jax.enable_x64(True):
+        args = [jnp.asarray(np.asarray(x, np.float32)).astype(dtype) for x in operands()]
+        program, found = _accelerated(PROGRAMS["plain"], *args)
+        assert names(program) == ["dot_general"]
+        np.testing.assert_array_equal(found, args[0] @ args[1])
+
+
+def test_products_of_this_package_stay_what_they_are() -> None:
+    from pallas_gemm import matmul
+
+    args = operands()
+    program, _ = _accelerated(lambda x, w: matmul(x.astype(jnp.int32), w.astype(jnp.int32)), *args)
+    assert "pallas_gemm" not in names(program)
