@@ -281,7 +281,7 @@ class SymmetricCall(Call):
 class FusedCall(Call):
     """A product whose epilogue is a program.
 
-    The operands are a and b, then those of the program: a value for each element as `[m, n]`, a
+    The operands are the factors, then those of the program: a value for each element as `[m, n]`, a
     vector as `[m]` or `[n]`, a number as `[]`, each with one dimension more if each product of a
     batch has its own.
 
@@ -299,11 +299,11 @@ class FusedCall(Call):
 
     def unpack(self, operands: Sequence[Any]) -> Operands:
         """Gives the factors their names."""
-        return Operands(*operands[:2])
+        return Operands(*operands[: 2 + self.epilogue.gated])
 
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
-        epilogue = Epilogue(program=self.program)
+        epilogue = dataclasses.replace(self.epilogue, program=self.program)
         return dataclasses.replace(super().problem(signature), epilogue=epilogue)
 
 

@@ -164,13 +164,13 @@ def _of_function(equation: Any, given: Signature, common: Mapping[str, Any]) -> 
         call, signature, left = found.call, found.signature, found.split.left
     else:
         is_planned = isinstance(found, fused.Fused)
-        call, signature = merged(call, dims, given[:2])[:2]
+        call, signature = merged(call, dims, given[: 1 + function.sums])[:2]
         left = "no kernel takes it" if is_planned else found
     if not left:
         return Asked(call, signature, **common)
     results = [v.aval for v in equation.outvars]
     moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in results)
-    moved += math.prod(function.types[0].shape) * np.dtype(np.float32).itemsize
+    moved += function.sums * math.prod(function.types[0].shape) * np.dtype(np.float32).itemsize
     copy = Copy(f"the rest of the epilogue by XLA: {left}", moved, common["times"])
     return Asked(call, signature, **common, copies=(copy,))
 

@@ -15,9 +15,21 @@ from pallas_gemm.planning import dispatch
 from pallas_gemm.problem import Epilogue
 
 
+def said(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the other arguments that say what happens to a product.
+
+    Args:
+        words: All of them, by their names: None, or 1, says nothing.
+    """
+
+    def says(x: Any) -> bool:
+        return x is not None and not (isinstance(x, int | float) and x == 1)
+
+    return {name: x for name, x in words.items() if says(x)}
+
+
 def answer(
-    a: Any,
-    b: Any,
+    factors: Sequence[Any],
     epilogue: Any,
     operands: Sequence[Any],
     options: Options,
@@ -25,18 +37,48 @@ def answer(
     compute: Callable[[request.Request], jax.Array],
     **how: Any,
 ) -> Any:
-    """Computes `epilogue(a @ b, *operands)`.
+    """Computes `epilogue(a @ b, *operands)`, or `epilogue(a @ b, a @ up, *operands)`.
 
     Args:
-        a: The left operand.
-        b: The right operand.
+        factors: a and b, and up if there are two right operands.
         epilogue: The function.
-        operands: What it takes beside the float32 product.
+        operands: What it takes beside the float32 sums.
         options: How to compute it.
         words: The other arguments that say what happens to the product, by their names, which are
             none of their defaults.
         compute: Computes a product without an epilogue.
         **how: As for `request.of_gemm`.
+    """
+    given = _checked(epilogue, operands, words)
+
+    def asked_of(*factors: Any) -> request.Request:
+        return request.of_gemm(
+            Operands(*factors), Epilogue(), options, preferred_element_type=np.float32, **how
+        )
+
+    asked = asked_of(*factors)
+    flags = (how.get("transpose_a", False), how.get("transpose_b", False))
+    shape = Result.of(asked.operands.a, asked.operands.b, *flags).whole
+    sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (len(factors) - 1)
+    function, tree = traced(epilogue, sums, given)
+    everything = (*asked.operands.present(), *given)
+    on_mesh = request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
+    if asked.outside is not None or on_mesh:
+        a, *rights = factors
+        products = [compute(asked_of(a, b)) for b in rights]
+        return jax.tree.unflatten(tree, function(*products, *given))
+    dims, own = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
+    if options.names_something:
+        _check(asked, function, (*own, *given), dims)
+    return jax.tree.unflatten(tree, fused.fused(asked.call, dims, function, *own, *given))
+
+
+def _checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:
+    """Checks what a function is given with, and returns its operands as arrays.
+
+    Raises:
+        ValueError: There is no function, or words beside it.
+        TypeError: It is none, or an operand is no array.
     """
     if epilogue is None:
         raise ValueError("operands are what epilogue takes, and there is no epilogue")
@@ -55,36 +97,23 @@ def answer(
             "operands must be a tuple of the arrays that epilogue takes beside the product, got"
             f" {type(operands).__name__}"
         )
-    given = [arguments.array(f"operands[{i}]", x) for i, x in enumerate(operands)]
-    asked = request.of_gemm(
-        Operands(a, b), Epilogue(), options, preferred_element_type=np.float32, **how
-    )
-    flags = (how.get("transpose_a", False), how.get("transpose_b", False))
-    shape = Result.of(asked.operands.a, asked.operands.b, *flags).whole
-    dtype = asked.call.out_dtype
-    function, tree = _traced(epilogue, jax.ShapeDtypeStruct(shape, dtype), given)
-    everything = (*asked.operands.present(), *given)
-    on_mesh = request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
-    if asked.outside is not None or on_mesh:
-        return jax.tree.unflatten(tree, function(compute(asked), *given))
-    dims, factors = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
-    if options.names_something:
-        _check(asked, function, (*factors, *given), dims)
-    return jax.tree.unflatten(tree, fused.fused(asked.call, dims, function, *factors, *given))
+    return [arguments.array(f"operands[{i}]", x) for i, x in enumerate(operands)]
 
 
-def _traced(epilogue: Callable[..., Any], s: Any, given: Sequence[Any]) -> tuple[Function, Any]:
-    """Traces the function.
+def traced(
+    epilogue: Callable[..., Any], sums: Sequence[Any], given: Sequence[Any]
+) -> tuple[Function, Any]:
+    """Traces the function of sums, and of operands; returns it with the tree of its results.
 
     Raises:
         TypeError: It cannot be traced, returns no array, or uses a traced array that is no operand.
     """
     name = getattr(epilogue, "__name__", repr(epilogue))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    types = [*sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)]
     try:
-        closed, out = jax.make_jaxpr(epilogue, return_shape=True)(s, *types)
+        closed, out = jax.make_jaxpr(epilogue, return_shape=True)(*types)
     except Exception as error:
-        shapes = ", ".join(str(x) for x in (s, *types))
+        shapes = ", ".join(map(str, types))
         error.add_note(f"epilogue={name} was called with {shapes}: the product, then operands")
         raise
     captured = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
@@ -98,7 +127,8 @@ def _traced(epilogue: Callable[..., Any], s: Any, given: Sequence[Any]) -> tuple
         raise TypeError(f"epilogue={name} must be a pure function, but it has side effects")
     if not closed.out_avals:
         raise TypeError(f"epilogue={name} must return arrays, it returns nothing")
-    return Function(lambda *x: jax.tree.leaves(epilogue(*x)), closed), jax.tree.structure(out)
+    run = Function(lambda *x: jax.tree.leaves(epilogue(*x)), closed, len(sums))
+    return run, jax.tree.structure(out)
 
 
 def _check(asked: request.Request, function: Function, operands: Any, dims: Any) -> None:

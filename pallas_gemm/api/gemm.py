@@ -129,15 +129,9 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     }
     numbers = {"alpha": alpha, "beta": beta}
     if epilogue is not None or len(operands):
-        words = extras | {
-            "activation": activation,
-            "preferred_element_type": preferred_element_type,
-        }
-        said = {name: x for name, x in words.items() if x is not None}
-        said |= {
-            name: x for name, x in numbers.items() if not (isinstance(x, int | float) and x == 1)
-        }
-        return function.answer(a, b, epilogue, operands, options, said, answer, **how)
+        others = {"activation": activation, "preferred_element_type": preferred_element_type}
+        said = function.said(extras | others | numbers)
+        return function.answer((a, b), epilogue, operands, options, said, answer, **how)
     words = Epilogue(activation=activation, **numbers)  # type: ignore[arg-type]
     asked = request.of_gemm(
         Operands(a, b, **extras),
@@ -205,7 +199,7 @@ def dot_general(
 
 
 @compiled(
-    *("a", "w_gate", "w_up", "gate_bias", "up_bias"),
+    *("a", "w_gate", "w_up", "operands", "gate_bias", "up_bias"),
     *("row_scale", "gate_scale", "up_scale", "residual"),
 )
 def gated_gemm(  # noqa: PLR0913 - each is a keyword
@@ -213,6 +207,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     w_gate: jax.Array,
     w_up: jax.Array,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     activation: Activation = "silu",
     gate_bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
@@ -230,7 +226,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     config: GemmConfig | None = None,
     implementation: str | None = None,
     out_sharding: Any = None,
-) -> jax.Array:
+) -> Any:
     """Computes `activation(a @ w_gate) * (a @ w_up)`, rounded once: SwiGLU and its relatives.
 
     With everything that there is, `activation(gate) * up + beta * residual`, where `gate` is
@@ -238,10 +234,15 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
     >>> y = gated_gemm(x, w, w)  # the matrices of gate and up
 
+    With `epilogue=f` it computes `f(gate_sum, up_sum, *operands)` as `gemm` does.
+
     Args:
         a: The left operand.
         w_gate: The right operand whose product goes through the activation.
         w_up: The other right operand, of the same shape and type.
+        epilogue: A function of both float32 products and of `operands`, instead of the words that
+            follow, as for `gemm`.
+        operands: The arrays that `epilogue` takes after the products.
         activation: As for `gemm`; "silu" is SwiGLU, "gelu" GeGLU.
         gate_bias: One value per column, added to `a @ w_gate`.
         up_bias: The same for `a @ w_up`.
@@ -268,8 +269,33 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `gemm`.
     """
     options = arguments.options(implementation, config, schedule)
-    epilogue = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
-    operands = Operands(
+    if epilogue is not None or len(operands):
+        # The activation that is there where none is given says nothing.
+        own = None if activation == "silu" else activation
+        said = function.said(
+            {
+                "activation": own,
+                "gate_bias": gate_bias,
+                "up_bias": up_bias,
+                "alpha": alpha,
+                "row_scale": row_scale,
+                "gate_scale": gate_scale,
+                "up_scale": up_scale,
+                "residual": residual,
+                "beta": beta,
+                "preferred_element_type": preferred_element_type,
+            }
+        )
+        how = {
+            "transpose_a": transpose_a,
+            "transpose_b": transpose_b,
+            "precision": precision,
+            "out_sharding": out_sharding,
+        }
+        factors = (a, w_gate, arguments.array("w_up", w_up))
+        return function.answer(factors, epilogue, operands, options, said, answer, **how)
+    words = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
+    given = Operands(
         a,
         w_gate,
         arguments.array("w_up", w_up),
@@ -281,8 +307,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         up_bias=up_bias,
     )
     asked = request.of_gemm(
-        operands,
-        epilogue,
+        given,
+        words,
         options,
         transpose_a,
         transpose_b,

@@ -34,16 +34,17 @@ def _batch(
         return _finished_apart(call, contraction, given, mapped), 0
     if mapped.b != mapped.up and given.up is not None:
         # Both right operands have the same dimensions.
-        rights = (_fronted(x, d, size) for x, d in ((given.b, mapped.b), (given.up, mapped.up)))
+        rights = (fronted(x, d, size) for x, d in ((given.b, mapped.b), (given.up, mapped.up)))
         given = given._replace(**dict(zip(("b", "up"), rights, strict=True)))
         mapped = mapped._replace(b=0, up=0)
     letter = contraction.unused()
     extras = {
-        name: _with(getattr(contraction, name), getattr(mapped, name), letter) for name in EXTRAS
+        name: with_dimension(getattr(contraction, name), getattr(mapped, name), letter)
+        for name in EXTRAS
     }
     whole = Contraction(
-        _with(contraction.lhs, mapped.a, letter),
-        _with(contraction.rhs, mapped.b, letter),
+        with_dimension(contraction.lhs, mapped.a, letter),
+        with_dimension(contraction.rhs, mapped.b, letter),
         letter + contraction.out,
         **extras,
         lettered=contraction.lettered,
@@ -51,12 +52,12 @@ def _batch(
     return product(call, whole, *given.present()), 0
 
 
-def _with(letters: str, dim: int | None, letter: str) -> str:
+def with_dimension(letters: str, dim: int | None, letter: str) -> str:
     """Returns the dimensions of an operand with the one that is mapped."""
     return letters if dim is None else letters[:dim] + letter + letters[dim:]
 
 
-def _fronted(x: Any, dim: int | None, size: int) -> Any:
+def fronted(x: Any, dim: int | None, size: int) -> Any:
     """Returns an operand with the mapped dimension in front."""
     if dim is None:
         return jnp.broadcast_to(x, (size, *x.shape))
@@ -73,7 +74,7 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
         return False
     if mapped.a is None:
         return True
-    sizes = dict(zip(_with(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
+    sizes = dict(zip(with_dimension(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
     rows = math.prod(sizes[x] for x in contraction.rows)
     differs = any(
         getattr(mapped, name) is not None and "m" not in DIMENSIONS[name] for name in EXTRAS

@@ -1,6 +1,6 @@
 """A product whose epilogue is a function of the caller's: any function, any number of results.
 
-    s = a @ b                            float32
+    s = a @ b                            float32; of a gated product the sums of gate and of up
     results = function(s, *operands)
 
 `kernels/split.py` says which part of the function a kernel computes. XLA computes the rest, or all
@@ -19,15 +19,17 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import Call, FusedCall, Signature
+from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Signature
 from pallas_gemm.call import signature_of as signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.split import Names, Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.batching import fronted, with_dimension
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
+from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.dispatch import Decision
 
@@ -42,10 +44,12 @@ class Function:
     Attributes:
         run: Computes it, as a list.
         closed: The same, traced.
+        sums: How many sums it takes first.
     """
 
     run: Callable[..., list[Any]]
     closed: core.ClosedJaxpr
+    sums: int = 1
 
     def __call__(self, *args: Any) -> list[Any]:
         """Computes it by XLA."""
@@ -59,17 +63,22 @@ class Function:
 
     @functools.cache  # noqa: B019 - a function lives as long as the program that holds it
     def keeping_sums(self, dtype: Any) -> "Function":
-        """Returns the function with the sums, rounded, as one more result."""
-        return traced(lambda s, *x: [*self(s, *x), s.astype(dtype)], *self.types)
+        """Returns the function with the sums, rounded, as more results."""
+
+        def keeping(*args: Any) -> list[Any]:
+            return [*self(*args), *(s.astype(dtype) for s in args[: self.sums])]
+
+        return traced(keeping, *self.types, sums=self.sums)
 
     @functools.cache  # noqa: B019
     def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
         """Returns the function of as many sums and operands, the operands along these axes."""
+        every = ((0,) * self.sums) + axes
         types = [
             x if axis is None else _with_axis(x, size, axis)
-            for x, axis in zip(self.types, (0, *axes), strict=True)
+            for x, axis in zip(self.types, every, strict=True)
         ]
-        return traced(jax.vmap(self, (0, *axes)), *types)
+        return traced(jax.vmap(self, every), *types, sums=self.sums)
 
     @functools.cache  # noqa: B019
     def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:
@@ -85,16 +94,16 @@ class Function:
         for equation in reversed(whole.equations):
             if needed & set(equation.outputs):
                 needed |= {x for x in equation.inputs if isinstance(x, int)}
-        return whole.inputs[0] in needed
+        return not needed.isdisjoint(whole.inputs[: self.sums])
 
 
-def traced(function: Callable[..., Any], *types: Any) -> Function:
-    """Traces a function of the sums and of operands."""
+def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function:
+    """Traces a function of the sums, so many, and of operands."""
 
     def run(*args: Any) -> list[Any]:
         return jax.tree.leaves(function(*args))
 
-    return Function(run, jax.make_jaxpr(run)(*types))
+    return Function(run, jax.make_jaxpr(run)(*types), sums)
 
 
 def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:
@@ -107,7 +116,7 @@ def fused(
     """Computes a function of a product.
 
     Args:
-        call: The product, with float32 sums and no epilogue.
+        call: The product, with float32 sums and no epilogue but a gate.
         contraction: Its dimensions.
         function: What follows it.
         *operands: The factors, then what the function takes.
@@ -123,7 +132,14 @@ def apart(
     call: Call, contraction: Contraction, function: Function, *operands: jax.Array
 ) -> list[jax.Array]:
     """Computes the product, then the function by XLA."""
-    return function(product(call, contraction, *operands[:2]), *operands[2:])
+    (a, *rights), given = _factors(function, operands)
+    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
+    return function(*(product(plain, contraction, a, b) for b in rights), *given)
+
+
+def _factors(function: Function, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the factors of a product among its operands, and what a function of it takes."""
+    return operands[: 1 + function.sums], operands[1 + function.sums :]
 
 
 class Fused(NamedTuple):
@@ -145,8 +161,9 @@ class Fused(NamedTuple):
 
     def run(self, compute: Callable[..., Any], *operands: jax.Array) -> list[jax.Array]:
         """Computes the results; `compute` is the kernel."""
-        a, b, *given = operands
-        factors = (self.form.a.apply(a), self.form.b.apply(b))
+        sums = self.split.program.sums
+        (a, *rights), given = operands[: 1 + sums], operands[1 + sums :]
+        factors = (self.form.a.apply(a), *map(self.form.b.apply, rights))
         results = compute(*factors, *self.split.prepared(given))
         return self.split.finished(given, results)
 
@@ -156,12 +173,12 @@ def plan(
     call: Call, contraction: Contraction, function: Function, signature: Signature
 ) -> Fused | str:
     """Returns how a kernel computes a function of a product, or why none does."""
-    matrices = merged(call, contraction, signature[:2])
+    matrices = merged(call, contraction, _factors(function, signature)[0])
     in_order = contraction.batch + contraction.rows + contraction.columns == contraction.out
     if matrices.form.swapped or matrices.form.permutation is not None or not in_order:
         return "the dimensions of the result are not batch, rows and columns, in this order"
     names = Names(contraction.out, contraction.rows, contraction.columns)
-    parts = split(function.closed, names)
+    parts = split(function.closed, names, function.sums)
     if isinstance(parts, str):
         return parts
     if not (parts.program.steps or parts.program.reductions):
@@ -183,8 +200,10 @@ def _abstract(
 def _types(
     call: Call, contraction: Contraction, function: Function, avals: tuple[Any, ...]
 ) -> list[Any]:
-    def by_xla(a: Any, b: Any, *operands: Any) -> Any:
-        return function(contraction.by_xla(call, a, b), *operands)
+    def by_xla(*operands: Any) -> Any:
+        (a, *rights), given = _factors(function, operands)
+        plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
+        return function(*(contraction.by_xla(plain, a, b) for b in rights), *given)
 
     return jax.make_jaxpr(by_xla)(*avals).out_avals
 
@@ -255,31 +274,42 @@ def _jvp(
     function: Function,
     **_: Any,
 ) -> Any:
-    a, b, *given = primals
-    da, db, *changes = linear.changes(tangents)
-    terms = []
+    (a, *rights), given = _factors(function, primals)
+    (da, *of_rights), changes = _factors(function, linear.changes(tangents))
+    plain = call.plain(np.float32)
+    of_left: list[Any] = [None] * len(rights)
     if da is not None:
-        terms.append(product(call, contraction, da, b))
-    if db is not None:
-        terms.append(product(call, contraction, a, db))
-    moves = [sum(terms[1:], terms[0]) if terms else None, *changes]
+        dims = [contraction] * len(rights)
+        of_left = projections(plain, dims, da, [(b,) for b in rights])
+    terms = [
+        [term, None if db is None else product(plain, contraction, a, db)]
+        for term, db in zip(of_left, of_rights, strict=True)
+    ]
+    moves = [*map(_sum, terms), *changes]
     moved = tuple(change is not None for change in moves)
     if function.derivative_needs_sums(moved):
         keeping = function.keeping_sums(kept_dtype(a.dtype))
-        *results, kept = fused(call, contraction, keeping, *primals)
-        sums = linear.named(kept)
+        every = fused(call, contraction, keeping, *primals)
+        results, sums = every[: -function.sums], every[-function.sums :]
+        sums = list(map(linear.named, sums))
     else:
         results = fused(call, contraction, function, *primals)
-        sums = jnp.zeros(function.types[0].shape, function.types[0].dtype)
+        sums = [jnp.zeros(x.shape, x.dtype) for x in function.types[: function.sums]]
 
     # What the derivative computes of the sums again is not kept beside them.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def change(sums: Any, own: Any, moves: Any) -> Any:
-        own = (sums.astype(function.types[0].dtype), *own)
+        own = (*(x.astype(function.types[0].dtype) for x in sums), *own)
         return _jvp_of(function, own, moved, moves)[1]
 
     moving = [x for x in moves if x is not None]
     return list(map(linear.named, results)), change(sums, tuple(given), moving)
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    """Adds up the terms that there are; None if there is none."""
+    there = [x for x in terms if x is not None]
+    return sum(there[1:], there[0]) if there else None
 
 
 def _jvp_of(
@@ -319,24 +349,28 @@ def _batch(
 ) -> tuple[list[Any], list[int]]:
     """Maps it: the product has one dimension more, unless only the function's operands do."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    of_a, of_b, *others = dims
-    if (of_a, of_b) == (None, None):
-        sums = product(call, contraction, *operands[:2])
-        results = jax.vmap(function, (None, *others))(sums, *operands[2:])
+    (a, *rights), given = _factors(function, operands)
+    (of_a, *of_rights), others = _factors(function, dims)
+    if of_a is None and set(of_rights) == {None}:
+        plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
+        sums = [product(plain, contraction, a, b) for b in rights]
+        results = jax.vmap(function, (*of_rights, *others))(*sums, *given)
         return results, [0] * len(results)
+    if len(set(of_rights)) > 1:
+        # Both right operands have the same dimensions.
+        pairs = zip(rights, of_rights, strict=True)
+        rights = [fronted(x, dim, size) for x, dim in pairs]
+        of_rights = [0] * len(rights)
     letter = contraction.unused()
     whole = Contraction(
-        _with(contraction.lhs, of_a, letter),
-        _with(contraction.rhs, of_b, letter),
+        with_dimension(contraction.lhs, of_a, letter),
+        with_dimension(contraction.rhs, of_rights[0], letter),
         letter + contraction.out,
         lettered=contraction.lettered,
     )
-    results = fused(call, whole, function.mapped(size, tuple(others)), *operands)
+    mapped = function.mapped(size, tuple(others))
+    results = fused(call, whole, mapped, a, *rights, *given)
     return results, [0] * len(results)
-
-
-def _with(letters: str, dim: int | None, letter: str) -> str:
-    return letters if dim is None else letters[:dim] + letter + letters[dim:]
 
 
 run_as_jax_does(fused_p)

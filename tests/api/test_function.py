@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import HopperConfig, gemm
+from pallas_gemm import HopperConfig, gated_gemm, gemm
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,25 @@ def test_transposed_operands() -> None:
 def test_refusals(arguments: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         gemm(A, B, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"epilogue": lambda x, y: x * y, "activation": "gelu"}, "leave out activation="),
+        ({"epilogue": lambda x, y: x * y, "up_bias": jnp.ones(24)}, "leave out up_bias="),
+        ({"operands": (A,)}, "there is no epilogue"),
+    ],
+)
+def test_refusals_of_gated_products(arguments: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gated_gemm(A, B, B, **arguments)
+
+
+def test_a_function_of_both_sums() -> None:
+    found = gated_gemm(A, B, 2 * B, epilogue=lambda gate, up, x: (gate + x, up), operands=(1.0,))
+    np.testing.assert_array_equal(found[0], np.full((8, 24), 17.0))
+    np.testing.assert_array_equal(found[1], np.full((8, 24), 32.0))
 
 
 def test_an_error_in_the_function_says_what_it_was_called_with() -> None:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import gemm, target
+from pallas_gemm import gated_gemm, gemm, target
 from pallas_gemm.op import fused
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -87,6 +87,52 @@ def test_values_and_derivatives_are_jaxs(case: Any) -> None:
         jax.jvp(jax.grad(loss(f), 1), tuple(operands), tuple(changes))[1] for f in (ours, jaxs)
     ]
     np.testing.assert_allclose(*twice, rtol=2e-4, atol=2e-4)
+
+
+def _swiglu(gate: Any, up: Any, bias: Any) -> Any:
+    z = jax.nn.silu(gate + bias) * up
+    return z, jnp.sum(z * z, -1), up
+
+
+def _gated(a: Any, gate: Any, up: Any, *x: Any) -> Any:
+    return gated_gemm(a, gate, up, epilogue=_swiglu, operands=x)
+
+
+def _gated_by_jax(a: Any, gate: Any, up: Any, *x: Any) -> Any:
+    return _swiglu(jnp.matmul(a, gate), jnp.matmul(a, up), *x)
+
+
+def test_a_function_of_both_sums_of_a_gated_product_and_its_derivatives() -> None:
+    operands = _drawn((M, K), (K, N), (K, N), (N,))
+    changes = tuple(jnp.cos(x) for x in operands)
+    _check(jax.jit(_gated)(*operands), _gated_by_jax(*operands))
+    _check(
+        *(jax.jvp(f, tuple(operands), changes) for f in (_gated, _gated_by_jax)),
+    )
+    for arguments in ((0, 1, 2, 3), (0,), (2,), (3,)):
+        found, expected = (
+            jax.grad(lambda *x, f=f: sum(jnp.sum(jnp.sin(y)) for y in f(*x)), arguments)(*operands)
+            for f in (_gated, _gated_by_jax)
+        )
+        _check(found, expected)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, None, None, None), (None, 0, None, 0), (1, 1, 0, None), (None, None, None, 0)]
+)
+def test_vmap_of_a_function_of_both_sums(axes: tuple[Any, ...]) -> None:
+    shapes = [
+        s if axis is None else (*s[:axis], 3, *s[axis:])
+        for axis, s in zip(axes, ((M, K), (K, N), (K, N), (N,)), strict=True)
+    ]
+    operands = _drawn(*shapes)
+    _check(*(jax.vmap(f, axes)(*operands) for f in (_gated, _gated_by_jax)))
+
+
+def test_the_gradient_of_a_gated_products_left_operand_is_one_sum_of_products() -> None:
+    operands = _drawn((M, K), (K, N), (K, N), (N,))
+    text = str(jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(_gated(*x)[0])))(*operands))
+    assert text.count("pallas_gemm_sum") == 1
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (1, 0, 0), (None, None, 0)])

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm import HopperConfig, gemm, offline, target
+from pallas_gemm import HopperConfig, gated_gemm, gemm, offline, target
 from pallas_gemm.planning import implementation
 from tests import covering, races
 
@@ -241,3 +241,49 @@ def test_log_sum_exp_spills_nothing_and_has_no_array_in_memory(keeps: bool, shap
     assert report.spill_bytes == 0
     assert not report.serialized
     assert ("cp.async.bulk.tensor.2d.global.shared" in report.ptx) == keeps
+
+
+def _of_both(gate: Any, up: Any, residual: Any) -> Any:
+    z = jnp.maximum(gate, 0) * up + residual.astype(F32)
+    return z.astype(BF16), jnp.sum(z, -1), jnp.max(z, -2), up
+
+
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_function_of_both_sums_of_a_gated_product(
+    pingpong: bool, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    racing = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    config = HopperConfig(
+        tile=(64 if pingpong else 128, 128),
+        consumers=2,
+        pingpong=pingpong,
+        late_store=False,
+        stages=2,
+        ctas=2,
+        store_columns=32,
+    )
+    m, n, k = 136, 128, 144
+    rng = np.random.default_rng(0)
+    shapes = ((m, k), (k, n), (k, n), (m, n))
+    a, gate, up, residual = (
+        jnp.asarray(rng.integers(-3, 4, (*batch, *shape)), BF16) for shape in shapes
+    )
+    with races.recorded() as raced:
+        found = jax.jit(
+            lambda a, gate, up, x: gated_gemm(
+                *(a, gate, up),
+                epilogue=_of_both,
+                operands=(x,),
+                implementation="interpret",
+                config=config,
+            )
+        )(a, gate, up, residual)
+        jax.block_until_ready(found)
+        assert not raced()
+    left, of_gate, of_up = (np.asarray(x, np.float32) for x in (a, gate, up))
+    expected = _of_both(jnp.asarray(left @ of_gate), jnp.asarray(left @ of_up), residual)
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
