@@ -16,7 +16,9 @@ from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import joining
 from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.kernels.hopper.along_k.product import CutAlongK
 from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.dense.product import Product
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
@@ -198,10 +200,14 @@ def test_what_no_other_option_bears_on(name, rng):
     [((), ((0, 6), (2, 1), (1, 4), (6, 1))), ((64, 192, 128), ((0, 6), (2, 3), (5, 1), (0, 4)))],
     ids=["one", "pieces"],
 )
-def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng):
+def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng, monkeypatch):
     class OwnSteps(HopperPlan):
         spans = np.array(own_spans)
 
+    class StoredAtOnce(CutAlongK):
+        ending = Product.ending
+
+    monkeypatch.setattr(hopper, "product_of", lambda _: StoredAtOnce)
     problem = Problem(256, 128, 6 * 64, transpose_a=True, pieces=pieces)
     config = dataclasses.replace(SMALL, schedule="raster", ctas=2, late_store=False)
     operands = products.small_integers(problem, rng)

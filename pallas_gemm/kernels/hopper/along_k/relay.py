@@ -50,8 +50,6 @@ class Leg(NamedTuple):
 def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
     """Adds what came before to a piece's sums, and hands them on unless the piece is the last."""
     plan = cta.plan
-    if plan.relay is None:
-        return total
     rows, _ = plan.config.consumer_tile
     number = piece.cut_tile * plan.config.consumers + me
     leg = Leg(
@@ -89,8 +87,6 @@ def store_sums(cta: Cta, leg: Leg, total: Any) -> None:
 
 def where(cta: Cta, piece: work.Piece, at: place.Where) -> place.Where:
     """Where a piece's tile is stored: beyond the end of the result, unless it is the last."""
-    if cta.plan.relay is None:
-        return at
     plan = cta.plan
     beyond = plan.config.grid(plan.problem)[0] * plan.config.tile[0]
     return at._replace(row=at.row + lax.select(piece.is_last, jnp.int32(0), jnp.int32(beyond)))

@@ -15,13 +15,13 @@ What late stores take of the registers, and so which configs may store late, is 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place
+from pallas_gemm.kernels import place, work
 from pallas_gemm.kernels.hopper.config import UNROLLED_STEPS
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import reduce, store
@@ -31,54 +31,75 @@ Stores = list[tuple[int, Callable[[], None]]]
 """What to store in the k loop of a tile: (after which step, how)."""
 
 
-def start(cta: Cta, me: Any) -> store.Tile | None:
-    """What is left to be stored before the first tile: what gives the carry of a walk its type."""
-    plan = cta.plan
-    if not plan.config.late_store:
+class AtOnce(NamedTuple):
+    """What a consumer does with the sums of a tile that it stores at once."""
+
+    cta: Cta
+    me: Any
+
+    def start(self) -> store.Tile | None:
+        """What is left to be stored before the first tile."""
         return None
-    nothing = [
-        plgpu.layout_cast(
-            jnp.zeros((chunk.rows, chunk.cols), plan.problem.out_dtype), plgpu.Layout.WGMMA
-        )
-        for chunk in plan.chunks
-    ]
-    nowhere = plan.coding.piece(jnp.int32(0), jnp.int32(0))
-    return store.Tile(nothing, tile_to_store(cta, nowhere, me))
 
+    def expect(self, at: place.Where) -> None:
+        """Starts to load what the epilogue of the first chunks takes, before the tile is summed."""
+        store.fetch(self.cta, self.me, at, range(self.cta.plan.config.store_slots))
 
-def stores(cta: Cta, me: Any, turn: Any, previous: Any) -> Stores:
-    """What to store in the k loop of a tile."""
-    if not cta.plan.config.late_store:
+    def between(self, turn: Any, previous: store.Tile | None) -> Stores:
+        """What to store in the k loop of a tile."""
+        del turn, previous
         return []
 
-    def store_chunk(chunk: int) -> None:
-        pl.when(turn > 0)(functools.partial(store.store_finished, cta, me, previous, chunk))
+    def take(self, piece: work.Piece, total: Any, at: place.Where) -> store.Tile | None:
+        """Takes the sums of a tile, and returns what is left to be stored."""
+        del piece
+        rows: reduce.Rows = ()
+        for chunk in range(len(self.cta.plan.chunks)):
+            rows = store.store_sums(self.cta, self.me, store.Tile(total, at), chunk, rows)
+        reduce.leave_rows(self.cta, at, rows)
+        return None
 
-    return [
-        (k, functools.partial(store_chunk, chunk)) for chunk, k in enumerate(store_steps(cta.plan))
-    ]
-
-
-def take(cta: Cta, me: Any, total: Any, at: place.Where) -> store.Tile | None:
-    """Takes the sums of a tile, and returns what is left to be stored."""
-    if cta.plan.config.late_store:
-        return store.Tile(store.finish(cta, total, at), at)
-    rows: reduce.Rows = ()
-    for chunk in range(len(cta.plan.chunks)):
-        rows = store.store_sums(cta, me, store.Tile(total, at), chunk, rows)
-    reduce.leave_rows(cta, at, rows)
-    return None
+    def end(self, turns: Any, last: store.Tile | None) -> None:
+        """Stores what is left when the walk is over."""
 
 
-def end(cta: Cta, me: Any, turns: Any, last: store.Tile | None) -> None:
-    """Stores what is left when the walk is over."""
-    if last is None:
-        return
+class Late(AtOnce):
+    """What a consumer does with the sums of a tile that it stores late."""
 
-    @pl.when(turns > 0)
-    def _store_the_last() -> None:
-        for chunk in range(len(cta.plan.chunks)):
-            store.store_finished(cta, me, last, chunk)
+    def start(self) -> store.Tile:
+        """See `AtOnce`: it gives the carry of a walk its type."""
+        plan = self.cta.plan
+        nothing = [
+            plgpu.layout_cast(
+                jnp.zeros((chunk.rows, chunk.cols), plan.problem.out_dtype), plgpu.Layout.WGMMA
+            )
+            for chunk in plan.chunks
+        ]
+        nowhere = plan.coding.piece(jnp.int32(0), jnp.int32(0))
+        return store.Tile(nothing, tile_to_store(self.cta, nowhere, self.me))
+
+    def between(self, turn: Any, previous: Any) -> Stores:
+        """See `AtOnce`."""
+
+        def store_chunk(chunk: int) -> None:
+            run = functools.partial(store.store_finished, self.cta, self.me, previous, chunk)
+            pl.when(turn > 0)(run)
+
+        steps = enumerate(store_steps(self.cta.plan))
+        return [(k, functools.partial(store_chunk, chunk)) for chunk, k in steps]
+
+    def take(self, piece: work.Piece, total: Any, at: place.Where) -> store.Tile:
+        """See `AtOnce`."""
+        del piece
+        return store.Tile(store.finish(self.cta, total, at), at)
+
+    def end(self, turns: Any, last: Any) -> None:
+        """See `AtOnce`."""
+
+        @pl.when(turns > 0)
+        def _store_the_last() -> None:
+            for chunk in range(len(self.cta.plan.chunks)):
+                store.store_finished(self.cta, self.me, last, chunk)
 
 
 def store_steps(plan: HopperPlan) -> list[int]:

@@ -8,7 +8,7 @@ Such a sum is no reference of Pallas's. Every step takes its registers and retur
 WGMMA in flight, and nothing else may touch them before `finished`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,34 +16,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
-from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, wgmma
 
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def start(plan: HopperPlan) -> Any:
-    """The sum before the first step."""
-    zeros = jnp.zeros(plan.config.consumer_tile, plan.problem.accumulator_dtype)
-    return arrays.fenced(plan, arrays.in_registers(plan, zeros, LAYOUT), LAYOUT)
+class Carried(NamedTuple):
+    """A sum that is carried from step to step: see `multiply.Sum`."""
 
+    cta: Cta
+    me: Any
 
-def add(cta: Cta, me: Any, slot: Any, total: Any) -> Any:
-    """Adds the product of a step to a consumer's sum, in a group of WGMMAs left in flight."""
-    plan, a = cta.plan, cta.slots.a.tile
-    rows, _ = plan.config.consumer_tile
-    first = 0 if plan.config.pingpong else me * rows
-    tops = [first + top for top in range(0, rows, WGMMA_ROWS)]
-    if plan.a.k_major:
-        lefts = [a.at[0, slot, pl.ds(top, WGMMA_ROWS)] for top in tops]
-    else:
-        lefts = [a.at[0, slot, top // PANEL] for top in tops]
-    b = cta.slots.b.tile.at[0, slot]
-    return wgmma.add_step(plan, total, b, lefts, k_major=plan.a.k_major)
+    def start(self) -> Any:
+        """The sum before the first step."""
+        plan = self.cta.plan
+        zeros = jnp.zeros(plan.config.consumer_tile, plan.problem.accumulator_dtype)
+        return arrays.fenced(plan, arrays.in_registers(plan, zeros, LAYOUT), LAYOUT)
 
+    def add(self, slot: Any, total: Any) -> Any:
+        """Adds the product of a step to a consumer's sum, in a group of WGMMAs left in flight."""
+        plan, a = self.cta.plan, self.cta.slots.a.tile
+        rows, _ = plan.config.consumer_tile
+        first = 0 if plan.config.pingpong else self.me * rows
+        tops = [first + top for top in range(0, rows, WGMMA_ROWS)]
+        if plan.a.k_major:
+            lefts = [a.at[0, slot, pl.ds(top, WGMMA_ROWS)] for top in tops]
+        else:
+            lefts = [a.at[0, slot, top // PANEL] for top in tops]
+        b = self.cta.slots.b.tile.at[0, slot]
+        return wgmma.add_step(plan, total, b, lefts, k_major=plan.a.k_major)
 
-def finished(plan: HopperPlan, total: Any) -> Any:
-    """The sum, when every WGMMA has ended."""
-    plgpu.wgmma_wait(0)
-    return arrays.fenced(plan, total, LAYOUT)
+    def finished(self, total: Any) -> Any:
+        """The sum, when every WGMMA has ended."""
+        plgpu.wgmma_wait(0)
+        return arrays.fenced(self.cta.plan, total, LAYOUT)

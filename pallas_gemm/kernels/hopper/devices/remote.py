@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, place
-from pallas_gemm.kernels.exchange import ALONE, Exchange, on_device
+from pallas_gemm.kernels.exchange import on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import fences
@@ -42,42 +42,71 @@ class Results(NamedTuple):
     summands: Any = None
 
 
-class Rows(NamedTuple):
-    """Where rows come from and go to; by default, to and from this device alone.
+class Rows:
+    """Where rows come from and go to: to and from this device alone."""
+
+    def to_load(self, row: Any) -> tuple[Any, Any]:
+        """The row of cluster tiles of the operands, and its share, for a piece's row."""
+        return row, None
+
+    def to_store(self, row: Any) -> tuple[Any, Any]:
+        """The row of cluster tiles of the result where it is stored, and its share."""
+        return self.to_load(row)
+
+    def await_rows(self, at: place.Where) -> None:
+        """Waits until the rows of a tile are here."""
+
+    def load(self, a: Any, at: place.Where, copy: Callable[[Any, Any], None]) -> None:
+        """Loads a tile's rows of the left operand by `copy(from what, first row)`."""
+        copy(a, at.row)
+
+    def store(self, out: Any, at: place.Where, copy: Callable[[Any], None]) -> None:
+        """Stores a part of a tile of the result by `copy(to what)`."""
+        del at
+        copy(out)
+
+    def send(self, warp: Any) -> None:
+        """Sends rows, in a warp that loads nothing."""
+
+
+class _Exchanged(Rows):
+    """Rows of several devices.
 
     Attributes:
         exchange: The devices.
         rank: Which of them this one is.
         tiles: Rows of cluster tiles of each share.
-        owners: Where rows of the result are scattered, each share's device, as JAX takes it.
-        transfer: Where rows of the left operand are gathered, what they are sent with.
     """
 
-    exchange: Exchange = ALONE
-    rank: Any = None
-    tiles: int = 0
-    owners: tuple[Any, ...] = ()
-    transfer: send_rows.Transfer | None = None
+    def __init__(self, plan: HopperPlan) -> None:
+        self.exchange, self.rank = plan.exchange, plan.exchange.rank()
+        self.tiles = plan.config.grid(plan.problem)[0] // self.exchange.size
 
     def to_load(self, row: Any) -> tuple[Any, Any]:
-        """The row of cluster tiles of the operands, and its share, for a piece's row."""
-        if self.exchange.size == 1:
-            return row, None
-        row, share = self._split(row)
+        """See `Rows`."""
+        row, share = self.split(row)
         return self.exchange.owner(self.rank, share) * self.tiles + row, share
 
-    def to_store(self, row: Any) -> tuple[Any, Any]:
-        """The row of cluster tiles of the result where it is stored, and its share."""
-        return self._split(row) if self.owners else self.to_load(row)
-
-    def _split(self, row: Any) -> tuple[Any, Any]:
+    def split(self, row: Any) -> tuple[Any, Any]:
+        """The row of cluster tiles among those of its share, and its share."""
         share = lax.div(row, jnp.int32(self.tiles))
         return lax.rem(row, jnp.int32(self.tiles)), share
 
+
+class Gathered(_Exchanged):
+    """The left operand's rows are those of several devices.
+
+    Attributes:
+        transfer: What they are sent with.
+    """
+
+    def __init__(self, plan: HopperPlan, gmem: launch.Inputs, every: Any) -> None:
+        super().__init__(plan)
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((self.exchange.size,)))
+        self.transfer = send_rows.Transfer(gmem.factors[0].a, every, arrived, gmem.sent)
+
     def await_rows(self, at: place.Where) -> None:
-        """Waits until the rows of a tile are here."""
-        if self.transfer is None:
-            return
+        """See `Rows`."""
         own, _, arrived, _ = self.transfer
 
         @pl.when(at.share > 0)
@@ -87,31 +116,44 @@ class Rows(NamedTuple):
             fences.after_arrival()
 
     def load(self, a: Any, at: place.Where, copy: Callable[[Any, Any], None]) -> None:
-        """Loads a tile's rows of the left operand by `copy(from what, first row)`."""
-        if self.transfer is None:
-            copy(a, at.row)
-            return
+        """See `Rows`."""
+        del a
         own, every, _, _ = self.transfer
         row = lax.rem(at.row, jnp.int32(own.shape[0]))
         pl.when(at.share == 0)(lambda: copy(own, row))
         pl.when(at.share > 0)(lambda: copy(every, at.row))
 
+    def send(self, warp: Any) -> None:
+        """See `Rows`."""
+        run = functools.partial(send_rows.send, self.exchange, self.rank, self.transfer)
+        pl.when(warp > 0)(run)
+
+
+class Scattered(_Exchanged):
+    """The result's rows go to several devices.
+
+    Attributes:
+        owners: Each share's device, as JAX takes it.
+    """
+
+    def __init__(self, plan: HopperPlan) -> None:
+        super().__init__(plan)
+        shares = range(self.exchange.size)
+        owners = (self.exchange.owner(self.rank, share) for share in shares)
+        self.owners = tuple(map(self.exchange.device, owners))
+
+    def to_store(self, row: Any) -> tuple[Any, Any]:
+        """See `Rows`."""
+        return self.split(row)
+
     def store(self, out: Any, at: place.Where, copy: Callable[[Any], None]) -> None:
-        """Stores a part of a tile of the result by `copy(to what)`."""
-        if not self.owners:
-            copy(out)
+        """See `Rows`."""
         # A TMA descriptor reaches the memory of one device, so there is a copy for each.
         for share, owner in enumerate(self.owners):
 
             @pl.when(at.share == share)
             def _store_there(owner: Any = owner) -> None:
                 copy(on_device(out, owner).at[self.rank])
-
-    def send(self, warp: Any) -> None:
-        """Sends rows, in a warp that loads nothing."""
-        if self.transfer is not None:
-            run = functools.partial(send_rows.send, self.exchange, self.rank, self.transfer)
-            pl.when(warp > 0)(run)
 
 
 def results(plan: HopperPlan) -> Results:
@@ -135,14 +177,6 @@ def counter(plan: HopperPlan) -> Any:
 
 def rows(plan: HopperPlan, gmem: launch.Inputs, every: Any) -> Rows:
     """Where rows come from and go to, inside of a kernel."""
-    exchange = plan.exchange
-    if exchange.size == 1:
-        return Rows()
-    rank, tiles = exchange.rank(), plan.config.grid(plan.problem)[0] // exchange.size
-    if plan.scatters:
-        shares = range(exchange.size)
-        owners = tuple(exchange.device(exchange.owner(rank, share)) for share in shares)
-        return Rows(exchange, rank, tiles, owners)
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((exchange.size,)))
-    transfer = send_rows.Transfer(gmem.factors[0].a, every, arrived, gmem.sent)
-    return Rows(exchange, rank, tiles, transfer=transfer)
+    if plan.gathers:
+        return Gathered(plan, gmem, every)
+    return Scattered(plan) if plan.scatters else Rows()

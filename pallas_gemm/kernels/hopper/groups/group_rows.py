@@ -56,8 +56,6 @@ def store(box: Any, out: Any, where: Place) -> None:
 def zero_the_rest(cta: Cta, me: Any) -> None:
     """Stores zeros past the last group: all consumers of all CTAs do, a slot at a time."""
     plan = cta.plan
-    if not plan.problem.groups:
-        return
     (rows, cols), (_, height, _, width) = plan.out_shape, plan.chunks[0]
     end = group_walk.last_row(cta)
     across = -(-cols // width)

@@ -33,11 +33,12 @@ def parts(plan: HopperPlan, left: Any) -> Any:
     return jnp.clip(reached, 1, plan.tile_k // WGMMA_DEPTH)
 
 
-def mask(cta: Cta, me: Any, slot: Any, k: Any, within: tuple[Any, Any]) -> None:
-    """Zeroes what is multiplied of step k beyond the elements that count."""
+def mask(cta: Cta, me: Any, within: tuple[Any, Any], slot: Any, k: Any) -> None:
+    """Zeroes what is multiplied of step k beyond the elements that count.
+
+    These are from the first one of `within` to the one before the second.
+    """
     first, end = within
-    if first is None:
-        return
     start = work.aligned(first) + k * cta.plan.tile_k
     rows, last = Rows(first - start, end - start), parts(cta.plan, end - start) - 1
     begins, ends = rows.first > 0, rows.end < (last + 1) * WGMMA_DEPTH

@@ -20,6 +20,7 @@ from pallas_gemm.kernels import work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.dense.multiply import Mask
 from pallas_gemm.kernels.hopper.groups import group_sums
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import wgmma
@@ -29,18 +30,16 @@ class Divided(NamedTuple):
     """The steps of a piece.
 
     Attributes:
-        whole: How many are whole; None for all that there are, if there are no groups.
-        parts: Of how many parts the short one is; 0 without one, None without groups.
+        whole: How many are whole.
+        parts: Of how many parts the short one is; 0 without one.
     """
 
     whole: Any
-    parts: Any = None
+    parts: Any
 
 
 def divided(plan: HopperPlan, piece: work.Piece) -> Divided:
     """Tells the whole steps of a piece from the short one."""
-    if piece.first_k is None:
-        return Divided(piece.steps)
     before = piece.steps - 1
     left = piece.end_k - work.aligned(piece.first_k) - before * plan.tile_k
     parts = group_sums.parts(plan, left)
@@ -50,15 +49,11 @@ def divided(plan: HopperPlan, piece: work.Piece) -> Divided:
     )
 
 
-def add(
-    cta: Cta, me: Any, piece: work.Piece, steps: Divided, done: tuple[Any, Any]
-) -> tuple[Any, Any]:
+def add(cta: Cta, me: Any, steps: Divided, mask: Mask, done: tuple[Any, Any]) -> tuple[Any, Any]:
     """Adds the short step, if there is one, to the sum of the whole ones.
 
     Takes and returns this sum, and the slot of the last step.
     """
-    if steps.parts is None:
-        return done
     total, slot = done
     is_short = steps.parts > 0
     slot = lax.select(is_short & (steps.whole > 0), ring.following(cta.plan, slot), slot)
@@ -66,7 +61,7 @@ def add(
     @pl.when(is_short)
     def _await() -> None:
         plgpu.barrier_wait(cta.barriers.full.at[slot])
-        group_sums.mask(cta, me, slot, steps.whole, (piece.first_k, piece.end_k))
+        mask(slot, steps.whole)
 
     def one_part(part: Any, total: Any) -> Any:
         deep = pl.ds(part * WGMMA_DEPTH, WGMMA_DEPTH)

@@ -1,0 +1,59 @@
+"""Products whose tiles several workers share along k: see `dense/product.py`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_gemm.kernels import place, work
+from pallas_gemm.kernels.hopper.along_k import join, relay
+from pallas_gemm.kernels.hopper.dense import late_store, multiply
+from pallas_gemm.kernels.hopper.dense.product import Product, Span
+from pallas_gemm.kernels.hopper.groups.product import SumsOverGroups
+
+
+class CutAlongK(Product):
+    """A piece takes some of the steps of a tile, and another kernel joins their sums."""
+
+    def span(self, piece: work.Piece, before: int, steps: int) -> Span:
+        """See `Product`."""
+        first, end = piece.first_step, piece.first_step + piece.steps
+        if len(self.plan.piece_steps) == 1:
+            return Span(first, end)
+        return Span(*(jnp.clip(step - before, 0, steps) for step in (first, end)))
+
+    def add_up(
+        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        return multiply.add_up(self.cta, me, steps._replace(count=piece.steps), stores)
+
+    def ending(self, me: Any) -> "HandedOver":
+        """See `Product`."""
+        return HandedOver(self.cta, me)
+
+
+class HandedOver(late_store.AtOnce):
+    """What a consumer does with sums that another kernel finishes."""
+
+    def expect(self, at: place.Where) -> None:
+        """Loads nothing: it takes no operand of the epilogue."""
+
+    def take(self, piece: work.Piece, total: Any, at: place.Where) -> None:
+        """Stores them as they are."""
+        del at
+        join.hand_over(self.cta, self.me, piece, total)
+
+
+class Relayed(SumsOverGroups):
+    """Sums over groups, of which crowded ones are cut along k and handed on."""
+
+    def place(self, piece: work.Piece, me: Any) -> place.Where:
+        """See `Product`."""
+        return relay.where(self.cta, piece, super().place(piece, me))
+
+    def add_up(
+        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        total, slot = super().add_up(me, piece, steps, stores)
+        return relay.run(self.cta, me, piece, total), slot

@@ -1,0 +1,195 @@
+"""The k loop of a tile: what the ring brings is multiplied, with stores in between.
+
+    per k    wait full[s]; WGMMA; wait until only that one is in flight; arrive empty[s-1]; store a
+             chunk of the previous tile, if it is stored late
+
+The sum is kept in an accumulator of Pallas, or carried from step to step in registers
+(`part_panels.py`).
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hopper import ring
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.dense import part_panels
+from pallas_gemm.kernels.hopper.dense.late_store import Stores
+
+Mask = Callable[[Any, Any], None]
+"""`mask(slot, k)`: zeroes what a slot has for step k that must not be multiplied."""
+
+
+class Steps(NamedTuple):
+    """The k loop of one tile.
+
+    Attributes:
+        turn: The number of the tile in its worker's sequence.
+        slot: The slot of its first step; None if the turn says it.
+        count: How many steps it takes; None for all of them.
+        mask: What is done to a slot before it is multiplied, where the contracted elements are
+            those of a group. Then there may be no step; else there is one at least.
+    """
+
+    turn: Any
+    slot: Any = None
+    count: Any = None
+    mask: Mask | None = None
+
+
+class Sum(Protocol):
+    """Where the products of a tile's steps are added up; `total` is what steps hand on of it."""
+
+    def start(self) -> Any:
+        """The sum before the first step."""
+
+    def add(self, slot: Any, total: Any) -> Any:
+        """Issues the WGMMAs of a step, and leaves them in flight."""
+
+    def finished(self, total: Any) -> Any:
+        """The sum in registers, when every WGMMA has ended."""
+
+
+class Accumulator(NamedTuple):
+    """A sum that Pallas keeps."""
+
+    cta: Cta
+    me: Any
+    acc: Any
+
+    def start(self) -> None:
+        """See `Sum`; it begins as zeros."""
+
+    def add(self, slot: Any, total: None) -> None:
+        """See `Sum`."""
+        del total
+        _issue_wgmma(self.cta, self.me, self.acc, slot)
+
+    def finished(self, total: None) -> Any:
+        """See `Sum`; to read it waits for them."""
+        del total
+        return self.acc[...]
+
+
+def add_up(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
+    """Runs the k loop of one tile: part by part where that keeps the error small.
+
+    Returns the sum, and the slot of the last step, as `_multiply` does.
+    """
+    plan = cta.plan
+    total, slot, parts = None, None, plan.config.partial_sums
+    for part in range(parts):
+        own = steps
+        if parts > 1:
+            count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
+            first, end = (lax.div(count * i, jnp.int32(parts)) for i in (part, part + 1))
+            own = own._replace(count=end - first)
+        if part:
+            own, stores = own._replace(slot=ring.following(plan, slot)), []
+        summand, slot = _multiplied(cta, me, own, stores)
+        total = summand if total is None else total + summand
+    return total, slot
+
+
+def _multiplied(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
+    plan = cta.plan
+    if plan.b.paneled:
+        return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me))
+    accumulator = plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype)
+    return pl.run_scoped(
+        lambda acc: _multiply(cta, me, steps, stores, Accumulator(cta, me, acc)), accumulator
+    )
+
+
+def _multiply(cta: Cta, me: Any, steps: Steps, stores: Stores, own: Sum) -> tuple[Any, Any]:
+    """Runs the k loop of one tile, or a part of it, with stores in between.
+
+    Returns the sum, and the slot of the last step unless it is found by dividing.
+    """
+    plan, barriers, turn = cta.plan, cta.barriers, steps.turn
+
+    def issue(slot: Any, k: Any, total: Any) -> Any:
+        plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
+        if steps.mask:
+            steps.mask(slot, k)
+        return own.add(slot, total)
+
+    def release(slot: Any) -> None:
+        plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
+
+    def if_any(do: Callable[[], Any]) -> Any:
+        return pl.when(steps.count > 0)(do) if steps.mask else do()
+
+    def advance(k: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+        kept, total = done
+        before, slot = ring.step(plan, turn, k, kept)
+        total = issue(slot, k, total)
+        plgpu.wgmma_wait(plan.wgmmas_per_step)
+        release(before)
+        return ring.keep(plan, slot), total
+
+    if plan.config.pingpong:
+        plgpu.barrier_wait(barriers.baton.at[me])
+    slot = ring.first_slot(plan, turn, steps.slot)
+    total = own.start()
+    total = if_any(lambda: issue(slot, 0, total))
+    done, issued = _store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
+    end = plan.k_steps if steps.count is None else steps.count
+    kept, total = lax.fori_loop(issued, end, advance, done)
+    if plan.config.pingpong:
+        plgpu.barrier_arrive(barriers.baton.at[1 - me])
+    total = own.finished(total)
+    if_any(lambda: release(ring.last_slot(plan, turn, kept)))
+    return total, kept
+
+
+def _store_between(
+    stores: Stores, count: Any, advance: Callable[[Any, Any], Any], done: Any
+) -> tuple[Any, int]:
+    """Advances from the second step on, and stores each chunk after the step that it says.
+
+    Returns what was done, and how many steps have been issued, of all or of `count`.
+    """
+    issued = 1
+    for k, store_chunk in stores:
+        if count is not None and k >= issued:
+            done = lax.fori_loop(issued, lax.min(k + 1, count), advance, done)
+        elif k == issued:
+            done = advance(jnp.int32(k), done)
+        elif k > issued:
+            done = lax.fori_loop(issued, k + 1, advance, done)
+        store_chunk()
+        issued = max(issued, k + 1)
+    return done, issued
+
+
+def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
+    plan = cta.plan
+    rows, cols = plan.config.consumer_tile
+    shared = not plan.config.pingpong
+    my_row = me * rows if shared and plan.config.split_rows else 0
+    my_col = me * cols if shared and not plan.config.split_rows else 0
+    # Stored [k, m], the left operand lies in panels of 64 rows, and a gated result has a right
+    # operand in two parts: one WGMMA for each pair of them, on its own part of the accumulator.
+    panels = rows // WGMMA_ROWS if plan.a.paneled else 1
+    height, width = rows // panels, cols // plan.b.parts
+    for panel, part in itertools.product(range(panels), range(plan.b.parts)):
+        a, b, mine = cta.slots.a.tile, cta.slots.b.tile, pl.ds(my_col, width)
+        if plan.b.k_major:
+            b = b.at[part, slot, mine].transpose((1, 0))
+        else:
+            b = b.at[part, slot, :, mine]
+        if plan.a.k_major:
+            a = a.at[0, slot, pl.ds(my_row, rows)]
+        else:
+            a = a.at[0, slot, my_row // WGMMA_ROWS + panel].transpose((1, 0))
+        if plan.wgmmas_per_step == 1:
+            plgpu.wgmma(acc, a, b)
+        else:
+            plgpu.wgmma(acc.at[pl.ds(panel * height, height), pl.ds(part * width, width)], a, b)

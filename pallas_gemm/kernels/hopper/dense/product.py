@@ -1,0 +1,94 @@
+"""The plain product: what the roles of a kernel do that is different for other kinds of products.
+
+    kind                        what is different
+    plain                       each piece of work is a tile, and takes all steps of k
+    rows in groups              a warp finds the pieces; zeros past the last group (`groups/`)
+    sums over groups            the same; only elements of the group are summed up (`groups/`)
+    sums over crowded groups    besides, the sum is handed on from worker to worker (`along_k/`)
+    cut along k                 a piece takes some steps, and leaves its sum (`along_k/`)
+
+A kernel is built for one of them: `kernel.py` chooses, and its roles do not ask.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_gemm.kernels import launch, place, tiles, work
+from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
+from pallas_gemm.kernels.hopper.dense import claims, late_store, load, multiply
+
+
+class Span(NamedTuple):
+    """Steps of k of one array."""
+
+    first: Any
+    end: Any
+
+
+class Product:
+    """What the producer and the consumers of a CTA do.
+
+    Attributes:
+        cta: What they share.
+        plan: What runs.
+    """
+
+    def __init__(self, cta: Cta) -> None:
+        self.cta, self.plan = cta, cta.plan
+
+    @property
+    def all_warps_walk(self) -> bool:
+        """Whether all warps of the producer's warpgroup walk along with the one that loads."""
+        return self.plan.claims_tiles
+
+    def walk(self, *, producing: bool) -> tiles.Walk:
+        """Where the tiles of this CTA's worker come from: dealt, or claimed from a counter."""
+        plan, order = self.plan, self.cta.gmem.order
+        worker = lax.axis_index(launch.WORKER)
+        if not plan.claims_tiles:
+            return tiles.share(
+                plan.schedule, order, worker, plan.workers, plan.coding, plan.cut
+            ).walk
+        claimant = None
+        if producing:
+            rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
+            claimant = (rank == 0).astype(jnp.int32)
+        return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
+
+    def assist(self, warp: Any) -> None:
+        """What the producer's other warps do: they may send rows to other devices."""
+        self.cta.rows.send(warp)
+
+    def span(self, piece: work.Piece, before: int, steps: int) -> Span:
+        """Which steps a piece takes of an array with so many, after those `before` it."""
+        del piece, before
+        return Span(0, steps)
+
+    def load(
+        self, piece: work.Piece, factors: launch.Factors, at: place.Where, target: load.Target
+    ) -> None:
+        """Starts the loads of one step of a piece."""
+        del piece
+        load.step(self.cta, factors, at, target)
+
+    def place(self, piece: work.Piece, me: Any) -> place.Where:
+        """Where a consumer's part of a piece's tile is stored."""
+        return tile_to_store(self.cta, piece, me)
+
+    def add_up(
+        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """Runs the k loop of a piece; returns a consumer's sum, and the slot of the last step."""
+        del piece
+        return multiply.add_up(self.cta, me, steps, stores)
+
+    def ending(self, me: Any) -> late_store.AtOnce:
+        """What a consumer does with its sums."""
+        when = late_store.Late if self.plan.config.late_store else late_store.AtOnce
+        return when(self.cta, me)
+
+    def end(self, me: Any) -> None:
+        """What a consumer does when all tiles are stored."""

@@ -1,0 +1,83 @@
+"""Products of groups whose sizes the running program has: see `dense/product.py`."""
+
+import functools
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+from pallas_gemm.kernels import launch, place, tiles, work
+from pallas_gemm.kernels.hardware import WGMMA_DEPTH
+from pallas_gemm.kernels.hopper.dense import late_store, load, multiply
+from pallas_gemm.kernels.hopper.dense.product import Product, Span
+from pallas_gemm.kernels.hopper.groups import (
+    group_rows,
+    group_sums,
+    group_walk,
+    short_step,
+    sum_walk,
+    told,
+)
+
+
+class RowsInGroups(Product):
+    """Each group of rows has a matrix of its own."""
+
+    @property
+    def all_warps_walk(self) -> bool:
+        """See `Product`."""
+        return False
+
+    def walk(self, *, producing: bool) -> tiles.Walk:
+        """See `Product`."""
+        return group_walk.share(self.cta, producing=producing).walk
+
+    def assist(self, warp: Any) -> None:
+        """See `Product`: one of them finds the pieces."""
+        pl.when(warp == told.GUIDE)(functools.partial(group_walk.guide, self.cta))
+
+    def end(self, me: Any) -> None:
+        """See `Product`."""
+        group_rows.zero_the_rest(self.cta, me)
+
+
+class SumsOverGroups(Product):
+    """What is contracted lies in groups, and each has a matrix of the result."""
+
+    @property
+    def all_warps_walk(self) -> bool:
+        """See `Product`."""
+        return False
+
+    def walk(self, *, producing: bool) -> tiles.Walk:
+        """See `Product`."""
+        return functools.partial(sum_walk.walk, self.cta, producing)
+
+    def assist(self, warp: Any) -> None:
+        """See `Product`: one of them finds the pieces."""
+        pl.when(warp == told.GUIDE)(functools.partial(sum_walk.guide, self.cta))
+
+    def span(self, piece: work.Piece, before: int, steps: int) -> Span:
+        """See `Product`; there is one array."""
+        del before, steps
+        return Span(piece.first_step, piece.first_step + piece.steps)
+
+    def load(
+        self, piece: work.Piece, factors: launch.Factors, at: place.Where, target: load.Target
+    ) -> None:
+        """See `Product`: the last step of a group is no deeper than the group."""
+        k_start = work.aligned(piece.first_k) + target.k_start
+        deep = group_sums.parts(self.plan, piece.end_k - k_start) * WGMMA_DEPTH
+        for depth in range(WGMMA_DEPTH, self.plan.tile_k + 1, WGMMA_DEPTH):
+            some = target._replace(k_start=k_start, depth=depth)
+            pl.when(deep == depth)(functools.partial(load.step, self.cta, factors, at, some))
+
+    def add_up(
+        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`: whole steps, and then the short one."""
+        within = piece.first_k, piece.end_k
+        divided = short_step.divided(self.plan, piece)
+        mask = functools.partial(group_sums.mask, self.cta, me, within)
+        steps = steps._replace(count=divided.whole, mask=mask)
+        done = multiply.add_up(self.cta, me, steps, stores)
+        return short_step.add(self.cta, me, divided, mask, done)
