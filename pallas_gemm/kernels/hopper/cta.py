@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, protocol, smem, work
-from pallas_gemm.kernels.hopper.config import TOLD_SLOTS
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import TOLD_SLOTS
 
 CLUSTER = ("cluster_row", "cluster_col")
 """The axes of a cluster."""

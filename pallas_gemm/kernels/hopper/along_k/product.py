@@ -27,7 +27,7 @@ class CutAlongK(Product):
         """See `Product`."""
         return multiply.add_up(self.cta, me, steps._replace(count=piece.steps), stores)
 
-    def ending(self, me: Any) -> "HandedOver":
+    def ending(self, me: Any) -> late_store.AtOnce:
         """See `Product`."""
         return HandedOver(self.cta, me)
 

@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import place, work
-from pallas_gemm.kernels.hopper.config import UNROLLED_STEPS
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import reduce, store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import UNROLLED_STEPS
 
 Stores = list[tuple[int, Callable[[], None]]]
 """What to store in the k loop of a tile: (after which step, how)."""

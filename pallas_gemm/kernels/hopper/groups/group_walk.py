@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, tiles, work
-from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.groups import told
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER
 from pallas_gemm.kernels.ptx.find_group import BEYOND, At, Groups, find
 
 PIECES, LAST_ROW = range(TOLD_HEADER)

@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, tiles, work
-from pallas_gemm.kernels.hopper.config import TOLD_HEADER
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.groups import table, told, warp_loop
+from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER
 from pallas_gemm.kernels.ptx import words
 
 SHORT_STEPS = 8

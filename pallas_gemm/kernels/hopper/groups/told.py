@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.hopper.config import TOLD_HEADER, TOLD_SLOTS
 from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER, TOLD_SLOTS
 from pallas_gemm.kernels.ptx import words as ptx
 
 GUIDE = 1

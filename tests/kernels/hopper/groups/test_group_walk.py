@@ -12,9 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import TOLD_SLOTS
 from pallas_gemm.kernels.ptx import find_group
 from pallas_gemm.problem import Problem
 from tests import warp_ptx

@@ -9,8 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import work
-from pallas_gemm.kernels.hopper.config import TOLD_SLOTS, HopperConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import TOLD_SLOTS
 from pallas_gemm.problem import Problem
 from tests.kernels.hopper.groups import told_pieces
 

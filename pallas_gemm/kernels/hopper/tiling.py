@@ -1,0 +1,233 @@
+"""How a Hopper config divides a tile among consumers, and the registers and memory that takes."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from pallas_gemm.config import FITTING, GemmConfig, Joined
+from pallas_gemm.kernels import words
+from pallas_gemm.kernels.elementwise import divides
+from pallas_gemm.kernels.hardware import (
+    MAX_REGISTERS,
+    WARPGROUP_THREADS,
+    WGMMA_COLUMNS,
+    WGMMA_ROWS,
+)
+from pallas_gemm.kernels.hopper.problems import stored_by_tma
+from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
+from pallas_gemm.kernels.operand import PANEL
+from pallas_gemm.kernels.work import GroupCoding, SumCoding
+from pallas_gemm.problem import Problem
+
+SPARE_REGISTERS = 64
+"""What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
+UNROLLED_STEPS = 8
+"""Steps of a k loop that the compiler unrolls."""
+LATE_STRIP = 32
+"""Columns of a tile that are finished at once, at most, where it is stored late."""
+LINE_PADDING = 8
+"""Elements between the lines of a store slot that threads read, so that they share no bank."""
+TOLD_SLOTS = 8
+"""Pieces of groups that may be told of ahead; a power of two."""
+TOLD_HEADER = 2
+"""Words before those that are told of pieces: what rows in groups are, or scratch of two warps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTiling(GemmConfig):
+    """What follows from the fields of a `HopperConfig`, which says what they mean."""
+
+    stages: int = FITTING
+    store_columns: int = FITTING
+    consumers: int = 2
+    pingpong: bool = False
+    late_store: bool = FITTING
+    mirrored: bool = False
+    partial_sums: int = 1
+    early_launch: bool = False
+
+    @property
+    def overlap(self) -> Literal["late", "turns", "other"]:
+        """See `GemmConfig`."""
+        return "late" if self.late_store else "turns" if self.pingpong else "other"
+
+    def as_computed(self, problem: Problem) -> Problem:
+        """The problem as the kernel computes it; tile, cluster and schedule refer to it."""
+        return problem.mirrored() if self.mirrored and not problem.transpose_out else problem
+
+    @property
+    def split_rows(self) -> bool:
+        """Whether cooperative consumers share a tile by rows, rather than by columns."""
+        return self.tile[0] % (WGMMA_ROWS * self.consumers) == 0
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        """The part of a tile that one consumer accumulates."""
+        rows, cols = self.tile
+        if self.pingpong:
+            return rows, cols
+        return (rows // self.consumers, cols) if self.split_rows else (rows, cols // self.consumers)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """Registers per thread that hold the accumulator."""
+        rows, cols = self.consumer_tile
+        return rows * cols // 128
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers per thread that hold the accumulator, and what was summed up before."""
+        return self.accumulator_registers * (2 if self.partial_sums > 1 else 1)
+
+    @property
+    def registers(self) -> Registers | None:
+        """Registers per thread of producer and consumers; None leaves them as launched.
+
+        An SM has 65,536. What the producer gives up, in steps of 8, the consumers get.
+        """
+        if self.consumers == 1:
+            return None
+        if self.consumers == 3:
+            return Registers(32, 160)
+        return Registers(24, 240) if self.sum_registers > 128 else Registers(40, 232)
+
+    @property
+    def most_registers(self) -> int:
+        """Registers that a thread of a consumer may use."""
+        return self.registers.consumer if self.registers else MAX_REGISTERS
+
+    def finished_columns(self, problem: Problem) -> int:
+        """Columns that the epilogue is applied to at once: it takes registers for each of them.
+
+        As many as are stored at once, or are finished at once to be stored late, if their values
+        leave enough beside the accumulator; else half of them, and so on.
+        """
+        width = LATE_STRIP if self.late_store else self.store_columns
+        if problem.epilogue.is_identity:
+            return width
+        enough = max(SPARE_REGISTERS, self._needed_registers(problem))
+        while width > WGMMA_COLUMNS and self._free_registers(problem, width) < enough:
+            width //= 2
+        return width
+
+    def _free_registers(self, problem: Problem, columns: int) -> int:
+        """Registers that are left where the epilogue is applied to so many columns at once."""
+        rows = self.consumer_tile[0]
+        waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
+        size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
+        taken = size // (4 * WARPGROUP_THREADS) + epilogue_registers(problem, rows, columns)
+        return self.most_registers - self.sum_registers - taken
+
+    def _needed_registers(self, problem: Problem) -> int:
+        """Registers that must be left: for addresses, counters and what the assembler reorders.
+
+        These numbers are where configs that were drawn at random and compiled hardly spilled any
+        more: of 241 accepted near the border 6 did, 5 of which the numbers have since ruled out.
+        """
+        # The loop over so few steps is unrolled, and keeps the addresses of all of them.
+        few = -(-problem.k // self.tile_k(problem)) <= UNROLLED_STEPS
+        if problem.epilogue.is_identity:
+            tall = self.consumer_tile[0] > 192
+            kept = few and self.is_online and problem.transpose_out and self.cluster_size > 1
+            return 16 + (40 if self.pingpong else 16) * tall + 72 * kept
+        # So do the arithmetic by which a tile is found, and even more so what claims one.
+        kept = 2 if self.persistence == "dynamic" else int(few or self.is_online)
+        return reordered_registers(words.program(problem), kept)
+
+    def registers_suffice(self, problem: Problem) -> bool:
+        """Whether nothing is spilled."""
+        # The parts of a division are too many, with panels of a transposed left operand above all.
+        short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
+        early = not self.late_store and self.sum_registers > (128 if short else 104)
+        if early and divides(words.program(problem).primitives):
+            return False
+        free = self._free_registers(problem, self.finished_columns(problem))
+        return free >= self._needed_registers(problem)
+
+    def store_chunks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
+        """(first column, width) of each chunk of a consumer's part of the sums.
+
+        Chunks are `store_columns` wide, and what is left over is cut into halves of that, quarters
+        and so on.
+        """
+        chunks: list[tuple[int, int]] = []
+        start, width = 0, self.store_columns
+        columns = self.consumer_tile[1] // problem.sums
+        while start < columns and width >= 16:
+            if width <= columns - start:
+                chunks.append((start, width))
+                start += width
+            else:
+                width //= 2
+        return tuple(chunks)
+
+    def stores_per_tile(self, problem: Problem) -> int:
+        """How many TMA stores a consumer's tile takes: transposed, one per chunk and 64 rows."""
+        in_panels = problem.transpose_out or problem.symmetric
+        panels = self.consumer_tile[0] // WGMMA_ROWS if in_panels else 1
+        return panels * len(self.store_chunks(problem))
+
+    def store_slot_shape(self, problem: Problem) -> tuple[int, int]:
+        """The shape of a store slot: lines of the result in memory, and elements of each."""
+        lines, length = self.consumer_tile[0], self.store_columns
+        if problem.symmetric:
+            # A chunk, and its mirror image.
+            return 2 * WGMMA_ROWS, length
+        if problem.transpose_out:
+            lines, length = length, WGMMA_ROWS
+        return lines, length + (0 if stored_by_tma(problem) else LINE_PADDING)
+
+    def shared_memory_bytes(self, problem: Problem, stages: int | None = None) -> int:
+        """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes.
+
+        Args:
+            problem: What is computed.
+            stages: Of the ring; None for as many as the config has.
+        """
+        problem, stages = self.as_computed(problem), stages or self.stages
+        depth = self.tile_k(problem) * stages
+        # What is cut along k is stored by another kernel.
+        slots = self.consumers * self.store_slots * (not self.cuts_all_tiles)
+        stored = slots * math.prod(self.store_slot_shape(problem))
+        loaded = slots * self.consumer_tile[0] * self.store_columns
+        # An operand takes the slots of a result of its type that TMA stores; else it has its own.
+        alone = problem.own_dtypes if stored_by_tma(problem) else problem.loaded_dtypes
+        buffers = (
+            self.tile[0] * depth * problem.a_dtype.itemsize,
+            self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
+            *(stored * dtype.itemsize for dtype in problem.result_dtypes),
+            *(loaded * dtype.itemsize for dtype in alone),
+            8 * (2 * stages * self.ring_readers + 2),
+            self.told_words(problem) * 4,
+        )
+        return sum(-(-size // 1024) * 1024 for size in buffers)
+
+    def loaded_columns(self, problem: Problem) -> int:
+        """See `GemmConfig`; stored [k, n], they are whole panels."""
+        columns = super().loaded_columns(problem)
+        whole = 1 if self.as_computed(problem).transpose_b else PANEL
+        return -(-columns // whole) * whole
+
+    def told_words(self, problem: Problem) -> int:
+        """How many words the roles are told of pieces in groups, at a time."""
+        if not problem.in_groups:
+            return 0
+        coding = GroupCoding if problem.groups else SumCoding
+        return TOLD_HEADER + TOLD_SLOTS * coding.words
+
+    @property
+    def ring_barriers(self) -> int:
+        """How many `full` (and how many `empty`) barriers there are."""
+        return self.stages * self.ring_readers
+
+    @property
+    def ring_readers(self) -> int:
+        """How many pairs of barriers a slot has: consumers in turns have one each."""
+        return self.consumers if self.pingpong else 1
+
+    def joined(self, problem: Problem) -> Joined:
+        """See `GemmConfig`; each consumer's part of a tile is cut up for itself."""
+        height, width = self.consumer_tile
+        columns = min(width, self.store_columns * problem.sums)
+        chunks = self.stores_per_tile(self.as_computed(problem))
+        return Joined(self.consumers * chunks, self.consumers, height * columns)
