@@ -35,7 +35,7 @@ from absl import app, flags
 from bench import command, gpu, peers, random_suite, report, shapes
 from bench.session import Options
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import tables
+from pallas_gemm.planning import config_json
 from pallas_gemm.tuning.measure import Settings
 
 PROGRAM = "gemm_bench"
@@ -120,7 +120,7 @@ def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
         raise command.RequestError(f"config: this is no JSON, {error}: {text}") from None
     try:
         entries = entries if isinstance(entries, list) else [entries]
-        configs = [tables.config_from_json(entry) for entry in entries]
+        configs = [config_json.read(entry) for entry in entries]
     except (TypeError, ValueError) as error:
         raise command.RequestError(f"config: {error}") from None
     found = tuple(config for config in configs if isinstance(config, HopperConfig))

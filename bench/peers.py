@@ -26,7 +26,7 @@ from bench.workers import Program
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.tuning import autotune as tuning
-from pallas_gemm.tuning.autotune import config_label
+from pallas_gemm.tuning.outcome import config_label
 
 Runner = Callable[[Any], Any]
 """Takes operands in the peer's own form, starts the computation, and returns its results."""

@@ -42,6 +42,7 @@ from pallas_gemm.planning import proof, tables, targeting
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
+from pallas_gemm.tuning import outcome
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import geometric_mean
 from pallas_gemm.tuning.timing import KernelMeter
@@ -172,19 +173,19 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def kept(
-    results: Iterable[tuning.Tuned | tuning.Untuned],
+    results: Iterable[outcome.Tuned | outcome.Untuned],
     table: tables.Table,
     output: pathlib.Path,
     csv: pathlib.Path | None,
-) -> tuple[tables.Table, list[tuning.Tuned]]:
+) -> tuple[tables.Table, list[outcome.Tuned]]:
     """Writes both files anew after each product.
 
     Returns:
         The table with what was found, and all that was tuned.
     """
-    found: list[tuning.Tuned] = []
+    found: list[outcome.Tuned] = []
     for result in results:
-        if not isinstance(result, tuning.Tuned):
+        if not isinstance(result, outcome.Tuned):
             continue
         found.append(result)
         if csv:
@@ -196,7 +197,7 @@ def kept(
 
 def tuned_products(
     options: Options, known: tables.Table, device: Device, tools: tuning.Tools, console: Console
-) -> Iterator[tuning.Tuned | tuning.Untuned]:
+) -> Iterator[outcome.Tuned | outcome.Untuned]:
     """Yields what is found for each product until the time is over, and prints it.
 
     Products that are being compiled when the time is over are dropped.
@@ -218,7 +219,7 @@ def tuned_products(
             return
 
 
-def summary_lines(found: Sequence[tuning.Tuned]) -> list[str]:
+def summary_lines(found: Sequence[outcome.Tuned]) -> list[str]:
     """Returns how close the heuristics come without a table."""
     lines = []
     if ours := [tuned for tuned in found if tuned.left is None]:
@@ -226,7 +227,7 @@ def summary_lines(found: Sequence[tuning.Tuned]) -> list[str]:
         mean = geometric_mean([tuned.gain for tuned in ours])
         lines.append(
             f"tuned configs are faster than the heuristics' choice by {mean - 1:.1%} in geometric"
-            f" mean, {worst.gain - 1:.1%} at most ({tuning.problem_label(worst.problem)};"
+            f" mean, {worst.gain - 1:.1%} at most ({outcome.problem_label(worst.problem)};"
             f" {len(ours)} products)"
         )
         if slower := sum(tuned.over_xla < 1 for tuned in ours):
@@ -236,12 +237,12 @@ def summary_lines(found: Sequence[tuning.Tuned]) -> list[str]:
         best = max(left, key=lambda tuned: tuned.over_xla)
         lines.append(
             f"of {len(left)} products that the heuristics leave to XLA, {len(won)} are faster"
-            f" tuned, {best.over_xla:.3f} x XLA at best ({tuning.problem_label(best.problem)})"
+            f" tuned, {best.over_xla:.3f} x XLA at best ({outcome.problem_label(best.problem)})"
         )
     return lines or ["nothing was tuned"]
 
 
-def to_csv(found: Sequence[tuning.Tuned]) -> str:
+def to_csv(found: Sequence[outcome.Tuned]) -> str:
     """Returns one line for each product, times in microseconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -254,10 +255,10 @@ def to_csv(found: Sequence[tuning.Tuned]) -> str:
     for tuned in found:
         chosen = tuned.chosen_seconds
         cells: list[Any] = [
-            tuning.problem_label(tuned.problem),
-            tuning.config_label(tuned.chosen),
+            outcome.problem_label(tuned.problem),
+            outcome.config_label(tuned.chosen),
             "" if chosen is None else f"{chosen * 1e6:.2f}",
-            tuning.config_label(tuned.config),
+            outcome.config_label(tuned.config),
             f"{tuned.seconds * 1e6:.2f}",
             f"{tuned.gain:.4f}",
             f"{tuned.over_xla:.4f}",

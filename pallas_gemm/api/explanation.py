@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pallas_gemm.api.findings import UNKNOWN, Copy, Findings, Group
-from pallas_gemm.planning import tables
+from pallas_gemm.planning import config_json
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
 from pallas_gemm.problem import Problem
@@ -378,7 +378,7 @@ def _as_json(group: Group) -> dict[str, Any]:
 
 def _config_as_json(config: Any) -> Any:
     try:
-        return tables.config_to_json(config)
+        return config_json.written(config)
     except ValueError:
         # Its order is an object, which has no name to be written.
         return repr(config)

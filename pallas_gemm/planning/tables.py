@@ -33,7 +33,7 @@ from pallas_gemm._version import __version__
 from pallas_gemm.computer import user_folder
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning import config_json
 from pallas_gemm.problem import Problem
 
 FORMAT = 1
@@ -197,7 +197,7 @@ class Table:
             "entries": [
                 {
                     **dataclasses.asdict(key),
-                    "config": config_to_json(entry.config),
+                    "config": config_json.written(entry.config),
                     "seconds": entry.seconds,
                     "over_xla": entry.over_xla,
                 }
@@ -349,46 +349,6 @@ def user_path(device: str) -> pathlib.Path:
     return user_folder.user_folder() / f"{slug(device)}.json"
 
 
-def config_to_json(config: GemmConfig) -> dict[str, Any]:
-    """Returns a config as what `json` can write.
-
-    Raises:
-        ValueError: Its schedule is an object, or no kernel has such configs.
-    """
-    if not isinstance(config.schedule, str):
-        raise ValueError(
-            "only a config whose schedule is a name such as 'swizzle:8' can be written, got"
-            f" {config.schedule!r}"
-        )
-    for architecture in ARCHITECTURES:
-        if type(config) is architecture.config:
-            return {"kernel": architecture.name, **dataclasses.asdict(config)}
-    raise ValueError(f"config must be that of a kernel, got {config!r}")
-
-
-def config_from_json(fields: Any) -> GemmConfig:
-    """Returns the config that `config_to_json` described; what is left out has its default.
-
-    Raises:
-        ValueError: There is no such kernel, or its configs have no such field or value.
-        TypeError: The value of a field is of another type.
-    """
-    if not isinstance(fields, dict):
-        raise ValueError(
-            f"a config must be an object such as {{'tile': [128, 256]}}, got {fields!r}"
-        )
-    classes = {architecture.name: architecture.config for architecture in ARCHITECTURES}
-    kernel = fields.get("kernel", next(iter(classes)))
-    if kernel not in classes:
-        raise ValueError(f"kernel must be one of {', '.join(classes)}, got {kernel!r}")
-    legal = [field.name for field in dataclasses.fields(classes[kernel])]
-    values = {name: value for name, value in fields.items() if name != "kernel"}
-    for name in values:
-        if name not in legal:
-            raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
-    return classes[kernel](**values)
-
-
 def _pair(
     *,
     dtypes: list[str],
@@ -399,7 +359,7 @@ def _pair(
 ) -> tuple[Key, Entry]:
     """Returns the key and the entry that one entry of the JSON holds."""
     first, second, result = dtypes
-    entry = Entry(config_from_json(config), seconds, over_xla)
+    entry = Entry(config_json.read(config), seconds, over_xla)
     return Key(dtypes=(first, second, result), **key), entry
 
 

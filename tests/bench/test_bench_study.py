@@ -34,7 +34,7 @@ from pallas_gemm.planning import tables
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
-from pallas_gemm.tuning import trials
+from pallas_gemm.tuning import outcome, trials
 from pallas_gemm.tuning.measure import Result, Settings, Spread, Timing, Turn, Variant
 from pallas_gemm.tuning.timing import TimingError
 from schedules.model import Prediction
@@ -475,10 +475,10 @@ def test_the_products_of_a_case_are_those_that_dispatch_looks_up() -> None:
     assert tables.Key.of(gelu).epilogue == "bias activation"
 
 
-def finding(problem: Problem, over_xla: float, left: str | None = None) -> tuning.Tuned:
+def finding(problem: Problem, over_xla: float, left: str | None = None) -> outcome.Tuned:
     """What tuning might say of a product."""
     found = HopperConfig(schedule="hilbert"), 9e-4, HopperConfig(), 1e-3, 1.1, over_xla
-    return tuning.Tuned(problem, *found, left, 12, ("wrong",))
+    return outcome.Tuned(problem, *found, left, 12, ("wrong",))
 
 
 def test_each_product_enters_the_table_with_what_it_is_beside_xla(tmp_path: pathlib.Path) -> None:
@@ -489,7 +489,7 @@ def test_each_product_enters_the_table_with_what_it_is_beside_xla(tmp_path: path
     other = dataclasses.replace(problem, m=256)
     results = [
         finding(PROBLEM, 0.98),
-        tuning.Untuned(dataclasses.replace(PROBLEM, k=64), "no config is legal"),
+        outcome.Untuned(dataclasses.replace(PROBLEM, k=64), "no config is legal"),
         finding(problem, 0.9, why),
         finding(other, 1.05, why),
     ]

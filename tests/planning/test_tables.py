@@ -20,7 +20,7 @@ from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import H100, H200, Device, device_named
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import dispatch, tables
+from pallas_gemm.planning import config_json, dispatch, tables
 from pallas_gemm.planning.tables import CacheWarning, Entry, Key, Table, TableError
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import raster
@@ -88,7 +88,7 @@ def test_an_entry_without_a_time_is_legal() -> None:
 
 
 def test_what_a_config_leaves_out_has_its_default() -> None:
-    found = tables.config_from_json({"tile": [64, 64], "consumers": 1})
+    found = config_json.read({"tile": [64, 64], "consumers": 1})
     assert found == HopperConfig(tile=(64, 64), consumers=1)
 
 
@@ -102,7 +102,7 @@ def test_what_a_config_leaves_out_has_its_default() -> None:
 )
 def test_json_that_is_no_config_is_refused(fields: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tables.config_from_json(fields)
+        config_json.read(fields)
 
 
 def test_a_schedule_that_is_an_object_has_no_json() -> None:
@@ -330,7 +330,7 @@ def test_without_a_folder_there_is_one_warning_and_no_table(
 )
 def test_a_config_of_other_types_is_refused(change: dict) -> None:
     with pytest.raises(TypeError, match=f"^{next(iter(change))} must be .*got "):
-        tables.config_from_json(tables.config_to_json(FIRST) | change)
+        config_json.read(config_json.written(FIRST) | change)
 
 
 def damaged_files() -> dict[str, tuple[bytes, str]]:

@@ -18,11 +18,11 @@ from pallas_gemm.call import Call
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import heuristics, prediction, tables, targeting, xla
+from pallas_gemm.planning import config_json, heuristics, prediction, tables, targeting, xla
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
-from pallas_gemm.tuning import accuracy, trials
+from pallas_gemm.tuning import accuracy, outcome, trials
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import space as tuning_space
 from pallas_gemm.tuning.measure import Turn, Variant
@@ -102,12 +102,12 @@ def tuned(
     seconds: Callable[[str], float] = lambda _: 1e-5,
     heat: Callable[[str], float] = lambda _: 1.0,
     build: Callable[[Problem, GemmConfig, Device], tuning.Runner] | None = None,
-) -> tuple[tuning.Tuned, MadeUpGpu]:
+) -> tuple[outcome.Tuned, MadeUpGpu]:
     gpu = MadeUpGpu(seconds, heat)
     (found,) = tuning.tune(
         [(problem, H200)], tuning.Tools(gpu, build or (lambda p, *_: product(p)))
     )
-    assert isinstance(found, tuning.Tuned)
+    assert isinstance(found, outcome.Tuned)
     return found, gpu
 
 
@@ -139,7 +139,7 @@ def test_what_is_tried_is_legal_different_and_begins_with_the_heuristics_choice(
         assert len(set(configs)) == len(configs) <= most
         assert all(config.refusals(problem, H200) == () for config in configs)
         # What is tried has to fit into a table.
-        assert all(tables.config_from_json(tables.config_to_json(c)) == c for c in configs)
+        assert all(config_json.read(config_json.written(c)) == c for c in configs)
 
 
 def test_clusters_are_tried_where_there_is_one_tile() -> None:
@@ -229,7 +229,7 @@ def test_wrong_results_and_failures_are_dropped_before_anything_is_timed() -> No
     assert found.config == configs[5]
     assert found.tried == len(configs) - 2
     wrong, failed = found.dropped
-    assert wrong.startswith(tuning.config_label(configs[1]))
+    assert wrong.startswith(outcome.config_label(configs[1]))
     assert "times as much as XLA" in wrong
     assert failed.endswith("RuntimeError: out of registers")
     assert "2 dropped" in str(found)
@@ -257,15 +257,15 @@ def test_a_product_for_which_nothing_is_found_does_not_stop_the_others() -> None
     refused = dataclasses.replace(PROBLEM, a_dtype=jnp.float32, b_dtype=jnp.float32)
     large, small = dataclasses.replace(PROBLEM, k=320), dataclasses.replace(PROBLEM, k=128)
     wanted = [(PROBLEM, H200), (refused, H200), (PROBLEM, OLDER), (large, H200), (small, H200)]
-    seen: list[tuning.Tuned | tuning.Untuned] = []
+    seen: list[outcome.Tuned | outcome.Untuned] = []
     for found in tuning.tune(wanted, tuning.Tools(MadeUpGpu(seconds, lambda _: 1.0), build)):
         seen.append(found)
     *without, last = seen
-    reasons = [found.reason for found in without if isinstance(found, tuning.Untuned)]
+    reasons = [found.reason for found in without if isinstance(found, outcome.Untuned)]
     assert [found.problem for found in seen] == [problem for problem, _ in wanted]
     assert reasons[0].startswith("no config is right: 64x")
     assert reasons[1:] == ["no config is legal", NO_KERNEL, "MemoryError: too large"]
-    assert isinstance(last, tuning.Tuned)
+    assert isinstance(last, outcome.Tuned)
     assert str(without[-1]) == "128x128x320 NN bfloat16: MemoryError: too large"
 
 
@@ -297,7 +297,7 @@ def test_tuning_can_be_left_at_any_time() -> None:
     tools = tuning.Tools(MadeUpGpu(lambda _: 1e-5, lambda _: 1.0), lambda p, *_: product(p), 2)
     wanted = [(dataclasses.replace(PROBLEM, k=k), H200) for k in (64, 128, 192, 256)]
     results = tuning.tune(wanted, tools, most=2)
-    assert isinstance(next(results), tuning.Tuned)
+    assert isinstance(next(results), outcome.Tuned)
     results.close()
     assert list(results) == []
 
@@ -342,7 +342,7 @@ def test_the_launches_of_a_cut_product_count_beside_xla() -> None:
         Problem(128, 128, 256, jnp.int8, jnp.int8, jnp.int32, transpose_b=True),
         Problem(128, 128, 256, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, transpose_b=True),
     ],
-    ids=tuning.problem_label,
+    ids=outcome.problem_label,
 )
 def test_every_kind_of_product_can_be_checked(problem: Problem) -> None:
     found, _ = tuned(problem)
@@ -434,13 +434,13 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
 
 def test_labels_are_short_and_tell_things_apart() -> None:
     gated = Problem(8, 64, 16, batch=2, transpose_b=True, epilogue=Epilogue(gated=True))
-    assert tuning.problem_label(gated) == "2 of 8x64x16 NT bfloat16 gated"
+    assert outcome.problem_label(gated) == "2 of 8x64x16 NT bfloat16 gated"
     mixed = Problem(8, 64, 16, jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.bfloat16)
-    assert tuning.problem_label(mixed) == "8x64x16 NN float8_e4m3fn bfloat16"
+    assert outcome.problem_label(mixed) == "8x64x16 NN float8_e4m3fn bfloat16"
     config = HopperConfig(
         tile=(128, 128), cluster=(2, 1), ctas=128, pingpong=True, late_store=False
     )
-    assert tuning.config_label(config) == (
+    assert outcome.config_label(config) == (
         "128x128 s4 cluster=2x1 ctas=128 pingpong late_store=False"
     )
 

@@ -54,7 +54,6 @@ of this one, and its MMAs the epilogue of this one)
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,16 +64,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import joining, launch, place, tiles, work
-from pallas_gemm.kernels.blackwell import join, launch_control, store
+from pallas_gemm.kernels.blackwell import issue, join, launch_control, store
 from pallas_gemm.kernels.blackwell.cta import (
     Barriers,
     Cta,
     Smem,
-    accumulator_of,
-    freed_of,
     scratch,
-    slot_of,
-    sums_of,
     views,
 )
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
@@ -129,9 +124,9 @@ def loader(cta: Cta, walk: tiles.Walk) -> None:
             def _one_step(k: Any) -> None:
                 step = steps.before + k
                 pl.when(step >= plan.config.stages)(
-                    functools.partial(await_slot, cta, step - plan.config.stages)
+                    functools.partial(issue.await_slot, cta, step - plan.config.stages)
                 )
-                load_step(cta, at, steps.first + k, step)
+                issue.load_step(cta, at, steps.first + k, step)
 
         return steps.before_next(before)
 
@@ -156,11 +151,11 @@ def multiplier(cta: Cta, walk: tiles.Walk) -> None:
             @pl.loop(steps.by_halves, steps.count)
             def _one_step(k: Any) -> None:
                 step = steps.before + k
-                await_operands(cta, step)
-                multiply_step(cta, turn, k, step)
-                free_slot(cta, step)
+                issue.await_operands(cta, step)
+                issue.multiply_step(cta, turn, k, step)
+                issue.free_slot(cta, step)
 
-            publish_sums(cta, turn)
+            issue.publish_sums(cta, turn)
 
         return steps.before_next(before)
 
@@ -183,22 +178,23 @@ def issuer(cta: Cta, walk: tiles.Walk) -> None:
         def _compute_tile() -> None:
             @pl.loop(0, min(ahead, plan.k_steps))
             def _load_ahead(k: Any) -> None:
-                load_step(cta, at, k, k)
+                issue.load_step(cta, at, k, k)
 
             @pl.loop(0, plan.k_steps)
             def _one_step(k: Any) -> None:
                 later = k + ahead
-                pl.when(later < plan.k_steps)(functools.partial(load_step, cta, at, later, later))
+                load = functools.partial(issue.load_step, cta, at, later, later)
+                pl.when(later < plan.k_steps)(load)
 
                 @pl.when(_is_leader())
                 def _multiply() -> None:
-                    await_operands(cta, k)
-                    multiply_step(cta, turn, k, k)
-                    free_slot(cta, k)
+                    issue.await_operands(cta, k)
+                    issue.multiply_step(cta, turn, k, k)
+                    issue.free_slot(cta, k)
 
-                await_slot(cta, k)
+                issue.await_slot(cta, k)
 
-            pl.when(_is_leader())(functools.partial(publish_sums, cta, turn))
+            pl.when(_is_leader())(functools.partial(issue.publish_sums, cta, turn))
 
     turns, _ = walk(one_tile, None)
     _in_leaders_warp(functools.partial(_drain_accumulators, cta, turns))
@@ -219,7 +215,7 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
         at = at._replace(row=at.row + lax.axis_index(PAIR_AXIS) * plan.config.tile[0])
         if not plan.joins:
             store.fetch_residual(cta, at, turn, range(min(plan.config.store_slots, plan.chunks)))
-        await_sums(cta, turn)
+        issue.await_sums(cta, turn)
         if follows:
             for half in range(plan.halves):
                 pl.when(~_is_leader())(functools.partial(_await_reuse, cta, turn, half))
@@ -240,93 +236,10 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
-    """Starts the loads of one step, each CTA those of its own part."""
-    plan = cta.plan
-    slot, atoms, (factors,) = slot_of(plan, step), plan.config.atoms, cta.gmem.factors
-    full = cta.barriers.full.at[slot]
-    for (operand, gmem, ring, first), atom in itertools.product(
-        (
-            (plan.a, (factors.a,), cta.slots.a, at.row),
-            (plan.b, factors.b, cta.slots.b, at.col),
-        ),
-        range(atoms),
-    ):
-        width = operand.tile * plan.ctas_per_mma
-        deep = pl.ds((k * atoms + atom) * operand.tile_k, operand.tile_k)
-        # In a pair, the window is that of both: each loads its half along what is not contracted.
-        half = plgpu.CopyPartition.PARTITIONED(0 if operand.k_major else 1)
-        for part in range(operand.parts):
-            which, nth = divmod(part, operand.parts // len(gmem))
-            along = pl.ds(first + nth * width, width)
-            window = (along, deep) if operand.k_major else (deep, along)
-            plgpu.copy_gmem_to_smem(
-                place.matrix(gmem[which], at.batch).at[window],
-                ring.box.at[part, slot * atoms + atom],
-                full,
-                collective_axes=_pair_axis(plan),
-                leader_tracked=half if plan.ctas_per_mma == 2 else None,
-            )
-
-
-def multiply_step(cta: Cta, turn: Any, k: Any, step: Any, half: int | None = None) -> None:
-    """Issues the MMAs of one step, or those of half of its columns."""
-    plan = cta.plan
-    slot, atoms = slot_of(plan, step), plan.config.atoms
-    width = plan.config.tile[1] // plan.b.parts
-    for atom in range(atoms):
-        a = cta.slots.a.tile.at[0, slot * atoms + atom]
-        a = a if plan.a.k_major else a.transpose((1, 0))
-        for part in range(plan.b.parts) if half is None else (half,):
-            b = cta.slots.b.tile.at[part, slot * atoms + atom]
-            plgpu.tcgen05_mma(
-                sums_of(cta, turn, part * width, width),
-                a,
-                b.transpose((1, 0)) if plan.b.k_major else b,
-                accumulate=k > 0 if atom == 0 else True,
-                collective_axis=_pair_axis(plan),
-            )
-
-
-def free_slot(cta: Cta, step: Any) -> None:
-    """Has the tensor core free a step's slot when its MMAs are done."""
-    plan = cta.plan
-    empty = cta.barriers.empty.at[slot_of(plan, step)]
-    plgpu.tcgen05_commit_arrive(empty, collective_axis=_pair_axis(plan))
-
-
-def publish_sums(cta: Cta, turn: Any) -> None:
-    """Has the tensor core announce the sums of a tile when its last MMA is done."""
-    plan = cta.plan
-    plgpu.tcgen05_commit_arrive(
-        cta.barriers.ready.at[accumulator_of(plan, turn)], collective_axis=_pair_axis(plan)
-    )
-
-
-def await_slot(cta: Cta, step: Any) -> None:
-    """Waits until the MMAs of a step are done and its slot can be filled again."""
-    plgpu.barrier_wait(cta.barriers.empty.at[slot_of(cta.plan, step)])
-
-
-def await_operands(cta: Cta, step: Any) -> None:
-    """Waits until the operands of a step have been loaded, in both CTAs."""
-    plgpu.barrier_wait(cta.barriers.full.at[slot_of(cta.plan, step)])
-
-
-def await_accumulator(cta: Cta, turn: Any, half: int) -> None:
-    """Waits until the sums of half of a tile have been read, in both CTAs."""
-    plgpu.barrier_wait(freed_of(cta, turn, half))
-
-
-def await_sums(cta: Cta, turn: Any) -> None:
-    """Waits until the sums of a tile are complete."""
-    plgpu.barrier_wait(cta.barriers.ready.at[accumulator_of(cta.plan, turn)])
-
-
 def _await_reuse(cta: Cta, turn: Any, half: int) -> None:
     """Waits until the sums that half of a tile's accumulator held before have been read."""
     before = turn - jnp.int32(cta.plan.config.accumulators)
-    pl.when(before >= 0)(functools.partial(await_accumulator, cta, before, half))
+    pl.when(before >= 0)(functools.partial(issue.await_accumulator, cta, before, half))
 
 
 def _multiply_ahead(cta: Cta, turn: Any, steps: Steps, half: int) -> None:
@@ -339,21 +252,21 @@ def _multiply_ahead(cta: Cta, turn: Any, steps: Steps, half: int) -> None:
     def _one_step(k: Any) -> None:
         step = steps.before + k
         if half == 0:
-            await_operands(cta, step)
-        multiply_step(cta, turn, k, step, half)
+            issue.await_operands(cta, step)
+        issue.multiply_step(cta, turn, k, step, half)
         if half == plan.halves - 1:
-            free_slot(cta, step)
+            issue.free_slot(cta, step)
 
 
 def _drain_ring(cta: Cta, steps: Any) -> None:
     used = lax.min(steps, jnp.int32(cta.plan.config.stages))
-    pl.loop(0, used)(lambda i: await_slot(cta, steps - used + i))
+    pl.loop(0, used)(lambda i: issue.await_slot(cta, steps - used + i))
 
 
 def _drain_accumulators(cta: Cta, turns: Any) -> None:
     used = lax.min(turns, jnp.int32(cta.plan.config.accumulators))
     for half in range(cta.plan.halves):
-        pl.loop(0, used)(lambda i, half=half: await_accumulator(cta, turns - used + i, half))
+        pl.loop(0, used)(lambda i, half=half: issue.await_accumulator(cta, turns - used + i, half))
 
 
 def _in_one_warp(run: Callable[[], None]) -> None:
@@ -368,10 +281,6 @@ def _in_leaders_warp(run: Callable[[], None]) -> None:
 
 def _is_leader() -> Any:
     return lax.axis_index(PAIR_AXIS) == 0
-
-
-def _pair_axis(plan: BlackwellPlan) -> str | None:
-    return PAIR_AXIS if plan.ctas_per_mma == 2 else None
 
 
 def _walk(

@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import B200
 from pallas_gemm.kernels import place, protocol, work
+from pallas_gemm.kernels.blackwell import issue, launch_control, store
 from pallas_gemm.kernels.blackwell import kernel as blackwell
-from pallas_gemm.kernels.blackwell import launch_control, store
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.cta import accumulator_of, freed_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
@@ -99,7 +99,7 @@ def take_and_ask_after_the_end(
     return taken
 
 
-AWAIT, FREE = blackwell.await_accumulator, store.free_accumulator
+AWAIT, FREE = issue.await_accumulator, store.free_accumulator
 COMMIT, LOCATE = plgpu.tcgen05_commit_arrive, place.locate
 TAKE, WANTS_MORE = launch_control.take, launch_control.wants_more
 
@@ -107,22 +107,22 @@ TAKE, WANTS_MORE = launch_control.take, launch_control.wants_more
 # whatever the order of the run, unless the simulator stops at what is not allowed before it.
 FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
     "slots are filled before they are free": (
-        leave_out(blackwell, "await_slot"),
+        leave_out(issue, "await_slot"),
         CONFIG,
         {"race", "refused"},
     ),
     "operands are multiplied before they are there": (
-        leave_out(blackwell, "await_operands"),
+        leave_out(issue, "await_operands"),
         CONFIG,
         {"race", "refused"},
     ),
     "an accumulator is overwritten before it was read": (
-        leave_out(blackwell, "await_accumulator"),
+        leave_out(issue, "await_accumulator"),
         CONFIG,
         {"race", "refused"},
     ),
     "sums are read before they are complete": (
-        leave_out(blackwell, "await_sums"),
+        leave_out(issue, "await_sums"),
         CONFIG,
         {"race", "refused"},
     ),
@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         {"race", "refused"},
     ),
     "half of an accumulator is overwritten before it was read": (
-        put(blackwell, "await_accumulator", await_first_half),
+        put(issue, "await_accumulator", await_first_half),
         WIDE,
         {"race", "refused"},
     ),
@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[Plant, BlackwellConfig, set[str]]] = {
         {"stuck"},
     ),
     "the wrong accumulator is announced": (
-        put(blackwell, "publish_sums", publish_the_other_accumulator),
+        put(issue, "publish_sums", publish_the_other_accumulator),
         CONFIG,
         {"stuck"},
     ),
