@@ -1,4 +1,4 @@
-"""What the layers of both Flax interfaces share: the product with all that follows it."""
+"""What the layers of all interfaces share: the product with all that follows it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +52,12 @@ def with_result(
     return options | {"residual": residual, "preferred_element_type": dtype}
 
 
+def options(layer: Any, **others: Any) -> dict[str, Any]:
+    """Returns how the product of a layer is computed, as its fields say and as is said besides."""
+    own = {"activation": layer.activation, "precision": layer.precision}
+    return own | how(layer) | others
+
+
 def how(layer: Any) -> dict[str, Any]:
     """Returns how a layer is told to compute its products; stock ones are told nothing."""
     return {name: getattr(layer, name, None) for name in HOW}
@@ -61,8 +67,17 @@ HOW = ("schedule", "config", "implementation")
 """Fields of a layer that are passed on to the product as they are."""
 
 
-def with_types(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a stock layer with types in place of their short names."""
+def checked(
+    layer: Any, options: dict[str, Any], in_features: Any, out_features: Any
+) -> dict[str, Any]:
+    """Returns the options of a stock layer with types in place of their short names.
+
+    Raises:
+        ValueError: One of them would replace the product, or a size is none.
+        TypeError: A type is none.
+    """
+    refuse_dot_general(layer, dot_general=options.get("dot_general"))
+    check_sizes(in_features=in_features, out_features=out_features)
     return {
         name: layer_type(name, value) if name in TYPES_OF_LAYERS else value
         for name, value in options.items()
@@ -103,6 +118,28 @@ def checked_activation(activation: Any) -> Any:
     """
     activations.resolve(activation)
     return activation
+
+
+def check_alike(layers: Sequence[Any], fields: Sequence[str]) -> None:
+    """Checks that layers compute their products in the same way, without what follows them.
+
+    Raises:
+        ValueError: They differ in a field, or one of them has an activation.
+    """
+    first = layers[0]
+    for i, layer in enumerate(layers):
+        for field in (*fields, *HOW):
+            own, other = getattr(first, field, None), getattr(layer, field, None)
+            if own != other:
+                raise ValueError(
+                    f"layers must agree in {field}, got {own!r} in layers[0] and {other!r} in"
+                    f" layers[{i}]"
+                )
+        if (activation := getattr(layer, "activation", None)) is not None:
+            raise ValueError(
+                f"layers[{i}] has activation={activation!r}; legal is None, and a call of"
+                " the layer itself"
+            )
 
 
 def refuse_dot_general(layer: Any, **given: Any) -> None:

@@ -1,6 +1,6 @@
 """Layers for `flax.linen`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -47,19 +47,13 @@ class Dense(nn.Dense):
         Returns:
             The result; its type is that of `residual + flax.linen.Dense(...)(inputs)`.
         """
-        fused.refuse_dot_general(
-            self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
-        )
+        _refuse_dot_general(self)
         kernel, bias = _parameters(self, inputs)
-        operands = self.promote_dtype(
-            inputs, kernel, bias, dtype=fused.layer_type("dtype", self.dtype)
-        )
+        operands = _promoted(self, inputs, kernel, bias)
         return fused.dense(
             operands,
             residual,
-            activation=self.activation,
-            precision=self.precision,
-            **fused.how(self),
+            **fused.options(self),
         )
 
 
@@ -92,17 +86,15 @@ class QuantisedDense(Dense):
         Returns:
             The result, of the type that the stock layer's has.
         """
-        fused.refuse_dot_general(
-            self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
-        )
+        _refuse_dot_general(self)
         fused.check_sizes(features=self.features)
         shape = (inputs.shape[-1], self.features)
         param_dtype = fused.layer_type("param_dtype", self.param_dtype)
 
         def made() -> dict[str, jax.Array]:
             kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
-            dtype = self.quantised_dtype if self.quantized_dtype is None else self.quantized_dtype
-            return _quantised(kernel, fused.layer_type("quantised_dtype", dtype))
+            dtype = per_channel.weight_type(self.quantised_dtype, self.quantized_dtype)
+            return _quantised(kernel, dtype)
 
         kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
         bias = None
@@ -110,11 +102,8 @@ class QuantisedDense(Dense):
             bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
         # The stock layer's kernel has a say in the type of its result.
         stand_in = jax.numpy.zeros((), param_dtype)
-        operands: Any = self.promote_dtype(
-            inputs, stand_in, bias, dtype=fused.layer_type("dtype", self.dtype)
-        )
-        options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
-        options = fused.with_result(operands, residual, options)
+        operands = _promoted(self, inputs, stand_in, bias)
+        options = fused.with_result(operands, residual, fused.options(self))
         return per_channel.dense(operands[0], kernel, operands[2], **options)
 
 
@@ -196,19 +185,26 @@ class Fp8Dense(Dense):
         Returns:
             The result, of the type that `Dense` would give it.
         """
-        fused.refuse_dot_general(
-            self, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls
-        )
+        _refuse_dot_general(self)
         kernel, bias = _parameters(self, inputs)
         states = fp8.States()
         if fp8.check_scaling(self.scaling):
             own = fp8_ops.Fp8DirectDotGeneralOp(self.amax_history_length)
             states = fp8.states(lambda name: getattr(own, name).value)
-        operands = self.promote_dtype(
-            inputs, kernel, bias, dtype=fused.layer_type("dtype", self.dtype)
-        )
-        options = {"activation": self.activation, "precision": self.precision, **fused.how(self)}
-        return fp8.dense(operands, states, **fused.with_result(operands, residual, options))
+        operands = _promoted(self, inputs, kernel, bias)
+        options = fused.with_result(operands, residual, fused.options(self))
+        return fp8.dense(operands, states, **options)
+
+
+def _refuse_dot_general(layer: nn.Dense) -> None:
+    fused.refuse_dot_general(
+        layer, dot_general=layer.dot_general, dot_general_cls=layer.dot_general_cls
+    )
+
+
+def _promoted(layer: Any, *arrays: Any) -> Any:
+    """Returns arrays of the type in which a layer computes; None for what it has not."""
+    return layer.promote_dtype(*arrays, dtype=fused.layer_type("dtype", layer.dtype))
 
 
 class _Parameters(nn.Dense):
@@ -358,19 +354,15 @@ class GatedDense(nn.Module):
             )(inputs)
             for name in (self.gate_name, self.up_name)
         )
-        operands = self.promote_dtype(
-            inputs, gate, up, gate_bias, up_bias, dtype=fused.layer_type("dtype", self.dtype)
-        )
+        operands = _promoted(self, inputs, gate, up, gate_bias, up_bias)
         return fused.gated(
             operands,
             residual,
-            activation=self.activation,
-            precision=self.precision,
-            **fused.how(self),
+            **fused.options(self),
         )
 
 
-class Experts(nn.Module):
+class Experts(routed.Mixture, nn.Module):
     """A mixture of experts: each token goes through the `top_k` gated layers that a router chooses.
 
     Experts have no capacity: no token is dropped, and nothing is padded, whatever the router does.
@@ -445,23 +437,8 @@ class Experts(nn.Module):
             )()
             for name, shape in shapes.items()
         ]
-        inputs, *kernels = self.promote_dtype(
-            inputs, *kernels, dtype=fused.layer_type("dtype", self.dtype)
-        )
-        choice = self.routing(routed.rows(logits), self.top_k)
-        result = self.mix(inputs, choice, kernels)
-        return (result, logits) if with_logits else result
-
-    def mix(self, inputs: jax.Array, choice: routed.Choice, kernels: Sequence[Any]) -> jax.Array:
-        """Returns the weighted sums; a subclass may send the rows to where their experts are.
-
-        Args:
-            inputs: As for the layer, of the type of the computation.
-            choice: The choice of each token.
-            kernels: Gate, up and down of all experts, of the same type.
-        """
-        compute = routed.gated(kernels, self.activation, self.precision)
-        return routed.apply(inputs, choice, self.num_experts, compute)
+        operands = _promoted(self, inputs, *kernels)
+        return self.mixed(logits, operands, with_logits=with_logits)
 
 
 class _Kernel(nn.Module):

@@ -50,9 +50,8 @@ class Linear(nnx.Linear):
         Raises:
             ValueError: `dot_general` is given.
         """
-        fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
-        fused.check_sizes(in_features=in_features, out_features=out_features)
-        super().__init__(in_features, out_features, rngs=rngs, **fused.with_types(options))
+        options = fused.checked(self, options, in_features, out_features)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = fused.checked_activation(activation)
         self.schedule, self.config, self.implementation = schedule, config, implementation
 
@@ -69,19 +68,21 @@ class Linear(nnx.Linear):
         Returns:
             The result; its type is that of `residual + flax.nnx.Linear(...)(inputs)`.
         """
-        bias = None if self.bias is None else self.bias[...]
-        operands = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        operands = self._operands(inputs, self.kernel[...])
         return fused.dense(operands, residual, **self._options(out_sharding))
+
+    def _operands(self, inputs: jax.Array, kernel: jax.Array) -> Any:
+        """Returns inputs, kernel, and bias or None, of the type of the computation."""
+        return self.promote_dtype((inputs, kernel, _value(self.bias)), dtype=self.dtype)
 
     def _options(self, out_sharding: Any) -> dict[str, Any]:
         """Returns those of the product that do not depend on its operands."""
-        return {
-            "activation": self.activation,
-            "precision": self.precision,
-            "preferred_element_type": self.preferred_element_type,
-            "out_sharding": out_sharding,
-            **fused.how(self),
-        }
+        wanted = self.preferred_element_type
+        return fused.options(self, preferred_element_type=wanted, out_sharding=out_sharding)
+
+
+def _value(bias: Any) -> Any:
+    return None if bias is None else bias[...]
 
 
 class Quantised(nnx.Variable):
@@ -122,8 +123,8 @@ class QuantisedLinear(Linear):
             ValueError: `dot_general` is given.
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
-        dtype = quantised_dtype if quantized_dtype is None else quantized_dtype
-        made = per_channel.quantise(self.kernel[...].T, fused.layer_type("quantised_dtype", dtype))
+        dtype = per_channel.weight_type(quantised_dtype, quantized_dtype)
+        made = per_channel.quantise(self.kernel[...].T, dtype)
         del self.kernel
         self.kernel_values, self.kernel_scale = map(Quantised, made)
 
@@ -156,7 +157,7 @@ class QuantisedLinear(Linear):
             layer.out_features,
             quantised_dtype=quantised_dtype,
             kernel_init=lambda *_: kernel[...],
-            bias_init=lambda *_: None if bias is None else bias[...],
+            bias_init=lambda *_: _value(bias),
             rngs=nnx.Rngs(0),
             **(stock | own | options),
         )
@@ -165,10 +166,8 @@ class QuantisedLinear(Linear):
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
     ) -> jax.Array:
         """Computes what `Linear` does; the arguments are its."""
-        bias = None if self.bias is None else self.bias[...]
         # The stock layer's kernel has a say in the type of its result.
-        stand_in = jax.numpy.zeros((), self.param_dtype)
-        operands = self.promote_dtype((inputs, stand_in, bias), dtype=self.dtype)
+        operands = self._operands(inputs, jax.numpy.zeros((), self.param_dtype))
         options = fused.with_result(operands, residual, self._options(out_sharding))
         kernel = per_channel.Quantised(self.kernel_values[...], self.kernel_scale[...])
         return per_channel.dense(operands[0], kernel, operands[2], **options)
@@ -225,8 +224,7 @@ class Fp8Linear(Linear):
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
     ) -> jax.Array:
         """Computes what `Linear` does; the arguments are its."""
-        bias = None if self.bias is None else self.bias[...]
-        operands = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        operands = self._operands(inputs, self.kernel[...])
         states = fp8.States()
         if self.is_delayed:
             states = fp8.states(lambda name: getattr(self, name)[...])
@@ -259,31 +257,20 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
         raise TypeError(f"layers must be a list of layers, got {type(layers).__name__}")
     if not layers:
         raise ValueError(f"layers must be one layer or more, got {layers!r}")
+    fused.check_alike(layers, _OF_STOCK_LAYERS)
     first = layers[0]
     for i, layer in enumerate(layers):
-        for field in (*_OF_STOCK_LAYERS, *fused.HOW):
-            own, other = getattr(first, field, None), getattr(layer, field, None)
-            if own != other:
-                raise ValueError(
-                    f"layers must agree in {field}, got {own!r} in layers[0] and {other!r} in"
-                    f" layers[{i}]"
-                )
         if type(layer).__call__ not in (nnx.Linear.__call__, Linear.__call__):
             raise ValueError(
                 f"layers[{i}] is a {type(layer).__name__}, whose product this would not compute;"
                 " legal are flax.nnx.Linear and pallas_gemm.flax.nnx.Linear"
-            )
-        if getattr(layer, "activation", None) is not None:
-            raise ValueError(
-                f"layers[{i}] has activation={layer.activation!r}; legal is None, and a call of"
-                " the layer itself"
             )
         if layer.dot_general not in (jax.lax.dot_general, api.dot_general):
             raise ValueError(
                 f"layers[{i}] has dot_general={layer.dot_general!r}, which this would not call"
             )
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
-    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
+    biases = [_value(layer.bias) for layer in layers]
     promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)
     return api.projections(
         promoted[0],
@@ -341,9 +328,8 @@ class GatedDense(nnx.Module):
         Raises:
             ValueError: `dot_general` is given.
         """
-        fused.refuse_dot_general(self, dot_general=options.get("dot_general"))
-        fused.check_sizes(in_features=in_features, out_features=out_features)
-        options = {"use_bias": use_bias, "rngs": rngs, **fused.with_types(options)}
+        options = fused.checked(self, options, in_features, out_features)
+        options |= {"use_bias": use_bias, "rngs": rngs}
         self.gate = nnx.Linear(in_features, out_features, **options)
         self.up = nnx.Linear(in_features, out_features, **options)
         self.activation = fused.checked_activation(activation)
@@ -364,7 +350,7 @@ class GatedDense(nnx.Module):
         """
         layer, up = self.gate, self.up
         kernels = (layer.kernel[...], up.kernel[...])
-        biases = [None if own.bias is None else own.bias[...] for own in (layer, up)]
+        biases = [_value(own.bias) for own in (layer, up)]
         operands = layer.promote_dtype((inputs, *kernels, *biases), dtype=layer.dtype)
         return fused.gated(
             operands,
@@ -377,7 +363,7 @@ class GatedDense(nnx.Module):
         )
 
 
-class Experts(nnx.Module):
+class Experts(routed.Mixture, nnx.Module):
     """A mixture of experts: each token goes through the `top_k` gated layers that a router chooses.
 
     Experts have no capacity: no token is dropped, and nothing is padded, whatever the router does.
@@ -463,20 +449,7 @@ class Experts(nnx.Module):
         logits = self.router(routed.wide(inputs))
         kernels = (layer.kernel[...] for layer in (self.gate, self.up, self.down))
         operands = self.promote_dtype((inputs, *kernels), dtype=self.dtype)
-        choice = self.routing(routed.rows(logits), self.top_k)
-        result = self.mix(operands[0], choice, operands[1:])
-        return (result, logits) if with_logits else result
-
-    def mix(self, inputs: jax.Array, choice: routed.Choice, kernels: Sequence[Any]) -> jax.Array:
-        """Returns the weighted sums; a subclass may send the rows to where their experts are.
-
-        Args:
-            inputs: As for the layer, of the type of the computation.
-            choice: The choice of each token.
-            kernels: Gate, up and down of all experts, of the same type.
-        """
-        compute = routed.gated(kernels, self.activation, self.precision)
-        return routed.apply(inputs, choice, self.num_experts, compute)
+        return self.mixed(logits, operands, with_logits=with_logits)
 
 
 class _Kernel(nnx.Module):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.gemm import gemm
+from pallas_gemm.flax import fused
 from pallas_gemm.op.product import equally_varying
 
 INT8_MAX = 127
@@ -45,6 +46,15 @@ def quantise(x: jax.Array, dtype: Any = jnp.int8) -> Quantised:
     scale = jnp.where(amax == 0, 1, amax / largest)
     values = jnp.clip(wide / scale[..., None], -largest, largest)
     return Quantised((jnp.round(values) if is_integer else values).astype(dtype), scale)
+
+
+def weight_type(british: Any, american: Any) -> Any:
+    """Returns the type of a layer's weights, which the second spelling names unless it is None.
+
+    Raises:
+        TypeError: It is no type.
+    """
+    return fused.layer_type("quantised_dtype", british if american is None else american)
 
 
 def dense(

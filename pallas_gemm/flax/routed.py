@@ -99,6 +99,49 @@ def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> 
     return permuted(results, places, order)
 
 
+class Mixture:
+    """What the layers of experts of all interfaces do with what a router says.
+
+    Attributes:
+        num_experts: How many there are.
+        top_k: How many experts a token has.
+        routing: Makes the choice of each token.
+        activation: As for `gated_gemm`.
+        precision: As for `gemm`.
+    """
+
+    num_experts: int
+    top_k: int
+    routing: Routing
+    activation: Any
+    precision: Any
+
+    def mixed(
+        self, logits: jax.Array, operands: Sequence[Any], *, with_logits: bool
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Returns the result of a layer, with the logits if asked for.
+
+        Args:
+            logits: What the router says, `[..., num_experts]`.
+            operands: Inputs, and gate, up and down of all experts, of the type of the computation.
+            with_logits: Whether the logits are asked for.
+        """
+        inputs, *kernels = operands
+        result = self.mix(inputs, self.routing(rows(logits), self.top_k), kernels)
+        return (result, logits) if with_logits else result
+
+    def mix(self, inputs: jax.Array, choice: Choice, kernels: Sequence[Any]) -> jax.Array:
+        """Returns the weighted sums; a subclass may send the rows to where their experts are.
+
+        Args:
+            inputs: As for the layer, of the type of the computation.
+            choice: The choice of each token.
+            kernels: Gate, up and down of all experts, of the same type.
+        """
+        compute = gated(kernels, self.activation, self.precision)
+        return apply(inputs, choice, self.num_experts, compute)
+
+
 def rows(x: jax.Array) -> jax.Array:
     """Returns an array in two dimensions."""
     return x.reshape(-1, x.shape[-1])

@@ -11,9 +11,10 @@ from jax.experimental.mosaic.gpu import layout_inference
 from pallas_gemm import offline
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper import kernel
-from pallas_gemm.kernels.hopper.config import LATE_STRIP, HopperConfig
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.tiling import LATE_STRIP
 from pallas_gemm.problem import Epilogue, Problem
 
 
