@@ -100,7 +100,7 @@ def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> 
 
 
 class Mixture:
-    """What the layers of experts of all interfaces do with what a router says.
+    """Sends tokens to experts: the part of a layer of experts that all interfaces share.
 
     Attributes:
         num_experts: How many there are.
@@ -122,7 +122,7 @@ class Mixture:
         """Returns the result of a layer, with the logits if asked for.
 
         Args:
-            logits: What the router says, `[..., num_experts]`.
+            logits: The router's results, `[..., num_experts]`.
             operands: Inputs, and gate, up and down of all experts, of the type of the computation.
             with_logits: Whether the logits are asked for.
         """

@@ -1,4 +1,4 @@
-"""What tuning finds for a product, and products and configs in a few characters."""
+"""The outcome of tuning a product, and labels of products and configs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell kernel issue in one step, and what they wait for."""
+"""One step of the Blackwell kernel: its loads, its MMAs, and the waits of the roles."""
 
 import itertools
 from typing import Any

@@ -14,7 +14,7 @@ Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
     Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
     Ping-pong consumers take every other tile: one runs its epilogue while the other multiplies.
 
-    What they do for each tile is a `Product` (`dense/product.py`): the plain one, or another kind.
+    A `Product` (`dense/product.py`) says how they compute a tile: the plain one, or another kind.
 
 Barriers (`protocol.py` derives the arrival counts)
     name          who arrives                                    who waits

@@ -35,7 +35,7 @@ TOLD_HEADER = 2
 
 @dataclasses.dataclass(frozen=True)
 class HopperTiling(GemmConfig):
-    """What follows from the fields of a `HopperConfig`, which says what they mean."""
+    """The fields of a `HopperConfig`, which explains them, and what follows from them."""
 
     stages: int = FITTING
     store_columns: int = FITTING
@@ -99,8 +99,8 @@ class HopperTiling(GemmConfig):
     def finished_columns(self, problem: Problem) -> int:
         """Columns that the epilogue is applied to at once: it takes registers for each of them.
 
-        As many as are stored at once, or are finished at once to be stored late, if their values
-        leave enough beside the accumulator; else half of them, and so on.
+        The columns that are stored, or finished, at a time. If their values do not leave enough
+        registers beside the accumulator, half of these columns, and so on.
         """
         width = LATE_STRIP if self.late_store else self.store_columns
         if problem.epilogue.is_identity:
@@ -111,7 +111,7 @@ class HopperTiling(GemmConfig):
         return width
 
     def _free_registers(self, problem: Problem, columns: int) -> int:
-        """Registers that are left where the epilogue is applied to so many columns at once."""
+        """Registers that an epilogue leaves which is applied to a number of columns at once."""
         rows = self.consumer_tile[0]
         waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
         size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
@@ -181,8 +181,8 @@ class HopperTiling(GemmConfig):
         """Predicts the shared memory of a CTA; Mosaic aligns every buffer to 1,024 bytes.
 
         Args:
-            problem: What is computed.
-            stages: Of the ring; None for as many as the config has.
+            problem: The problem.
+            stages: The stages of the ring; None for those of the config.
         """
         problem, stages = self.as_computed(problem), stages or self.stages
         depth = self.tile_k(problem) * stages

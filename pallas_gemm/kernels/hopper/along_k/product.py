@@ -33,7 +33,7 @@ class CutAlongK(Product):
 
 
 class HandedOver(late_store.AtOnce):
-    """What a consumer does with sums that another kernel finishes."""
+    """Leaves the sums of a tile to another kernel, which finishes them."""
 
     def expect(self, at: place.Where) -> None:
         """Loads nothing: it takes no operand of the epilogue."""

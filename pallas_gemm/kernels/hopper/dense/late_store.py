@@ -32,13 +32,13 @@ Stores = list[tuple[int, Callable[[], None]]]
 
 
 class AtOnce(NamedTuple):
-    """What a consumer does with the sums of a tile that it stores at once."""
+    """Stores a tile when its sums are complete."""
 
     cta: Cta
     me: Any
 
     def start(self) -> store.Tile | None:
-        """What is left to be stored before the first tile."""
+        """Returns the carry of the walk before the first tile: nothing is left to be stored."""
         return None
 
     def expect(self, at: place.Where) -> None:
@@ -64,7 +64,7 @@ class AtOnce(NamedTuple):
 
 
 class Late(AtOnce):
-    """What a consumer does with the sums of a tile that it stores late."""
+    """Stores a tile during the first steps of the next one."""
 
     def start(self) -> store.Tile:
         """See `AtOnce`: it gives the carry of a walk its type."""

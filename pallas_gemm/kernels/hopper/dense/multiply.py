@@ -33,8 +33,8 @@ class Steps(NamedTuple):
         turn: The number of the tile in its worker's sequence.
         slot: The slot of its first step; None if the turn says it.
         count: How many steps it takes; None for all of them.
-        mask: What is done to a slot before it is multiplied, where the contracted elements are
-            those of a group. Then there may be no step; else there is one at least.
+        mask: Zeroes the elements of a slot that are beyond a group; None without groups. Only
+            groups may have no step.
     """
 
     turn: Any

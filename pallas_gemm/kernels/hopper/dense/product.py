@@ -1,4 +1,4 @@
-"""The plain product: what the roles of a kernel do that is different for other kinds of products.
+"""The plain product, and the parts of it that other kinds of products do differently.
 
     kind                        what is different
     plain                       each piece of work is a tile, and takes all steps of k
@@ -29,11 +29,11 @@ class Span(NamedTuple):
 
 
 class Product:
-    """What the producer and the consumers of a CTA do.
+    """The work of the producer and the consumers of a CTA.
 
     Attributes:
-        cta: What they share.
-        plan: What runs.
+        cta: The memory and the barriers of the CTA.
+        plan: The plan of the kernel.
     """
 
     def __init__(self, cta: Cta) -> None:
@@ -59,11 +59,11 @@ class Product:
         return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
 
     def assist(self, warp: Any) -> None:
-        """What the producer's other warps do: they may send rows to other devices."""
+        """Runs in every warp of the producer: the idle ones may send rows to other devices."""
         self.cta.rows.send(warp)
 
     def span(self, piece: work.Piece, before: int, steps: int) -> Span:
-        """Which steps a piece takes of an array with so many, after those `before` it."""
+        """The steps of one array that a piece takes, given the steps of the arrays before it."""
         del piece, before
         return Span(0, steps)
 
@@ -86,9 +86,9 @@ class Product:
         return multiply.add_up(self.cta, me, steps, stores)
 
     def ending(self, me: Any) -> late_store.AtOnce:
-        """What a consumer does with its sums."""
+        """Chooses when and how a consumer stores its sums."""
         when = late_store.Late if self.plan.config.late_store else late_store.AtOnce
         return when(self.cta, me)
 
     def end(self, me: Any) -> None:
-        """What a consumer does when all tiles are stored."""
+        """Ends the work of a consumer, when all tiles are stored."""

@@ -97,7 +97,7 @@ class Gathered(_Exchanged):
     """The left operand's rows are those of several devices.
 
     Attributes:
-        transfer: What they are sent with.
+        transfer: The rows here and there, and the counters of what is sent.
     """
 
     def __init__(self, plan: HopperPlan, gmem: launch.Inputs, every: Any) -> None:

@@ -41,7 +41,7 @@ class RowsInGroups(Product):
 
 
 class SumsOverGroups(Product):
-    """What is contracted lies in groups, and each has a matrix of the result."""
+    """Each group of contracted elements has a matrix of the result."""
 
     @property
     def all_warps_walk(self) -> bool:

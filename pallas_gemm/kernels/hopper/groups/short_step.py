@@ -31,7 +31,7 @@ class Divided(NamedTuple):
 
     Attributes:
         whole: How many are whole.
-        parts: Of how many parts the short one is; 0 without one.
+        parts: The parts that the short one has; 0 without one.
     """
 
     whole: Any
