@@ -35,6 +35,12 @@ from pallas_gemm.api.gemm import projections as projections
 from pallas_gemm.api.grouped import grouped_gemm as grouped_gemm
 from pallas_gemm.api.grouped import ragged_dot as ragged_dot
 from pallas_gemm.api.grouped import ragged_dot_general as ragged_dot_general
+from pallas_gemm.api.loss import LogProbs as LogProbs
+from pallas_gemm.api.loss import linear_cross_entropy as linear_cross_entropy
+from pallas_gemm.api.loss import linear_log_probs as linear_log_probs
+from pallas_gemm.api.loss import (
+    softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
+)
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
 from pallas_gemm.api.symmetric import gram as gram

@@ -34,10 +34,10 @@ def explicit_product(
     call: Call, contraction: Contraction, sharding: NamedSharding, *operands: jax.Array
 ) -> jax.Array:
     """Computes a product of operands on an explicit mesh; its result is split as told."""
-    return _computed(_Product(call, contraction), [sharding], *operands)[0]
+    return computed(_Product(call, contraction), [sharding], *operands)[0]
 
 
-def _computed(f: Function, shardings: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
+def computed(f: Function, shardings: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
     """Computes a function as on an automatic mesh; its results are split as told."""
     avals = tuple(map(jax.typeof, operands))
     jaxpr = _traced(f, tuple(shardings), avals, jax.sharding.get_abstract_mesh())
@@ -170,7 +170,7 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
     changes = [t for t in linear.changes(tangents) if t is not None]
     changed = tuple(t is not None for t in linear.changes(tangents))
     results = explicit_p.bind(*primals, f=f, jaxpr=jaxpr)
-    return results, _computed(_Change(f, changed), shardings, *primals, *changes)
+    return results, computed(_Change(f, changed), shardings, *primals, *changes)
 
 
 def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -212,14 +212,14 @@ def _changed_product(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a product and its change, as if there were no activation."""
     operands = given.present()
-    result = linear.named(_computed(f, [sharding], *operands)[0])
+    result = linear.named(computed(f, [sharding], *operands)[0])
     pairs = [t for x, t in zip(given, moved, strict=True) if x is not None]
     changed = tuple(t is not None for t in pairs)
     if not any(changed):
         return result, jnp.zeros_like(result)
     change = _ProductChange(f.call, f.contraction, changed)
     changes = [t for t in pairs if t is not None]
-    return result, _computed(change, [sharding], *operands, *changes)[0]
+    return result, computed(change, [sharding], *operands, *changes)[0]
 
 
 def _transpose(cotangents: Any, *operands: Any, f: Function, jaxpr: core.ClosedJaxpr) -> Any:
@@ -237,7 +237,7 @@ def _transpose(cotangents: Any, *operands: Any, f: Function, jaxpr: core.ClosedJ
         mesh = _shardings(jaxpr)[0].mesh
         whole = NamedSharding(mesh, PartitionSpec())
         shardings = [whole if x.sharding.mesh.empty else x.sharding for x in wanted]
-        found = _computed(transposed, shardings, *known, *given)
+        found = computed(transposed, shardings, *known, *given)
     return _filled(missing, found, [None] * len(missing))
 
 
@@ -247,7 +247,7 @@ def _batch(operands: Any, dims: Any, *, f: Function, jaxpr: core.ClosedJaxpr) ->
     shardings = [
         NamedSharding(own.mesh, PartitionSpec(axis, *own.spec)) for own in _shardings(jaxpr)
     ]
-    results = _computed(_Mapped(f, tuple(dims)), shardings, *operands)
+    results = computed(_Mapped(f, tuple(dims)), shardings, *operands)
     return results, [0] * len(results)
 
 

@@ -1,0 +1,426 @@
+"""The last layer and its loss: a product and the cross entropy of what it returns, at once."""
+
+import math
+import numbers
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_gemm.api import arguments, request
+from pallas_gemm.api.eager import compiled
+from pallas_gemm.call import Call, Options
+from pallas_gemm.op import explicit
+from pallas_gemm.op.loss import statistics
+from pallas_gemm.op.loss_chunks import Layer
+from pallas_gemm.op.loss_plan import Memory
+from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning.targeting import known_target
+
+TYPES = ("bfloat16", "float16", "float32", "float64")
+ARRAYS = ("hidden", "weight", "labels", "bias")
+AxisName = str | tuple[str, ...] | None
+"""Axes of a `jax.shard_map` along which the words are split."""
+
+
+class LogProbs(NamedTuple):
+    """What a last layer says of the label of each token.
+
+    Attributes:
+        log_probs: The logarithm of the probability of the label.
+        log_sum_exp: The logarithm of the sum of `exp(logits)`.
+        label_logits: The label's logit; `log_probs` is this minus `log_sum_exp`.
+    """
+
+    log_probs: jax.Array
+    log_sum_exp: jax.Array
+    label_logits: jax.Array
+
+
+@compiled(*ARRAYS)
+def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    transpose_weight: bool = False,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0,
+    z_loss: float = 0,
+    softcap: float | None = None,
+    scale: float = 1,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    memory: Memory = None,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """Computes the cross entropy of `hidden @ weight` and labels, without an array of the logits.
+
+        logits = softcap * tanh((scale * hidden @ weight + bias) / softcap)
+        loss   = log_sum_exp - (1 - label_smoothing) * logit of the label
+                 - label_smoothing * mean(logits) + z_loss * log_sum_exp**2
+
+    Sums, logits and losses are in float32. Gradients take four products as large as the layer's
+    own, or three if the logits are kept, in the type of the operands; `memory` says which.
+
+    >>> loss = linear_cross_entropy(x, w, labels)
+    >>> dx, dw = jax.grad(linear_cross_entropy, argnums=(0, 1))(x, w, labels)
+
+    Args:
+        hidden: The tokens, `[..., width]`.
+        weight: The matrix of the last layer, `[width, words]`, of the same type.
+        labels: The word of each token, `[...]`, an integer. As in NumPy, -1 is the last word. The
+            loss of a token whose label is no word is NaN, as in optax.
+        bias: A value for each word.
+        transpose_weight: The weight is stored `[words, width]`, as an embedding is.
+        ignore_index: A token with this label has no loss and no gradient, and does not count.
+        label_smoothing: The share of the label that goes to all words alike, from 0 to 1.
+        z_loss: How much of the squared log-sum-exp is added.
+        softcap: Bounds the logits; None does not.
+        scale: A number that the product is scaled with.
+        reduction: "mean" over the tokens that count, which is 0 if none does; "sum"; or "none" for
+            a loss of each token.
+        memory: What the gradients may take beside operands and results: "least", "fastest", which
+            keeps all logits, or a number of bytes. None takes chunks of 8192 words.
+        axis_name: The axes of a `jax.shard_map` along which words are split: `weight` and `bias`
+            are a device's part of the words, `labels` count all words.
+
+    Returns:
+        The loss in float32 (float64 if the operands are).
+
+    Raises:
+        TypeError: Labels are no integers, or types or numbers are not legal.
+        ValueError: Shapes do not fit, or `memory` is less than what is needed.
+    """
+    smoothing = _number("label_smoothing", label_smoothing, least=0, most=1)
+    z_loss = _number("z_loss", z_loss, least=0)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is unknown; legal: 'mean', 'sum', 'none'")
+    options = {"transpose_weight": transpose_weight, "softcap": softcap, "scale": scale}
+    found = _found(
+        *(hidden, weight, labels, bias),
+        **options,
+        memory=memory,
+        ignore_index=ignore_index,
+        total=smoothing != 0,
+        axis_name=axis_name,
+    )
+    losses = found.log_sum_exp - (1 - smoothing) * found.label_logits
+    if smoothing:
+        losses = losses - smoothing / found.words * found.total
+    if z_loss:
+        losses = losses + z_loss * jnp.square(found.log_sum_exp)
+    losses = jnp.where(found.counts, losses, 0)
+    if reduction == "none":
+        return losses
+    total = jnp.sum(losses)
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum(jnp.sum(found.counts, dtype=losses.dtype), 1)
+
+
+@compiled(*ARRAYS)
+def linear_log_probs(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    transpose_weight: bool = False,
+    softcap: float | None = None,
+    scale: float = 1,
+    memory: Memory = None,
+    axis_name: AxisName = None,
+) -> LogProbs:
+    """Computes the log-probability of each token's label, without an array of the logits.
+
+    Perplexities, importance ratios and losses of your own are made of these; all three results
+    have gradients, from the same products as those of `linear_cross_entropy`.
+
+    >>> log_probs, log_sum_exp, label_logits = linear_log_probs(x, w, labels)
+
+    Args:
+        hidden: As for `linear_cross_entropy`.
+        weight: As for `linear_cross_entropy`.
+        labels: As for `linear_cross_entropy`; what is no word has NaN.
+        bias: As for `linear_cross_entropy`.
+        transpose_weight: As for `linear_cross_entropy`.
+        softcap: As for `linear_cross_entropy`.
+        scale: As for `linear_cross_entropy`.
+        memory: As for `linear_cross_entropy`.
+        axis_name: As for `linear_cross_entropy`.
+
+    Returns:
+        The results, each of the shape of the labels, in float32 (float64 if the operands are).
+
+    Raises:
+        TypeError: As for `linear_cross_entropy`.
+        ValueError: As for `linear_cross_entropy`.
+    """
+    options = {"transpose_weight": transpose_weight, "softcap": softcap, "scale": scale}
+    found = _found(
+        *(hidden, weight, labels, bias), **options, memory=memory, axis_name=axis_name
+    )
+    log_probs = found.label_logits - found.log_sum_exp
+    return LogProbs(log_probs, found.log_sum_exp, found.label_logits)
+
+
+@compiled("hidden", "weight", "labels", "where")
+def softmax_cross_entropy_with_integer_labels(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    axis: int = -1,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """Computes optax's function of the same name for the logits `hidden @ weight`.
+
+    >>> losses = softmax_cross_entropy_with_integer_labels(x, w, labels)
+
+    Args:
+        hidden: As for `linear_cross_entropy`.
+        weight: As for `linear_cross_entropy`.
+        labels: As for `linear_cross_entropy`.
+        axis: The axis of words, which is the last one.
+        where: The tokens that count, a bool for each; others have the loss 0.
+
+    Returns:
+        The loss of each token.
+
+    Raises:
+        TypeError: As for `linear_cross_entropy`.
+        ValueError: As for `linear_cross_entropy`, or the axis is another, or `where` has no value
+            for each token.
+    """
+    last = np.ndim(labels)
+    if axis not in (-1, last):
+        raise ValueError(f"axis must be the last one of the logits, -1 or {last}, got {axis!r}")
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    if where is None:
+        return losses
+    where = arguments.array("where", where)
+    if where.shape != losses.shape:
+        raise ValueError(
+            f"where must have a value for each token, shape {list(losses.shape)}, got"
+            f" {list(where.shape)}; words are left out by a bias of -inf in linear_cross_entropy"
+        )
+    return jnp.where(where, losses, 0)
+
+
+class _Found(NamedTuple):
+    """The statistics of each token.
+
+    Attributes:
+        log_sum_exp: Of its logits; 0 where it does not count.
+        label_logits: Its label's logit, likewise.
+        total: The sum of its logits; None if it is not wanted.
+        counts: Whether it counts.
+        words: How many there are.
+    """
+
+    log_sum_exp: jax.Array
+    label_logits: jax.Array
+    total: Any
+    counts: jax.Array
+    words: int
+
+
+def _found(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    bias: Any,
+    *,
+    transpose_weight: Any,
+    softcap: Any,
+    scale: Any,
+    memory: Any,
+    axis_name: Any,
+    ignore_index: Any = None,
+    total: bool = False,
+) -> _Found:
+    """Checks the arguments, and computes the statistics of each token."""
+    transposed = arguments.flag("transpose_weight", transpose_weight)
+    hidden, weight, labels, bias = _arrays(hidden, weight, labels, bias, transposed)
+    layer = Layer(
+        _call(hidden, weight),
+        transposed,
+        bias is not None,
+        _number("scale", scale),
+        None if softcap is None else _number("softcap", softcap, above=0),
+        total,
+        _memory(memory),
+    )
+    own = weight.shape[layer.axis]
+    words, first = own, 0
+    if axis_name is not None:
+        words, first = own * lax.axis_size(axis_name), own * lax.axis_index(axis_name)
+    labels = _as_int32(labels)
+    counts = jnp.ones(labels.shape, bool)
+    if ignore_index is not None:
+        counts = labels != _index(ignore_index)
+    named = jnp.where(labels < 0, labels + words, labels)
+    is_word = (named >= 0) & (named < words)
+    # One that is no word, or does not count, is none of any chunk's.
+    picked = jnp.where(is_word & counts, named - first, -1)
+    results = _statistics(layer, hidden, weight, picked, bias)
+    if axis_name is not None:
+        results = _over_words(results, axis_name)
+    log_sum_exp, of_label, *totals = (jnp.where(counts, x, 0) for x in results)
+    of_label = jnp.where(is_word | ~counts, of_label, jnp.nan)
+    return _Found(log_sum_exp, of_label, totals[0] if totals else None, counts, words)
+
+
+def _over_words(results: Any, axis_name: Any) -> list[jax.Array]:
+    """Combines the statistics of the words that each device has: two small all-reduces."""
+    log_sum_exp, *sums = results
+    largest = lax.pmax(lax.stop_gradient(log_sum_exp), axis_name)
+    # Without a finite logit there is nothing to stay below.
+    finite = jnp.where(jnp.isfinite(largest), largest, 0)
+    exp, *sums = lax.psum((jnp.exp(log_sum_exp - finite), *sums), axis_name)
+    return [jnp.log(exp) + finite, *sums]
+
+
+def _statistics(layer: Layer, hidden: Any, weight: Any, labels: Any, bias: Any) -> list[Any]:
+    given = (hidden, weight, labels, *(() if bias is None else (bias,)))
+    run = _OfTokens(layer)
+    if not request.is_explicit(*given):
+        return run(*given)
+    sharding = jax.typeof(hidden).sharding
+    own = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+    return explicit.computed(run, [own] * (2 + layer.total), *given)
+
+
+class _OfTokens(NamedTuple):
+    """The statistics of tokens in any number of dimensions."""
+
+    layer: Layer
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        hidden, weight, labels, *bias = operands
+        tokens = (math.prod(labels.shape), hidden.shape[-1])
+        results = statistics(
+            self.layer, hidden.reshape(tokens), weight, labels.reshape(tokens[0]), *bias
+        )
+        return [x.reshape(labels.shape) for x in results]
+
+
+def _call(hidden: Any, weight: Any) -> Call:
+    wide = np.float64 if hidden.dtype == np.float64 else np.float32
+    options = Options(target=known_target(hidden, weight), reduced=reduction_dtype())
+    return Call(wide, precision=precisions.resolve(None), options=options)
+
+
+def _arrays(hidden: Any, weight: Any, labels: Any, bias: Any, transposed: bool) -> Any:
+    """Returns the operands as arrays.
+
+    Raises:
+        TypeError: One is of a type that is not legal.
+        ValueError: Their shapes do not fit.
+    """
+    hidden, weight = arguments.array("hidden", hidden), arguments.array("weight", weight)
+    labels = arguments.array("labels", labels)
+    if hidden.dtype.name not in TYPES:
+        raise TypeError(f"hidden must be of {', '.join(TYPES)}, got {hidden.dtype}")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight must be of the type of hidden, {hidden.dtype}, got {weight.dtype}:"
+            " weight.astype(hidden.dtype) is"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, the words' numbers, got {labels.dtype}")
+    if hidden.ndim < 1:
+        raise ValueError("hidden must have at least one dimension, got shape []")
+    stored = "[words, width]" if transposed else "[width, words]"
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be {stored}, got shape {list(weight.shape)}")
+    width, words = weight.shape[::-1] if transposed else weight.shape
+    if hidden.shape[-1] != width:
+        other = f"; transpose_weight={not transposed} would fit" * (hidden.shape[-1] == words)
+        raise ValueError(
+            f"hidden{list(hidden.shape)} and weight{list(weight.shape)}, {stored}, must agree in"
+            f" width, got {hidden.shape[-1]} and {width}{other}"
+        )
+    if words == 0:
+        raise ValueError(f"weight must have at least one word, got shape {list(weight.shape)}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have a value for each token, shape {list(hidden.shape[:-1])}, got"
+            f" {list(labels.shape)}"
+        )
+    if bias is None:
+        return hidden, weight, labels, None
+    bias = arguments.array("bias", bias)
+    if bias.shape != (words,):
+        raise ValueError(
+            f"bias must have a value for each word, shape [{words}], got {list(bias.shape)}"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be of a floating-point type, got {bias.dtype}")
+    return hidden, weight, labels, bias
+
+
+def _number(name: str, value: Any, **bounds: float) -> float:
+    """Returns an argument that is a number within bounds: `least`, `most`, `above`.
+
+    Raises:
+        TypeError: It is no number that is known while tracing.
+        ValueError: It is beyond the bounds.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r:.80}")
+    own = float(value)
+    legal = {
+        "least": own >= bounds.get("least", own),
+        "most": own <= bounds.get("most", own),
+        "above": "above" not in bounds or own > bounds["above"],
+    }
+    if not math.isfinite(own) or not all(legal.values()):
+        words = {"least": "at least", "most": "at most", "above": "above"}
+        text = " and ".join(f"{words[bound]} {limit:g}" for bound, limit in bounds.items())
+        raise ValueError(f"{name} must be a finite number{' ' * bool(text)}{text}, got {value!r}")
+    return own
+
+
+def _memory(value: Any) -> Memory:
+    """Returns what the caller says of memory.
+
+    Raises:
+        TypeError: It is neither a word nor a number.
+        ValueError: The word is unknown.
+    """
+    if value is None or value in ("least", "fastest"):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"memory={value!r} is unknown; legal: None, 'least', 'fastest', bytes")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(
+            f"memory must be None, 'least', 'fastest' or a number of bytes, got"
+            f" {type(value).__name__}: {value!r:.80}"
+        )
+    return int(value)
+
+
+def _index(value: Any) -> int:
+    """Returns the label that does not count.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(
+            f"ignore_index must be an integer or None, got {type(value).__name__}: {value!r:.80}"
+        )
+    return int(value)
+
+
+def _as_int32(labels: Any) -> Any:
+    """Returns labels in the type in which a kernel compares them; no other becomes a word by it."""
+    limits, own = jnp.iinfo(np.int32), jnp.iinfo(labels.dtype)
+    if own.max > limits.max:
+        labels = jnp.clip(labels, max(own.min, limits.min), limits.max)
+    return labels.astype(np.int32)

@@ -1,0 +1,229 @@
+"""The statistics of a last layer's logits as one primitive, so that no logits are ever whole.
+
+    log(sum(exp(z))), z of the label, sum(z)      z = softcap(scale * hidden @ weight + bias)
+
+`loss_chunks` computes them, and the gradients. A kernel that has the whole function as its
+epilogue computes them with one product; elsewhere XLA computes one chunk of words after the other.
+
+Their change with the operands is a second primitive, which is linear: in reverse mode it becomes
+the gradients by chunks, in forward mode a product for each operand that moves.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.call import Signature, signature_of
+from pallas_gemm.op import fused, linear, loss_chunks, lowering, mesh_context
+from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.product import equally_varying, run_as_jax_does
+
+statistics_p = core.Primitive("pallas_gemm_loss")
+statistics_p.multiple_results = True
+change_p = core.Primitive("pallas_gemm_loss_change")
+"""How the statistics change with the operands that move, the changes of which come last."""
+change_p.multiple_results = True
+
+FACTORS = 2
+"""The first operands: hidden and weight. Labels follow, then the bias if there is one."""
+
+
+def statistics(layer: Layer, *operands: jax.Array, keep: bool = False) -> list[jax.Array]:
+    """Computes the statistics of each token, and the product if it is to be kept.
+
+    Args:
+        layer: The layer.
+        *operands: Hidden `[tokens, width]`, weight, labels, and the bias if there is one.
+        keep: The product is one more result, in the type of its operands.
+    """
+    given = equally_varying(operands)
+    devices = mesh_context.device_request(layer.call, given)
+    return statistics_p.bind(*given, layer=layer, keep=keep, devices=devices)
+
+
+def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
+    """Whether a kernel computes all of it, and leaves no array of tokens and words behind."""
+    shapes = [jax.ShapeDtypeStruct(*own) for own in signature]
+    function = function_of(layer, keep, shapes)
+    found = fused.plan(layer.call, layer.contraction, function, signature)
+    if isinstance(found, str) or found.decision.plan is None:
+        return False
+    return len(found.split.program.arrays) == keep
+
+
+def function_of(layer: Layer, keep: bool, operands: Sequence[Any]) -> fused.Function:
+    """Returns the function of the product that is computed."""
+    given = Given.of(operands)
+    function = loss_chunks.statistics_of_sums(layer, given)
+    return function.keeping_sums(given.hidden.dtype) if keep else function
+
+
+@statistics_p.def_abstract_eval
+def _abstract(*avals: Any, layer: Layer, keep: bool, **_: Any) -> Any:
+    return _types(layer, keep, avals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _types(layer: Layer, keep: bool, avals: tuple[Any, ...]) -> list[Any]:
+    """Returns the types of the results, with their shardings and manual axes."""
+
+    def like(hidden: Any, weight: Any, *_: Any) -> Any:
+        sums = layer.contraction.by_xla(layer.call, hidden, weight)
+        of_tokens = [jnp.max(sums, axis=-1)] * (FACTORS + layer.total)
+        return [*of_tokens, *([sums.astype(hidden.dtype)] if keep else [])]
+
+    return jax.make_jaxpr(like)(*avals).out_avals
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    layer: Layer,
+    keep: bool,
+    devices: Any,
+    gpu: bool,
+) -> Any:
+    del devices
+    if not mesh_context.is_one_devices(ctx.module_context.axis_context):
+        run = functools.partial(loss_chunks.by_chunks, layer, keep)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+    own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
+    signature = signature_of(tuple(ctx.avals_in))
+    whole = gpu and by_one_kernel(own, keep, signature)
+    run = functools.partial(loss_chunks.at_once if whole else loss_chunks.by_chunks, own, keep)
+    return mesh_context.lower_off_mesh(ctx, run, operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
+    given = Given.of(primals)
+    keeping = keep or layer.chunks(given.hidden, given.weight).kept
+    results = list(map(linear.named, statistics(layer, *primals, keep=keeping)))
+    hidden, weight, _, *bias = linear.changes(tangents)
+    moves = (hidden, weight, *bias)
+    moved = tuple(x is not None for x in moves)
+    kept = results[FACTORS + layer.total :]
+    own = equally_varying((*primals, results[0], *kept, *(x for x in moves if x is not None)))
+    changes = change_p.bind(*own, layer=layer, moved=moved, kept=bool(kept), keep=keep)
+    return results[: FACTORS + layer.total + keep], changes
+
+
+def _taken_apart(operands: Sequence[Any], layer: Layer, moved: Any, kept: bool) -> Any:
+    """Returns operands of a change: given, the log-sum-exp, what was kept, and the changes."""
+    count = FACTORS + 1 + layer.bias
+    given, (log_sum_exp, *rest) = Given.of(operands[:count]), operands[count:]
+    changes = iter(rest[kept:])
+    moves = [next(changes) if is_moved else None for is_moved in moved]
+    return given, log_sum_exp, rest[0] if kept else None, moves
+
+
+def _change(
+    *operands: jax.Array, layer: Layer, moved: Any, kept: bool, keep: bool
+) -> list[jax.Array]:
+    """Computes the change of the statistics: in forward mode, from whole arrays of logits."""
+    given, _, _, (hidden, weight, *bias) = _taken_apart(operands, layer, moved, kept)
+
+    def whole(*moving: jax.Array) -> list[jax.Array]:
+        left = iter(moving)
+        own = given._replace(
+            **{
+                name: next(left)
+                for name, change in (("hidden", hidden), ("weight", weight))
+                if change is not None
+            }
+        )
+        own_bias = tuple(next(left) if bias[0] is not None else x for x in given.bias)
+        sums = layer.contraction.by_xla(layer.call, own.hidden, own.weight)
+        results = loss_chunks.statistics_of_sums(layer, given)(sums, given.labels, *own_bias)
+        return [*results, *([sums.astype(given.hidden.dtype)] if keep else [])]
+
+    changes = [x for x in (hidden, weight, *bias) if x is not None]
+    own = (given.hidden, given.weight, *given.bias)
+    primals = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
+    return jax.jvp(whole, tuple(primals), tuple(changes))[1]
+
+
+@change_p.def_abstract_eval
+def _abstract_change(*avals: Any, layer: Layer, keep: bool, **_: Any) -> Any:
+    return _types(layer, keep, avals[: FACTORS + 1 + layer.bias])
+
+
+def _transpose(
+    cotangents: Any, *operands: Any, layer: Layer, moved: Any, kept: bool, keep: bool
+) -> list[Any]:
+    given, log_sum_exp, product, moves = _taken_apart(operands, layer, moved, kept)
+    others = [None] * (len(operands) - sum(moved))
+    if keep:
+        raise NotImplementedError("the logits that a derivative keeps have no derivative")
+    if all(isinstance(g, ad.Zero) for g in cotangents):
+        return [*others, *(ad.Zero(x.aval) for x in moves if x is not None)]
+    of_log_sum_exp, of_label, *of_total = map(ad.instantiate_zeros, cotangents)
+    slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, tuple(of_total))
+    wanted = Wanted(*(x is not None for x in moves), *((False,) if not layer.bias else ()))
+    found = loss_chunks.gradients(layer, wanted, given, slopes, product)
+    pairs = zip(found, (*moves, None)[: len(found)], strict=True)
+    return [*others, *(g for g, move in pairs if move is not None)]
+
+
+def _change_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    places = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def of_moving(*moving: jax.Array) -> list[jax.Array]:
+        own = list(primals)
+        for place, x in zip(places, moving, strict=True):
+            own[place] = x
+        return _change(*own, **params)
+
+    moving = tuple(primals[i] for i in places)
+    return jax.jvp(of_moving, moving, tuple(tangents[i] for i in places))
+
+
+def _batch(operands: Any, dims: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
+    """Maps it: more tokens, or one layer after the other where each has a weight of its own."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    hidden, weight, labels, *bias = operands
+    run = functools.partial(statistics, layer, keep=keep)
+    if any(d is not None for d in (dims[1], *dims[3:])):
+        results = _one_by_one(run, operands, dims)
+        return results, [0] * len(results)
+    hidden, labels = (
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in ((hidden, dims[0]), (labels, dims[2]))
+    )
+    merged = (x.reshape(-1, *x.shape[2:]) for x in (hidden, labels))
+    hidden, labels = merged
+    results = run(hidden, weight, labels, *bias)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def _one_by_one(run: Callable[..., Any], operands: Any, dims: Any) -> list[jax.Array]:
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(own: Any) -> Any:
+        left = iter(own)
+        return run(*(x if d is None else next(left) for x, d in zip(operands, dims, strict=True)))
+
+    return jax.lax.map(one, mapped)
+
+
+def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:
+    run = functools.partial(_change, **params)
+    results = jax.vmap(run, tuple(dims))(*operands)
+    return results, [0] * len(results)
+
+
+run_as_jax_does(statistics_p)
+run_as_jax_does(change_p)
+ad.primitive_jvps[statistics_p] = _jvp
+ad.primitive_jvps[change_p] = _change_jvp
+ad.primitive_transposes[change_p] = _transpose
+batching.primitive_batchers[statistics_p] = _batch
+batching.primitive_batchers[change_p] = _batch_change
+mlir.register_lowering(statistics_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(statistics_p, functools.partial(_lowered, gpu=True), platform="cuda")
+mlir.register_lowering(change_p, mlir.lower_fun(_change, multiple_results=True))

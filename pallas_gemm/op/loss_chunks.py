@@ -1,0 +1,332 @@
+"""The statistics of a token's logits, and their gradients, one chunk of words after the other.
+
+    z = softcap(scale * hidden @ weight + bias)      logits: they exist for one chunk at a time
+    statistics    log(sum(exp(z))), z of the label, sum(z)
+    slopes        d(loss)/d(hidden @ weight) = softmax(z) * g + ..., in the type of the operands
+
+Every loss of a token that depends on these statistics has its gradients from the slopes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.export import is_symbolic_dim
+
+from pallas_gemm.call import Call
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.fused import Function, fused, traced
+from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, Memory, chunks
+from pallas_gemm.op.product import product
+from pallas_gemm.problem import Epilogue
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is fixed about a last layer while it is traced.
+
+    Attributes:
+        call: The product of hidden and weight, without a look at how they are stored.
+        transposed: The weight is stored `[words, width]`.
+        bias: There is one value per word to add.
+        scale: Scales the product.
+        softcap: Logits stay between minus this and this; None if they are not bounded.
+        total: The sum of a token's logits is wanted.
+        memory: What the caller says of memory.
+    """
+
+    call: Call
+    transposed: bool = False
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    total: bool = False
+    memory: Memory = None
+
+    @property
+    def axis(self) -> int:
+        """The axis of words of the weight."""
+        return 0 if self.transposed else 1
+
+    @property
+    def contraction(self) -> Contraction:
+        """The dimensions of the product: tokens, words, and the width that is contracted."""
+        return Contraction("mk", "nk" if self.transposed else "kn", "mn")
+
+    def chunks(self, hidden: Any, weight: Any) -> Chunks:
+        """Returns how the words are divided for the gradients."""
+        words, size = weight.shape[self.axis], np.dtype(hidden.dtype).itemsize
+        return chunks(*hidden.shape, words, size, self.memory)
+
+    def logits(self, sums: jax.Array, bias: Sequence[jax.Array]) -> jax.Array:
+        """Computes the logits of some words."""
+        z = sums if self.scale == 1 else sums * self.scale
+        for values in bias:
+            z = z + values.astype(z.dtype)[None]
+        return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+
+
+class Given(NamedTuple):
+    """The operands of a last layer.
+
+    Attributes:
+        hidden: The tokens, `[tokens, width]`.
+        weight: `[width, words]`, or transposed.
+        labels: A word for each token; one that is none has no logit of its label.
+        bias: One array, or none.
+    """
+
+    hidden: jax.Array
+    weight: jax.Array
+    labels: jax.Array
+    bias: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, operands: Sequence[Any]) -> "Given":
+        """Names the operands."""
+        hidden, weight, labels, *bias = operands
+        return cls(hidden, weight, labels, tuple(bias))
+
+    def words(self, layer: Layer, start: Any, size: int) -> "Given":
+        """Returns the operands of some words, by which labels are counted then."""
+        if size == self.weight.shape[layer.axis]:
+            return self
+        return Given(
+            self.hidden,
+            lax.dynamic_slice_in_dim(self.weight, start, size, layer.axis),
+            self.labels - start,
+            tuple(lax.dynamic_slice_in_dim(x, start, size, 0) for x in self.bias),
+        )
+
+
+class Wanted(NamedTuple):
+    """Of which operands a gradient is wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Slopes(NamedTuple):
+    """How a loss changes with the statistics of each token.
+
+    Attributes:
+        log_sum_exp: The statistic itself.
+        of_log_sum_exp: The change with it.
+        of_label: The change with the label's logit.
+        of_total: The change with the sum of logits; none if that is not wanted.
+    """
+
+    log_sum_exp: jax.Array
+    of_log_sum_exp: jax.Array
+    of_label: jax.Array
+    of_total: tuple[jax.Array, ...]
+
+    def leaves(self) -> list[jax.Array]:
+        """Returns the arrays that there are."""
+        return jax.tree.leaves(self)
+
+
+def statistics_of_sums(layer: Layer, given: Given) -> Function:
+    """Returns the function of the product that computes the statistics."""
+    sums, *others = _types(layer, given)
+    return _statistics(layer, sums, tuple(others))
+
+
+@functools.lru_cache(maxsize=1024)
+def _statistics(layer: Layer, sums: Any, others: tuple[Any, ...]) -> Function:
+    def statistics(s: jax.Array, labels: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+        z = layer.logits(s, bias)
+        of_label = jnp.sum(jnp.where(_is_label(s, labels), z, 0), axis=-1)
+        total = [jnp.sum(z, axis=-1)] if layer.total else []
+        return [jax.nn.logsumexp(z, axis=-1), of_label, *total]
+
+    return traced(statistics, sums, *others)
+
+
+def _slopes_of_sums(layer: Layer, given: Given, with_bias: bool, slopes: Slopes) -> Function:
+    """Returns the function of the product that computes the slopes, and the gradient of a bias."""
+    sums, *others = _types(layer, given)
+    own = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in slopes.leaves()]
+    return _slopes(layer, with_bias, np.dtype(given.hidden.dtype), sums, (*own, *others))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slopes(
+    layer: Layer, with_bias: bool, dtype: Any, sums: Any, others: tuple[Any, ...]
+) -> Function:
+    count = 3 + layer.total
+
+    def slopes(s: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+        log_sum_exp, of_log_sum_exp, of_label, *of_total = (x[:, None] for x in rest[:count])
+        labels, *bias = rest[count:]
+        z = layer.logits(s, bias)
+        g = jnp.exp(z - log_sum_exp) * of_log_sum_exp
+        g = g + jnp.where(_is_label(s, labels), of_label, 0)
+        for own in of_total:
+            g = g + own
+        if layer.softcap is not None:
+            g = g * (1 - jnp.square(z / layer.softcap))
+        of_sums = g if layer.scale == 1 else g * layer.scale
+        return [of_sums.astype(dtype), *([jnp.sum(g, axis=0)] if with_bias else [])]
+
+    return traced(slopes, sums, *others)
+
+
+def _is_label(s: jax.Array, labels: jax.Array) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, s.shape, 1) == labels[:, None]
+
+
+def _types(layer: Layer, given: Given) -> list[jax.ShapeDtypeStruct]:
+    shape = (given.hidden.shape[0], given.weight.shape[layer.axis])
+    others = (given.labels, *given.bias)
+    return [
+        jax.ShapeDtypeStruct(shape, layer.call.out_dtype),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others),
+    ]
+
+
+def at_once(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:
+    """Computes the statistics, and the product if it is to be kept, with one product."""
+    given = Given.of(operands)
+    function = statistics_of_sums(layer, given)
+    if keep:
+        function = function.keeping_sums(given.hidden.dtype)
+    own = (given.hidden, given.weight, given.labels, *given.bias)
+    return fused(layer.call, layer.contraction, function, *own)
+
+
+def by_chunks(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:
+    """Computes the same for one chunk of words after the other."""
+    given = Given.of(operands)
+    parts = layer.chunks(given.hidden, given.weight)
+    if is_symbolic_dim(parts.words) or parts.words <= min(parts.each, DEFAULT_WORDS):
+        return at_once(layer, keep, *operands)
+    parts = parts._replace(each=min(parts.each, DEFAULT_WORDS), kept=False)
+    shape = (given.hidden.shape[0], parts.words)
+    kept = (_empty(given, shape, given.hidden.dtype),) if keep else ()
+
+    def step(found: Any, start: Any, size: int) -> Any:
+        own = given.words(layer, start, size)
+        new = at_once(layer, keep, own.hidden, own.weight, own.labels, *own.bias)
+        before, array = found if found is not None else (None, kept)
+        if keep:
+            array = (lax.dynamic_update_slice_in_dim(array[0], new.pop(), start, 1),)
+        if before is None:
+            return new, array
+        whole = jnp.logaddexp(before[0], new[0])
+        return [whole, *(x + y for x, y in zip(before[1:], new[1:], strict=True))], array
+
+    found, array = _over(parts, step)
+    return [*found, *array]
+
+
+def _over(parts: Chunks, step: Callable[[Any, Any, int], Any]) -> Any:
+    """Computes the chunks in turn.
+
+    Args:
+        parts: The chunks.
+        step: Takes what the chunks before have left, None at first, and where a chunk begins and
+            how many words it has.
+    """
+    left = step(None, 0, parts.first)
+    starts = parts.first + parts.each * jnp.arange(parts.count - 1, dtype=jnp.int32)
+
+    def next_chunk(left: Any, start: Any) -> Any:
+        # Nothing of a chunk begins before the last one has ended.
+        return step(*lax.optimization_barrier((left, start)), parts.each), None
+
+    # Two chunks in a round of the loop read and write sums in turn, without a copy between them.
+    return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=2)[0]
+
+
+def _empty(given: Given, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Returns an array to be written, which varies along the axes that the operands vary along."""
+    x = lax.empty(shape, dtype)
+    axes = jax.typeof(given.hidden).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def gradients(
+    layer: Layer, wanted: Wanted, given: Given, slopes: Slopes, kept: jax.Array | None
+) -> list[jax.Array | None]:
+    """Computes the gradients of the hidden tokens, the weight and the bias, as far as wanted.
+
+    Args:
+        layer: The layer.
+        wanted: Of what.
+        given: Its operands.
+        slopes: How the loss changes with its statistics.
+        kept: The product of hidden and weight, if the forward pass kept it.
+    """
+    parts = layer.chunks(given.hidden, given.weight)
+    of = _Products(layer, parts)
+
+    def step(found: Any, start: Any, size: Any) -> Any:
+        own = given.words(layer, start, size)
+        g, *of_bias = _slopes_of(layer, wanted.bias, own, slopes, kept)
+        hidden, weight, bias = (None, None, None) if found is None else found
+        if wanted.hidden:
+            hidden = of.hidden(g, own.weight, hidden)
+        if wanted.weight:
+            weight = _put(given, of.weight(g, own.hidden), weight, given.weight, start, layer.axis)
+        if wanted.bias:
+            bias = _put(given, of_bias[0], bias, given.bias[0], start, 0)
+        return hidden, weight, bias
+
+    hidden, weight, bias = _over(parts, step)
+    return [None if hidden is None else hidden.astype(given.hidden.dtype), weight, bias]
+
+
+def _slopes_of(
+    layer: Layer, with_bias: bool, own: Given, slopes: Slopes, kept: jax.Array | None
+) -> list[jax.Array]:
+    """Computes the slopes of some words, from the product that was kept or anew."""
+    function = _slopes_of_sums(layer, own, with_bias, slopes)
+    rest = (*slopes.leaves(), own.labels, *own.bias)
+    if kept is not None:
+        return function(kept.astype(layer.call.out_dtype), *rest)
+    return fused(layer.call, layer.contraction, function, own.hidden, own.weight, *rest)
+
+
+def _put(
+    given: Given, new: jax.Array, into: jax.Array | None, like: jax.Array, start: Any, axis: int
+) -> jax.Array:
+    """Puts a chunk of a gradient where it belongs in the whole."""
+    new = new.astype(like.dtype)
+    if new.shape == like.shape:
+        return new
+    into = _empty(given, like.shape, like.dtype) if into is None else into
+    return lax.dynamic_update_slice_in_dim(into, new, start, axis)
+
+
+class _Products(NamedTuple):
+    """The products of slopes.
+
+    Attributes:
+        layer: The layer.
+        parts: The chunks.
+    """
+
+    layer: Layer
+    parts: Chunks
+
+    def hidden(self, g: jax.Array, weight: jax.Array, before: jax.Array | None) -> jax.Array:
+        """Adds the gradient of the tokens by some words to that by the words before."""
+        of_left = self.layer.contraction.of_left.with_letters(residual="mk")
+        call = self.layer.call
+        call = call.plain(g.dtype if self.parts.count == 1 else call.out_dtype)
+        if before is None:
+            return product(call, of_left, g, weight)
+        call = dataclasses.replace(call, epilogue=Epilogue(residual=True))
+        return product(call, of_left, g, weight, before)
+
+    def weight(self, g: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Computes the gradient of the weight of some words."""
+        call = self.layer.call.plain(g.dtype)
+        return product(call, self.layer.contraction.of_right, hidden, g)
