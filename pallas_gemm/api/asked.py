@@ -21,6 +21,7 @@ from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
+from pallas_gemm.op.loss import function_of, statistics_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
@@ -30,7 +31,7 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import lines
 from pallas_gemm.rewriting import products as rewriting
 
-_OURS = (product_p, fused_p, sum_p, projections_p, grouped_p, symmetric_p)
+_OURS = (product_p, fused_p, sum_p, projections_p, grouped_p, symmetric_p, statistics_p)
 _OF_JAX = ("dot_general", "ragged_dot_general")
 
 
@@ -98,6 +99,16 @@ def products(program: Program) -> Iterator[Asked]:
             yield _of_jax(operation)
 
 
+def last_layers(program: Program) -> tuple[str, ...]:
+    """Returns how the gradients of each last layer are computed, and in what memory."""
+    found = []
+    for operation in program.operations:
+        if operation.equation.primitive is statistics_p:
+            hidden, weight, *_ = (v.aval for v in operation.equation.invars)
+            found.append(str(operation.equation.params["layer"].chunks(hidden, weight)))
+    return tuple(dict.fromkeys(found))
+
+
 def _inputs(operation: Operation) -> Iterator[tuple[Value, Any]]:
     """Yields what an operation reads, and as which type."""
     return zip(operation.inputs, [v.aval for v in operation.equation.invars], strict=True)
@@ -129,8 +140,13 @@ def _common(operation: Operation) -> dict[str, Any]:
 def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Asked]:
     """Yields the products of one primitive of ours."""
     equation, common = operation.equation, _common(operation)
-    call = equation.params["call"]
     given = signature_of(tuple(v.aval for v in equation.invars))
+    if equation.primitive is statistics_p:
+        layer, keep = (equation.params[x] for x in ("layer", "keep"))
+        function = function_of(layer, keep, [v.aval for v in equation.invars])
+        yield _of_function(equation, layer.call, layer.contraction, function, given, common)
+        return
+    call = equation.params["call"]
     if equation.primitive is product_p:
         dims = equation.params["contraction"]
         matrices = merged(call, dims, given)
@@ -139,7 +155,8 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         own = (matrices.call, matrices.signature)
         yield Asked(*own, **common, copies=copies, turned=needless)
     elif equation.primitive is fused_p:
-        yield _of_function(equation, given, common)
+        dims, function = (equation.params[x] for x in ("contraction", "function"))
+        yield _of_function(equation, call, dims, function, given, common)
     elif equation.primitive is projections_p:
         each = operands_of_each(call, given[1:])
         for dims, own in zip(equation.params["contractions"], each, strict=True):
@@ -156,9 +173,15 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         yield Asked(call, given, **common, turned=needless)
 
 
-def _of_function(equation: Any, given: Signature, common: Mapping[str, Any]) -> Asked:
-    """Returns a product whose epilogue is a function of the caller's, and what XLA does of it."""
-    call, dims, function = (equation.params[x] for x in ("call", "contraction", "function"))
+def _of_function(
+    equation: Any,
+    call: Call,
+    dims: Contraction,
+    function: fused.Function,
+    given: Signature,
+    common: Mapping[str, Any],
+) -> Asked:
+    """Returns a product whose epilogue is a function, and what XLA does of it."""
     found = fused.plan(call, dims, function, given)
     if isinstance(found, fused.Fused) and found.decision.plan is not None:
         call, signature, left = found.call, found.signature, found.split.left

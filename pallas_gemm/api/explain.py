@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_gemm.api.asked import Asked, products
+from pallas_gemm.api.asked import Asked, last_layers, products
 from pallas_gemm.api.explanation import Explanation
 from pallas_gemm.api.findings import Entry
 from pallas_gemm.api.passes import passes_of
@@ -133,6 +133,7 @@ def _explained(program: Program, outside: list[_Outside]) -> Explanation:
         tuple(turned.values()),
         passes_of(program),
         device,
+        last_layers=last_layers(program),
     )
 
 

@@ -45,6 +45,7 @@ class Explanation(Findings):
         parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
         if self.rewritten is not None:
             parts += [_row("accelerated" * (not i), text, 0) for i, text in enumerate(_fate(self))]
+        parts += [_row("last layer", text, 0) for text in self.last_layers]
         parts += [_row("before it", str(copy), 0) for copy in _together(self.all_copies)]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self), 0))
@@ -63,6 +64,7 @@ class Explanation(Findings):
         for group in self.groups:
             table.add_row(*_cells(group, self))
         rows = [_row(name, text, 0) for name, text in _totals(self)]
+        rows += [_row("last layer", text, 0) for text in self.last_layers]
         rows += [_row("to change", hint, 0) for hint in hints(self)]
         return Lines(table, *rows)
 
@@ -72,6 +74,7 @@ class Explanation(Findings):
             "products": [_as_json(group) for group in self.groups],
             "outside": [{"what": what, "why": why} for what, why in self.outside],
             "copies": [dataclasses.asdict(copy) for copy in self.all_copies],
+            "last_layers": list(self.last_layers),
             "passes": [dataclasses.asdict(own) for own in self.passes],
             "by_jax": list(self.by_jax),
             "rewritten": [dataclasses.asdict(own) for own in self.rewritten or ()],

@@ -148,6 +148,7 @@ class Findings:
         nothing: What is said where there is no product.
         rewritten: What became of the products that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
+        last_layers: How `linear_cross_entropy` computes gradients, and what memory that takes.
     """
 
     entries: tuple[Entry, ...]
@@ -159,6 +160,7 @@ class Findings:
     nothing: str = "no product"
     rewritten: tuple[Found, ...] | None = None
     configs: bool = False
+    last_layers: tuple[str, ...] = ()
 
     @property
     def products(self) -> tuple[Decision, ...]:

@@ -100,15 +100,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
     z_loss = _number("z_loss", z_loss, least=0)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is unknown; legal: 'mean', 'sum', 'none'")
-    options = {"transpose_weight": transpose_weight, "softcap": softcap, "scale": scale}
-    found = _found(
-        *(hidden, weight, labels, bias),
-        **options,
-        memory=memory,
-        ignore_index=ignore_index,
-        total=smoothing != 0,
-        axis_name=axis_name,
-    )
+    how = _How(transpose_weight, softcap, scale, memory, axis_name, ignore_index, smoothing != 0)
+    found = _found((hidden, weight, labels, bias), how)
     losses = found.log_sum_exp - (1 - smoothing) * found.label_logits
     if smoothing:
         losses = losses - smoothing / found.words * found.total
@@ -124,7 +117,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
 
 
 @compiled(*ARRAYS)
-def linear_log_probs(
+def linear_log_probs(  # noqa: PLR0913 - each is a keyword
     hidden: jax.Array,
     weight: jax.Array,
     labels: jax.Array,
@@ -161,10 +154,8 @@ def linear_log_probs(
         TypeError: As for `linear_cross_entropy`.
         ValueError: As for `linear_cross_entropy`.
     """
-    options = {"transpose_weight": transpose_weight, "softcap": softcap, "scale": scale}
-    found = _found(
-        *(hidden, weight, labels, bias), **options, memory=memory, axis_name=axis_name
-    )
+    how = _How(transpose_weight, softcap, scale, memory, axis_name)
+    found = _found((hidden, weight, labels, bias), how)
     log_probs = found.label_logits - found.log_sum_exp
     return LogProbs(log_probs, found.log_sum_exp, found.label_logits)
 
@@ -211,6 +202,28 @@ def softmax_cross_entropy_with_integer_labels(
     return jnp.where(where, losses, 0)
 
 
+class _How(NamedTuple):
+    """The arguments that are no arrays, as they were given.
+
+    Attributes:
+        transpose_weight: As for `linear_cross_entropy`, as are those that follow.
+        softcap: The bound of logits.
+        scale: What scales the product.
+        memory: What gradients may take.
+        axis_name: The axes along which words are split.
+        ignore_index: The label that does not count.
+        total: The sum of the logits is wanted.
+    """
+
+    transpose_weight: Any
+    softcap: Any
+    scale: Any
+    memory: Any
+    axis_name: Any
+    ignore_index: Any = None
+    total: bool = False
+
+
 class _Found(NamedTuple):
     """The statistics of each token.
 
@@ -229,47 +242,37 @@ class _Found(NamedTuple):
     words: int
 
 
-def _found(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    bias: Any,
-    *,
-    transpose_weight: Any,
-    softcap: Any,
-    scale: Any,
-    memory: Any,
-    axis_name: Any,
-    ignore_index: Any = None,
-    total: bool = False,
-) -> _Found:
+def _found(given: tuple[Any, ...], how: _How) -> _Found:
     """Checks the arguments, and computes the statistics of each token."""
-    transposed = arguments.flag("transpose_weight", transpose_weight)
-    hidden, weight, labels, bias = _arrays(hidden, weight, labels, bias, transposed)
+    transposed = arguments.flag("transpose_weight", how.transpose_weight)
+    hidden, weight, labels, bias = given
+    hidden, weight, labels = _arrays(hidden, weight, labels, transposed)
     layer = Layer(
         _call(hidden, weight),
         transposed,
         bias is not None,
-        _number("scale", scale),
-        None if softcap is None else _number("softcap", softcap, above=0),
-        total,
-        _memory(memory),
+        _number("scale", how.scale),
+        None if how.softcap is None else _number("softcap", how.softcap, above=0),
+        how.total,
+        _memory(how.memory),
     )
+    bias = None if bias is None else _bias(bias, weight.shape[layer.axis])
     own = weight.shape[layer.axis]
     words, first = own, 0
-    if axis_name is not None:
-        words, first = own * lax.axis_size(axis_name), own * lax.axis_index(axis_name)
+    if how.axis_name is not None:
+        words = own * lax.axis_size(how.axis_name)
+        first = own * lax.axis_index(how.axis_name)
     labels = _as_int32(labels)
     counts = jnp.ones(labels.shape, bool)
-    if ignore_index is not None:
-        counts = labels != _index(ignore_index)
+    if how.ignore_index is not None:
+        counts = labels != _index(how.ignore_index)
     named = jnp.where(labels < 0, labels + words, labels)
     is_word = (named >= 0) & (named < words)
     # One that is no word, or does not count, is none of any chunk's.
     picked = jnp.where(is_word & counts, named - first, -1)
     results = _statistics(layer, hidden, weight, picked, bias)
-    if axis_name is not None:
-        results = _over_words(results, axis_name)
+    if how.axis_name is not None:
+        results = _over_words(results, how.axis_name)
     log_sum_exp, of_label, *totals = (jnp.where(counts, x, 0) for x in results)
     of_label = jnp.where(is_word | ~counts, of_label, jnp.nan)
     return _Found(log_sum_exp, of_label, totals[0] if totals else None, counts, words)
@@ -315,8 +318,8 @@ def _call(hidden: Any, weight: Any) -> Call:
     return Call(wide, precision=precisions.resolve(None), options=options)
 
 
-def _arrays(hidden: Any, weight: Any, labels: Any, bias: Any, transposed: bool) -> Any:
-    """Returns the operands as arrays.
+def _arrays(hidden: Any, weight: Any, labels: Any, transposed: bool) -> Any:
+    """Returns the operands but the bias as arrays.
 
     Raises:
         TypeError: One is of a type that is not legal.
@@ -352,8 +355,16 @@ def _arrays(hidden: Any, weight: Any, labels: Any, bias: Any, transposed: bool) 
             f"labels must have a value for each token, shape {list(hidden.shape[:-1])}, got"
             f" {list(labels.shape)}"
         )
-    if bias is None:
-        return hidden, weight, labels, None
+    return hidden, weight, labels
+
+
+def _bias(bias: Any, words: int) -> Any:
+    """Returns the bias as an array.
+
+    Raises:
+        TypeError: It is of no floating-point type.
+        ValueError: It has no value for each word.
+    """
     bias = arguments.array("bias", bias)
     if bias.shape != (words,):
         raise ValueError(
@@ -361,7 +372,7 @@ def _arrays(hidden: Any, weight: Any, labels: Any, bias: Any, transposed: bool) 
         )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be of a floating-point type, got {bias.dtype}")
-    return hidden, weight, labels, bias
+    return bias
 
 
 def _number(name: str, value: Any, **bounds: float) -> float:

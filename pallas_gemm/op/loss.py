@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, loss_chunks, lowering, mesh_context
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
 statistics_p = core.Primitive("pallas_gemm_loss")
 statistics_p.multiple_results = True
@@ -58,10 +58,8 @@ def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
 
 
 def function_of(layer: Layer, keep: bool, operands: Sequence[Any]) -> fused.Function:
-    """Returns the function of the product that is computed."""
-    given = Given.of(operands)
-    function = loss_chunks.statistics_of_sums(layer, given)
-    return function.keeping_sums(given.hidden.dtype) if keep else function
+    """Returns the function of the product that a kernel computes."""
+    return loss_chunks.statistics_of_sums(layer, Given.of(operands), keep=keep, in_kernel=True)
 
 
 @statistics_p.def_abstract_eval
@@ -96,7 +94,9 @@ def _lowered(
     own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
     signature = signature_of(tuple(ctx.avals_in))
     whole = gpu and by_one_kernel(own, keep, signature)
-    run = functools.partial(loss_chunks.at_once if whole else loss_chunks.by_chunks, own, keep)
+    run = functools.partial(loss_chunks.by_chunks, own, keep)
+    if whole:
+        run = functools.partial(loss_chunks.at_once, own, keep, in_kernel=True)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
@@ -156,18 +156,33 @@ def _abstract_change(*avals: Any, layer: Layer, keep: bool, **_: Any) -> Any:
 def _transpose(
     cotangents: Any, *operands: Any, layer: Layer, moved: Any, kept: bool, keep: bool
 ) -> list[Any]:
-    given, log_sum_exp, product, moves = _taken_apart(operands, layer, moved, kept)
+    given, log_sum_exp, kept_product, moves = _taken_apart(operands, layer, moved, kept)
     others = [None] * (len(operands) - sum(moved))
-    if keep:
-        raise NotImplementedError("the logits that a derivative keeps have no derivative")
-    if all(isinstance(g, ad.Zero) for g in cotangents):
+    cotangents, of_product = (cotangents[:-1], cotangents[-1]) if keep else (cotangents, None)
+    if isinstance(of_product, ad.Zero):
+        of_product = None
+    if of_product is None and all(isinstance(g, ad.Zero) for g in cotangents):
         return [*others, *(ad.Zero(x.aval) for x in moves if x is not None)]
     of_log_sum_exp, of_label, *of_total = map(ad.instantiate_zeros, cotangents)
     slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, tuple(of_total))
-    wanted = Wanted(*(x is not None for x in moves), *((False,) if not layer.bias else ()))
-    found = loss_chunks.gradients(layer, wanted, given, slopes, product)
-    pairs = zip(found, (*moves, None)[: len(found)], strict=True)
-    return [*others, *(g for g, move in pairs if move is not None)]
+    wanted = Wanted(*(*(x is not None for x in moves), False)[: len(Wanted._fields)])
+    found = loss_chunks.gradients(layer, wanted, given, slopes, kept_product)
+    if of_product is not None:
+        found = _with_product(layer, given, found, of_product)
+    return [*others, *(g for g, move in zip(found, moves, strict=False) if move is not None)]
+
+
+def _with_product(layer: Layer, given: Given, found: list[Any], g: jax.Array) -> list[Any]:
+    """Adds what comes of the product that was kept, which second derivatives depend on."""
+    hidden, weight, *bias = found
+    dims = layer.contraction
+    if hidden is not None:
+        call = layer.call.plain(hidden.dtype)
+        hidden = hidden + product(call, dims.of_left, g, given.weight)
+    if weight is not None:
+        call = layer.call.plain(weight.dtype)
+        weight = weight + product(call, dims.of_right, given.hidden, g)
+    return [hidden, weight, *bias]
 
 
 def _change_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

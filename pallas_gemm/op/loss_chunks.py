@@ -68,7 +68,7 @@ class Layer:
         z = sums if self.scale == 1 else sums * self.scale
         for values in bias:
             z = z + values.astype(z.dtype)[None]
-        return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+        return z if self.softcap is None else self.softcap * jnp.tanh(z * (1 / self.softcap))
 
 
 class Given(NamedTuple):
@@ -132,19 +132,38 @@ class Slopes(NamedTuple):
         return jax.tree.leaves(self)
 
 
-def statistics_of_sums(layer: Layer, given: Given) -> Function:
-    """Returns the function of the product that computes the statistics."""
+def statistics_of_sums(
+    layer: Layer, given: Given, *, keep: bool = False, in_kernel: bool = False
+) -> Function:
+    """Returns the function of the product that computes the statistics.
+
+    Args:
+        layer: The layer.
+        given: Its operands.
+        keep: The product, in the type of its operands, is one more result. The statistics are of
+            what is kept: then the slopes of a token add up to what they should.
+        in_kernel: A kernel computes it, which rounds where it is told to; XLA has its own word.
+    """
     sums, *others = _types(layer, given)
-    return _statistics(layer, sums, tuple(others))
+    kept = np.dtype(given.hidden.dtype) if keep else None
+    return _statistics(layer, kept, in_kernel, sums, tuple(others))
 
 
 @functools.lru_cache(maxsize=1024)
-def _statistics(layer: Layer, sums: Any, others: tuple[Any, ...]) -> Function:
+def _statistics(
+    layer: Layer, kept: Any, in_kernel: bool, sums: Any, others: tuple[Any, ...]
+) -> Function:
     def statistics(s: jax.Array, labels: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+        rounded = [] if kept is None else [s.astype(kept)]
+        if kept is not None and in_kernel:
+            s = rounded[0].astype(s.dtype)
+        elif kept is not None and kept != s.dtype:
+            bits = jnp.finfo(kept)
+            s = lax.reduce_precision(s, bits.nexp, bits.nmant)
         z = layer.logits(s, bias)
         of_label = jnp.sum(jnp.where(_is_label(s, labels), z, 0), axis=-1)
         total = [jnp.sum(z, axis=-1)] if layer.total else []
-        return [jax.nn.logsumexp(z, axis=-1), of_label, *total]
+        return [jax.nn.logsumexp(z, axis=-1), of_label, *total, *rounded]
 
     return traced(statistics, sums, *others)
 
@@ -171,7 +190,7 @@ def _slopes(
         for own in of_total:
             g = g + own
         if layer.softcap is not None:
-            g = g * (1 - jnp.square(z / layer.softcap))
+            g = g * (1 - jnp.square(z * (1 / layer.softcap)))
         of_sums = g if layer.scale == 1 else g * layer.scale
         return [of_sums.astype(dtype), *([jnp.sum(g, axis=0)] if with_bias else [])]
 
@@ -191,12 +210,12 @@ def _types(layer: Layer, given: Given) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def at_once(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:
+def at_once(
+    layer: Layer, keep: bool, *operands: jax.Array, in_kernel: bool = False
+) -> list[jax.Array]:
     """Computes the statistics, and the product if it is to be kept, with one product."""
     given = Given.of(operands)
-    function = statistics_of_sums(layer, given)
-    if keep:
-        function = function.keeping_sums(given.hidden.dtype)
+    function = statistics_of_sums(layer, given, keep=keep, in_kernel=in_kernel)
     own = (given.hidden, given.weight, given.labels, *given.bias)
     return fused(layer.call, layer.contraction, function, *own)
 
@@ -207,26 +226,25 @@ def by_chunks(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]
     parts = layer.chunks(given.hidden, given.weight)
     if is_symbolic_dim(parts.words) or parts.words <= min(parts.each, DEFAULT_WORDS):
         return at_once(layer, keep, *operands)
-    parts = parts._replace(each=min(parts.each, DEFAULT_WORDS), kept=False)
+    parts = dataclasses.replace(parts, each=min(parts.each, DEFAULT_WORDS), kept=False)
     shape = (given.hidden.shape[0], parts.words)
-    kept = (_empty(given, shape, given.hidden.dtype),) if keep else ()
+    empty = [_empty(given, shape, given.hidden.dtype)] if keep else []
 
-    def step(found: Any, start: Any, size: int) -> Any:
+    def step(found: Any, start: Any, size: int) -> list[jax.Array]:
         own = given.words(layer, start, size)
         new = at_once(layer, keep, own.hidden, own.weight, own.labels, *own.bias)
-        before, array = found if found is not None else (None, kept)
-        if keep:
-            array = (lax.dynamic_update_slice_in_dim(array[0], new.pop(), start, 1),)
-        if before is None:
-            return new, array
-        whole = jnp.logaddexp(before[0], new[0])
-        return [whole, *(x + y for x, y in zip(before[1:], new[1:], strict=True))], array
+        count = len(new) - keep
+        before, kept = ([], empty) if found is None else (found[:count], found[count:])
+        kept = [lax.dynamic_update_slice_in_dim(x, new[count], start, 1) for x in kept]
+        if not before:
+            return [*new[:count], *kept]
+        sums = (x + y for x, y in zip(before[1:], new[1:count], strict=True))
+        return [jnp.logaddexp(before[0], new[0]), *sums, *kept]
 
-    found, array = _over(parts, step)
-    return [*found, *array]
+    return _over(parts, step)
 
 
-def _over(parts: Chunks, step: Callable[[Any, Any, int], Any]) -> Any:
+def _over(parts: Chunks, step: Callable[..., Any]) -> Any:
     """Computes the chunks in turn.
 
     Args:
@@ -239,7 +257,8 @@ def _over(parts: Chunks, step: Callable[[Any, Any, int], Any]) -> Any:
 
     def next_chunk(left: Any, start: Any) -> Any:
         # Nothing of a chunk begins before the last one has ended.
-        return step(*lax.optimization_barrier((left, start)), parts.each), None
+        ready: Any = lax.optimization_barrier((left, start))
+        return step(*ready, parts.each), None
 
     # Two chunks in a round of the loop read and write sums in turn, without a copy between them.
     return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=2)[0]

@@ -7,8 +7,9 @@ from the forward pass, or computed again for some words at a time.
     recomputed    4 products     the logits of one chunk of words, and sums in float32
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any
 
 from jax.export import is_symbolic_dim
 
@@ -21,7 +22,8 @@ STEP = 256
 """Words of a chunk are a multiple of this, so that tiles fill it."""
 
 
-class Chunks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunks:
     """How the words of a last layer are divided for its gradients.
 
     Attributes:
@@ -59,7 +61,7 @@ class Chunks(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def chunks(tokens: int, width: int, words: int, itemsize: int, memory: Memory) -> Chunks:
+def chunks(tokens: Any, width: Any, words: Any, itemsize: int, memory: Memory) -> Chunks:
     """Returns how the words are divided.
 
     Args:
@@ -72,11 +74,11 @@ def chunks(tokens: int, width: int, words: int, itemsize: int, memory: Memory) -
     Raises:
         ValueError: The bytes are fewer than the least that is possible.
     """
-    if is_symbolic_dim(words):
-        return Chunks(words, words, True, 0)
-    if is_symbolic_dim(tokens) or is_symbolic_dim(width):
-        is_whole = memory == "fastest" or words <= DEFAULT_WORDS
-        return Chunks(words, words if is_whole else DEFAULT_WORDS, is_whole, 0)
+    sizes = map(is_symbolic_dim, (tokens, width, words))
+    if any(sizes):
+        is_whole = is_symbolic_dim(words) or memory == "fastest" or words <= DEFAULT_WORDS
+        each: Any = words if is_whole else DEFAULT_WORDS
+        return Chunks(words, each, is_whole, 0)
 
     def of(each: int) -> Chunks:
         if each >= words:
@@ -86,26 +88,18 @@ def chunks(tokens: int, width: int, words: int, itemsize: int, memory: Memory) -
         chunk = (tokens + 2 * width) * each * itemsize
         return Chunks(words, each, False, chunk + 2 * tokens * width * 4)
 
-    whole, least = of(words), of(LEAST_WORDS)
-    if memory == "fastest" or whole.bytes <= least.bytes:
-        if isinstance(memory, int) and memory < whole.bytes:
-            raise ValueError(_too_few(memory, whole.bytes))
-        return whole
-    if memory == "least":
-        return least
-    if memory is None:
-        usual = of(DEFAULT_WORDS)
-        return whole if whole.bytes <= usual.bytes else usual
+    whole, usual = of(words), of(DEFAULT_WORDS)
+    least = min(whole, of(LEAST_WORDS), key=lambda own: own.bytes)
+    if not isinstance(memory, int):
+        if memory is None:
+            return min(whole, usual, key=lambda own: own.bytes)
+        return whole if memory == "fastest" else least
+    if memory < least.bytes:
+        raise ValueError(
+            f"memory={memory} bytes are too few for these sizes: the least is {least.bytes}, which"
+            " memory='least' takes"
+        )
     if memory >= whole.bytes:
         return whole
-    if memory < least.bytes:
-        raise ValueError(_too_few(memory, least.bytes))
     more = (memory - least.bytes) // ((tokens + 2 * width) * itemsize)
     return of(LEAST_WORDS + more // STEP * STEP)
-
-
-def _too_few(memory: int, least: int) -> str:
-    return (
-        f"memory={memory} bytes are too few for these sizes: the least is {least}, which"
-        " memory='least' takes"
-    )

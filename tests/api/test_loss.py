@@ -1,0 +1,425 @@
+"""The last layer and its loss: values and gradients beside float64, every option, bad input."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import special
+
+from pallas_gemm import (
+    explain,
+    linear_cross_entropy,
+    linear_log_probs,
+    softmax_cross_entropy_with_integer_labels,
+    target,
+)
+from tests import covering, reference
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+WIDTH = 8
+# More than two chunks of the fewest words, and no multiple of anything.
+WORDS = 9001
+IGNORED = -100
+
+OPTIONS: dict[str, list[Any]] = {
+    "dtype": [F32, BF16],
+    "tokens": [(96,), (4, 30), (1,), ()],
+    "words": [WORDS, 301],
+    "memory": [None, "least", "fastest", 3_000_000],
+    "bias": [False, True],
+    "transpose_weight": [False, True],
+    "ignore_index": [None, IGNORED, 7],
+    "label_smoothing": [0, 0.1],
+    "z_loss": [0, 0.01],
+    "softcap": [None, 3.0],
+    "scale": [1, 0.7],
+    "reduction": ["mean", "sum", "none"],
+}
+CASES = covering.pairs(OPTIONS, lambda case: case, 400)
+
+
+def _drawn(case: covering.Case) -> tuple[list[Any], Any]:
+    """Hidden, weight and bias, and the labels."""
+    rng = np.random.default_rng(0)
+    tokens, words, dtype = case["tokens"], case["words"], case["dtype"]
+    stored = (words, WIDTH) if case["transpose_weight"] else (WIDTH, words)
+    operands = [reference.normal(rng, shape, dtype) for shape in ((*tokens, WIDTH), stored)]
+    if case["bias"]:
+        operands.append(reference.normal(rng, (words,), F32))
+    labels = np.asarray(rng.integers(0, words, tokens))
+    if case["ignore_index"] is not None and labels.size > 2:
+        labels[..., :2] = case["ignore_index"]
+    return operands, jnp.asarray(labels, jnp.int32)
+
+
+def _exact(case: covering.Case, operands: Any, labels: Any, g: Any) -> list[np.ndarray]:
+    """The value and the gradients, by hand and in float64."""
+    h, w, *bias = map(reference.wide, operands)
+    lead, w = h.shape[:-1], (w.T if case["transpose_weight"] else w)
+    h, labels = h.reshape(-1, WIDTH), np.asarray(labels).reshape(-1)
+    before = case["scale"] * h @ w + (bias[0] if bias else 0)
+    cap = case["softcap"]
+    z = before if cap is None else cap * np.tanh(before / cap)
+    lse = special.logsumexp(z, axis=-1)
+    counts = np.ones(labels.shape, bool)
+    if case["ignore_index"] is not None:
+        counts = labels != case["ignore_index"]
+    one_hot = np.arange(z.shape[1]) == np.where(counts, labels, 0)[:, None]
+    share, z_loss = case["label_smoothing"], case["z_loss"]
+    aim = (1 - share) * one_hot + share / z.shape[1]
+    losses = np.where(counts, lse - np.sum(aim * z, -1) + z_loss * lse**2, 0)
+    each = np.broadcast_to(np.asarray(g, np.float64), lead).reshape(-1)
+    value: Any = losses.reshape(lead)
+    if case["reduction"] != "none":
+        number = max(counts.sum(), 1) if case["reduction"] == "mean" else 1
+        value, each = losses.sum() / number, each / number
+    slopes = special.softmax(z, axis=-1) * (1 + 2 * z_loss * lse)[:, None] - aim
+    slopes = slopes * (counts * each)[:, None]
+    if cap is not None:
+        slopes = slopes * (1 - (z / cap) ** 2)
+    of_weight = case["scale"] * h.T @ slopes
+    found = [value, (case["scale"] * slopes @ w.T).reshape(*lead, WIDTH)]
+    found.append(of_weight.T if case["transpose_weight"] else of_weight)
+    return [*found, slopes.sum(0)] if bias else found
+
+
+def _stock(case: covering.Case, labels: Any) -> Callable[..., Any]:
+    """The same in JAX's own words, with logits, and their gradients, rounded to the operands' type.
+
+    XLA would leave such a rounding out if it came of conversions.
+    """
+    bits = jnp.finfo(case["dtype"])
+
+    def loss(h: Any, w: Any, *bias: Any) -> Any:
+        w = w.T if case["transpose_weight"] else w
+        z = jnp.matmul(h, w, preferred_element_type=F32)
+        z = case["scale"] * jax.lax.reduce_precision(z, bits.nexp, bits.nmant)
+        z = z + bias[0] if bias else z
+        z = z if case["softcap"] is None else case["softcap"] * jnp.tanh(z / case["softcap"])
+        counts = jnp.ones(labels.shape, bool)
+        if case["ignore_index"] is not None:
+            counts = labels != case["ignore_index"]
+        picked = jnp.take_along_axis(z, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+        lse, share = jax.nn.logsumexp(z, axis=-1), case["label_smoothing"]
+        losses = lse - (1 - share) * picked - share * z.mean(-1) + case["z_loss"] * lse**2
+        losses = jnp.where(counts, losses, 0)
+        if case["reduction"] == "none":
+            return losses
+        number = jnp.maximum(counts.sum(), 1) if case["reduction"] == "mean" else 1
+        return losses.sum() / number
+
+    return loss
+
+
+def _ours(case: covering.Case, labels: Any) -> Callable[..., Any]:
+    names = (
+        *("ignore_index", "label_smoothing", "z_loss", "softcap"),
+        *("scale", "reduction", "memory", "transpose_weight"),
+    )
+    how = {name: case[name] for name in names}
+
+    def loss(h: Any, w: Any, bias: Any = None) -> Any:
+        return linear_cross_entropy(h, w, labels, bias=bias, **how)
+
+    return loss
+
+
+def _value_and_gradients(loss: Any, operands: Any, g: Any) -> list[Any]:
+    def run(*operands: Any) -> Any:
+        value, pull = jax.vjp(loss, *operands)
+        return [value, *pull(jnp.broadcast_to(g, value.shape).astype(value.dtype))]
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.jit(run)(*operands)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_value_and_gradients_are_as_near_float64_as_jaxs_own(case):
+    operands, labels = _drawn(case)
+    g = F32(1.5)
+    if case["reduction"] == "none":
+        g = reference.normal(np.random.default_rng(1), case["tokens"], F32)
+    found = _value_and_gradients(_ours(case, labels), operands, g)
+    stock = _value_and_gradients(_stock(case, labels), operands, g)
+    exact = _exact(case, operands, labels, g)
+    for own, xlas, true in zip(found, stock, exact, strict=True):
+        assert (own.shape, own.dtype) == (xlas.shape, xlas.dtype)
+        largest = np.max(np.abs(true), initial=0)
+        error, allowed = (np.max(np.abs(reference.wide(x) - true)) for x in (own, xlas))
+        assert error <= 2 * allowed + 2e-6 * largest, (error, allowed, largest)
+
+
+def _small(words: int = 40, tokens: int = 12) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(2)
+    h, w, b = (
+        reference.normal(rng, shape, F32) for shape in ((tokens, WIDTH), (WIDTH, words), (words,))
+    )
+    return h, w, b, jnp.asarray(rng.integers(0, words, tokens), jnp.int32)
+
+
+def test_log_probs_and_their_gradients():
+    h, w, b, labels = _small()
+
+    def ours(h: Any, w: Any, b: Any) -> Any:
+        return linear_log_probs(h, w, labels, bias=b, softcap=3.0)
+
+    def stock(h: Any, w: Any, b: Any) -> Any:
+        z = 3.0 * jnp.tanh((h @ w + b[None]) / 3.0)
+        picked = jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+        lse = jax.nn.logsumexp(z, axis=-1)
+        return picked - lse, lse, picked
+
+    for own, expected in zip(ours(h, w, b), stock(h, w, b), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-5)
+
+    def mixed(f: Any) -> Any:
+        return lambda *x: sum(k * jnp.sum(jnp.sin(y)) for k, y in enumerate(f(*x), 1))
+
+    gradients = (jax.grad(mixed(f), (0, 1, 2))(h, w, b) for f in (ours, stock))
+    for own, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def _optax(h: Any, w: Any, labels: Any) -> Any:
+    return optax.losses.softmax_cross_entropy_with_integer_labels(h @ w, labels)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
+def test_labels_are_what_they_are_to_optax_in_range_and_out_of_it(dtype):
+    h, w, _, labels = _small()
+    odd = [-1, -40, -41, 40, 100, 127] if jnp.issubdtype(dtype, jnp.signedinteger) else [40, 255]
+    labels = labels.at[: len(odd)].set(jnp.array(odd, jnp.int32)).astype(dtype)
+    ours = functools.partial(linear_cross_entropy, reduction="none")
+    np.testing.assert_allclose(ours(h, w, labels), _optax(h, w, labels), rtol=1e-5)
+
+    def summed(f: Any) -> Any:
+        # Gradients of what is NaN are not: a label that is no word has none.
+        return lambda h, w: jnp.nansum(f(h, w, labels))
+
+    gradients = (jax.grad(summed(f), (0, 1))(h, w) for f in (ours, _optax))
+    for own, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_beyond_32_bits_are_no_words():
+    h, w, _, labels = _small()
+    with jax.enable_x64(True):
+        wide = labels.astype(jnp.int64).at[0].set(1 << 32).at[1].set(-(1 << 32))
+        losses = linear_cross_entropy(h, w, wide, reduction="none")
+    assert np.isnan(losses[:2]).all()
+    assert np.isfinite(losses[2:]).all()
+
+
+def test_ignored_tokens_have_exactly_no_loss_and_no_gradient():
+    h, w, b, labels = _small()
+    labels = labels.at[3:5].set(IGNORED)
+
+    def loss(h: Any, w: Any, b: Any, labels: Any) -> Any:
+        how = {"ignore_index": IGNORED, "z_loss": 0.1, "label_smoothing": 0.1}
+        return linear_cross_entropy(h, w, labels, bias=b, **how)
+
+    value, found = jax.value_and_grad(loss, (0, 1, 2))(h, w, b, labels)
+    np.testing.assert_array_equal(found[0][3:5], 0)
+    kept = np.r_[0:3, 5:12]
+    alone, expected = jax.value_and_grad(loss, (0, 1, 2))(h[kept], w, b, labels[kept])
+    np.testing.assert_allclose(value, alone, rtol=1e-6)
+    np.testing.assert_allclose(found[0][kept], expected[0], rtol=1e-5, atol=1e-7)
+    for own, other in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("tokens", [0, 12])
+def test_without_a_token_that_counts_all_is_zero(reduction, tokens):
+    h, w, _, labels = _small(tokens=tokens)
+
+    def loss(h: Any, w: Any) -> Any:
+        how = {"ignore_index": IGNORED, "z_loss": 0.1, "reduction": reduction}
+        return linear_cross_entropy(h, w, jnp.full_like(labels, IGNORED), **how)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(h, w)
+    assert value == 0
+    for own in gradients:
+        np.testing.assert_array_equal(own, 0)
+
+
+@pytest.mark.parametrize("words", [40, WORDS])
+def test_infinite_logits_are_what_they_are_to_optax(words):
+    h, w, _, labels = _small(words, tokens=96)
+    masked = jnp.zeros(words).at[5].set(-jnp.inf).at[words - 1].set(-jnp.inf)
+    labels = labels.at[0].set(5).at[1].set(6)
+    # A token whose logits are all infinite, or none.
+    for bias in (masked, masked.at[7].set(jnp.inf), jnp.full(words, -jnp.inf)):
+
+        def ours(h: Any, w: Any, bias: Any = bias) -> Any:
+            return linear_cross_entropy(h, w, labels, bias=bias, reduction="none")
+
+        def stock(h: Any, w: Any, bias: Any = bias) -> Any:
+            logits = h @ w + bias[None]
+            return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+        np.testing.assert_allclose(ours(h, w), stock(h, w), rtol=1e-5)
+    tokens = jnp.arange(2, 96)
+    found, expected = (
+        jax.grad(lambda h, f=f: f(h, w, masked)[tokens].sum())(h) for f in (ours, stock)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_optaxs_name_and_arguments():
+    h, w, _, labels = _small()
+    where = labels % 3 > 0
+    for how in ({}, {"axis": -1}, {"axis": 1}, {"where": where}):
+        found = softmax_cross_entropy_with_integer_labels(h, w, labels, **how)
+        stock = optax.losses.softmax_cross_entropy_with_integer_labels(h @ w, labels, **how)
+        np.testing.assert_allclose(found, stock, rtol=1e-5)
+
+
+H, W, _, LABELS = _small()
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "float labels": (
+        lambda: linear_cross_entropy(H, W, LABELS.astype(F32)),
+        TypeError,
+        "labels must be integers, .* got float32",
+    ),
+    "shape of labels": (
+        lambda: linear_cross_entropy(H, W, LABELS[:3]),
+        ValueError,
+        r"labels must have a value for each token, shape \[12\], got \[3\]",
+    ),
+    "width": (
+        lambda: linear_cross_entropy(H, W.T, LABELS),
+        ValueError,
+        r"hidden\[12, 8\] and weight\[40, 8\], .* got 8 and 40; transpose_weight=True would fit",
+    ),
+    "weight of another rank": (
+        lambda: linear_cross_entropy(H, W[0], LABELS),
+        ValueError,
+        r"weight must be \[width, words\], got shape \[40\]",
+    ),
+    "no words": (lambda: linear_cross_entropy(H, W[:, :0], LABELS), ValueError, "at least one"),
+    "a number": (lambda: linear_cross_entropy(F32(1), W, LABELS), ValueError, "one dimension"),
+    "types": (
+        lambda: linear_cross_entropy(H, W.astype(BF16), LABELS),
+        TypeError,
+        "weight must be of the type of hidden, float32, got bfloat16: weight.astype",
+    ),
+    "integers": (
+        lambda: linear_cross_entropy(H.astype(jnp.int8), W, LABELS),
+        TypeError,
+        "hidden must be of bfloat16, .* got int8",
+    ),
+    "bias": (
+        lambda: linear_cross_entropy(H, W, LABELS, bias=W[:, 0]),
+        ValueError,
+        r"bias must have a value for each word, shape \[40\], got \[8\]",
+    ),
+    "a bias of integers": (
+        lambda: linear_cross_entropy(H, W, LABELS, bias=jnp.ones(40, jnp.int32)),
+        TypeError,
+        "bias must be of a floating-point type",
+    ),
+    "smoothing": (
+        lambda: linear_cross_entropy(H, W, LABELS, label_smoothing=1.5),
+        ValueError,
+        "label_smoothing must be a finite number at least 0 and at most 1, got 1.5",
+    ),
+    "an array as a number": (
+        lambda: linear_cross_entropy(H, W, LABELS, z_loss=H[0, 0]),
+        TypeError,
+        "z_loss must be a number, got",
+    ),
+    "softcap": (
+        lambda: linear_log_probs(H, W, LABELS, softcap=0),
+        ValueError,
+        "softcap must be a finite number above 0, got 0",
+    ),
+    "reduction": (
+        lambda: linear_cross_entropy(H, W, LABELS, reduction="avg"),
+        ValueError,
+        "reduction='avg' is unknown; legal: 'mean', 'sum', 'none'",
+    ),
+    "memory": (
+        lambda: linear_cross_entropy(H, W, LABELS, memory="most"),
+        ValueError,
+        "memory='most' is unknown; legal: None, 'least', 'fastest', bytes",
+    ),
+    "memory of no bytes": (
+        lambda: linear_cross_entropy(H, W, LABELS, memory=0.5),
+        TypeError,
+        "memory must be None, 'least', 'fastest' or a number of bytes, got float",
+    ),
+    "too few bytes": (
+        lambda: jax.grad(linear_cross_entropy)(H, W, LABELS, memory=100),
+        ValueError,
+        "memory=100 bytes are too few for these sizes: the least is 1920, which memory='least'",
+    ),
+    "ignore_index": (
+        lambda: linear_cross_entropy(H, W, LABELS, ignore_index=0.0),
+        TypeError,
+        "ignore_index must be an integer or None, got float",
+    ),
+    "axis": (
+        lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, axis=0),
+        ValueError,
+        "axis must be the last one of the logits, -1 or 1, got 0",
+    ),
+    "where": (
+        lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, where=W > 0),
+        ValueError,
+        r"where must have a value for each token, shape \[12\], got \[8, 40\]; words are left out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_bad_input_is_named(case):
+    run, kind, message = case
+    with pytest.raises(kind, match=message):
+        run()
+
+
+def _shapes(transposed: bool) -> list[jax.ShapeDtypeStruct]:
+    stored = (32768, 512) if transposed else (512, 32768)
+    types = (((4096, 512), BF16), (stored, BF16), ((4096,), jnp.int32))
+    return [jax.ShapeDtypeStruct(*own) for own in types]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("memory", "products", "text"),
+    [
+        ("fastest", 3, "3 products with gradients, all logits kept: 268 MB"),
+        ("least", 25, "4 products with gradients, logits computed again in 8 chunks of 4096"),
+        (None, 13, "4 products with gradients, logits computed again in 4 chunks of 8192"),
+        (200_000_000, 7, "4 products with gradients, logits computed again in 2 chunks of"),
+    ],
+)
+def test_explain_says_how_many_products_and_bytes(transposed, memory, products, text):
+    how = {"memory": memory, "transpose_weight": transposed}
+    loss = functools.partial(linear_cross_entropy, **how)
+    with target("h200"):
+        found = explain(jax.value_and_grad(loss, (0, 1)), *_shapes(transposed))
+    assert found.last_layers[0].startswith(text)
+    assert text in " ".join(str(found).split())
+    assert sum(entry.times for entry in found.entries) == products
+
+
+def test_what_has_no_gradient_takes_no_product():
+    loss = functools.partial(linear_cross_entropy, memory="fastest")
+    with target("h200"):
+        of_hidden = explain(jax.value_and_grad(loss, 0), *_shapes(False))
+        of_weight = explain(jax.value_and_grad(loss, 1), *_shapes(False))
+        nothing = explain(loss, *_shapes(False))
+    assert [len(own.entries) for own in (of_hidden, of_weight, nothing)] == [2, 2, 1]
+
+
+def test_one_token_and_scalars():
+    h, w, _, labels = _small()
+    found = linear_cross_entropy(h[0], w, labels[0])
+    np.testing.assert_allclose(found, _optax(h[:1], w, labels[:1])[0], rtol=1e-5)
