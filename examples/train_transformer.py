@@ -5,6 +5,8 @@
     python examples/train_transformer.py --api=nnx --op=pallas_gemm
     python examples/train_transformer.py --preset=1b
         a billion parameters, one GPU
+    python examples/train_transformer.py --loss=fused
+        the last layer and its loss without an array of logits
     python examples/train_transformer.py --preset=small --mesh=data:2,model:2
     python examples/train_transformer.py --cpu_devices=8 --mesh=data:2,model:4
 
@@ -49,6 +51,13 @@ def define_flags(values: flags.FlagValues) -> None:
         "fused",
         ["fused", "hooks"],
         "What pallas_gemm is: our layers, or stock layers with dot_general= as a hook.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "loss",
+        "stock",
+        ["stock", "fused"],
+        "What pallas_gemm has after the last block: logits and optax's loss, or both at once.",
         flag_values=values,
     )
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
@@ -106,7 +115,8 @@ def trainer_of(options: flags.FlagValues) -> Trainer:
         size, devices = getattr(settings, name), mesh.shape.get(axis, 1) if mesh else 1
         if size % devices:
             raise ValueError(f"--mesh splits {name}={size}, which {axis}:{devices} cannot")
-    return Trainer(settings, value(options, "api"), attention, mesh=mesh)
+    fused_loss = value(options, "loss") == "fused"
+    return Trainer(settings, value(options, "api"), attention, fused_loss, mesh=mesh)
 
 
 def run(trainer: Trainer, options: flags.FlagValues, console: Console) -> dict[str, Any]:

@@ -143,12 +143,14 @@ class Trainer(Training):
         settings: The sizes.
         api: "linen" or "nnx".
         attention: Implementation of `jax.nn.dot_product_attention`.
+        fused_loss: Layers that are not stock have `linear_cross_entropy` in the place of logits.
         mesh: The mesh, with the axes "data" and "model", either or both; None for one device.
     """
 
     settings: Settings
     api: str
     attention: Attention
+    fused_loss: bool = False
 
     def params(self) -> Any:
         """Returns the parameters of any kind of layers."""
@@ -156,10 +158,11 @@ class Trainer(Training):
 
     def loss(self, layers: str, params: Any, tokens: jax.Array) -> jax.Array:
         """Returns the mean over tokens of how unlikely the model thought each."""
-        apply = APIS[self.api].apply
-        return mean_loss(
-            apply(self.settings, layers, self.attention, params, tokens[:, :-1]), tokens[:, 1:]
-        )
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        apply = functools.partial(APIS[self.api].apply, self.settings, layers, self.attention)
+        if self.fused_loss and layers != "stock":
+            return apply(params, inputs, labels)
+        return mean_loss(apply(params, inputs), labels)
 
     def placement(self, names: Sequence[str]) -> jax.P:
         """Returns how a parameter is split over the axis "model"."""

@@ -79,6 +79,19 @@ class Block(nn.Module):
         return {**options, **hook}
 
 
+class Loss(nn.Module):
+    """The layer of the logits and their loss at once; its parameter is that of the layer."""
+
+    settings: Settings
+
+    @nn.compact
+    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns the mean over tokens of how unlikely each label is."""
+        shape, dtype = (x.shape[-1], self.settings.vocabulary), self.settings.type()
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape, dtype)
+        return pallas_gemm.linear_cross_entropy(x, kernel, labels)
+
+
 class Transformer(nn.Module):
     """Tokens to the logits of the tokens that follow.
 
@@ -93,8 +106,8 @@ class Transformer(nn.Module):
     attention: Attention
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns logits `[batch, sequence, vocabulary]`."""
+    def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
+        """Returns logits `[batch, sequence, vocabulary]`; with labels, their mean loss."""
         settings, dtype = self.settings, self.settings.type()
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype}
         x = nn.Embed(settings.vocabulary, settings.width, name="tokens", **types)(tokens)
@@ -103,6 +116,8 @@ class Transformer(nn.Module):
         for i in range(settings.blocks):
             x = Block(settings, self.layers, self.attention, name=f"block_{i}")(x)
         x = nn.RMSNorm(name="norm", **types)(x)
+        if labels is not None:
+            return Loss(settings, name="logits")(x, labels)
         dense: Any = nn.Dense if self.layers != "fused" else fused.Dense
         hook = {"dot_general": pallas_gemm.dot_general} if self.layers == "hooks" else {}
         return dense(settings.vocabulary, use_bias=False, name="logits", **types, **hook)(x)
@@ -115,7 +130,7 @@ def init(settings: Settings, key: jax.Array) -> Any:
 
 
 def apply(
-    settings: Settings, layers: str, attention: Attention, params: Any, tokens: jax.Array
+    settings: Settings, layers: str, attention: Attention, params: Any, *tokens: jax.Array
 ) -> Any:
-    """Returns the logits."""
-    return Transformer(settings, layers, attention).apply({"params": params}, tokens)
+    """Returns the logits of tokens; of tokens and labels, the mean loss."""
+    return Transformer(settings, layers, attention).apply({"params": params}, *tokens)

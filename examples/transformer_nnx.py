@@ -98,12 +98,15 @@ class Transformer(nnx.Module):
             settings.width, settings.vocabulary, use_bias=False, **options
         )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns logits `[batch, sequence, vocabulary]`."""
+    def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
+        """Returns logits `[batch, sequence, vocabulary]`; with labels, their mean loss."""
         x = self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))[None]
         for block in self.blocks:
             x = block(x)
-        return self.logits(self.norm(x))
+        x = self.norm(x)
+        if labels is not None:
+            return pallas_gemm.linear_cross_entropy(x, self.logits.kernel[...], labels)
+        return self.logits(x)
 
 
 def init(settings: Settings, key: jax.Array) -> Any:
@@ -112,12 +115,12 @@ def init(settings: Settings, key: jax.Array) -> Any:
 
 
 def apply(
-    settings: Settings, layers: str, attention: Attention, params: Any, tokens: jax.Array
+    settings: Settings, layers: str, attention: Attention, params: Any, *tokens: jax.Array
 ) -> Any:
-    """Returns the logits."""
+    """Returns the logits of tokens; of tokens and labels, the mean loss."""
 
     def made() -> Transformer:
         return Transformer(settings, layers, attention, rngs=nnx.Rngs(0))
 
     model, _ = nnx.split(nnx.eval_shape(made))
-    return nnx.merge(model, params)(tokens)
+    return nnx.merge(model, params)(*tokens)

@@ -28,7 +28,7 @@ AxisName = str | tuple[str, ...] | None
 
 
 class LogProbs(NamedTuple):
-    """What a last layer says of the label of each token.
+    """The opinion of a last layer on the label of each token.
 
     Attributes:
         log_probs: The logarithm of the probability of the label.
@@ -84,7 +84,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
         scale: A number that the product is scaled with.
         reduction: "mean" over the tokens that count, which is 0 if none does; "sum"; or "none" for
             a loss of each token.
-        memory: What the gradients may take beside operands and results: "least", "fastest", which
+        memory: The memory of the gradients beside operands and results: "least", "fastest", which
             keeps all logits, or a number of bytes. None takes chunks of 8192 words.
         axis_name: The axes of a `jax.shard_map` along which words are split: `weight` and `bias`
             are a device's part of the words, `labels` count all words.
@@ -208,8 +208,8 @@ class _How(NamedTuple):
     Attributes:
         transpose_weight: As for `linear_cross_entropy`, as are those that follow.
         softcap: The bound of logits.
-        scale: What scales the product.
-        memory: What gradients may take.
+        scale: The factor of the product.
+        memory: The memory of the gradients.
         axis_name: The axes along which words are split.
         ignore_index: The label that does not count.
         total: The sum of the logits is wanted.
@@ -228,7 +228,7 @@ class _Found(NamedTuple):
     """The statistics of each token.
 
     Attributes:
-        log_sum_exp: Of its logits; 0 where it does not count.
+        log_sum_exp: That of its logits; 0 where it does not count.
         label_logits: Its label's logit, likewise.
         total: The sum of its logits; None if it is not wanted.
         counts: Whether it counts.

@@ -28,7 +28,7 @@ from pallas_gemm.problem import Epilogue
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What is fixed about a last layer while it is traced.
+    """The facts of a last layer that are fixed while it is traced.
 
     Attributes:
         call: The product of hidden and weight, without a look at how they are stored.
@@ -37,7 +37,7 @@ class Layer:
         scale: Scales the product.
         softcap: Logits stay between minus this and this; None if they are not bounded.
         total: The sum of a token's logits is wanted.
-        memory: What the caller says of memory.
+        memory: The caller's word or number for the memory of the gradients.
     """
 
     call: Call
@@ -105,7 +105,7 @@ class Given(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of which operands a gradient is wanted."""
+    """The operands whose gradients are wanted."""
 
     hidden: bool
     weight: bool
@@ -278,7 +278,7 @@ def gradients(
 
     Args:
         layer: The layer.
-        wanted: Of what.
+        wanted: The operands whose gradients are wanted.
         given: Its operands.
         slopes: How the loss changes with its statistics.
         kept: The product of hidden and weight, if the forward pass kept it.

@@ -30,7 +30,7 @@ class Chunks:
         words: How many there are.
         each: How many a chunk has; the first may have fewer.
         kept: The forward pass keeps the logits: all of them are one chunk.
-        bytes: What the gradients take beside operands and results.
+        bytes: Memory of the gradients beside operands and results.
     """
 
     words: int
@@ -69,7 +69,7 @@ def chunks(tokens: Any, width: Any, words: Any, itemsize: int, memory: Memory) -
         width: Elements of a token.
         words: How many logits a token has.
         itemsize: Bytes of an element of the operands.
-        memory: What the caller says.
+        memory: The caller's word or number.
 
     Raises:
         ValueError: The bytes are fewer than the least that is possible.

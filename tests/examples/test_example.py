@@ -88,6 +88,21 @@ def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
     return np.array(losses)
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_loss_without_logits_trains_as_stock_does(api: str) -> None:
+    trainer = train_transformer.trainer_of(_options(f"--api={api}", "--loss=fused"))
+    curves = []
+    for layers in ("fused", "stock"):
+        trainee = trainer.trainee(layers, layers)
+        for step in range(4):
+            trainee.train(trainer.batch(step))
+        curves.append(jnp.asarray(trainee.curve, jnp.float32))
+    reference.assert_as_good_as_xla(curves[0], curves[1], _exact_curve(trainer, 4))
+    params, tokens = jax.eval_shape(trainer.params), trainer.batch(0)
+    asked = explain(jax.grad(functools.partial(trainer.loss, "fused")), params, tokens)
+    assert len(asked.last_layers) == 1
+
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
