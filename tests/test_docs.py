@@ -211,6 +211,7 @@ def test_a_public_name_has_an_example_that_runs(value: Any) -> None:
         "w": jnp.ones((16, 32), jnp.bfloat16),
         "bias": jnp.ones(32),
         "experts": jnp.ones((3, 16, 32), jnp.bfloat16),
+        "labels": jnp.zeros(64, jnp.int32),
         "sizes": jnp.array([20, 0, 40]),
         "squares": x @ x.T,
         "large": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),

@@ -30,6 +30,8 @@ AxisName = str | tuple[str, ...] | None
 class LogProbs(NamedTuple):
     """The opinion of a last layer on the label of each token.
 
+    >>> perplexity = jnp.exp(-jnp.mean(linear_log_probs(x, w, labels).log_probs))
+
     Attributes:
         log_probs: The logarithm of the probability of the label.
         log_sum_exp: The logarithm of the sum of `exp(logits)`.
@@ -228,7 +230,7 @@ class _Found(NamedTuple):
     """The statistics of each token.
 
     Attributes:
-        log_sum_exp: That of its logits; 0 where it does not count.
+        log_sum_exp: The log-sum-exp of its logits; 0 where it does not count.
         label_logits: Its label's logit, likewise.
         total: The sum of its logits; None if it is not wanted.
         counts: Whether it counts.
