@@ -253,7 +253,8 @@ def test_the_least_memory_is_a_chunks_and_more_is_what_was_allowed():
         found = _temporary(_compiled(memory, F32))
         assert found < 3 * plan.bytes < logits, (found, plan)
     assert _temporary(_compiled(None, F32, gradients=False)) < 2 * usual.bytes
-    assert _temporary(_compiled("fastest", F32)) < 1.3 * logits
+    # Here XLA has the logits in float32 beside those that are kept, as it has no kernel.
+    assert _temporary(_compiled("fastest", F32)) < 2.1 * logits
 
 
 @pytest.mark.parametrize("memory", [None, "least"])
