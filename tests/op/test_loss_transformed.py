@@ -140,7 +140,7 @@ def test_export_with_a_size_that_is_a_symbol():
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
     def both(h: Any, w: Any, b: Any, labels: Any) -> Any:
-        return _every(lambda *x: _ours(*x, labels))(h, w, b)
+        return _every(functools.partial(_ours, labels=labels))(h, w, b)
 
     exported = jax.export.export(jax.jit(both), platforms=["cpu", "cuda"])(*shapes, labels)
     again = jax.export.deserialize(exported.serialize())
@@ -165,7 +165,7 @@ def test_on_a_mesh(specs: Any, memory: Any, kind: Any) -> None:
             jax.device_put(x, NamedSharding(mesh, spec))
             for x, spec in zip((H, W, B, LABELS), specs, strict=True)
         )
-        found = jax.jit(_every(lambda *x: _ours(*x, labels, memory=memory)))(h, w, b)
+        found = jax.jit(_every(functools.partial(_ours, labels=labels, memory=memory)))(h, w, b)
     _check(found, _every(_stock)(H, W, B))
 
 
@@ -183,11 +183,16 @@ def test_words_are_split_in_shard_map(inner: bool, check_vma: bool, memory: Any)
     if inner and not check_vma:
         pytest.skip("without types of what varies, a gradient inside is that of one device")
     if inner:
-        within = lambda *x: _every(lambda *y: own(*y, x[3]))(*x[:3])  # noqa: E731
-        program = run(within, out_specs=(P(), specs[:3]), check_vma=check_vma)
+        spread: dict[str, Any] = {"out_specs": (P(), specs[:3]), "check_vma": check_vma}
+        program = run(
+            lambda h, w, b, x: _every(functools.partial(own, labels=x))(h, w, b), **spread
+        )
     else:
         whole = run(own, out_specs=P(), check_vma=check_vma)
-        program = lambda *x: _every(lambda *y: whole(*y, x[3]))(*x[:3])  # noqa: E731
+
+        def program(h: Any, w: Any, b: Any, labels: Any) -> Any:
+            return _every(lambda h, w, b: whole(h, w, b, labels))(h, w, b)
+
     compiled = jax.jit(program).lower(H, W, B, LABELS).compile()
     _check(compiled(H, W, B, LABELS), _every(_stock)(H, W, B))
     # Nobody gathers the weight or logits.
