@@ -275,6 +275,24 @@ def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[
     return list(zip(weights, biases, activations, strict=True))
 
 
+def each_with_operands(weights: Any, operands: Any) -> list[tuple[Any, Any]]:
+    """Returns every right operand of several products, with what a function takes after each.
+
+    Raises:
+        TypeError: One of the arguments is no sequence.
+        ValueError: There are no right operands, or operands of another number of products.
+    """
+    every = [w for w, _, _ in each_with_extras(weights, None, None)]
+    if operands is None:
+        return [(w, ()) for w in every]
+    if not isinstance(operands, list | tuple) or len(operands) != len(every):
+        given = len(operands) if isinstance(operands, list | tuple) else type(operands).__name__
+        raise ValueError(
+            f"operands must be a tuple of those of each of the weights, {len(every)}, got {given}"
+        )
+    return list(zip(every, operands, strict=True))
+
+
 def options(implementation: Any, config: Any, schedule: Any) -> Options:
     """Returns what a caller names of how a product is to be computed.
 

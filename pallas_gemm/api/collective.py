@@ -13,6 +13,7 @@ The kernel sends and receives while it multiplies, wherever it can (`fused_colle
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.api import arguments, extras, request
+from pallas_gemm.api import arguments, extras, function, request
 from pallas_gemm.api.gemm import Activation, gemm
 from pallas_gemm.call import Call, Operands, Options
 from pallas_gemm.kernels import activations
@@ -32,17 +33,19 @@ from pallas_gemm.planning import xla
 from pallas_gemm.problem import Epilogue
 
 
-def all_gather_gemm(
+def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
     axis_name: str,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     bias: jax.Array | None = None,
     activation: Activation = None,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-) -> jax.Array:
+) -> Any:
     """Computes `activation(all_gather(a) @ b + bias)`; the gradient of `a` is scattered.
 
     >>> y = all_gather_gemm(x, w, "model", activation="gelu")  # doctest: +SKIP
@@ -51,6 +54,9 @@ def all_gather_gemm(
         a: This device's rows, `[..., rows, k]`; all devices' rows follow one another in the result.
         b: This device's right operand, `[k, n]`.
         axis_name: The axis of the mesh along which to gather, of a `jax.shard_map` around the call.
+        epilogue: A function of the float32 result and of `operands`, instead of the words that say
+            the same. XLA computes it, on each device.
+        operands: The arrays that `epilogue` takes after the result.
         bias: One value per column of this device's result.
         activation: As for `gemm`.
         preferred_element_type: As for `gemm`.
@@ -64,6 +70,12 @@ def all_gather_gemm(
         ValueError: A shape is not legal, or there is no such axis.
         TypeError: An argument is of the wrong type.
     """
+    if epilogue is not None or len(operands):
+        words = {"bias": bias, "activation": activation}
+        words["preferred_element_type"] = preferred_element_type
+        how = {"precision": precision, "transpose_b": transpose_b}
+        multiply = functools.partial(all_gather_gemm, a, b, axis_name, **how)
+        return function.after(multiply, epilogue, operands, words)
     a, b = arguments.array("a", a), arguments.array("b", b)
     columns = _check_factors(a, b, transpose_b)
     bias = extras.vector("bias", bias, "n", extras.Result((), a.shape[-2], columns))
@@ -86,10 +98,12 @@ def gemm_reduce_scatter(
     b: jax.Array,
     axis_name: str,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
-) -> jax.Array:
+) -> Any:
     """Computes this device's rows of the sum over all devices of `a @ b`, sending meanwhile.
 
     >>> y = gemm_reduce_scatter(h, w, "model")  # doctest: +SKIP
@@ -101,6 +115,9 @@ def gemm_reduce_scatter(
         a: This device's left operand, `[..., rows, k]`; the axis must divide `rows`.
         b: This device's right operand, `[k, n]`.
         axis_name: The axis of the mesh along which to add up, of a `jax.shard_map` around the call.
+        epilogue: A function of the float32 result and of `operands`, instead of the words that say
+            the same. XLA computes it, on each device.
+        operands: The arrays that `epilogue` takes after the result.
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: `b` is stored `[n, k]`.
@@ -112,6 +129,11 @@ def gemm_reduce_scatter(
         ValueError: A shape is not legal, or there is no such axis.
         TypeError: An argument is of the wrong type.
     """
+    if epilogue is not None or len(operands):
+        how = {"precision": precision, "transpose_b": transpose_b}
+        multiply = functools.partial(gemm_reduce_scatter, a, b, axis_name, **how)
+        words = {"preferred_element_type": preferred_element_type}
+        return function.after(multiply, epilogue, operands, words)
     a, b = arguments.array("a", a), arguments.array("b", b)
     _check_factors(a, b, transpose_b)
     size = _axis_size(axis_name)

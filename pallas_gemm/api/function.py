@@ -4,14 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Operands, Options
+from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.axes import ONE, Axes, Names
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.fused import Function, Fused
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.problem import Epilogue
 
 
@@ -49,7 +53,7 @@ def answer(
         compute: Computes a product without an epilogue.
         **how: As for `request.of_gemm`.
     """
-    given = _checked(epilogue, operands, words)
+    given = checked(epilogue, operands, words)
 
     def asked_of(*factors: Any) -> request.Request:
         return request.of_gemm(
@@ -73,7 +77,7 @@ def answer(
     return jax.tree.unflatten(tree, fused.fused(asked.call, dims, function, *own, *given))
 
 
-def _checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:
+def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:
     """Checks what a function is given with, and returns its operands as arrays.
 
     Raises:
@@ -100,6 +104,84 @@ def _checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any
     return [arguments.array(f"operands[{i}]", x) for i, x in enumerate(operands)]
 
 
+def after(
+    multiply: Callable[..., jax.Array],
+    epilogue: Any,
+    operands: Sequence[Any],
+    words: Mapping[str, Any],
+) -> Any:
+    """Computes a function of a product by XLA.
+
+    Args:
+        multiply: Computes the product in the type that it is told.
+        epilogue: The function.
+        operands: What it takes besides.
+        words: As for `said`.
+    """
+    given = checked(epilogue, operands, said(words))
+    product = multiply(preferred_element_type=np.float32)
+    function, tree = traced(epilogue, [product], given)
+    return jax.tree.unflatten(tree, function(product, *given))
+
+
+def of_groups(sums: Sequence[jax.Array], sizes: Any, epilogue: Any, given: Sequence[Any]) -> Any:
+    """Computes a function of products of rows in groups by XLA.
+
+    Args:
+        sums: The float32 products, `[m, n]`.
+        sizes: How many rows each group has.
+        epilogue: The function.
+        given: What it takes besides. What a group has of its own becomes what its rows have.
+
+    Raises:
+        ValueError: An operand may be of rows or of groups, or a result has no value for each row.
+    """
+    (rows, columns), (groups,) = sums[0].shape, np.shape(sizes)
+    group = xla_groups.group_of_rows(jnp.asarray(sizes), rows)
+    of_row = jnp.minimum(group, max(groups - 1, 0))
+    every = []
+    for i, x in enumerate(given):
+        is_of_groups = x.ndim == 2 and x.shape[0] == groups > 1 and x.shape[1] in (1, columns)
+        if is_of_groups and groups == rows:
+            raise ValueError(
+                f"operands[{i}] of shape {list(x.shape)} has a row for each of {rows} rows, and for"
+                " each group: give those of groups as those of their rows, by x[group of each row]"
+            )
+        every.append(xla_groups.taken(x, of_row) if is_of_groups else x)
+    function, tree = traced(epilogue, sums, every)
+    _check_rows(function, rows)
+
+    # So that reverse mode keeps the products alone, as for the words of an epilogue.
+    @jax.checkpoint
+    def finish(*args: Any) -> list[Any]:
+        def of_rows_in_groups(x: Any) -> Any:
+            is_any = lax.broadcast_in_dim(group < groups, x.shape, (0,))
+            return jnp.where(is_any, x, jnp.zeros_like(x))
+
+        return list(map(of_rows_in_groups, function(*args)))
+
+    return jax.tree.unflatten(tree, finish(*sums, *every))
+
+
+def _check_rows(function: Function, rows: int) -> None:
+    """Refuses a function of rows in groups whose results are not those of rows.
+
+    Raises:
+        ValueError: One is not.
+    """
+    whole = flat.flat(function.closed)
+    axes = Axes(whole, function.sums, Names("mn", "m", "n"))
+    types: Any = function.closed.out_avals
+    for i, (output, x) in enumerate(zip(whole.outputs, types, strict=True)):
+        shape = x.shape
+        named = axes.of(output) if isinstance(output, int) else ""
+        if named[:1] not in ("m", ONE) or shape[0] != rows or "m" in named[1:]:
+            raise ValueError(
+                f"result {i} of epilogue, of shape {list(shape)}, must have a value, or values, for"
+                f" each of the {rows} rows: what reduces rows would mix groups"
+            )
+
+
 def traced(
     epilogue: Callable[..., Any], sums: Sequence[Any], given: Sequence[Any]
 ) -> tuple[Function, Any]:
@@ -109,7 +191,7 @@ def traced(
         TypeError: It cannot be traced, returns no array, or uses a traced array that is no operand.
     """
     name = getattr(epilogue, "__name__", repr(epilogue))
-    types = [*sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*sums, *given)]
     try:
         closed, out = jax.make_jaxpr(epilogue, return_shape=True)(*types)
     except Exception as error:

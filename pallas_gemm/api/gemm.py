@@ -319,11 +319,13 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     return answer(asked)
 
 
-@compiled("a", "weights", "biases")
+@compiled("a", "weights", "operands", "biases")
 def projections(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     weights: Sequence[jax.Array],
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Sequence[jax.Array]] | None = None,
     biases: Sequence[jax.Array | None] | None = None,
     activations: Sequence[Activation] | Activation = None,
     preferred_element_type: Any = None,
@@ -332,18 +334,20 @@ def projections(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Computes `activation(a @ w + bias)` for several weights, such as queries, keys and values.
 
-    Each result is that of `gemm`. The gradient of `a` differs: it is a sum over all results,
-    computed as one product in one accumulator and rounded once. With an activation, or where
-    something is named, it is a product for each result.
+    Each result is that of `gemm`, also with `epilogue=f`. The gradient of `a` differs: it is a sum
+    over all results, computed as one product in one accumulator and rounded once. With an
+    activation or a function, or where something is named, it is a product for each result.
 
     >>> query, key, value = projections(x, [w_query, w_key, w_value])  # doctest: +SKIP
 
     Args:
         a: The left operand of all.
         weights: The right operands.
+        epilogue: As for `gemm`, for each product.
+        operands: What `epilogue` takes after each product: one sequence for each of the weights.
         biases: The bias of each, or None.
         activations: The activation of each, or one for all, as for `gemm`.
         preferred_element_type: As for `gemm`.
@@ -363,12 +367,21 @@ def projections(  # noqa: PLR0913 - each is a keyword
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
     options = arguments.options(implementation, config, schedule)
+    if epilogue is not None or operands is not None:
+        how = {"precision": precision, "transpose_b": transpose_b}
+        words = {"biases": biases, "activations": activations}
+        words["preferred_element_type"] = preferred_element_type
+        said = function.said(words)
+        each = arguments.each_with_operands(weights, operands)
+        return tuple(
+            function.answer((a, w), epilogue, own, options, said, answer, **how) for w, own in each
+        )
     asked = []
     each = arguments.each_with_extras(weights, biases, activations)
     for i, (b, bias, activation) in enumerate(each):
-        operands, epilogue = Operands(a, b, bias=bias), Epilogue(activation=activation)
+        given, words = Operands(a, b, bias=bias), Epilogue(activation=activation)
         try:
-            own = request.of_gemm(operands, epilogue, options, False, transpose_b, **result)
+            own = request.of_gemm(given, words, options, False, transpose_b, **result)
         except (TypeError, ValueError) as error:
             raise type(error)(f"weights[{i}]: {error}") from None
         asked.append(own)

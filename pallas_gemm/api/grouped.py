@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jax.lax import dot
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import arguments, extras, request
+from pallas_gemm.api import arguments, extras, function, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
@@ -32,7 +32,7 @@ ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
 OF_LAX = ("lhs", "rhs")
 BY_ITSELF = Options()
 GROUPED_GEMM = (
-    *("a", "b", "group_sizes", "up", "bias", "up_bias"),
+    *("a", "b", "group_sizes", "up", "operands", "bias", "up_bias"),
     *("row_scale", "col_scale", "up_scale"),
 )
 """The arguments of a function that are arrays."""
@@ -132,6 +132,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     group_sizes: jax.Array,
     *,
     up: jax.Array | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     activation: Activation = None,
@@ -145,7 +147,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Any:
     """Computes `activation(a @ b[group] + bias[group])`, rounded once: `ragged_dot` with more.
 
     With everything that there is, the result is `activation(value) * up_value`, where `value` is
@@ -154,11 +156,19 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
 
     >>> y = grouped_gemm(x, experts, sizes, bias=bias, activation="gelu")
 
+    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32, or
+    `f(s, s_up, *operands)` with up. XLA computes the function. Each result has a value, or values,
+    for each row, which are zeros for rows in no group.
+
     Args:
         a: The rows, `[m, k]`, those of a group together, one group after the other.
         b: A matrix for each group, `[groups, k, n]`.
         group_sizes: How many rows each group has.
         up: A second matrix for each group, which makes the result a gated one.
+        epilogue: A function of the float32 product, or of both, and of `operands`, instead of the
+            words that follow.
+        operands: The arrays that `epilogue` takes after the products. Of `[groups, n]` and
+            `[groups, 1]` it gets for each row what its group has.
         bias: One value per column, `[n]`, or of each group, `[groups, n]`.
         up_bias: The same for the product with `up`.
         activation: As for `gemm`.
@@ -180,6 +190,31 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
         ValueError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
     """
+    if epilogue is not None or len(operands):
+        said = function.said(
+            {
+                "bias": bias,
+                "up_bias": up_bias,
+                "activation": activation,
+                "alpha": alpha,
+                "row_scale": row_scale,
+                "col_scale": col_scale,
+                "up_scale": up_scale,
+                "preferred_element_type": preferred_element_type,
+            }
+        )
+        given = function.checked(epilogue, operands, said)
+        how = {
+            "preferred_element_type": jnp.float32,
+            "precision": precision,
+            "transpose_b": transpose_b,
+            "schedule": schedule,
+            "config": config,
+            "implementation": implementation,
+        }
+        rights = [x for x in (b, up) if x is not None]
+        sums = [grouped_gemm(a, x, group_sizes, **how) for x in rights]
+        return function.of_groups(sums, group_sizes, epilogue, given)
     a, b, sizes = _arrays(a, b, group_sizes, ("a", "b"))
     _check_ranks(("a", a), ("b", b))
     transpose_b = arguments.flag("transpose_b", transpose_b)
@@ -191,23 +226,23 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     up = None if up is None else _up(up, b)
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
     given = Operands(a, b, up, bias, None, None, None, None, col_scale, up_scale, up_bias)
-    epilogue, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
+    formula, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
     row_scale = extras.vector("row_scale", row_scale, "m", matrices._replace(lead=()))
-    epilogue = dataclasses.replace(
-        epilogue, activation=activations.resolve(activation), row_scale=row_scale is not None
+    formula = dataclasses.replace(
+        formula, activation=activations.resolve(activation), row_scale=row_scale is not None
     )
     options = arguments.options(implementation, config, schedule)
     call = _call(a, b, sizes, preferred_element_type, precision, options)
-    call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=epilogue)
+    call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     named = taken._replace(row_scale=row_scale)
-    last = [getattr(named, name) for name in epilogue.operands]
-    operands = (a, b, *([] if up is None else [up]), sizes, *last)
+    last = [getattr(named, name) for name in formula.operands]
+    every = (a, b, *([] if up is None else [up]), sizes, *last)
     types = {np.dtype(a.dtype), np.dtype(b.dtype)}
-    if why := _why_jax(types, call, operands):
+    if why := _why_jax(types, call, every):
         explanation.note_outside((a, b), call.out_dtype, why)
-        return xla_groups.by_jax(call, *operands)
-    dispatch.check(call, signature_of(operands))
-    return grouped(call, *operands)
+        return xla_groups.by_jax(call, *every)
+    dispatch.check(call, signature_of(every))
+    return grouped(call, *every)
 
 
 def _general(

@@ -1,13 +1,15 @@
 """The public functions whose result is symmetric, so that half of the work is enough."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from pallas_gemm.api import arguments, promises, request
+from pallas_gemm.api import arguments, function, promises, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order, answer
@@ -24,6 +26,8 @@ from schedules import parse
 def gram(  # noqa: PLR0913 - each is a keyword
     x: jax.Array,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     alpha: float | jax.Array = 1,
     beta: float | jax.Array = 1,
     residual: jax.Array | None = None,
@@ -34,7 +38,7 @@ def gram(  # noqa: PLR0913 - each is a keyword
     config: GemmConfig | None = None,
     implementation: str | None = None,
     check: bool = False,
-) -> jax.Array:
+) -> Any:
     """Computes `alpha * (x @ x.T) + beta * residual`, rounded once and symmetric bit for bit.
 
     A kernel computes what is on and below the diagonal, and stores it twice. Where none takes the
@@ -47,6 +51,9 @@ def gram(  # noqa: PLR0913 - each is a keyword
 
     Args:
         x: A matrix, or several: leading dimensions are those of a batch.
+        epilogue: A function of the float32 product and of `operands`, instead of the words that
+            say the same. XLA computes it after the product.
+        operands: The arrays that `epilogue` takes after the product.
         alpha: As for `gemm`.
         beta: As for `gemm`.
         residual: An array of the result's shape and type. It has to be symmetric: what is above its
@@ -68,14 +75,29 @@ def gram(  # noqa: PLR0913 - each is a keyword
     """
     if arguments.flag("check", check):
         promises.check_symmetric("residual", residual)
-    how = _how(preferred_element_type, precision, schedule, config, implementation)
-    return _gram(x, residual, alpha, beta, transpose, how)
+    given = (precision, schedule, config, implementation)
+    if epilogue is not None or len(operands):
+        words = {"alpha": alpha, "beta": beta, "residual": residual}
+        words["preferred_element_type"] = preferred_element_type
+        multiply = functools.partial(
+            gram,
+            x,
+            transpose=transpose,
+            precision=precision,
+            schedule=schedule,
+            config=config,
+            implementation=implementation,
+        )
+        return function.after(multiply, epilogue, operands, words)
+    return _gram(x, residual, alpha, beta, transpose, _how(preferred_element_type, *given))
 
 
 def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[jax.Array] = (),
     alpha: float | jax.Array = 1,
     beta: float | jax.Array = 1,
     residual: jax.Array | None = None,
@@ -85,7 +107,7 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     config: GemmConfig | None = None,
     implementation: str | None = None,
     check: bool = False,
-) -> jax.Array:
+) -> Any:
     """Computes `alpha * (a @ b) + beta * residual` of symmetric matrices that commute.
 
     So do powers and polynomials of one matrix, such as `symmetric_matmul(a, a)`. The result is then
@@ -97,6 +119,9 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     Args:
         a: A symmetric matrix, or several: leading dimensions are those of a batch.
         b: Another one of the same shape and type that commutes with it.
+        epilogue: A function of the float32 product and of `operands`, instead of the words that
+            say the same. XLA computes it after the product.
+        operands: The arrays that `epilogue` takes after the product.
         alpha: As for `gemm`.
         beta: As for `gemm`.
         residual: As for `gram`.
@@ -120,8 +145,21 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
         for name, x in (("a", a), ("b", b), ("residual", residual)):
             promises.check_symmetric(name, x)
         promises.check_commute(a, b)
-    how = _how(preferred_element_type, precision, schedule, config, implementation)
-    return _symmetric_matmul(a, b, residual, alpha, beta, how)
+    given = (precision, schedule, config, implementation)
+    if epilogue is not None or len(operands):
+        words = {"alpha": alpha, "beta": beta, "residual": residual}
+        words["preferred_element_type"] = preferred_element_type
+        multiply = functools.partial(
+            symmetric_matmul,
+            a,
+            b,
+            precision=precision,
+            schedule=schedule,
+            config=config,
+            implementation=implementation,
+        )
+        return function.after(multiply, epilogue, operands, words)
+    return _symmetric_matmul(a, b, residual, alpha, beta, _how(preferred_element_type, *given))
 
 
 How = tuple[tuple[str, Any], ...]

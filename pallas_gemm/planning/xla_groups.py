@@ -67,9 +67,7 @@ def finished(
     if groups == 0:
         # Rows are in none, and have none to take a bias of.
         return sums[0].astype(call.out_dtype)
-    ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).end, (rows, groups), (1,))
-    is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
-    group = is_before.sum(axis=1, dtype=jnp.int32)
+    group = group_of_rows(sizes, rows)
     extras = {name: getattr(given, name) for name in call.epilogue.operands}
 
     # So that reverse mode keeps the products alone, and not what is made of them in float32.
@@ -83,19 +81,27 @@ def finished(
     return finish(sums, extras)
 
 
+def group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns the group that each row is in; of rows in none, the number of groups."""
+    (groups,) = sizes.shape
+    ends = lax.broadcast_in_dim(bounds(sizes, rows, 1).end, (rows, groups), (1,))
+    is_before = ends <= lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
+    return is_before.sum(axis=1, dtype=jnp.int32)
+
+
 def _of_rows(given: Operands, group: jax.Array) -> Operands:
     """Returns operands with what each group has of its own as what its rows have."""
     found = {}
     for name in ("alpha", "col_scale", "bias", "up_scale", "up_bias"):
         x = getattr(given, name)
         if x is not None and x.ndim > len(DIMENSIONS[name]):
-            of_row = _taken(x, group)
+            of_row = taken(x, group)
             found[name] = of_row if of_row.ndim == 2 else lax.expand_dims(of_row, (1,))
     return given._replace(**found)
 
 
 @jax.custom_jvp
-def _taken(x: jax.Array, group: jax.Array) -> jax.Array:
+def taken(x: jax.Array, group: jax.Array) -> jax.Array:
     """Returns what the group of each row has.
 
     As a derivative it is a product, for the other way round it is a sum: rows would be added up one
@@ -104,11 +110,11 @@ def _taken(x: jax.Array, group: jax.Array) -> jax.Array:
     return x[group]
 
 
-@_taken.defjvp
+@taken.defjvp
 def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, group), (change, _) = primals, tangents
     is_own = jax.nn.one_hot(group, x.shape[0], dtype=change.dtype)
-    return _taken(x, group), matmul(is_own, change, precision="highest")
+    return taken(x, group), matmul(is_own, change, precision="highest")
 
 
 def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:

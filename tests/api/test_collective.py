@@ -228,3 +228,40 @@ def test_bad_input(call: Callable[..., Any], message: str) -> None:
 def test_outside_of_shard_map() -> None:
     with pytest.raises(ValueError, match="around the call"):
         all_gather_gemm(_integers(4, K), _integers(K, N), "x")
+
+
+def _scaled(s: jax.Array, scale: jax.Array) -> Any:
+    z = s * scale[None]
+    return z.astype(jnp.bfloat16), jnp.sum(z, -1)
+
+
+@pytest.mark.parametrize("gathering", [True, False])
+def test_a_function_of_what_devices_compute_together(gathering: bool) -> None:
+    mesh = _mesh(4)
+    x, w = _integers(ROWS, K), _integers(K, N, seed=1)
+    scale = _integers(N, seed=2)
+    function = all_gather_gemm if gathering else gemm_reduce_scatter
+    split = P("x", None) if gathering else P(None, "x")
+
+    def ours(x: Any, w: Any, scale: Any) -> Any:
+        return function(x, w, "x", epilogue=_scaled, operands=(scale,))
+
+    every = jax.shard_map(
+        ours,
+        mesh=mesh,
+        in_specs=(split, P() if gathering else P("x", None), P()),
+        out_specs=(P(), P()) if gathering else (P("x"), P("x")),
+        check_vma=False,
+    )
+    expected = _scaled(x @ w, scale)
+    for found, own in zip(jax.jit(every)(x, w, scale), expected, strict=True):
+        np.testing.assert_array_equal(found, own)
+
+    def loss(f: Any) -> Any:
+        return lambda *x: jnp.sum(jnp.sin(f(*x)[1]))
+
+    if not gathering:
+        found = jax.grad(loss(every), (0, 1, 2))(x, w, scale)
+        wanted = jax.grad(loss(lambda x, w, scale: _scaled(x @ w, scale)), (0, 1, 2))(x, w, scale)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import HopperConfig, gated_gemm, gemm
+from pallas_gemm import HopperConfig, gated_gemm, gemm, gram, projections, symmetric_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,55 @@ def test_a_function_of_both_sums() -> None:
     found = gated_gemm(A, B, 2 * B, epilogue=lambda gate, up, x: (gate + x, up), operands=(1.0,))
     np.testing.assert_array_equal(found[0], np.full((8, 24), 17.0))
     np.testing.assert_array_equal(found[1], np.full((8, 24), 32.0))
+
+
+def _of_product(s: Any, x: Any) -> Any:
+    z = s * x
+    return z.astype(jnp.bfloat16), jnp.sum(z, -1)
+
+
+def _check_both(found: Any, expected: Any) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_a_function_for_each_of_several_projections() -> None:
+    scales = [jnp.arange(24.0), jnp.ones(24)]
+    found = projections(A, [B, 2 * B], epilogue=_of_product, operands=[(x,) for x in scales])
+    for own, w, x in zip(found, (B, 2 * B), scales, strict=True):
+        _check_both(own, _of_product(jnp.full((8, 24), 16.0) * w[0, 0], x))
+    alone = projections(A, [B], epilogue=lambda s: s + 1)
+    np.testing.assert_array_equal(alone[0], np.full((8, 24), 17.0))
+    with pytest.raises(ValueError, match="operands must be a tuple of those of each"):
+        projections(A, [B, B], epilogue=_of_product, operands=(jnp.ones(24),))
+    with pytest.raises(ValueError, match="leave out biases="):
+        projections(A, [B], epilogue=jnp.tanh, biases=[jnp.ones(24)])
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_function_of_a_symmetric_product(transpose: bool) -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 16)), jnp.bfloat16)
+    wide = x.astype(jnp.float32)
+    whole = wide.T @ wide if transpose else wide @ wide.T
+    scale = jnp.arange(float(whole.shape[0]))
+
+    def ours(x: Any) -> Any:
+        return gram(x, transpose=transpose, epilogue=_of_product, operands=(scale,))
+
+    _check_both(ours(x), _of_product(whole, scale))
+    found = jax.grad(lambda x: jnp.sum(ours(x)[1]))(wide)
+    expected = jax.grad(
+        lambda x: jnp.sum(_of_product(x.T @ x if transpose else x @ x.T, scale)[1])
+    )(wide)
+    np.testing.assert_allclose(found, expected)
+    square = whole.astype(jnp.float32)
+    _check_both(
+        symmetric_matmul(square, square, epilogue=_of_product, operands=(scale,)),
+        _of_product(square @ square, scale),
+    )
+    with pytest.raises(ValueError, match="leave out alpha="):
+        gram(x, epilogue=_of_product, operands=(scale,), alpha=2)
 
 
 def test_an_error_in_the_function_says_what_it_was_called_with() -> None:
