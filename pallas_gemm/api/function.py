@@ -46,7 +46,7 @@ def answer(
     Args:
         factors: a and b, and up if there are two right operands.
         epilogue: The function.
-        operands: What it takes beside the float32 sums.
+        operands: The arrays that it takes beside the float32 sums.
         options: How to compute it.
         words: The other arguments that say what happens to the product, by their names, which are
             none of their defaults.
@@ -115,7 +115,7 @@ def after(
     Args:
         multiply: Computes the product in the type that it is told.
         epilogue: The function.
-        operands: What it takes besides.
+        operands: The arrays that it takes besides.
         words: As for `said`.
     """
     given = checked(epilogue, operands, said(words))
@@ -131,7 +131,7 @@ def of_groups(sums: Sequence[jax.Array], sizes: Any, epilogue: Any, given: Seque
         sums: The float32 products, `[m, n]`.
         sizes: How many rows each group has.
         epilogue: The function.
-        given: What it takes besides. What a group has of its own becomes what its rows have.
+        given: The arrays that it takes besides. A row gets the values of its group.
 
     Raises:
         ValueError: An operand may be of rows or of groups, or a result has no value for each row.

@@ -167,8 +167,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         up: A second matrix for each group, which makes the result a gated one.
         epilogue: A function of the float32 product, or of both, and of `operands`, instead of the
             words that follow.
-        operands: The arrays that `epilogue` takes after the products. Of `[groups, n]` and
-            `[groups, 1]` it gets for each row what its group has.
+        operands: The arrays that `epilogue` takes after the products. For one of
+            `[groups, n]` or `[groups, 1]`, each row gets the values of its group.
         bias: One value per column, `[n]`, or of each group, `[groups, n]`.
         up_bias: The same for the product with `up`.
         activation: As for `gemm`.

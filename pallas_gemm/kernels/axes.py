@@ -22,8 +22,8 @@ class Names(NamedTuple):
 
     Attributes:
         out: All, in the order of the sums.
-        rows: Those that are rows of the matrices that a kernel computes.
-        columns: Those that are its columns.
+        rows: The rows of the matrices that a kernel computes.
+        columns: Their columns.
     """
 
     out: str

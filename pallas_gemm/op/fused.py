@@ -98,7 +98,7 @@ class Function:
 
 
 def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function:
-    """Traces a function of the sums, so many, and of operands."""
+    """Traces a function of sums, and of operands."""
 
     def run(*args: Any) -> list[Any]:
         return jax.tree.leaves(function(*args))
@@ -118,7 +118,7 @@ def fused(
     Args:
         call: The product, with float32 sums and no epilogue but a gate.
         contraction: Its dimensions.
-        function: What follows it.
+        function: The function of the sums.
         *operands: The factors, then what the function takes.
     """
     given = equally_varying(operands)

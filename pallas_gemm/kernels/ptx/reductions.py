@@ -17,7 +17,7 @@ from pallas_gemm.kernels.ptx.operation import REF, Operation
 from pallas_gemm.program import LOGSUMEXP
 
 Vectors = tuple[Any, ...]
-"""What is left of values, for each row or column."""
+"""The results of a reduction, each with a value for every row or column."""
 
 
 class Reduction(NamedTuple):
