@@ -96,9 +96,7 @@ class Problem:
                     f"schedule must be made for {steps} steps of k, of {k_block} in k={k}, got"
                     f" {schedule.steps}"
                 )
-            if batch > 1:
-                raise ValueError(f"batch must be 1 for pieces of k, got {batch}")
-            kernels, stretches, spans = _cut(schedule, stretches)
+            kernels, stretches, spans = _cut(schedule, stretches, batch)
         if multicast:
             tile_m, tile_n = tile_m * cluster_m, tile_n * cluster_n
         else:
@@ -233,11 +231,15 @@ class Problem:
                 yield (start + i).ravel(), size // part, joinable
 
 
-def _cut(pieces: Pieces, stretches: int) -> tuple[tuple[int, ...], int, NDArray[np.int64]]:
+def _cut(
+    pieces: Pieces, stretches: int, batch: int
+) -> tuple[tuple[int, ...], int, NDArray[np.int64]]:
     """Returns how many pieces each kernel visits, how many stretches a tile has, and which a piece.
 
     Pieces of one tile differ by a step at most: they have as many stretches as each other.
     """
+    if batch > 1:
+        raise ValueError(f"batch must be 1 for pieces of k, got {batch}")
     try:
         _, parts, last = unsplit(pieces)
     except ValueError as error:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple
 
 Told = Callable[[str], None]
 """Is handed each line of a program's standard output."""
@@ -68,42 +69,51 @@ def started(
             start_new_session=True,
         ) as process,
     ):
-        assert process.stdin
-        assert process.stdout
-        word, lines = process.stdin, process.stdout
-
-        def end() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        def go(told: Told) -> End:
-            silent = threading.Event()
-
-            def lose_patience() -> None:
-                silent.set()
-                end()
-
-            timer = threading.Timer(patience, lose_patience)
-            timer.start()
-            try:
-                with contextlib.suppress(BrokenPipeError), word:
-                    word.write("\n")
-                for line in lines:
-                    timer.cancel()
-                    told(line.rstrip("\n"))
-                    timer = threading.Timer(patience, lose_patience)
-                    timer.start()
-                code = process.wait()
-            finally:
-                timer.cancel()
-            errors.seek(0)
-            return End(code, silent.is_set(), errors.read())
-
+        watched = _Watched(process, errors, patience)
         try:
-            yield go
+            yield watched.go
         finally:
             if process.poll() is None:
-                end()
+                watched.end()
+
+
+class _Watched(NamedTuple):
+    """A program that waits for a word, and the patience with it."""
+
+    process: subprocess.Popen[str]
+    errors: IO[str]
+    patience: float
+
+    def go(self, told: Told) -> End:
+        """See `Go`."""
+        assert self.process.stdin
+        assert self.process.stdout
+        silent = threading.Event()
+
+        def lose_patience() -> None:
+            silent.set()
+            self.end()
+
+        timer = threading.Timer(self.patience, lose_patience)
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError), self.process.stdin as word:
+                word.write("\n")
+            for line in self.process.stdout:
+                timer.cancel()
+                told(line.rstrip("\n"))
+                timer = threading.Timer(self.patience, lose_patience)
+                timer.start()
+            code = self.process.wait()
+        finally:
+            timer.cancel()
+        self.errors.seek(0)
+        return End(code, silent.is_set(), self.errors.read())
+
+    def end(self) -> None:
+        """Kills the program, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def run(
