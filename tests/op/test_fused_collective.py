@@ -134,3 +134,13 @@ def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str, odd: int)
     padded = _for_gpus(devices, odd, collective)
     assert sent in padded
     assert "mosaic_gpu" in padded
+
+
+@pytest.mark.parametrize(
+    ("collective", "kernels"), [(all_gather_gemm, 1), (gemm_reduce_scatter, 2)]
+)
+def test_xla_is_told_that_a_kernel_asks_for_its_device(collective: Any, kernels: int) -> None:
+    """Such a kernel starts on all devices at a time: what the kernels before stored is there."""
+    by_kernel = _for_gpus(jax.devices()[:4], 8192, collective)
+    assert by_kernel.count("uses_xla_collective_metadata = true") == kernels
+    assert "uses_xla_collective_metadata = false" not in by_kernel
