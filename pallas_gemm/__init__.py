@@ -41,6 +41,7 @@ from pallas_gemm.api.loss import linear_log_probs as linear_log_probs
 from pallas_gemm.api.loss import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
+from pallas_gemm.api.numerics import numerics as numerics
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
 from pallas_gemm.api.symmetric import gram as gram

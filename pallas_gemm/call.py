@@ -53,6 +53,38 @@ there is one more."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How the sums of products are to be made, and what is promised of their bits.
+
+    Attributes:
+        invariant: "rows": the bits of a row do not depend on how many rows there are, or where it
+            stands. "run": they are the same in every run. None promises nothing.
+        part: Elements of k in each part of a sum. Parts are added up in float32, in their order.
+            None for what `invariant` asks for.
+        chunk: The part of the sums over rows that gradients of right operands are; None for any.
+    """
+
+    invariant: str | None = "run"
+    part: int | None = None
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        fields = dataclasses.asdict(self).items()
+        said = (f"{name}={x!r}" for name, x in fields if x is not None or name == "invariant")
+        return f"numerics({', '.join(said)})"
+
+    @property
+    def promises_nothing(self) -> bool:
+        """Whether any sum will do."""
+        return self == type(self)(None)
+
+    @property
+    def over_rows(self) -> "Numerics":
+        """The promise for a sum over rows, the gradient of a right operand."""
+        return Numerics("run", part=self.chunk)
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """How a product is to be computed, as far as the caller says so.
 
@@ -62,6 +94,8 @@ class Options:
         schedule: The order of the tiles, or of their pieces of k; None for the config's.
         target: The GPU to plan for; None until the program is lowered for one.
         reduced: The type in which devices exchange partial sums; None for that of the sums.
+        numerics: A promise about the sums, which only kernels keep; None for none.
+        parts: In how many parts of k each sum is made for that; 0 if any way will do.
     """
 
     implementation: str | None = None
@@ -69,6 +103,8 @@ class Options:
     schedule: Order = None
     target: Device | None = None
     reduced: np.dtype | None = None
+    numerics: Numerics | None = None
+    parts: int = 0
 
     @property
     def names_something(self) -> bool:
@@ -143,6 +179,7 @@ class Call:
             shared_a=many and len(a_shape) == 2,
             shared_b=many and len(b_shape) == 2,
             residual_dtype=residual and residual[1],
+            parts=self.options.parts,
         )
 
     def with_target(self, device: Device | None) -> Self:
@@ -249,7 +286,8 @@ class GroupedCall(Call):
             )
         m, n = self.matrix_shape(a_shape, b_shape)
         form = {"transpose_b": self.transpose_b, "epilogue": self.epilogue}
-        return Problem(*(m, n, a_shape[1]), **types, **form, groups=groups)
+        parts = self.options.parts
+        return Problem(*(m, n, a_shape[1]), **types, **form, groups=groups, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,10 @@ STEP_BYTES = 128
 """Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
 
 
+CUTTING = ("split_k", "partial_sums")
+"""The fields that cut every sum along k, as far as a config has them."""
+
+
 class Joined(NamedTuple):
     """How the sums of a tile that is cut along k are joined.
 
@@ -228,7 +232,11 @@ class GemmConfig:
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
-        reasons = (*self._schedule_refusals(problem), *self._cut_refusals(problem))
+        reasons = (
+            *self._schedule_refusals(problem),
+            *self._cut_refusals(problem),
+            *self._parts_refusals(problem),
+        )
         if self.persistence != "none" and device.coresident_clusters(self.cluster_size) < 1:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
@@ -331,6 +339,28 @@ class GemmConfig:
             )
         if self.is_online:
             yield f"split_last needs a schedule that is a table, got {self.schedule!r}"
+
+    @property
+    def summed_in(self) -> tuple[int, ...]:
+        """Into how many parts each field that cuts sums along k cuts them."""
+        return tuple(getattr(self, name) for name in CUTTING if hasattr(self, name))
+
+    def _parts_refusals(self, problem: Problem) -> Iterator[str]:
+        """Why sums are not made in the parts that are promised.
+
+        The parts of `split_k` have the same borders as those that one CTA sums up, and are added in
+        the same order. So either makes the same bits, but not both together.
+        """
+        ways = sorted(self.summed_in)
+        promised = [1] * (len(ways) - 1) + [problem.parts]
+        if problem.parts and (ways != promised or self.split_last is not None):
+            fields = [name for name in (*CUTTING, "split_last") if hasattr(self, name)]
+            yield (
+                f"numerics promises that each sum over k={problem.k} is made in {problem.parts}"
+                f" part{'s' * (problem.parts > 1)}: either {' or '.join(fields[:-1])} has to be"
+                " that, and nothing else may cut it, got"
+                f" {', '.join(f'{name}={getattr(self, name)}' for name in fields)}"
+            )
 
 
 @functools.cache

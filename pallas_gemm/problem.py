@@ -152,6 +152,8 @@ class Problem:
             sums are equal bit for bit on both sides of the diagonal, or "product" of two symmetric
             ones that commute. "" if it is not.
         residual_dtype: Element type of the residual, where it is not the result's; else None.
+        parts: In how many parts of k, one after the other, each sum has to be made: see
+            `planning/numerics.py`. 0 if any way will do.
     """
 
     m: int
@@ -173,6 +175,7 @@ class Problem:
     ragged_k: bool = False
     symmetric: Literal["", "gram", "product"] = ""
     residual_dtype: Any = None
+    parts: int = 0
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):

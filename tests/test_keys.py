@@ -18,7 +18,7 @@ import pytest
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm, gram, grouped_gemm, offline, ragged_dot_general
 from pallas_gemm.api import precompile as api_precompile
-from pallas_gemm.call import Call, Options
+from pallas_gemm.call import Call, Numerics, Options
 from pallas_gemm.computer import versions
 from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.config import GemmConfig
@@ -40,6 +40,7 @@ INSTEAD: Mapping[str, Any] = {
     ".schedule": "hilbert",
     ".target": H200,
     ".reduced": np.dtype(np.float32),
+    ".numerics": Numerics("rows"),
     ".residual_dtype": np.dtype(np.float32),
     ".kept": (1, 1),
     ".permutation": (0,),

@@ -14,6 +14,7 @@ from pallas_gemm.api import explain as explanation
 from pallas_gemm.device import Device
 from pallas_gemm.planning import targeting
 from pallas_gemm.planning.ignored import NOT_THE_CALLERS
+from pallas_gemm.planning.numerics import refuse
 from pallas_gemm.rewriting.products import How
 from pallas_gemm.rewriting.walk import Found, Rewriter
 
@@ -139,7 +140,12 @@ class _Accelerated:
         self._compiled = jax.jit(self._named(self._traced), static_argnums=0)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Computes the function."""
+        """Computes the function.
+
+        Raises:
+            ValueError: A block promises something of products, whose rows a program does not tell.
+        """
+        refuse("accelerate replaces products, and nobody knows what their rows are")
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if explanation.is_array(leaf)]
         device = targeting.known_target(*arrays)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.call import Options, Order
+from pallas_gemm.call import Numerics, Options, Order
 from pallas_gemm.config import GemmConfig, checked_order
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
@@ -293,19 +293,26 @@ def each_with_operands(weights: Any, operands: Any) -> list[tuple[Any, Any]]:
     return list(zip(every, operands, strict=True))
 
 
-def options(implementation: Any, config: Any, schedule: Any) -> Options:
+def options(implementation: Any, config: Any, schedule: Any, numerics: Any = None) -> Options:
     """Returns what a caller names of how a product is to be computed.
 
     Raises:
-        TypeError: The config or the schedule is none.
+        TypeError: The config, the schedule or what is promised is none.
         ValueError: There is no implementation or schedule of that name, or one forbids another.
     """
+    if numerics is not None and not isinstance(numerics, Numerics):
+        raise TypeError(
+            "numerics must be what pallas_gemm.numerics makes, such as"
+            f" numerics(invariant='rows'), got {numerics!r:.80}"
+        )
     if implementation == "xla" and (config, schedule) != (None, None):
         raise ValueError(
             "config and schedule have no meaning for implementation='xla', got"
             f" config={config!r}, schedule={schedule!r}"
         )
-    return Options(_implementation(implementation), _config(config), _schedule(schedule))
+    return Options(
+        _implementation(implementation), _config(config), _schedule(schedule), numerics=numerics
+    )
 
 
 def _implementation(value: Any) -> str | None:

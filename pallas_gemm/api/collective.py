@@ -29,7 +29,7 @@ from pallas_gemm.op import fused_collective
 from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.op.reduction import reduction_dtype, travelling_dtype
-from pallas_gemm.planning import xla
+from pallas_gemm.planning import numerics, xla
 from pallas_gemm.problem import Epilogue
 
 
@@ -258,7 +258,15 @@ class _Group:
         return self.multiply(every, b, dtype, bias=bias, activation=activation), every
 
     def multiply_and_scatter(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns this device's rows of the sum of all devices' products."""
+        """Returns this device's rows of the sum of all devices' products.
+
+        Raises:
+            ValueError: Something is promised of sums that are one device's.
+        """
+        promised = numerics.stated(Options()).numerics
+        if promised is not None and (promised.invariant == "rows" or promised.part is not None):
+            why = f"devices along axis_name={self.axis!r} add up their sums"
+            raise ValueError(numerics.why_not_kept(promised, why))
         if a.ndim == 2:
             asked = self.asked(a, b, self.sums_dtype)
             if asked.outside is None:

@@ -10,6 +10,7 @@ from pallas_gemm.api.findings import UNKNOWN, Copy, Findings, Group
 from pallas_gemm.planning import config_json
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step
+from pallas_gemm.planning.sums import Sums
 from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting.walk import Found
 
@@ -264,6 +265,7 @@ def _group_text(group: Group, found: Findings) -> str:
         if found.configs or len(found.groups) == 1:
             rows.append(("config", repr(plan.config)))
         rows.append(("predicted", f"{plan.seconds * 1e6:.0f} us ({plan.source})"))
+        rows.append(("sums", str(Sums.of(decision))))
         if plan.realigned.unfused is not None:
             rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
         rows += [("step", str(step)) for step in plan.realigned.steps]
@@ -375,6 +377,7 @@ def _as_json(group: Group) -> dict[str, Any]:
             "seconds": plan.seconds,
             "steps": [str(step) for step in plan.realigned.steps],
             "bytes_besides": plan.realigned.bytes,
+            "sums": str(Sums.of(decision)),
         }
     return found
 

@@ -10,12 +10,12 @@ from jax import lax
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
-from pallas_gemm.call import Operands, Options
+from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.axes import ONE, Axes, Names
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.fused import Function, Fused
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch, numerics, xla_groups
 from pallas_gemm.problem import Epilogue
 
 
@@ -67,6 +67,8 @@ def answer(
     function, tree = traced(epilogue, sums, given)
     everything = (*asked.operands.present(), *given)
     on_mesh = request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
+    if on_mesh and (promised := asked.call.options.numerics) is not None:
+        raise ValueError(numerics.why_not_kept(promised, fused.ON_MESH))
     if asked.outside is not None or on_mesh:
         a, *rights = factors
         products = [compute(asked_of(a, b)) for b in rights]
@@ -104,11 +106,16 @@ def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]
     return [arguments.array(f"operands[{i}]", x) for i, x in enumerate(operands)]
 
 
+BY_XLA = "XLA computes the function that is the epilogue"
+"""Why nothing is promised of its results."""
+
+
 def after(
     multiply: Callable[..., jax.Array],
     epilogue: Any,
     operands: Sequence[Any],
     words: Mapping[str, Any],
+    promised: Numerics | None = None,
 ) -> Any:
     """Computes a function of a product by XLA.
 
@@ -117,7 +124,9 @@ def after(
         epilogue: The function.
         operands: The arrays that it takes besides.
         words: As for `said`.
+        promised: As `numerics` of the product, which nothing is to be.
     """
+    numerics.refuse(BY_XLA, promised)
     given = checked(epilogue, operands, said(words))
     product = multiply(preferred_element_type=np.float32)
     function, tree = traced(epilogue, [product], given)

@@ -9,7 +9,7 @@ from pallas_gemm.api import arguments, function, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.request import Request
-from pallas_gemm.call import Operands, Options, Order
+from pallas_gemm.call import Numerics, Operands, Order
 from pallas_gemm.config import GemmConfig
 
 # What JAX has to know of the product is registered when these are imported.
@@ -48,6 +48,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
     out_sharding: Any = None,
 ) -> Any:
     """Computes `activation(scales * (a @ b) + bias) + beta * residual`, rounded once.
@@ -104,6 +105,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         config: The kernel's config, instead of what the heuristics choose.
         implementation: "hopper", "blackwell", "xla", or "interpret" (the kernel simulated on the
             CPU). None takes the best that can compute this, and always works.
+        numerics: A promise about the bits of the result, such as
+            `pallas_gemm.numerics(invariant="rows")`.
         out_sharding: The result's sharding under an explicit mesh.
 
     Returns:
@@ -114,7 +117,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
             compute this product; the message has every reason.
         TypeError: An argument is of the wrong type, or the contracted sizes differ.
     """
-    options = arguments.options(implementation, config, schedule)
+    options = arguments.options(implementation, config, schedule, numerics)
     how = {
         "transpose_a": transpose_a,
         "transpose_b": transpose_b,
@@ -151,8 +154,11 @@ def matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
+    numerics: Numerics | None = None,
 ) -> jax.Array:
     """Computes `jnp.matmul`, with the same arguments, shapes and types.
+
+    `numerics` is as for `gemm`.
 
     >>> y = matmul(x, w)
 
@@ -163,7 +169,7 @@ def matmul(
     asked = request.of_gemm(
         Operands(a, b),
         Epilogue(),
-        Options(),
+        arguments.options(None, None, None, numerics),
         preferred_element_type=preferred_element_type,
         precision=precision,
         out_sharding=out_sharding,
@@ -180,8 +186,11 @@ def dot_general(
     preferred_element_type: Any = None,
     *,
     out_sharding: Any = None,
+    numerics: Numerics | None = None,
 ) -> jax.Array:
     """Computes `lax.dot_general`, with the same arguments: for the hooks of neural network layers.
+
+    `numerics` is as for `gemm`; the rows are those of the left operand.
 
     Dimensions that lie side by side are merged by reshapes; where they do not, an operand is
     transposed first, and `explain` says which.
@@ -193,7 +202,12 @@ def dot_general(
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
     asked = request.of_dot_general(
-        lhs, rhs, dimension_numbers, Options(), out_sharding=out_sharding, **result
+        lhs,
+        rhs,
+        dimension_numbers,
+        arguments.options(None, None, None, numerics),
+        out_sharding=out_sharding,
+        **result,
     )
     return answer(asked)
 
@@ -225,6 +239,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
     out_sharding: Any = None,
 ) -> Any:
     """Computes `activation(a @ w_gate) * (a @ w_up)`, rounded once: SwiGLU and its relatives.
@@ -259,6 +274,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         schedule: As for `gemm`.
         config: As for `gemm`.
         implementation: As for `gemm`.
+        numerics: As for `gemm`.
         out_sharding: As for `gemm`.
 
     Returns:
@@ -268,7 +284,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         ValueError: As for `gemm`.
         TypeError: As for `gemm`.
     """
-    options = arguments.options(implementation, config, schedule)
+    options = arguments.options(implementation, config, schedule, numerics)
     if epilogue is not None or len(operands):
         # The activation that is there where none is given says nothing.
         own = None if activation == "silu" else activation
@@ -334,6 +350,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
 ) -> tuple[Any, ...]:
     """Computes `activation(a @ w + bias)` for several weights, such as queries, keys and values.
 
@@ -356,6 +373,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
         schedule: As for `gemm`, for each product.
         config: As for `gemm`, for each product.
         implementation: As for `gemm`.
+        numerics: As for `gemm`.
 
     Returns:
         The result for each of the weights.
@@ -366,7 +384,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `gemm`.
     """
     result = {"preferred_element_type": preferred_element_type, "precision": precision}
-    options = arguments.options(implementation, config, schedule)
+    options = arguments.options(implementation, config, schedule, numerics)
     if epilogue is not None or operands is not None:
         how = {"precision": precision, "transpose_b": transpose_b}
         words = {"biases": biases, "activations": activations}

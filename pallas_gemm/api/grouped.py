@@ -16,13 +16,14 @@ from pallas_gemm.api import arguments, extras, function, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
-from pallas_gemm.call import GroupedCall, Operands, Options, signature_of
+from pallas_gemm.call import GroupedCall, Numerics, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped
 from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import numerics as planned
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.planning.xla_groups import ROWS
@@ -30,7 +31,6 @@ from pallas_gemm.problem import Epilogue, element_type
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
 OF_LAX = ("lhs", "rhs")
-BY_ITSELF = Options()
 GROUPED_GEMM = (
     *("a", "b", "group_sizes", "up", "operands", "bias", "up_bias"),
     *("row_scale", "col_scale", "up_scale"),
@@ -47,6 +47,8 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: jax.Array | None = None,
     out_sharding: Any = None,
+    *,
+    numerics: Numerics | None = None,
 ) -> jax.Array:
     """Computes `lax.ragged_dot`, with the same arguments: each row with its own group's matrix.
 
@@ -65,6 +67,7 @@ def ragged_dot(
         group_offset: The group that the first matrix is of, `[1]`: rows of other groups than those
             of the matrices are zeros. JAX knows it and does not compute it. Rows are moved for it.
         out_sharding: As for `lax.ragged_dot`, which then computes it.
+        numerics: As for `gemm`.
 
     Returns:
         The result, `[m, n]`.
@@ -76,11 +79,11 @@ def ragged_dot(
     with _as_jax_says(lhs, rhs, group_sizes, ROWS):
         _check_ranks(("lhs", lhs), ("rhs", rhs))
     given = (lhs, rhs, group_sizes, ROWS, precision, preferred_element_type)
-    return _general(*given, group_offset, out_sharding)
+    return _general(*given, group_offset, out_sharding, numerics=numerics)
 
 
 @compiled(*ARRAYS)
-def ragged_dot_general(
+def ragged_dot_general(  # noqa: PLR0913 - each is that of `lax`, or a keyword
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
@@ -89,6 +92,8 @@ def ragged_dot_general(
     preferred_element_type: Any = None,
     group_offset: jax.Array | None = None,
     out_sharding: Any = None,
+    *,
+    numerics: Numerics | None = None,
 ) -> jax.Array:
     """Computes `lax.ragged_dot_general`, with the same arguments.
 
@@ -108,6 +113,7 @@ def ragged_dot_general(
         preferred_element_type: As for `ragged_dot`.
         group_offset: As for `ragged_dot`, where each group has a matrix.
         out_sharding: As for `ragged_dot`.
+        numerics: As for `gemm`.
 
     Returns:
         The result.
@@ -122,7 +128,7 @@ def ragged_dot_general(
             f" {ragged_dot_dimension_numbers!r}"
         )
     given = (lhs, rhs, group_sizes, ragged_dot_dimension_numbers, precision, preferred_element_type)
-    return _general(*given, group_offset, out_sharding)
+    return _general(*given, group_offset, out_sharding, numerics=numerics)
 
 
 @compiled(*GROUPED_GEMM)
@@ -147,6 +153,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
 ) -> Any:
     """Computes `activation(a @ b[group] + bias[group])`, rounded once: `ragged_dot` with more.
 
@@ -182,6 +189,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         schedule: As for `gemm`, by name or an `OnlineSchedule`.
         config: As for `gemm`.
         implementation: As for `gemm`.
+        numerics: As for `gemm`.
 
     Returns:
         The result, `[m, n]`.
@@ -203,6 +211,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
                 "preferred_element_type": preferred_element_type,
             }
         )
+        planned.refuse(function.BY_XLA, numerics)
         given = function.checked(epilogue, operands, said)
         how = {
             "preferred_element_type": jnp.float32,
@@ -231,7 +240,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     formula = dataclasses.replace(
         formula, activation=activations.resolve(activation), row_scale=row_scale is not None
     )
-    options = arguments.options(implementation, config, schedule)
+    options = planned.stated(arguments.options(implementation, config, schedule, numerics))
     call = _call(a, b, sizes, preferred_element_type, precision, options)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     named = taken._replace(row_scale=row_scale)
@@ -239,13 +248,15 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     every = (a, b, *([] if up is None else [up]), sizes, *last)
     types = {np.dtype(a.dtype), np.dtype(b.dtype)}
     if why := _why_jax(types, call, every):
+        _refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
+    call = planned.resolved_groups(call, a, b)
     dispatch.check(call, signature_of(every))
     return grouped(call, *every)
 
 
-def _general(
+def _general(  # noqa: PLR0913 - as of what calls it
     lhs: Any,
     rhs: Any,
     group_sizes: Any,
@@ -254,8 +265,11 @@ def _general(
     preferred: Any,
     group_offset: Any,
     out_sharding: Any,
+    *,
+    numerics: Any,
 ) -> jax.Array:
     """Computes either."""
+    options = planned.stated(arguments.options(None, None, None, numerics))
     with _as_jax_says(lhs, rhs, group_sizes, numbers):
         lhs, rhs, sizes = _arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)
@@ -266,10 +280,11 @@ def _general(
         _check_values(group_sizes, lhs.shape[0])
         lhs, sizes, places = _from_group(lhs, sizes, group_offset, rhs.shape[0])
         last = numbers, precision, preferred, None, out_sharding
-        return permuted(_general(lhs, rhs, sizes, *last), *places)
+        return permuted(_general(lhs, rhs, sizes, *last, numerics=numerics), *places)
     if form is None or out_sharding is not None:
         why = "out_sharding is given" if form else NO_FORM
         dtype = lhs.dtype if preferred is None else preferred
+        _refuse_promised(options, why)
         explanation.note_outside((lhs, rhs), np.dtype(dtype), why)
         return stock_ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
@@ -279,12 +294,19 @@ def _general(
         _check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
     _check_values(group_sizes, lhs.shape[0])
     operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
-    call = _call(lhs, rhs, sizes, preferred, precision)
+    call = _call(lhs, rhs, sizes, preferred, precision, options)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
     if why := _why_jax(operands, call, (lhs, rhs)):
+        _refuse_promised(options, why)
         explanation.note_outside((lhs, rhs), call.out_dtype, why)
         return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
-    return grouped(call, lhs, rhs, sizes)
+    return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
+
+
+def _refuse_promised(options: Options, why: str) -> None:
+    """Raises an error if something is promised of what no kernel computes."""
+    if options.numerics is not None:
+        raise ValueError(planned.why_not_kept(options.numerics, why))
 
 
 @contextlib.contextmanager
@@ -317,7 +339,7 @@ def _why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | No
 
 
 def _call(
-    a: Any, b: Any, sizes: Any, preferred: Any, precision: Any, options: Options = BY_ITSELF
+    a: Any, b: Any, sizes: Any, preferred: Any, precision: Any, options: Options
 ) -> GroupedCall:
     """Returns the call for operands of these types."""
     resolved = precisions.resolve(precision)

@@ -19,6 +19,7 @@ from pallas_gemm.op.loss_chunks import Layer
 from pallas_gemm.op.loss_plan import Memory
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning.numerics import refuse
 from pallas_gemm.planning.targeting import known_target
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
@@ -316,6 +317,7 @@ class _OfTokens(NamedTuple):
 
 def _call(hidden: Any, weight: Any) -> Call:
     wide = np.float64 if hidden.dtype == np.float64 else np.float32
+    refuse("the log-sum-exp adds up along rows, in an order that depends on the tiles")
     options = Options(target=known_target(hidden, weight), reduced=reduction_dtype())
     return Call(wide, precision=precisions.resolve(None), options=options)
 

@@ -28,14 +28,14 @@ from pallas_gemm.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, check_target, compile_reports
 from pallas_gemm.op.sum_of_products import sum_of_products
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch, numerics, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
 from pallas_gemm.problem import Epilogue, Problem
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
-_HOW = frozenset(("precision", "schedule", "config", "implementation"))
+_HOW = frozenset(("precision", "schedule", "config", "implementation", "numerics"))
 """The options that a `Problem` says nothing about."""
 
 
@@ -200,7 +200,7 @@ class _Product:
             precision, dtype = self.options.get("precision"), self.problem.out_dtype
             numbers = xla_groups.CONTRACTED
             return ragged_dot_general(
-                **operands,
+                *(operands[name] for name in self.operands()),
                 ragged_dot_dimension_numbers=numbers,
                 precision=precision,
                 preferred_element_type=dtype,
@@ -253,6 +253,8 @@ def _product(
         own |= {name: number for name, number in numbers.items() if number is not None}
         own |= {"transpose_a": shape.transpose_a, "transpose_b": shape.transpose_b}
         own["preferred_element_type"] = shape.out_dtype
+        if (promised := numerics.stating(shape)) is not None:
+            own["numerics"] = promised
         return _Product(shape, epilogue, own)
     sizes = shape if isinstance(shape, tuple | list) else ()
     if len(sizes) not in (3, 4) or not all(_is_size(size) for size in sizes):

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, contraction, mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.planning import numerics, xla
 from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning import xla
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue, element_type
 
@@ -166,7 +167,9 @@ def _request(
     dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(
-        options, target=known_target(*operands.present()), reduced=reduction_dtype()
+        numerics.stated(options),
+        target=known_target(*operands.present()),
+        reduced=reduction_dtype(),
     )
     call = Call(dtype, epilogue=epilogue, precision=resolved, options=options)
     outside = _outside(call, operands, out_sharding)
@@ -175,6 +178,12 @@ def _request(
             f"implementation={options.implementation!r} cannot compute this product: {outside};"
             " None or 'xla' can"
         )
+    if options.numerics is not None:
+        if outside is not None:
+            raise ValueError(numerics.why_not_kept(options.numerics, outside))
+        sizes = dims.sizes(operands.a.shape, operands.b.shape)
+        n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
+        call = numerics.resolved_call(call, n, k, operands.a.dtype)
     multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
     by_xla = functools.partial(_by_xla, call, multiply, wanted)
     return Request(call, dims, operands, by_xla, outside)

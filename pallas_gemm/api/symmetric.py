@@ -14,7 +14,7 @@ from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order, answer
 from pallas_gemm.api.request import Request
-from pallas_gemm.call import DIMENSIONS, Operands, SymmetricCall, signature_of
+from pallas_gemm.call import DIMENSIONS, Numerics, Operands, SymmetricCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op import mesh_context
 from pallas_gemm.op.symmetric import mirrored, symmetric
@@ -37,6 +37,7 @@ def gram(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
     check: bool = False,
 ) -> Any:
     """Computes `alpha * (x @ x.T) + beta * residual`, rounded once and symmetric bit for bit.
@@ -64,6 +65,7 @@ def gram(  # noqa: PLR0913 - each is a keyword
         schedule: As for `gemm`; tiles above the diagonal are left out of it.
         config: As for `gemm`.
         implementation: As for `gemm`.
+        numerics: As for `gemm`.
         check: Whether to look if the residual is symmetric, which takes a pass over it.
 
     Returns:
@@ -75,7 +77,7 @@ def gram(  # noqa: PLR0913 - each is a keyword
     """
     if arguments.flag("check", check):
         promises.check_symmetric("residual", residual)
-    given = (precision, schedule, config, implementation)
+    given = (precision, schedule, config, implementation, numerics)
     if epilogue is not None or len(operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
@@ -87,8 +89,9 @@ def gram(  # noqa: PLR0913 - each is a keyword
             schedule=schedule,
             config=config,
             implementation=implementation,
+            numerics=numerics,
         )
-        return function.after(multiply, epilogue, operands, words)
+        return function.after(multiply, epilogue, operands, words, numerics)
     return _gram(x, residual, alpha, beta, transpose, _how(preferred_element_type, *given))
 
 
@@ -106,6 +109,7 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     schedule: Order = None,
     config: GemmConfig | None = None,
     implementation: str | None = None,
+    numerics: Numerics | None = None,
     check: bool = False,
 ) -> Any:
     """Computes `alpha * (a @ b) + beta * residual` of symmetric matrices that commute.
@@ -130,6 +134,7 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
         schedule: As for `gram`.
         config: As for `gemm`.
         implementation: As for `gemm`.
+        numerics: As for `gemm`.
         check: Whether to look if the operands are symmetric and commute, which takes more than the
             product does.
 
@@ -145,7 +150,7 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
         for name, x in (("a", a), ("b", b), ("residual", residual)):
             promises.check_symmetric(name, x)
         promises.check_commute(a, b)
-    given = (precision, schedule, config, implementation)
+    given = (precision, schedule, config, implementation, numerics)
     if epilogue is not None or len(operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
@@ -157,8 +162,9 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
             schedule=schedule,
             config=config,
             implementation=implementation,
+            numerics=numerics,
         )
-        return function.after(multiply, epilogue, operands, words)
+        return function.after(multiply, epilogue, operands, words, numerics)
     return _symmetric_matmul(a, b, residual, alpha, beta, _how(preferred_element_type, *given))
 
 
@@ -166,13 +172,16 @@ How = tuple[tuple[str, Any], ...]
 """Keywords that are the same for both."""
 
 
-def _how(preferred: Any, precision: Any, schedule: Any, config: Any, implementation: Any) -> How:
+def _how(
+    preferred: Any, precision: Any, schedule: Any, config: Any, implementation: Any, numerics: Any
+) -> How:
     return (
         ("preferred_element_type", preferred),
         ("precision", precision),
         ("schedule", schedule),
         ("config", config),
         ("implementation", implementation),
+        ("numerics", numerics),
     )
 
 
@@ -220,10 +229,11 @@ def _answer(
     implementation: Any,
     config: Any,
     schedule: Any,
+    numerics: Any,
     **result: Any,
 ) -> jax.Array:
     """Computes a product whose result is symmetric."""
-    options = arguments.options(implementation, config, schedule)
+    options = arguments.options(implementation, config, schedule, numerics)
     order = parse(schedule) if isinstance(schedule, str) else schedule
     if getattr(order, "is_online", False):
         raise ValueError(f"schedule must be a table for a symmetric result, got {schedule!r}")

@@ -7,7 +7,8 @@ Both right operands of a gated product have one left operand, so its gradient is
   and kept as below, and XLA applies the epilogue;
 - without an activation, nothing;
 - of `relu` (without a residual), the result: its sign tells where the derivative is one;
-- of any other, and of gated products, the pre-activation. The product is then computed without the
+- of any other, and of gated products, the pre-activation. Under a promise (`numerics`), a product
+  of its own makes the result as well. The product is then computed without the
   activation, the pre-activation is rounded to the result's type (to bfloat16 for results of 8 bits)
   and kept under the name that `jax.checkpoint` knows results by, and XLA applies the activation
   and the residual in float32. So under differentiation, and only there, such a result is rounded
@@ -48,7 +49,11 @@ def _jvp(
             terms = linear.affine_change(before, dims, own, change, of_left[i : i + 1])
             pairs.append((total, linear.rounded_sum(terms, total)))
         given, moved = contraction.aligned(given), contraction.aligned(moved)
-        return after_activation(call, pairs, given, moved)
+        result, change = after_activation(call, pairs, given, moved)
+        if call.options.numerics is not None:
+            # What is promised of the result holds where it is derived, too.
+            result = linear.named(product(call, contraction, *primals))
+        return result, change
     result = linear.named(product(call, contraction, *primals))
     change = change_without_activation(call, contraction, given, moved)
     if call.epilogue.activation is not None:

@@ -30,7 +30,11 @@ def _batch(
 ) -> tuple[Any, Any]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     given, mapped = call.unpack(operands), call.unpack(dims)
-    if _is_finished_apart(contraction, given, mapped):
+    promised = call.options.numerics is not None
+    if promised and (mapped.a, mapped.b, mapped.up) == (None, None, None):
+        # What is promised is that of a kernel that applies the epilogue.
+        given, mapped = given._replace(a=fronted(given.a, None, size)), mapped._replace(a=0)
+    if not promised and _is_finished_apart(contraction, given, mapped):
         return _finished_apart(call, contraction, given, mapped), 0
     if mapped.b != mapped.up and given.up is not None:
         # Both right operands have the same dimensions.

@@ -100,9 +100,13 @@ class Contraction:
         """The product of the left operand and the result's cotangent: the right one's gradient."""
         return Contraction(self.lhs, self.out, self.rhs, lettered=self.lettered)
 
+    def sizes(self, lhs: Shape, rhs: Shape) -> dict[str, int]:
+        """Returns the size of each dimension for operands of these shapes."""
+        return dict(zip(self.lhs + self.rhs, (*lhs, *rhs), strict=True))
+
     def shape(self, lhs: Shape, rhs: Shape) -> Shape:
         """Returns the shape of the result for operands of these shapes."""
-        sizes = dict(zip(self.lhs + self.rhs, (*lhs, *rhs), strict=True))
+        sizes = self.sizes(lhs, rhs)
         return tuple(sizes[x] for x in self.out)
 
     def names(self) -> dict[str, str]:

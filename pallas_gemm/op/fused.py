@@ -30,7 +30,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.dispatch import Decision
 
 fused_p = core.Primitive("pallas_gemm_fused")
@@ -168,11 +168,24 @@ class Fused(NamedTuple):
         return self.split.finished(given, results)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(
     call: Call, contraction: Contraction, function: Function, signature: Signature
 ) -> Fused | str:
-    """Returns how a kernel computes a function of a product, or why none does."""
+    """Returns how a kernel computes a function of a product, or why none does.
+
+    Raises:
+        ValueError: Something is promised of the results that is not kept.
+    """
+    found = _plan(call, contraction, function, signature)
+    if (promised := call.options.numerics) is not None and (why := _why_not_kept(found)):
+        raise ValueError(numerics.why_not_kept(promised, why))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    call: Call, contraction: Contraction, function: Function, signature: Signature
+) -> Fused | str:
     matrices = merged(call, contraction, _factors(function, signature)[0])
     in_order = contraction.batch + contraction.rows + contraction.columns == contraction.out
     if matrices.form.swapped or matrices.form.permutation is not None or not in_order:
@@ -229,6 +242,21 @@ def _run(
     return functools.partial(found.run, kernel)
 
 
+ON_MESH = "on a mesh XLA computes the function that is the epilogue"
+"""Why nothing is promised of its results."""
+
+
+def _why_not_kept(found: Fused | str) -> str | None:
+    """Returns why the rows of a function's results may change their bits, None if they do not."""
+    if isinstance(found, str) or found.split.left:
+        left = found if isinstance(found, str) else found.split.left
+        return f"XLA computes the epilogue, or a part of it: {left}"
+    along_rows = {own.reduction for own in found.split.program.reductions if own.kind == "m"}
+    if not along_rows <= {"max", "min"}:
+        return "the epilogue adds up along rows, in an order that depends on the tiles"
+    return None
+
+
 def _lowered(
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
@@ -241,6 +269,8 @@ def _lowered(
     del devices
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         lowering.refuse_simulation(call)
+        if (promised := call.options.numerics) is not None:
+            raise ValueError(numerics.why_not_kept(promised, ON_MESH))
         run = functools.partial(apart, call, contraction, function)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     run = _run(call, contraction, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
@@ -351,6 +381,9 @@ def _batch(
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     (a, *rights), given = _factors(function, operands)
     (of_a, *of_rights), others = _factors(function, dims)
+    if call.options.numerics is not None and {of_a, *of_rights} == {None}:
+        # A promise is that of a kernel that applies the function.
+        a, of_a = jnp.broadcast_to(a, (size, *a.shape)), 0
     if of_a is None and set(of_rights) == {None}:
         plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
         sums = [product(plain, contraction, a, b) for b in rights]

@@ -23,7 +23,7 @@ from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
-from pallas_gemm.planning import xla_groups
+from pallas_gemm.planning import numerics, xla_groups
 
 grouped_p = core.Primitive("pallas_gemm_grouped")
 
@@ -68,6 +68,7 @@ def _lowered(
         return _lowered_part(ctx, *operands, call=call, gpu=gpu)
     lowering.refuse_simulation(call)
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
+        lowering.refuse_unshared(call, ctx.module_context)
         run = functools.partial(xla_groups.by_jax, call)
     else:
         run = functools.partial(shared_groups, call)
@@ -114,7 +115,9 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
 
     changes = [moved[place] for place in places]
     result, change = jax.jvp(alone, [given[place] for place in places], changes)
-    return linear.named(grouped(call, *given) if is_affine else result), change
+    # What is promised of the result holds where it is derived, too.
+    is_kernels = is_affine or call.options.numerics is not None
+    return linear.named(grouped(call, *given) if is_kernels else result), change
 
 
 def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
@@ -134,8 +137,9 @@ def _transpose(
     g, other = linear.for_gradient(cotangent, b if left else a)
 
     def product(a: Any, b: Any, **form: Any) -> jax.Array:
-        plain = call.plain(linear.kept_dtype(wanted.dtype))
-        return grouped(dataclasses.replace(plain, **form), a, b, sizes).astype(wanted.dtype)
+        plain = dataclasses.replace(call.plain(linear.kept_dtype(wanted.dtype)), **form)
+        plain = numerics.resolved_groups(plain, a, b)
+        return grouped(plain, a, b, sizes).astype(wanted.dtype)
 
     if call.contracted:
         result = product(other, g, contracted=False, transpose_b=left)

@@ -27,7 +27,7 @@ from pallas_gemm.op import mesh_axes
 from pallas_gemm.op.parts import note, share_p, told_apart
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.op.resharding import Axes
-from pallas_gemm.planning import targeting, xla_groups
+from pallas_gemm.planning import numerics, targeting, xla_groups
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
 """The product of groups that one device computes; `grouped` says what becomes of it."""
@@ -92,6 +92,9 @@ def _partition(
         call = call.with_target(targeting.absent_gpu(mesh))
     fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
     share = _Share.of(call, letters, fine, [*args, result])
+    if share.axes["k"] and call.options.parts:
+        why = f"the mesh splits what is summed over ({mesh_axes.split_text(share.axes)})"
+        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
     *given, final = share.shardings()
     return fine, functools.partial(share_p.bind, share=share), final, tuple(given)
 

@@ -7,6 +7,7 @@ of bfloat16 operands to bfloat16), because there is no kernel for mixed types; o
 are widened to bfloat16 instead, which is exact.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.interpreters import ad
 from pallas_gemm.call import OUT_NAME, Call, Operands
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product
+from pallas_gemm.planning import numerics
 from pallas_gemm.problem import Epilogue
 
 
@@ -127,10 +129,14 @@ def gradient(
         return ad.Zero(wanted)
     g, other = for_gradient(cotangent, other)
     plain = call.plain(kept_dtype(wanted.dtype), call.epilogue.alpha)
+    dims, pair = (contraction.of_left, (g, other)) if left else (contraction.of_right, (other, g))
+    sizes = dims.sizes(*(x.shape for x in pair))
+    n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
     if left:
-        result = product(plain, contraction.of_left, g, other)
+        plain = numerics.resolved_call(plain, n, k, g.dtype)
     else:
-        result = product(plain, contraction.of_right, other, g)
+        plain = numerics.over_rows(plain, k, g.dtype)
+    result = product(plain, dims, *pair)
     return result.astype(wanted.dtype)
 
 

@@ -13,13 +13,21 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_gemm.call import Call, Signature, SymmetricCall
+from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall
 from pallas_gemm.op import kept_kernels, mesh_context, partition
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, ignored, implementation, targeting, xla
+from pallas_gemm.planning import (
+    dispatch,
+    ignored,
+    implementation,
+    numerics,
+    targeting,
+    xla,
+    xla_groups,
+)
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.dispatch import Decision
 
@@ -78,10 +86,18 @@ def _lowered(
         return _lowered_part(ctx, *operands, call=call, contraction=contraction, gpu=gpu)
     refuse_simulation(call)
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
+        refuse_unshared(call, ctx.module_context)
         run = functools.partial(contraction.by_xla, call)
     else:
         run = functools.partial(partition.shared_product, call, contraction)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def refuse_unshared(call: Call, module: Any) -> None:
+    """Raises an error if XLA shares out a product of which something is promised."""
+    if (promised := call.options.numerics) is not None:
+        why = mesh_context.why_not_partitioned(module) or "it is on no mesh that kernels know"
+        raise ValueError(numerics.why_not_kept(promised, why))
 
 
 def refuse_simulation(call: Call) -> None:
@@ -163,12 +179,21 @@ def planned(call: Call, gpu: bool) -> Call:
     """Returns a call with the GPU to plan for.
 
     Raises:
-        ValueError: The kernel of a GPU is named, and the program is for no GPU.
+        ValueError: The kernel of a GPU is named, or a promise made that only kernels keep, and the
+            program is for no GPU.
     """
     if gpu:
-        return call if call.options.target else call.with_target(targeting.first_gpu())
+        own = call if call.options.target else call.with_target(targeting.first_gpu())
+        if own.options.target is None and (promised := call.options.numerics) is not None:
+            why = 'no GPU is planned for; with target("h200"): one is'
+            raise ValueError(numerics.why_not_kept(promised, why))
+        return own
+    if call.options.implementation == "interpret":
+        return call
     _refuse_gpu_kernel(call)
-    return call if call.options.implementation == "interpret" else call.with_target(None)
+    if call.options.target is None and (promised := call.options.numerics) is not None:
+        raise ValueError(numerics.why_not_kept(promised, numerics.ELSEWHERE))
+    return call.with_target(None)
 
 
 def kernel_of(call: Call, signature: Signature, *, gpu: bool) -> Callable[..., Any] | None:
@@ -181,8 +206,28 @@ def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
         ignored.warn_of_options(call.options, decision.reason)
+        problem = decision.problem
+        is_empty = 0 in (problem.m, problem.n, problem.k, problem.batch)
+        if call.options.numerics is not None and not is_empty:
+            return functools.partial(_refused_as_it_runs, call)
         return None
     return functools.partial(kernel_p.bind, call=call, decision=decision)
+
+
+def _refused_as_it_runs(call: Call, *operands: Any) -> Any:
+    """Stands where a program that is planned for a GPU is compiled for another platform.
+
+    It may be compiled, and looked at. It raises an error if it runs.
+    """
+    assert call.options.numerics is not None
+    words = numerics.why_not_kept(call.options.numerics, numerics.ELSEWHERE)
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError(words)
+
+    by_xla = xla_groups.by_jax if isinstance(call, GroupedCall) else xla.product
+    result = jax.eval_shape(functools.partial(by_xla, call), *operands)
+    return jax.pure_callback(refuse, result, *operands)
 
 
 def lowered_kernel(

@@ -32,7 +32,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
 from pallas_gemm.op.parts import Shared, note, part_p, share_p, told_apart
 from pallas_gemm.op.resharding import Placement, Step
-from pallas_gemm.planning import dispatch, targeting
+from pallas_gemm.planning import dispatch, numerics, targeting
 
 
 def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
@@ -77,6 +77,9 @@ def _partition(
     fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
     wanted = tuple(mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result))
     split, received = sharing.share_out(call, contraction, signature, fine, wanted)
+    if split.contracted and call.options.parts:
+        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
+        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
     needed = split.placements(call)
     before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])
     shapes = [x.shape for x in (*args, result)]

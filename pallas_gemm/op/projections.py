@@ -63,10 +63,11 @@ def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) 
     """Whether the gradient of the left operand is no one sum.
 
     What devices of a mesh add up is not added up in an accumulator, nor what is of several types;
-    what is named is for each product alone.
+    what is named is for each product alone. So is a promise.
     """
     operands = (a, *itertools.chain.from_iterable(rights))
-    alone = call.options.names_something or mesh_context.is_on_mesh(*operands)
+    named = call.options.names_something or call.options.numerics is not None
+    alone = named or mesh_context.is_on_mesh(*operands)
     return alone or len(rights) == 1 or len({right[0].dtype for right in rights}) > 1
 
 

@@ -46,6 +46,10 @@ def share_out(
     open_units = [unit for unit, own in choices.items() if len(own) > 1]
     every = itertools.product(*(choices[unit] for unit in open_units))
     found = [settled | dict(zip(open_units, own, strict=True)) for own in every]
+    if call.options.parts:
+        # A sum whose parts are promised is one device's.
+        whole = [plan for plan in found if not plans.split(plan).contracted]
+        found = whole or found
     best = min(found, key=plans.cost) if len(found) > 1 else found[0]
     split = plans.split(plans.with_idle_axes(best))
     return split, plans.received(split)

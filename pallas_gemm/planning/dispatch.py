@@ -21,6 +21,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
 from pallas_gemm.planning import (
     heuristics,
+    numerics,
     precision,
     prediction,
     proof,
@@ -96,8 +97,8 @@ def decide(call: Call, signature: Signature) -> Decision:
         signature: Shape and type of each operand.
 
     Raises:
-        ValueError: The implementation, config or schedule that the call names cannot compute it;
-            the message has every reason.
+        ValueError: The implementation, config or schedule that the call names cannot compute it, or
+            no kernel of its GPU keeps what is promised. The message has every reason.
     """
     options, problem = call.options, call.problem(signature)
     if reason := _why_no_kernel(call, problem):
@@ -126,6 +127,9 @@ def decide(call: Call, signature: Signature) -> Decision:
     elif options.config is not None and not isinstance(options.config, own.config):
         given, taken = type(options.config).__name__, own.config.__name__
         why = f"config is a {given}, and the kernel for {device.kind} takes a {taken}"
+    if device is not None and options.numerics is not None:
+        others = [f"{name}: {', '.join(reasons)}" for name, reasons in refused]
+        raise ValueError(numerics.why_not_kept(options.numerics, why, others))
     return Decision("xla", problem, why, None, tuple(refused))
 
 
@@ -150,6 +154,9 @@ def _why_no_kernel(call: Call, problem: Problem) -> str | None:
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         return "a dimension is empty"
     if any(map(is_symbolic_dim, (problem.m, problem.n, problem.k, problem.batch))):
+        if (promised := call.options.numerics) is not None:
+            why = "a size is a symbol, and a kernel is compiled for numbers"
+            raise ValueError(numerics.why_not_kept(promised, why))
         if call.options.names_something:
             raise ValueError(
                 f"{problem} has sizes that are symbols, and a kernel is compiled for numbers: name"
@@ -184,6 +191,8 @@ def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Pla
     ]
     if named and not possible:
         reasons = (f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+        if call.options.numerics is not None:
+            named.append(str(call.options.numerics))
         raise ValueError(f"{', '.join(named)} cannot compute this product: {'; '.join(reasons)}")
 
 
@@ -228,7 +237,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or problem.in_groups:
+    if options.names_something or options.numerics is not None or problem.in_groups:
         return None
     if plan.source != "heuristics":
         if plan.over_xla is None or plan.over_xla >= 1:

@@ -61,8 +61,9 @@ class Key:
         k: The contracted size.
         layout: Such as "NT".
         dtypes: Names of the element types of both operands and of the result.
-        epilogue: The parts of the epilogue that take time, such as "bias activation", and "gram" or
-            "product" where half of a symmetric result is computed.
+        epilogue: The parts of the epilogue that take time, such as "bias activation". Also "gram"
+            or "product" where half of a symmetric result is computed, and "parts:4" where sums in
+            four parts are promised.
     """
 
     batch: int
@@ -85,6 +86,7 @@ class Key:
             f"residual:{problem.residual_dtype}": problem.residual_dtype is not None,
             "gated": epilogue.gated,
             problem.symmetric: bool(problem.symmetric),
+            f"parts:{problem.parts}": problem.parts > 0,
         }
         return cls(
             problem.batch,
@@ -324,11 +326,13 @@ def find(problem: Problem, device: Device) -> Found | None:
     active = _ACTIVE.value
     if active.record is not None:
         active.record.add(problem, device)
-    key = Key.of(problem)
+    # What was found without a promise is as good where it keeps one.
+    keys = dict.fromkeys((Key.of(problem), Key.of(dataclasses.replace(problem, parts=0))))
     for source, table in _tables(active, device):
-        entry = table.by_key.get(key)
-        if entry is not None and not entry.config.refusals(problem, device):
-            return Found(entry, source)
+        for key in keys:
+            entry = table.by_key.get(key)
+            if entry is not None and not entry.config.refusals(problem, device):
+                return Found(entry, source)
     return None
 
 

@@ -79,6 +79,9 @@ def _ways(
     config: BlackwellConfig, problem: Problem, device: Device
 ) -> Iterator[tuple[int, int | None]]:
     """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
+    if problem.parts:
+        yield problem.parts, None
+        return
     yield 1, None
     if cuts.may_be_cut(problem, device):
         yield from ((parts, None) for parts in cuts.parts(config, problem, device))

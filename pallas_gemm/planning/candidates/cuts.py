@@ -39,6 +39,11 @@ def may_be_cut(problem: Problem, device: Device) -> bool:
     return enough or most_tiles * IDLE_WITH_FEW_ROWS <= device.sms
 
 
+def may_be_promised(problem: Problem) -> bool:
+    """Whether tiles may be cut along k where that is one of two ways to make the same sums."""
+    return problem.parts > 1 and not problem.in_groups and not problem.symmetric
+
+
 def parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
     """Yields into how many pieces every tile may be cut.
 

@@ -159,7 +159,9 @@ def _ways(
 ) -> Iterator[tuple[int, int | None]]:
     """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
     yield 1, None
-    if cuts.may_be_cut(problem, device):
+    if problem.parts:
+        yield from [(problem.parts, None)] if cuts.may_be_promised(problem) else ()
+    elif cuts.may_be_cut(problem, device):
         yield from ((parts, None) for parts in cuts.parts(config, problem, device))
         yield from _last_ways(config, problem, device)
 
@@ -240,6 +242,8 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterato
     most = -(-problem.k // config.tile_k(problem)) // config.split_k
     cut = 1 if config.split_last else config.split_k
     parts = min(most, -(-fewest_sums(problem, device) // cut))
+    if problem.parts:
+        parts = 1 if config.split_k > 1 else problem.parts
     if parts > 1:
         try:
             config = dataclasses.replace(config, partial_sums=parts, late_store=False)

@@ -88,8 +88,9 @@ def add_up(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
         own = steps
         if parts > 1:
             count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
-            first, end = (lax.div(count * i, jnp.int32(parts)) for i in (part, part + 1))
-            own = own._replace(count=end - first)
+            # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
+            least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
+            own = own._replace(count=least + (part < longer).astype(jnp.int32))
         if part:
             own, stores = own._replace(slot=ring.following(plan, slot)), []
         summand, slot = _multiplied(cta, me, own, stores)

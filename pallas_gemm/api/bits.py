@@ -1,0 +1,382 @@
+"""Whether the rows of a function's results keep their bits among other rows, and what changes them.
+
+A function is run on all rows, and on some of them, in other orders, and among more. Rows that are
+the same have to give the same bits. Where they do not, every operation of the function is compared,
+in the order of the program: the first that differs is the one to look at.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from pallas_gemm.rewriting import lines
+
+_CALLS = frozenset(
+    (
+        *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
+        *("custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"),
+    )
+)
+"""Functions that are called: their operations are compared one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """The first operation of a program whose rows differ.
+
+    Attributes:
+        name: The primitive's; "dot_general" is a product of JAX's own.
+        place: The line of the program that asks for it; None if nobody knows.
+        is_ours: Whether this package computes it.
+        variant: The choice of rows that shows it.
+        differing: How many elements differ.
+        elements: How many were compared.
+    """
+
+    name: str
+    place: str | None
+    is_ours: bool
+    variant: str
+    differing: int
+    elements: int
+
+    def __str__(self) -> str:
+        whose = "of pallas_gemm" if self.is_ours else "of JAX"
+        where = f" at {self.place}" if self.place else ""
+        return (
+            f"{self.name}{where} ({whose}): {self.differing} of {self.elements} elements differ"
+            f" with {self.variant}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The findings of `numerics.check`: true if no bit differs.
+
+    Attributes:
+        variants: With how many choices of rows the function was run.
+        elements: How many elements of results were compared.
+        differing: How many of them differ in a bit.
+        first: The first operation whose bits differ; None if none does.
+        why: A remark on it.
+    """
+
+    variants: int
+    elements: int
+    differing: int
+    first: Culprit | None = None
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.differing == 0 and self.first is None
+
+    def __str__(self) -> str:
+        found = (
+            f"{self.differing} of {self.elements} elements differ, with {self.variants} choices of"
+            " rows"
+        )
+        lines = [found, *([f"first: {self.first}"] if self.first else []), self.why]
+        return "\n".join(line for line in lines if line)
+
+    __repr__ = __str__
+
+
+class _Variant(NamedTuple):
+    """A choice of rows: which ones, and in words."""
+
+    rows: np.ndarray
+    text: str
+
+
+class _Flat(NamedTuple):
+    """A function as one list of operations.
+
+    Attributes:
+        equations: The operations.
+        run: Computes the results of all of them, and last the function's own.
+        shapes: The shape of each of those results.
+    """
+
+    equations: tuple[Any, ...]
+    run: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def check(
+    f: Callable[..., Any],
+    *args: Any,
+    rows: int | Sequence[int] = 0,
+    variants: int = 8,
+    seed: int = 0,
+) -> Checked:
+    """Looks if rows keep their bits among other rows, and names the operation that changes them.
+
+    >>> print(numerics.check(jnp.tanh, x))
+    0 of 2080 elements differ, with 8 choices of rows
+
+    The function is compiled and run on all rows, on single rows and other parts of them, in another
+    order, and among more rows. It has to do the same whatever their number is.
+
+    Args:
+        f: A function.
+        *args: Its arguments, arrays or trees of them.
+        rows: Which arguments have the rows, along the first dimension of each of their arrays. The
+            results have them, too.
+        variants: How many choices of rows are tried.
+        seed: Draws them.
+
+    Returns:
+        The findings. They are true if no bit differs; `print` them to see what does.
+
+    Raises:
+        ValueError: No argument has rows, or their numbers differ.
+        TypeError: `f` is no function.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be a function, got {type(f).__name__}: {f!r:.80}")
+    leaves, tree = jax.tree.flatten(args)
+    having = _having_rows(args, (rows,) if isinstance(rows, int) else tuple(rows))
+    count = _count(leaves, having)
+
+    def of_leaves(*own: Any) -> list[Any]:
+        return jax.tree.leaves(f(*jax.tree.unflatten(tree, own)))
+
+    def chosen(own: np.ndarray) -> list[Any]:
+        return [x[own] if is_one else x for x, is_one in zip(leaves, having, strict=True)]
+
+    every = list(_variants(count, variants, seed))
+    run = jax.jit(of_leaves)
+    whole = run(*leaves)
+    axes = _axes_of_results(of_leaves, leaves, having)
+    elements, differing, worst = 0, 0, None
+    for variant in every:
+        found = run(*chosen(variant.rows))
+        pairs = zip(whole, found, axes, strict=True)
+        each = [_compared(x, y, axis, count, variant.rows) for x, y, axis in pairs]
+        elements += sum(int(np.size(y)) for y in found)
+        differing += sum(each)
+        worst = variant if worst is None and sum(each) else worst
+    if worst is None:
+        return Checked(len(every), elements, 0)
+    first, why = _first(of_leaves, leaves, chosen, having, [worst, *every])
+    return Checked(len(every), elements, differing, first, why)
+
+
+def _having_rows(args: tuple[Any, ...], rows: tuple[int, ...]) -> list[bool]:
+    """Returns of each leaf of the arguments whether it has rows."""
+    if wrong := [i for i in rows if not 0 <= i < len(args)]:
+        raise ValueError(f"rows must name arguments, of which there are {len(args)}, got {wrong}")
+    return [i in rows for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+
+def _count(leaves: Sequence[Any], having: Sequence[bool]) -> int:
+    shapes = [np.shape(x) for x, is_one in zip(leaves, having, strict=True) if is_one]
+    counts = {shape[0] for shape in shapes if shape}
+    if len(counts) != 1 or not all(shapes):
+        raise ValueError(
+            "the arguments that have rows must have the same number of them first, got shapes"
+            f" {', '.join(str(list(shape)) for shape in shapes) or 'of no array'}"
+        )
+    if (count := counts.pop()) < 2:
+        raise ValueError(f"there must be at least 2 rows to compare, got {count}")
+    return count
+
+
+def _variants(count: int, variants: int, seed: int) -> Iterator[_Variant]:
+    """Yields choices of rows: single ones, parts, another order, and more."""
+    rng = np.random.default_rng(seed)
+    one = int(rng.integers(count))
+    yield _Variant(np.array([one]), f"row {one} alone")
+    yield _Variant(rng.permutation(count), "the rows in another order")
+    extra = rng.integers(count, size=1 + int(rng.integers(count)))
+    yield _Variant(np.concatenate([np.arange(count), extra]), f"{len(extra)} more rows after all")
+    for _ in range(variants - 3):
+        first, end = sorted(rng.choice(count + 1, 2, replace=False).tolist())
+        text = f"the rows from {first} to {end - 1} alone"
+        own = np.arange(first, end)
+        if rng.integers(2) and len(own) > 1:
+            own, text = rng.permutation(own), f"{text}, in another order"
+        yield _Variant(own, text)
+
+
+def _bits(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}") if x.dtype.kind not in "iub" else x
+
+
+def _compared(
+    whole: Any, part: Any, axis: tuple[int, int] | None, count: int, rows: np.ndarray
+) -> int:
+    """Returns how many elements of a part differ from the same rows of the whole.
+
+    Args:
+        whole: The value for all rows.
+        part: The value for some.
+        axis: Along which dimension rows lie, and how many elements there are to a row; None if the
+            value has no rows.
+        count: How many rows there are.
+        rows: Which are in the part.
+    """
+    first, second = _bits(whole), _bits(part)
+    if axis is None:
+        return int((first != second).sum()) if first.shape == second.shape else first.size
+    dim, each = axis
+    first, second = (np.moveaxis(x, dim, 0) for x in (first, second))
+    rest = first.shape[1:]
+    outer = first.reshape(count, each, *rest)[rows].reshape(second.shape)
+    inner = first.reshape(each, count, *rest)[:, rows].reshape(second.shape)
+    # Rows that were merged with another dimension come first or last in it.
+    return min(int((x != second).sum()) for x in (outer, inner))
+
+
+def _axes(
+    shapes: Sequence[tuple[int, ...]], longer: Sequence[tuple[int, ...]], count: int
+) -> list[tuple[int, int] | None]:
+    """Returns along which dimension the rows of each value lie, from its shape with one row more.
+
+    Also, how many elements of it there are to a row.
+    """
+    found: list[tuple[int, int] | None] = []
+    for shape, other in zip(shapes, longer, strict=True):
+        differ = [i for i, (x, y) in enumerate(zip(shape, other, strict=True)) if x != y]
+        fits = len(differ) == 1 and shape[differ[0]] % count == 0
+        found.append((differ[0], shape[differ[0]] // count) if fits else None)
+    return found
+
+
+def _longer(leaves: Sequence[Any], having: Sequence[bool], more: int) -> list[Any]:
+    """Returns the types of arguments that have some rows more."""
+    return [
+        jax.ShapeDtypeStruct(
+            (np.shape(x)[0] + more, *np.shape(x)[1:]) if is_one else np.shape(x),
+            jax.dtypes.result_type(x),
+        )
+        for x, is_one in zip(leaves, having, strict=True)
+    ]
+
+
+def _axes_of_results(
+    f: Callable[..., Any], leaves: Sequence[Any], having: Sequence[bool]
+) -> list[tuple[int, int] | None]:
+    pair = [jax.eval_shape(f, *_longer(leaves, having, more)) for more in (0, 1)]
+    shapes, longer = ([tuple(x.shape) for x in each] for each in pair)
+    return _axes(shapes, longer, _count(leaves, having))
+
+
+def _first(
+    f: Callable[..., Any],
+    leaves: Sequence[Any],
+    chosen: Callable[[np.ndarray], list[Any]],
+    having: Sequence[bool],
+    variants: Sequence[_Variant],
+) -> tuple[Culprit | None, str]:
+    """Returns the first operation whose bits differ, or why there is none to name."""
+    whole, longer = _flat(f, leaves), _flat(f, _longer(leaves, having, 1))
+    names = [e.primitive.name for e in whole.equations]
+    if names != [e.primitive.name for e in longer.equations]:
+        return None, "the function does something else with another number of rows"
+    count = _count(leaves, having)
+    axes = _axes(whole.shapes, longer.shapes, count)
+    results = [np.asarray(x) for x in jax.jit(whole.run)(*leaves)]
+    for variant in variants:
+        own = chosen(variant.rows)
+        part = _flat(f, own)
+        if names != [e.primitive.name for e in part.equations]:
+            return None, f"the function does something else with {variant.text}"
+        found = jax.jit(part.run)(*own)
+        makers = (equation for equation in whole.equations for _ in _outs(equation))
+        for equation, x, y, axis in zip(makers, results, found, axes, strict=True):
+            if differing := _compared(x, y, axis, count, variant.rows):
+                return _culprit(equation, variant, differing, y, axis)
+    return None, (
+        "no operation differs where all of their results are kept: XLA computes some of them"
+        " differently as parts of larger ones"
+    )
+
+
+def _culprit(
+    equation: Any, variant: _Variant, differing: int, part: Any, axis: Any
+) -> tuple[Culprit, str]:
+    name = equation.primitive.name
+    own = Culprit(
+        name,
+        lines.place(equation.source_info),
+        name.startswith("pallas_gemm"),
+        variant.text,
+        differing,
+        int(np.size(part)),
+    )
+    over_all = "its result has no rows: it is made of all of them" if axis is None else ""
+    return own, over_all
+
+
+def _outs(equation: Any) -> list[Any]:
+    """Returns the results of an operation that are arrays of numbers."""
+    return [v for v in equation.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]
+
+
+def _flat(f: Callable[..., Any], args: Sequence[Any]) -> _Flat:
+    """Returns a function, traced for such arguments, as one list of operations."""
+    closed = jax.make_jaxpr(f)(*args)
+    equations: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def listed(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if (inner := _called(equation)) is not None:
+                listed(inner[0])
+            else:
+                equations.append(equation)
+                shapes.extend(tuple(v.aval.shape) for v in _outs(equation))
+
+    listed(closed.jaxpr)
+
+    def run(*given: Any) -> list[Any]:
+        kept: list[Any] = []
+        _evaluated(closed.jaxpr, closed.consts, given, kept)
+        return kept
+
+    return _Flat(tuple(equations), run, tuple(shapes))
+
+
+def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns the function that an operation calls, and its constants; None if it calls none."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    if isinstance(inner, core.ClosedJaxpr):
+        inner, consts = inner.jaxpr, inner.consts
+    else:
+        consts = ()
+    if inner is None or len(inner.invars) != len(equation.invars):
+        return None
+    return inner, consts
+
+
+def _evaluated(
+    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], kept: list[Any]
+) -> list[Any]:
+    """Computes a traced function, and keeps what each operation returns."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else values[v]
+
+    for equation in jaxpr.eqns:
+        inputs = list(map(read, equation.invars))
+        if (inner := _called(equation)) is not None:
+            outputs = _evaluated(*inner, inputs, kept)
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            outputs = equation.primitive.bind(*inputs, **params)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+            arrays = {id(v) for v in _outs(equation)}
+            pairs = zip(equation.outvars, outputs, strict=True)
+            kept.extend(x for v, x in pairs if id(v) in arrays)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(read, jaxpr.outvars))

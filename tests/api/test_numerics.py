@@ -1,0 +1,333 @@
+"""`numerics`: rows keep their bits among others, or an error says why not; and the test kit."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_gemm
+from pallas_gemm import (
+    HopperConfig,
+    einsum,
+    explain,
+    gated_gemm,
+    gemm,
+    gram,
+    grouped_gemm,
+    matmul,
+    numerics,
+    projections,
+    ragged_dot,
+    ragged_dot_general,
+    target,
+)
+from pallas_gemm.planning import xla_groups
+
+ROWS = numerics(invariant="rows")
+SIMULATED: dict[str, Any] = {"numerics": ROWS, "implementation": "interpret"}
+M, K, N = 70, 136, 80
+
+
+def draw(*shape: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+X, W, BIAS = draw(M, K), draw(K, N, seed=1), draw(N, dtype=jnp.float32, seed=2)
+WIDE = draw(M, K, dtype=jnp.float32)
+HEADS = draw(2, K, 64, seed=3)
+SIZES = jnp.array([23, 40], jnp.int32)
+ROWS_OF_BATCH = 512
+
+
+def lowered(f: Callable[..., Any], *args: Any) -> str:
+    """Returns the program for an H200."""
+    with target("h200"):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+KEPT: dict[str, Callable[[jax.Array], Any]] = {
+    "plain": lambda x: gemm(x, W, **SIMULATED),
+    "gelu": lambda x: gemm(x, W, bias=BIAS, activation="gelu", **SIMULATED),
+    "float32": lambda x: gemm(x, W, preferred_element_type=jnp.float32, **SIMULATED),
+    "gated": lambda x: gated_gemm(x, HEADS[0], HEADS[1], **SIMULATED),
+    "vmap": jax.vmap(lambda row: gemm(row, W, bias=BIAS, **SIMULATED)),
+    "dx": lambda x: jax.vjp(lambda y: gemm(y, W, activation="silu", **SIMULATED), x)[1](
+        jnp.tanh(x[:, :N])
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_keep_their_bits(name: str) -> None:
+    found = numerics.check(KEPT[name], X, variants=5)
+    assert found, found
+    assert found.elements > 0
+
+
+def test_a_row_in_a_batch_has_the_bits_of_the_row_alone() -> None:
+    whole = gemm(X, W, **SIMULATED)
+    for row in (0, 64, M - 1):
+        np.testing.assert_array_equal(gemm(X[row], W, **SIMULATED), whole[row])
+
+
+def test_groups_have_the_bits_of_their_products() -> None:
+    found = grouped_gemm(X, HEADS, SIZES, **SIMULATED)
+    first, second = int(SIZES[0]), int(SIZES[1])
+    np.testing.assert_array_equal(found[:first], gemm(X[:first], HEADS[0], **SIMULATED))
+    rest = gemm(X[first : first + second], HEADS[1], **SIMULATED)
+    np.testing.assert_array_equal(found[first : first + second], rest)
+
+
+def test_a_derived_product_has_the_bits_of_the_product() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return gemm(x, W, bias=BIAS, activation="gelu", **SIMULATED)
+
+    np.testing.assert_array_equal(jax.jvp(f, (X,), (X,))[0], f(X))
+
+
+def test_chunks_of_rows_add_up_to_the_whole() -> None:
+    x, g = draw(ROWS_OF_BATCH, 24), draw(ROWS_OF_BATCH, 40, seed=4)
+    how: dict[str, Any] = {"implementation": "interpret", "preferred_element_type": jnp.float32}
+
+    def weights(x: jax.Array, g: jax.Array) -> jax.Array:
+        promised = numerics(invariant="rows", chunk=128)
+        w = jnp.zeros((24, 40), jnp.bfloat16)
+        f = jax.vjp(lambda w: gemm(x, w, numerics=promised, **how), w)[1]
+        return f(g.astype(jnp.float32))[0]
+
+    stated = numerics(part=128)
+    whole = gemm(x, g, transpose_a=True, numerics=stated, **how)
+    total = jnp.zeros_like(whole)
+    for start in range(0, ROWS_OF_BATCH, 128):
+        part = slice(start, start + 128)
+        total += gemm(x[part], g[part], transpose_a=True, numerics=stated, **how)
+    np.testing.assert_array_equal(total, whole)
+    np.testing.assert_array_equal(weights(x, g), whole.astype(jnp.bfloat16))
+    one = gemm(x, g, transpose_a=True, numerics=numerics(part=ROWS_OF_BATCH), **how)
+    assert (np.asarray(one) != np.asarray(whole)).any()
+
+
+OBEYING: dict[str, Callable[[], Any]] = {
+    "gemm": lambda: gemm(X, W),
+    "matmul": lambda: matmul(X, W),
+    "vector": lambda: matmul(X[0], W),
+    "einsum": lambda: einsum("md,df->mf", X, W),
+    "einsum, columns first": lambda: einsum("md,df->fm", X, W),
+    "einsum, several": lambda: einsum(
+        "bsd,dhk->bhsk", X.reshape(7, 10, K), W.reshape(K, 5, N // 5)
+    ),
+    "gram": lambda: gram(X),
+    "projections": lambda: projections(X, [W, W]),
+    "ragged_dot": lambda: ragged_dot(X, HEADS, SIZES),
+    "function": lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.tanh(s).astype(jnp.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("f", OBEYING.values(), ids=OBEYING)
+def test_every_product_within_a_block_obeys_it(f: Callable[[], Any]) -> None:
+    with target("h200"):
+        with ROWS:
+            assert {own.invariant for own in numerics.of(f)} == {"rows"}
+            with numerics(invariant=None):
+                assert {own.invariant for own in numerics.of(f)} <= {"run", None}
+        assert {own.invariant for own in numerics.of(f)} <= {"run", None}
+
+
+def test_a_block_counts_for_functions_that_were_traced_before() -> None:
+    f = jax.jit(lambda x: gemm(x, W))
+    x = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
+    with target("h200"):
+        before = numerics.of(f, x)
+        with ROWS:
+            assert numerics.of(f, x) != before
+
+
+def test_gradients_of_rows_keep_it_and_sums_over_rows_are_kernels() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return gemm(x, w, numerics=ROWS).astype(jnp.float32).sum()
+
+    with target("h200"):
+        found = numerics.of(jax.grad(f, (0, 1)), X, W)
+    assert [own.by for own in found] == ["hopper"] * 3
+    assert sorted(own.invariant or "" for own in found) == ["rows", "rows", "run"]
+
+
+def test_explain_and_of_show_the_same_record() -> None:
+    with target("h200"):
+        text = str(explain(gemm, X, W, numerics=ROWS))
+        (own,) = numerics.of(gemm, X, W, numerics=ROWS)
+    assert str(own) in " ".join(text.split())
+    assert own.parts == (3,)
+
+
+def _within(f: Callable[[], Any]) -> Any:
+    with ROWS:
+        return f()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "XLA": (lambda: gemm(X, W, numerics=ROWS, implementation="xla"), "implementation='xla'"),
+    "a type": (
+        lambda: gemm(X.astype(jnp.int32), W.astype(jnp.int32), numerics=ROWS),
+        "no kernel takes operands of int32",
+    ),
+    "a precision": (lambda: gemm(WIDE, WIDE.T, numerics=ROWS, precision="highest"), "HIGHEST"),
+    "a config": (
+        lambda: gemm(X, HEADS[0], numerics=ROWS, config=HopperConfig((128, 64), split_k=2)),
+        "got split_k=2",
+    ),
+    "three operands": (
+        lambda: einsum("ab,bc,cd->ad", X, W, W.T, numerics=ROWS),
+        "3 operands are multiplied in an order",
+    ),
+    "a sum along rows": (
+        lambda: gemm(X, HEADS[0], epilogue=lambda s: s.sum(-1), numerics=ROWS),
+        "the epilogue adds up along rows",
+    ),
+    "a function of XLA's": (
+        lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.sort(s, -1), numerics=ROWS),
+        "XLA computes the epilogue",
+    ),
+    "a program of others": (
+        lambda: _within(lambda: pallas_gemm.accelerate(jnp.matmul)(X, W)),
+        "nobody knows what their rows are",
+    ),
+    "a loss": (
+        lambda: _within(lambda: pallas_gemm.linear_cross_entropy(X, W, jnp.zeros(M, jnp.int32))),
+        "the log-sum-exp adds up along rows",
+    ),
+    "chunks of groups": (
+        lambda: ragged_dot_general(
+            X, X, SIZES, xla_groups.CONTRACTED, numerics=numerics("rows", chunk=64)
+        ),
+        "sums over groups have no chunks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("f", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_keep_a_promise_names_both(f: Callable[[], Any], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)) as raised:
+        lowered(f)
+    assert "numerics" in str(raised.value)
+
+
+def test_a_cpu_keeps_no_promise_unless_a_kernel_is_simulated() -> None:
+    for asked in (ROWS, numerics(invariant="run")):
+        with pytest.raises(ValueError, match=r"numerics\(.* another platform .* 'interpret'|simul"):
+            gemm(X, W, numerics=asked)
+        with asked, pytest.raises(ValueError, match="another platform"):
+            ragged_dot(X, HEADS, SIZES)
+    with numerics(invariant=None):
+        assert gemm(X, W).shape == (M, N)
+
+
+def test_a_program_for_a_gpu_is_compiled_on_a_cpu_and_raises_an_error_where_it_runs() -> None:
+    with target("h200"):
+        program = jax.jit(lambda x: gemm(x, W, numerics=ROWS)).lower(X).compile()
+    with pytest.raises(Exception, match="another platform"):
+        jax.block_until_ready(program(X))
+    assert "pallas_gemm" in lowered(lambda x: gemm(x, W, numerics=ROWS), X)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"invariant": "batch"}, ValueError, "must be 'rows', 'run' or None, got 'batch'"),
+        ({"part": 0}, ValueError, "part must be at least 1, got 0"),
+        ({"chunk": 1.5}, TypeError, "chunk must be an integer or None, got 1.5"),
+        ({"invariant": None, "part": 64}, ValueError, "takes back every promise"),
+    ],
+)
+def test_a_value_that_is_not_legal_is_named(fields: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        numerics(**fields)
+
+
+def test_only_a_record_is_a_promise() -> None:
+    with pytest.raises(TypeError, match=r"numerics must be what .* got 'rows'"):
+        gemm(X, W, numerics="rows")  # type: ignore[arg-type]
+
+
+def test_precompile_compiles_the_sums_that_a_problem_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_gemm.api import precompile as precompilation
+
+    monkeypatch.setattr(precompilation, "_report", lambda *_: None)
+    b = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    a = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16)
+    for asked in (ROWS, numerics(part=1024)):
+        with target("h200"):
+            (wanted,) = explain(gemm, a, b, numerics=asked).products
+        (found,) = pallas_gemm.precompile([wanted.problem], "h200")
+        assert wanted.plan is not None
+        assert found.config == wanted.plan.config
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+
+
+def on_mesh(f: Callable[..., Any], *specs: Any) -> Any:
+    """Compiles a product of X and W whose operands are split so."""
+    split = [jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec)) for spec in specs]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 64))]
+    with target("h200"):
+        return jax.jit(f, in_shardings=split).lower(*shapes).compile()
+
+
+def test_devices_that_add_up_their_sums_keep_no_promise() -> None:
+    def f(a: jax.Array, b: jax.Array) -> jax.Array:
+        return gemm(a, b, numerics=ROWS)
+
+    on_mesh(f, ("x", None), (None, "y"))
+    # The rows are taken, and the right operand is gathered.
+    on_mesh(f, ("x", None), ("x", None))
+    with pytest.raises(Exception, match=r"the mesh splits what is summed over \(k along x\)"):
+        on_mesh(f, (None, "x"), ("x", None))
+
+
+def test_the_kit_names_the_first_operation_that_differs() -> None:
+    w = draw(96, 512, dtype=jnp.float32)
+
+    def f(x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x) * 2
+        return jax.nn.relu(y / y.sum(0, keepdims=True)) @ w
+
+    found = numerics.check(f, draw(40, 96, dtype=jnp.float32))
+    assert not found
+    assert found.differing > 0
+    assert found.first is not None
+    assert (found.first.name, found.first.is_ours) == ("reduce_sum", False)
+    assert "test_numerics.py" in str(found)
+    assert "made of all of them" in found.why
+
+
+def test_the_kit_names_an_operation_of_ours() -> None:
+    b = draw(512, 64, seed=5)
+
+    def f(x: jax.Array) -> jax.Array:
+        parts = 2 if x.shape[0] > 32 else 1
+        tile = {"tile": (64, 64), "consumers": 1, "late_store": False, "store_columns": 32}
+        config = HopperConfig(**tile, partial_sums=parts)
+        how = {"implementation": "interpret", "config": config}
+        return gemm(x, b, **how, preferred_element_type=jnp.float32)
+
+    found = numerics.check(f, draw(40, 512), variants=3)
+    assert found.first is not None
+    assert found.first.is_ours
+
+
+def test_the_kit_follows_rows_through_reshapes_and_scans() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        y = x.reshape(-1, 4).swapaxes(0, 1)
+        return jax.lax.scan(lambda c, r: (c + r, c), jnp.zeros(y.shape[1]), y)[1].reshape(4, -1).T
+
+    x = draw(12, 8, dtype=jnp.float32)
+    assert numerics.check(lambda x: f(x).reshape(x.shape[0], -1), x)
+    with pytest.raises(ValueError, match="same number of them first"):
+        numerics.check(jnp.add, x, x[:3], rows=(0, 1))
+    with pytest.raises(TypeError, match="f must be a function"):
+        numerics.check(x, x)

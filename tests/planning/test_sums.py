@@ -1,0 +1,188 @@
+"""What is promised of the bits of a product decides how its sums are cut, whatever the rows."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_gemm import HopperConfig
+from pallas_gemm.call import Call, Numerics, Options
+from pallas_gemm.device import B200, H100, H200
+from pallas_gemm.planning import dispatch, numerics, tables
+from pallas_gemm.planning.sums import Sums
+from pallas_gemm.planning.tables import Entry, Key, Table
+from pallas_gemm.problem import Epilogue
+from schedules import raster, split_k
+
+E4M3 = jnp.float8_e4m3fn
+ROWS = Numerics("rows")
+
+
+def call(n: int, k: int, dtype: Any = jnp.bfloat16, asked: Any = ROWS, **fields: Any) -> Call:
+    options = numerics.resolved(Options(target=H200, numerics=asked), n, k, dtype)
+    out = fields.pop("out_dtype", jnp.bfloat16)
+    return Call(out, transpose_b=True, options=options, **fields)
+
+
+def sums(call: Call, m: int, n: int, k: int, dtype: Any = jnp.bfloat16, extras: Any = ()) -> Sums:
+    signature = (((m, k), np.dtype(dtype)), ((n, k), np.dtype(dtype)), *extras)
+    return Sums.of(dispatch.decide(call, signature))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 20000),
+    st.integers(1, 20000),
+    st.sampled_from([(128, 576), (768, 3072), (1152, 6912), (1536, 8960), (2048, 8192)])
+    | st.sampled_from([(2056, 8192), (4096, 4096), (4096, 14336), (14336, 4096), (1000, 1000)]),
+    st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32, E4M3]),
+    st.sampled_from([jnp.bfloat16, jnp.float32]),
+)
+def test_sums_do_not_depend_on_how_many_rows_there_are(first, second, columns, dtype, out) -> None:
+    n, k = columns
+    own = call(n, k, dtype, out_dtype=out)
+    one, other = (sums(own, m, n, k, dtype) for m in (first, second))
+    assert one == other
+    assert (one.invariant, one.by, sum(one.parts)) == ("rows", "hopper", -(-k // one.step))
+
+
+def test_without_a_promise_they_do() -> None:
+    found = {sums(call(1152, 6912, asked=None), m, 1152, 6912) for m in (1, 64, 512, 4096)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "parts"),
+    [
+        (2048, 4096, jnp.bfloat16, 4),
+        (2049, 4096, jnp.bfloat16, 1),
+        (2048, 4095, jnp.bfloat16, 1),
+        (512, 8192, E4M3, 4),
+        (512, 4096, E4M3, 1),
+        (1, 2048, jnp.float32, 4),
+    ],
+)
+def test_few_columns_and_a_long_k_are_cut(n: int, k: int, dtype: Any, parts: int) -> None:
+    assert call(n, k, dtype).options.parts == parts
+
+
+def test_a_gated_product_counts_both_of_its_right_operands() -> None:
+    own = Call(
+        jnp.bfloat16,
+        epilogue=Epilogue(gated=True),
+        options=Options(target=H200, numerics=ROWS),
+    )
+    assert numerics.resolved_call(own, 1024, 8192, jnp.bfloat16).options.parts == 4
+    assert numerics.resolved_call(own, 1025, 8192, jnp.bfloat16).options.parts == 1
+
+
+def test_few_rows_are_cut_for_several_ctas_and_many_are_summed_up_by_one() -> None:
+    own = call(2048, 8192)
+    ways = {}
+    for m in (8, 8192):
+        signature = (((m, 8192), np.dtype(jnp.bfloat16)), ((2048, 8192), np.dtype(jnp.bfloat16)))
+        plan = dispatch.decide(own, signature).plan
+        assert plan is not None
+        assert isinstance(plan.config, HopperConfig)
+        ways[m] = plan.config.split_k, plan.config.partial_sums
+    assert ways == {8: (4, 1), 8192: (1, 4)}
+
+
+def test_parts_and_chunks_can_be_stated() -> None:
+    own = call(4096, 4096, asked=Numerics("run", part=1024))
+    assert sums(own, 300, 4096, 4096).parts == (16,) * 4
+    assert call(4096, 1000, asked=Numerics("run", part=1024)).options.parts == 1
+    over_rows = numerics.over_rows(call(4096, 4096, asked=Numerics("rows", chunk=512)), 2048, "f4")
+    assert over_rows.options.parts == 4
+    with pytest.raises(ValueError, match=r"multiple of 64 elements of k.* got 1000; the next is 1"):
+        call(4096, 4000, asked=Numerics("run", part=1000))
+    with pytest.raises(ValueError, match="whole number of parts of 1024; the next is a sum over 5"):
+        call(4096, 4097, asked=Numerics("run", part=1024))
+
+
+CONTRADICTIONS = {
+    "config": {"config": HopperConfig(split_k=2, late_store=False)},
+    "both ways": {"config": HopperConfig((128, 128), split_k=4, partial_sums=4, late_store=False)},
+    "last tiles": {"config": HopperConfig(split_k=4, split_last=1, late_store=False)},
+    "pieces": {"schedule": split_k(raster(8, 8), 128, 2)},
+}
+
+
+@pytest.mark.parametrize("named", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_a_config_that_contradicts_a_promise_is_refused(named: Any) -> None:
+    own = call(2048, 8192)
+    own = dataclasses.replace(own, options=dataclasses.replace(own.options, **named))
+    with pytest.raises(ValueError, match=r"each sum over k=8192 is made in 4 parts") as raised:
+        sums(own, 1024, 2048, 8192)
+    assert "numerics(invariant='rows')" in str(raised.value)
+    assert next(iter(named)) in str(raised.value)
+
+
+@pytest.mark.parametrize("split", [{"split_k": 4}, {"partial_sums": 4}], ids=str)
+def test_a_config_that_keeps_it_is_taken(split: dict[str, int]) -> None:
+    config = HopperConfig((128, 128), late_store=False, **split)
+    own = call(2048, 8192)
+    named = dataclasses.replace(own, options=dataclasses.replace(own.options, config=config))
+    assert sums(named, 1024, 2048, 8192) == sums(own, 7, 2048, 8192)
+
+
+def test_xla_computes_nothing_of_which_something_is_promised() -> None:
+    tiny = 5, 448, 512
+    assert sums(call(448, 512, asked=None), *tiny).by == "xla"
+    for asked in (ROWS, Numerics("run")):
+        assert sums(call(448, 512, asked=asked), *tiny).by == "hopper"
+    with pytest.raises(ValueError, match=r"numerics\(invariant='rows'\) .* int32"):
+        sums(call(512, 512, jnp.int32), 64, 512, 512, jnp.int32)
+
+
+def test_a_gpu_without_a_kernel_that_is_trusted_is_an_error() -> None:
+    own = call(512, 512).with_target(B200)
+    with pytest.raises(ValueError, match=r"numerics\(invariant='rows'\)"):
+        sums(own, 64, 512, 512)
+    assert sums(call(512, 512).with_target(H100), 64, 512, 512).device == H100.kind
+
+
+def _planned(own: Call, signature: Any) -> dispatch.Plan:
+    plan = dispatch.decide(own, signature).plan
+    assert plan is not None
+    return plan
+
+
+def test_tables_are_asked_for_what_keeps_a_promise() -> None:
+    own, size = call(2048, 8192), (1024, 2048, 8192)
+    signature = ((size[::2], np.dtype(jnp.bfloat16)), (size[1:], np.dtype(jnp.bfloat16)))
+    plain = dataclasses.replace(own.problem(signature), parts=0)
+    whole = HopperConfig((128, 128), late_store=False, stages=3)
+    cut = dataclasses.replace(whole, split_k=4)
+    with Table.of(H200.kind, {Key.of(plain): Entry(whole)}):
+        assert _planned(own, signature).source == "heuristics"
+    with Table.of(H200.kind, {Key.of(plain): Entry(cut)}):
+        assert _planned(own, signature).config == cut
+    kept = Table.of(H200.kind, {Key.of(own.problem(signature)): Entry(cut)})
+    with kept:
+        assert _planned(own, signature).source == "tuned (context)"
+        free = dataclasses.replace(own, options=Options(target=H200))
+        assert _planned(free, signature).config != cut
+    assert Table.loads(kept.dumps()) == kept
+    with tables.recording() as record:
+        dispatch.decide(own, signature)
+    assert [problem.parts for problem, _ in record.problems.values()] == [4]
+
+
+def test_records_say_what_runs_without_a_promise_too() -> None:
+    one = sums(call(4096, 4096, asked=None), 4096, 4096, 4096)
+    assert (one.invariant, one.parts, one.step) == ("run", (64,), 64)
+    cut = HopperConfig((128, 256), split_k=4, split_last=3)
+    named = call(4096, 4096, asked=None)
+    named = dataclasses.replace(named, options=dataclasses.replace(named.options, config=cut))
+    last = sums(named, 4096, 4096, 4096)
+    assert last.whole is not None
+    assert "as the config cuts them" in str(last)
+    by_xla = sums(call(448, 512, asked=None), 5, 448, 512)
+    assert (by_xla.invariant, by_xla.by) == (None, "xla")
+    assert str(by_xla) == "bfloat16 by XLA, which says nothing of its sums"
+    assert sums(call(512, 512, jnp.float32), 9, 512, 512, jnp.float32).multiplied[0] == "tf32"
