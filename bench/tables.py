@@ -124,6 +124,23 @@ def scales() -> str:
     )
 
 
+def functions() -> str:
+    """Returns the times of functions as epilogues beside the bare product and XLA's program."""
+    return _table(
+        ["size", "function", "us", "x bare", "x XLA"],
+        (
+            [
+                row["size"].replace("x", " x "),
+                f"`{row['function']}`",
+                row["ours_us"],
+                row["x_bare"],
+                row["x_xla"],
+            ]
+            for row in claims.rows("h200_functions")
+        ),
+    )
+
+
 def unseen() -> str:
     """Returns the ratios to torch of products of experts whose sizes were not seen before."""
     return _table(
@@ -191,6 +208,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "scales": scales,
         "tokamax": tokamax,
         "unseen": unseen,
+        "functions": functions,
     },
     "docs/symmetric.md": {"symmetric": symmetric, "muon": muon},
     "docs/ideas/groups.md": {"groups": groups},

@@ -312,6 +312,18 @@ def test_a_long_k_with_a_residual_takes_large_tiles() -> None:
     assert not best.pingpong
 
 
+def test_all_of_a_residual_is_loaded_while_its_tile_is_multiplied() -> None:
+    problem = Problem(4096, 4096, 14336, epilogue=Epilogue(residual=True))
+    best = heuristics.best(problem, H200, HOPPER)
+    assert isinstance(best, HopperConfig)
+    assert (best.store_slots, best.stages) == (best.stores_per_tile(problem), 3)
+    # In float32 it would leave the ring too short.
+    wide = dataclasses.replace(problem, residual_dtype=jnp.float32)
+    other = heuristics.best(wide, H200, HOPPER)
+    assert isinstance(other, HopperConfig)
+    assert other.store_slots == 2
+
+
 def test_bands_are_no_wider_than_neighbours_can_read() -> None:
     problem, config = Problem(8192, 14336, 2048), HopperConfig()
     assert bands.order(problem, config, H200) == "swizzle:16"
