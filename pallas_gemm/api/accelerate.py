@@ -38,6 +38,9 @@ def accelerate[**P, R](
 
     It traces `f`, as `jax.jit` does, and puts our products in the place of JAX's own, in whatever
     `f` calls: under `jit`, `scan`, `while`, `cond`, `checkpoint`, derivatives and `shard_map`, too.
+    What is around a product goes into its kernel where that is predicted to save time. Sums are
+    rounded no earlier than before; see `numerics`.
+
     It is best around a whole training step, in which gradients are products already:
 
     >>> step = jax.jit(accelerate(train_step))  # doctest: +SKIP
@@ -49,7 +52,8 @@ def accelerate[**P, R](
     Args:
         f: The function. What it takes and returns is as for `jax.jit`; arguments that are no arrays
             are passed as they are.
-        numerics: None, or "exact": nothing but the products themselves may change a bit.
+        numerics: None, or "exact": only operations whose results are rounded exactly are folded, so
+            that nothing but the products themselves changes a bit.
         only: A part of the name of a line, such as "attention.py" or "model.py:41", or several:
             products of other lines stay JAX's.
         report: True prints one line the first time, of what was found; a function is called with

@@ -19,6 +19,7 @@ CALLS = {
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "jit": "jaxpr",
 }
 """Primitives that call a function, and the parameter that holds it."""

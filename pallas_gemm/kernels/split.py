@@ -100,8 +100,10 @@ class Split:
     def _with_dimensions(self, x: Any, number: int, letters: str) -> Any:
         """Gives a value all of some dimensions."""
         lies = self.axes[number]
-        x = lax.squeeze(x, [i for i, letter in enumerate(lies) if letter == ONE])
-        places = tuple(letters.index(letter) for letter in lies.replace(ONE, ""))
+        # Along others it is the same by construction.
+        for axis in reversed([i for i, letter in enumerate(lies) if letter not in letters]):
+            x = lax.index_in_dim(x, 0, axis, keepdims=False)
+        places = tuple(letters.index(letter) for letter in lies if letter in letters)
         return lax.broadcast_in_dim(x, self._shape(letters), places)
 
     def _as_function_has(self, x: Any, number: int, result: Result, values: "_Values") -> Any:
@@ -201,13 +203,8 @@ class _Splitter:
         taken = [x for x in equation.inputs if isinstance(x, int)]
         if self.depends & set(taken):
             self.depends |= set(outputs)
-        if name in _MOVES and not taken:
-            self.numbers[outputs[0]] = _constant(equation.inputs[0])
-        elif name == "convert_element_type" and not taken:
-            value = _constant(equation.inputs[0]).value
-            self.numbers[outputs[0]] = Constant(value, np.dtype(equation.params["new_dtype"]))
-        elif name in _MOVES and self.source[taken[0]] in self.numbers:
-            self.numbers[outputs[0]] = self.numbers[self.source[taken[0]]]
+        if (number := self._number(equation, taken)) is not None:
+            self.numbers[outputs[0]] = number
         elif name in _MOVES and len(taken) == 1:
             (out,) = outputs
             own, moved = (self.axes[x].replace(ONE, "") for x in (taken[0], out))
@@ -223,6 +220,17 @@ class _Splitter:
             )
             if is_whole:
                 self.inside |= set(outputs)
+
+    def _number(self, equation: flat.Equation, taken: Sequence[int]) -> Constant | None:
+        """Returns the number that an operation makes everywhere; None if it makes others."""
+        name = equation.primitive.name
+        if name not in _MOVES | {"convert_element_type"}:
+            return None
+        known = self.numbers.get(self.source[taken[0]]) if taken else _constant(equation.inputs[0])
+        if known is None or name in _MOVES:
+            return known
+        dtype = np.dtype(equation.params["new_dtype"])
+        return Constant(np.asarray(known.value, known.dtype).astype(dtype).item(), dtype)
 
     def _is_shaped_like_sums(self, number: int) -> bool:
         real = "".join(x for x in self.names.out if self.sizes[x] != 1)

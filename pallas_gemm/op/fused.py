@@ -45,11 +45,13 @@ class Function:
         run: Computes it, as a list.
         closed: The same, traced.
         sums: How many sums it takes first.
+        rounds_to: The type that it rounds the sums to first where XLA computes it; None if none.
     """
 
     run: Callable[..., list[Any]]
     closed: core.ClosedJaxpr
     sums: int = 1
+    rounds_to: Any = None
 
     def __call__(self, *args: Any) -> list[Any]:
         """Computes it by XLA."""
@@ -133,8 +135,10 @@ def apart(
 ) -> list[jax.Array]:
     """Computes the product, then the function by XLA."""
     (a, *rights), given = _factors(function, operands)
-    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
-    return function(*(product(plain, contraction, a, b) for b in rights), *given)
+    dtype = function.rounds_to or call.out_dtype
+    plain = dataclasses.replace(call, out_dtype=dtype, epilogue=NO_EPILOGUE)
+    sums = (product(plain, contraction, a, b).astype(call.out_dtype) for b in rights)
+    return function(*sums, *given)
 
 
 def _factors(function: Function, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -206,7 +210,7 @@ def _plan(
 def _abstract(
     *avals: Any, call: Call, contraction: Contraction, function: Function, **_: Any
 ) -> Any:
-    return _types(call, contraction, function, avals), _effects(call, contraction, function, avals)
+    return _types(call, contraction, function, avals), effects(call, contraction, function, avals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +225,7 @@ def _types(
     return jax.make_jaxpr(by_xla)(*avals).out_avals
 
 
-def _effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
+def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
     """Returns the effects of a product: the simulator calls back into Python."""
     if call.options.implementation != "interpret":
         return set()

@@ -1,31 +1,64 @@
 """One function of a traced program: its equations, who makes each value, and who reads it."""
 
-from collections.abc import Collection, Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
 
+from pallas_gemm.kernels import flat
 from pallas_gemm.rewriting import kinds
 
 
 class Level:
     """The equations of a function, without those of the functions that it calls.
 
+    Equations are replaced here, and read out in an order in which they can run. What a product
+    would read of another that reads it is known by bits: each product has one, and each value those
+    of the products that it depends on.
+
     Attributes:
-        equations: In an order in which they can run.
+        jaxpr: The function.
         results: What the function returns.
     """
 
-    def __init__(self, equations: Iterable[Any], results: Sequence[Any]) -> None:
-        self.equations = list(equations)
-        self.results = {x for x in results if isinstance(x, core.Var)}
+    def __init__(self, jaxpr: core.Jaxpr, equations: Sequence[Any]) -> None:
+        self.jaxpr = jaxpr
+        self.results = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+        self._equations = dict(enumerate(equations))
+        self._place = {id(equation): place for place, equation in self._equations.items()}
         self._maker: dict[Any, Any] = {}
         self._readers: dict[Any, list[Any]] = {}
-        for equation in self.equations:
-            for x in equation.outvars:
-                self._maker[x] = equation
-            for x in {x for x in equation.invars if isinstance(x, core.Var)}:
-                self._readers.setdefault(x, []).append(equation)
+        self._above: dict[Any, int] = {}
+        self._depth: dict[Any, int] = {}
+        self._bit: dict[Any, int] = {}
+        for equation in equations:
+            self._add(equation)
+
+    def _add(self, equation: Any) -> None:
+        inputs = [x for x in equation.invars if isinstance(x, core.Var)]
+        for x in dict.fromkeys(inputs):
+            self._readers.setdefault(x, []).append(equation)
+        above = 0
+        for x in inputs:
+            above |= self._above.get(x, 0)
+        if equation.primitive.name in kinds.DOTS:
+            bit = self._bit[equation.outvars[0]] = 1 << len(self._bit)
+            above |= bit
+        depth = self.depth_before(equation) + is_stored_by(equation)
+        for x in equation.outvars:
+            self._maker[x] = equation
+            self._above[x] = above
+            self._depth[x] = depth
+
+    @property
+    def equations(self) -> list[Any]:
+        """The equations that there are, in the order of their places."""
+        return [self._equations[place] for place in sorted(self._equations)]
+
+    def place(self, equation: Any) -> int:
+        """Returns where an equation stands."""
+        return self._place[id(equation)]
 
     def maker(self, x: Any) -> Any:
         """Returns the equation that makes a value; None if it is given."""
@@ -40,30 +73,129 @@ class Level:
         readers = self.readers(x)
         return readers[0] if len(readers) == 1 and x not in self.results else None
 
-    def is_stored(self, x: Any, *, but: Any) -> bool:
+    def above(self, x: Any) -> int:
+        """Returns the bits of the products that a value depends on."""
+        return self._above.get(x, 0)
+
+    def depth(self, x: Any) -> int:
+        """Returns how many products and the like come one after the other before a value."""
+        return self._depth.get(x, 0)
+
+    def depth_before(self, equation: Any) -> int:
+        """Returns the depth of what an equation reads."""
+        inputs = (x for x in equation.invars if isinstance(x, core.Var))
+        return max(map(self.depth, inputs), default=0)
+
+    def is_stored(self, x: Any, *, but: Any = None) -> bool:
         """Whether a value is in memory, whatever one equation does with it."""
         made = self.maker(x)
-        if made is None or kinds.is_apart(made) or x in self.results:
+        if made is None or is_stored_by(made) or x in self.results:
             return True
+        if but is None:
+            return any(map(is_stored_by, self.readers(x)))
         return any(reader is not but for reader in self.readers(x))
 
+    def replace(self, equation: Any, new: Any) -> None:
+        """Puts a product in the place of another."""
+        of_one = equation.outvars[0]
+        self.rename(equation, new)
+        for x in new.outvars:
+            self._above[x] = self._above[of_one] | self._above.get(x, 0)
+            self._depth.setdefault(x, self._depth[of_one])
+            self._bit[x] = self._bit[of_one]
 
-def without_dead(
-    equations: Sequence[Any], results: Iterable[Any], suspects: Collection[int]
-) -> list[Any]:
-    """Returns equations without those that nobody reads any more.
+    def rename(self, equation: Any, new: Any) -> None:
+        """Puts an equation with other results in the place of another."""
+        place = self._place[id(equation)]
+        self.remove(equation)
+        self._equations[place] = new
+        self._place[id(new)] = place
+        for x in dict.fromkeys(x for x in new.invars if isinstance(x, core.Var)):
+            self._readers.setdefault(x, []).append(new)
+        for x in new.outvars:
+            self._maker[x] = new
 
-    Args:
-        equations: In their order.
-        results: What the function returns.
-        suspects: The `id` of those that may have lost their readers.
-    """
-    wanted = {x for x in results if isinstance(x, core.Var)}
-    kept = []
-    for equation in reversed(equations):
-        is_dead = wanted.isdisjoint(equation.outvars) and not equation.effects
-        if id(equation) in suspects and is_dead:
-            continue
-        kept.append(equation)
-        wanted.update(x for x in equation.invars if isinstance(x, core.Var))
-    return kept[::-1]
+    def remove(self, equation: Any) -> None:
+        """Removes an equation."""
+        del self._equations[self._place[id(equation)]]
+        for x in {x for x in equation.invars if isinstance(x, core.Var)}:
+            self._readers[x] = [own for own in self._readers[x] if own is not equation]
+
+    def is_there(self, equation: Any) -> bool:
+        """Whether an equation has been neither replaced nor removed."""
+        return self._equations.get(self._place[id(equation)]) is equation
+
+    def depends_more(self, results: Sequence[Any], on: Iterable[Any]) -> None:
+        """Notes that results of a product, and what depends on it, depend on others, too."""
+        more = 0
+        for other in on:
+            more |= self._above.get(other, 0)
+        if not more & ~self._above[results[0]]:
+            return
+        bit = self._bit[results[0]]
+        for other, bits in self._above.items():
+            if bits & bit:
+                self._above[other] = bits | more
+
+    def bit(self, x: Any) -> int:
+        """Returns the bit of the product that makes a value."""
+        return self._bit[x]
+
+    def remove_unread(self, suspects: Iterable[Any]) -> None:
+        """Removes those of some equations that nobody reads."""
+        found = {id(own): own for own in suspects if self.is_there(own)}
+        for equation in sorted(found.values(), key=self.place, reverse=True):
+            is_read = any(x in self.results or self.readers(x) for x in equation.outvars)
+            if not is_read and not equation.effects:
+                self.remove(equation)
+
+    def in_order(self) -> list[Any]:
+        """Returns the equations in an order in which they can run, nearest to that of their places.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        makers = {x: e for e in self._equations.values() for x in e.outvars}
+        waits: dict[int, int] = {}
+        wakes: dict[int, list[int]] = {}
+        last = None
+        for place, equation in sorted(self._equations.items()):
+            before = {self._place[id(makers[x])] for x in _variables(equation) if x in makers}
+            # Simulated kernels have effects that nobody sees.
+            if equation.effects and not equation.primitive.name.startswith("pallas_gemm"):
+                before |= set() if last is None else {last}
+                last = place
+            waits[place] = len(before)
+            for other in before:
+                wakes.setdefault(other, []).append(place)
+        ready = [place for place, count in waits.items() if not count]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            place = heapq.heappop(ready)
+            found.append(self._equations[place])
+            for other in wakes.get(place, ()):
+                waits[other] -= 1
+                if not waits[other]:
+                    heapq.heappush(ready, other)
+        if len(found) < len(self._equations):
+            raise RuntimeError("equations would have to run before each other")
+        return found
+
+
+def _variables(equation: Any) -> Iterator[Any]:
+    return (x for x in equation.invars if isinstance(x, core.Var))
+
+
+def called(equation: Any) -> core.Jaxpr | None:
+    """Returns the function that an equation calls as a part of the pass that it is in."""
+    found: Any = equation.params.get(flat.CALLS.get(equation.primitive.name, ""))
+    return found if equation.primitive.name not in kinds.CALLS_AGAIN else None
+
+
+def is_stored_by(equation: Any) -> bool:
+    """Whether an equation has its operands and results in memory."""
+    inner = called(equation)
+    if inner is not None:
+        return any(map(is_stored_by, inner.eqns))
+    return kinds.is_apart(equation)

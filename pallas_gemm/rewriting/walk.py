@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_gemm.rewriting import kinds, lines, products
-from pallas_gemm.rewriting.level import Level, without_dead
+from pallas_gemm.rewriting.folds import Folder
+from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 
 
@@ -23,17 +24,21 @@ class Found:
         place: The user's line; None if nobody knows.
         why: Why it is still JAX's; None if a kernel computes it.
         times: How often it runs.
+        folded: The operations around it that the kernel computes, too.
     """
 
     what: str
     place: str | None
     why: str | None = None
     times: int = 1
+    folded: tuple[str, ...] = ()
 
     @property
     def answer(self) -> str:
         """What became of it."""
-        return "by a kernel" if self.why is None else f"left: {self.why}"
+        if self.why is not None:
+            return f"left: {self.why}"
+        return f"by a kernel, with {', '.join(self.folded)}" if self.folded else "by a kernel"
 
 
 class Rewritten(NamedTuple):
@@ -53,6 +58,7 @@ class Rewriter:
 
     def __init__(self, how: How) -> None:
         self._how = how
+        self._folder = Folder(how)
         self._known: dict[int, tuple[Any, Rewritten]] = {}
 
     def rewritten(self, jaxpr: core.Jaxpr) -> Rewritten:
@@ -66,7 +72,7 @@ class Rewriter:
     def _rewritten(self, jaxpr: core.Jaxpr) -> Rewritten:
         found: list[Found] = []
         inside = [self._inside(equation, found) for equation in jaxpr.eqns]
-        equations = self._with_products(Level(inside, jaxpr.outvars), found)
+        equations = self._with_products(Level(jaxpr, inside), found)
         if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
             return Rewritten(jaxpr, tuple(found))
         old = frozenset().union(*(e.effects for e in jaxpr.eqns))
@@ -101,8 +107,8 @@ class Rewriter:
 
     def _with_products(self, level: Level, found: list[Found]) -> list[Any]:
         """Returns the equations of a function with our products."""
-        made: dict[int, Any] = {}
-        unread: set[int] = set()
+        unread: list[Any] = []
+        ours: list[tuple[Dense, Found]] = []
         for equation in level.equations:
             if equation.primitive.name not in kinds.DOTS or lines.is_ours(equation.source_info):
                 continue
@@ -110,47 +116,60 @@ class Rewriter:
             if not self._is_meant(place):
                 continue
             with equation.ctx.manager:
-                new = self._product(equation, level, made, unread)
+                new = self._product(equation, level, unread)
             why = new if isinstance(new, str) else None
-            found.append(Found(products.text_of(equation), place, why))
-            if why is None:
-                made[id(equation)] = new
-        every = [own for e in level.equations if (own := made.get(id(e), e)) is not None]
-        return without_dead(every, level.results, unread)
+            record = Found(products.text_of(equation), place, why)
+            if isinstance(new, Dense):
+                ours.append((new, record))
+            else:
+                found.append(record)
+        level.remove_unread(unread)
+        for own, record in ours:
+            equation = level.maker(own.out)
+            with equation.ctx.manager:
+                folded = self._folder.fold(level, own)
+            found.append(dataclasses.replace(record, folded=folded))
+        return level.in_order()
 
     def _is_meant(self, place: str | None) -> bool:
         only = self._how.only
         return only is None or (place is not None and any(name in place for name in only))
 
-    def _product(self, equation: Any, level: Level, made: dict[int, Any], unread: set[int]) -> Any:
-        """Returns the equation of our product, or why it stays JAX's."""
+    def _product(self, equation: Any, level: Level, unread: list[Any]) -> Dense | str | None:
+        """Puts our product in the place of JAX's, or says why it stays.
+
+        Args:
+            equation: The product.
+            level: The function that it is in.
+            unread: Notes what is perhaps not read any more.
+        """
         if equation.primitive.name == "ragged_dot_general":
-            return products.grouped(equation, self._how)
+            new = products.grouped(equation, self._how)
+            if isinstance(new, str):
+                return new
+            level.replace(equation, new)
+            return None
         own = products.dense(equation, self._how)
         if isinstance(own, str):
             return own
         for name, x in zip(("lhs", "rhs"), own.factors, strict=True):
-            own = self._of_stored(own, name, level.maker(x), level, made, unread)
+            own = self._of_stored(own, name, level.maker(x), level, unread)
         turn = level.only_reader(own.out)
         if turn is not None and turn.primitive.name == "transpose":
             letters = "".join(own.dims.out[i] for i in turn.params["permutation"])
             new = products.turned(own, self._how, out=(letters, turn.outvars[0]))
             if new is not None:
                 # The product is its own transposition.
-                own, made[id(turn)] = new, None
-        return products.equation_of(own, equation)
+                own = new
+                level.remove(turn)
+        level.replace(equation, products.equation_of(own, equation))
+        return own
 
     def _of_stored(
-        self,
-        own: Dense,
-        name: str,
-        turn: Any,
-        level: Level,
-        made: dict[int, Any],
-        unread: set[int],
+        self, own: Dense, name: str, turn: Any, level: Level, unread: list[Any]
     ) -> Dense:
         """Returns a product without the transposition of an operand, if it can do without."""
-        if turn is None or turn.primitive.name != "transpose" or id(turn) in made:
+        if turn is None or turn.primitive.name != "transpose":
             return own
         (before,) = turn.invars
         if not level.is_stored(before, but=turn):
@@ -161,7 +180,7 @@ class Rewriter:
         new = products.turned(own, self._how, **{name: (stored, before)})
         if new is None:
             return own
-        unread.add(id(turn))
+        unread.append(turn)
         return new
 
 

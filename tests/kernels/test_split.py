@@ -73,6 +73,18 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
     "column": (lambda s, v: s * v, (_type(M, 1),), "m", "mn float32"),
     "a vector by its use": (lambda s, v: s * v[:, None], (_type(M),), "m", "mn float32"),
     "number": (lambda s, x: s * x, (_type(),), "-", "mn float32"),
+    "a number everywhere, rounded": (
+        lambda s: s + jnp.full((M, N), 0.3, BF16).astype(F32),
+        (),
+        "",
+        "mn float32",
+    ),
+    "numbers that XLA multiplies": (
+        lambda s: s * (jnp.full((M, N), 2.0) * 3),
+        (),
+        "-",
+        "mn float32",
+    ),
     "squares of rows": (
         lambda s, r: ((s + r).astype(BF16), jnp.sum((s + r) ** 2, -1)),
         (_type(M, N),),

@@ -1,0 +1,244 @@
+"""A product and what is around it as one kernel, where that is predicted to save time.
+
+The function that the kernel computes is the program's own. Where sums are rounded to 16 bits in the
+program, and so is each step after them, a kernel goes on in float32: it rounds what it stores. With
+`exact`, it rounds after each step as the program says.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from pallas_gemm.call import Call, signature_of
+from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.op import fused, mesh_context
+from pallas_gemm.op.fused import Function, Fused, fused_p
+from pallas_gemm.planning import xla_time
+from pallas_gemm.rewriting.level import Level, called
+from pallas_gemm.rewriting.products import Dense, How, avals_of
+from pallas_gemm.rewriting.regions import Region, region_of
+
+LEAST_SAVED = 1e-6
+"""Seconds that a fold has to save: less is beyond what predictions can tell."""
+
+
+class Folder:
+    """Folds operations into products; equal functions are one."""
+
+    def __init__(self, how: How) -> None:
+        self._how = how
+        self._functions: dict[Any, Function] = {}
+
+    def fold(self, level: Level, own: Dense) -> tuple[str, ...]:
+        """Replaces a product by one with what is around it, if that saves time.
+
+        Returns:
+            The names of the operations that were folded.
+        """
+        if not _may_be_folded(own):
+            return ()
+        best: tuple[float, Region, Function, Call] | None = None
+        for reduces in (True, False):
+            region = region_of(level, own.out, exact=self._how.exact, reduces=reduces)
+            if region is None or (best is not None and region.results == best[1].results):
+                continue
+            if any(_is_neither(x, own) for x in region.operands):
+                continue
+            call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32))
+            function = self._function(level, region)
+            saved = self._saved(own, region, function, call)
+            if saved is not None and saved > (best[0] if best else LEAST_SAVED):
+                best = saved, region, function, call
+        if best is None:
+            return ()
+        _, region, function, call = best
+        self._replace(level, own, region, function, call)
+        return tuple(dict.fromkeys(e.primitive.name for e in region.inside))
+
+    def _saved(self, own: Dense, region: Region, function: Function, call: Call) -> float | None:
+        """Returns how many seconds it is predicted to save; None if no kernel takes it."""
+        device = self._how.device
+        given = (*own.factors, *region.operands)
+        signature = signature_of(avals_of(given))
+        found = fused.plan(call.with_target(device), own.dims, function, signature)
+        if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
+            return None
+        passes = sum(xla_time.pass_seconds(size, device) for size in region.stock if size)
+        left = region.left + sum(2 * _bytes(x) for x in region.made)
+        rest = xla_time.pass_seconds(left, device) if left else 0.0
+        return own.seconds + passes - found.decision.plan.seconds - rest
+
+    def _function(self, level: Level, region: Region) -> Function:
+        """Returns the function of the sums and of the operands."""
+        key = _key(region)
+        if key not in self._functions:
+            product = region.product
+            program = level.jaxpr.replace(
+                constvars=[],
+                consts=(),
+                invars=[product, *region.operands],
+                outvars=list(region.results),
+                eqns=list(region.inside),
+                effects=frozenset(),
+            )
+            dtype = product.aval.dtype
+            types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in region.operands]
+            sums = jax.ShapeDtypeStruct(product.aval.shape, np.float32)
+            with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
+                wide = functools.partial(_wide, program, exact=self._how.exact)
+                closed = jax.make_jaxpr(wide)(sums, *types)
+            run = functools.partial(_as_written, program, dtype)
+            self._functions[key] = Function(run, closed, rounds_to=np.dtype(dtype))
+        return self._functions[key]
+
+    def _replace(
+        self, level: Level, own: Dense, region: Region, function: Function, call: Call
+    ) -> None:
+        equation = level.maker(own.out)
+        given = (*own.factors, *region.operands)
+        devices = mesh_context.device_request(call, given)
+        stored = set(region.results)
+        for old in region.inside:
+            shared = [x for x in old.outvars if x in stored]
+            is_gone = any(old is gone for gone in region.gone)
+            if shared and not is_gone:
+                # What else it makes is computed again.
+                outs = [core.DropVar(x.aval) if x in stored else x for x in old.outvars]
+                level.rename(old, old.replace(outvars=outs))
+        for old in region.gone:
+            level.remove(old)
+        params = {
+            "call": call,
+            "contraction": own.dims,
+            "function": function,
+            "devices": devices,
+        }
+        new = equation.replace(
+            primitive=fused_p,
+            invars=list(given),
+            outvars=list(region.results),
+            params=params,
+            effects=fused.effects(call, own.dims, function, avals_of(given)),
+        )
+        level.replace(equation, new)
+        level.depends_more(region.results, region.operands)
+        level.remove_unread(old for old in region.inside)
+
+
+def _bytes(x: Any) -> int:
+    return int(np.prod(x.aval.shape)) * np.dtype(x.aval.dtype).itemsize
+
+
+def _may_be_folded(own: Dense) -> bool:
+    """Whether a product has float32 sums, and is one device's as far as its types say."""
+    left, right = own.factors
+    if {np.dtype(x.aval.dtype) for x in (left, right, own.out)} - FLOATS:
+        return False
+    return all(
+        x.aval.sharding.mesh.size <= 1
+        or mesh_context.why_not_shared(x.aval.sharding.mesh) == mesh_context.ONE_DEVICES
+        for x in own.factors
+    )
+
+
+def _is_neither(x: Any, own: Dense) -> bool:
+    """Whether an operand is no row, no column, and not of the result's shape."""
+    shape = own.out.aval.shape
+    if x.aval.shape == shape or len(x.aval.shape) != len(shape):
+        return False
+    pairs = zip(own.dims.out, x.aval.shape, strict=True)
+    letters = {letter for letter, size in pairs if size != 1}
+    return bool(letters & set(own.dims.rows)) and bool(letters & set(own.dims.columns))
+
+
+def _key(region: Region) -> Any:
+    """Returns what equal functions have in common."""
+    numbers: dict[Any, int] = {}
+
+    def number(x: Any) -> Any:
+        if isinstance(x, core.Literal):
+            return str(x.aval), repr(x.val)
+        return numbers.setdefault(x, len(numbers)), str(x.aval)
+
+    given = [number(x) for x in (region.product, *region.operands)]
+    steps = [
+        (
+            e.primitive,
+            tuple((name, _hashable(value)) for name, value in sorted(e.params.items())),
+            tuple(map(number, e.invars)),
+            tuple(map(number, e.outvars)),
+        )
+        for e in region.inside
+    ]
+    return tuple(given), tuple(steps), tuple(map(number, region.results))
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _as_written(program: core.Jaxpr, dtype: Any, sums: Any, *operands: Any) -> list[Any]:
+    """Computes the operations as the program has them."""
+    return core.jaxpr_as_fun(program)(sums.astype(dtype), *operands)
+
+
+def _wide(program: core.Jaxpr, sums: Any, *operands: Any, exact: bool) -> list[Any]:
+    """Computes the operations as a kernel does: in float32 what the program has in 16 bits."""
+    taken, made = (avals_of(x) for x in (program.invars, program.outvars))
+    sums = _rounded(sums, taken[0].dtype) if exact else sums
+    values = _run(program, [sums, *operands], exact=exact)
+    return [x.astype(own.dtype) for x, own in zip(values, made, strict=True)]
+
+
+def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool) -> list[Any]:
+    known = dict(zip(program.invars, args, strict=True))
+
+    def read(x: Any) -> Any:
+        value = x.val if isinstance(x, core.Literal) else known[x]
+        is_short = _is_short(jnp.result_type(value))
+        return jnp.asarray(value, np.float32) if is_short else value
+
+    for equation in program.eqns:
+        inputs = [read(x) for x in equation.invars]
+        inner = called(equation)
+        if inner is not None:
+            outputs = _run(inner, inputs, exact=exact)
+        else:
+            outputs = _bound(equation, inputs)
+        types = avals_of(equation.outvars)
+        for x, own, value in zip(equation.outvars, types, outputs, strict=True):
+            known[x] = _rounded(value, own.dtype) if exact else value
+    return [read(x) for x in program.outvars]
+
+
+def _bound(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Computes one operation in float32."""
+    params = {
+        name: np.dtype(np.float32) if _is_short(value) else value
+        for name, value in equation.params.items()
+    }
+    result = equation.primitive.bind(*inputs, **params)
+    return result if equation.primitive.multiple_results else [result]
+
+
+def _rounded(value: Any, dtype: Any) -> Any:
+    """Rounds a float32 value to 16 bits, and keeps it in float32."""
+    return value.astype(dtype).astype(np.float32) if _is_short(dtype) else value
+
+
+def _is_short(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype | type) and np.dtype(dtype) in SHORT
+
+
+SHORT = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+"""Types whose values a kernel keeps in float32."""

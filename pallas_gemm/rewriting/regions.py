@@ -1,0 +1,335 @@
+"""What is around a product that a kernel could compute with it, and what that saves.
+
+From the product on, elementwise operations are *inside* as long as nothing else that they read
+depends on the product. Some of what they make is read by others: that is stored. XLA computes again
+what follows from something stored that is no larger; so do we, and store that. What an operation
+inside reads is computed in the kernel as well, back to what is in memory anyway.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.split import ELEMENTWISE, REDUCTIONS
+from pallas_gemm.rewriting.level import Level, called, is_stored_by
+
+EXACT = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "eq", "ge"),
+        *("gt", "le", "lt", "max", "min", "mul", "ne", "neg", "or", "select_n", "sign"),
+        *("square", "sub", "xor"),
+    )
+)
+"""Operations whose result is the exact value, rounded once, wherever they are computed."""
+EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
+MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+LARGEST = 256
+"""Operations that are looked at for one product, at most."""
+MOST_ARRAYS = 6
+"""Operands and results of the result's shape, at most."""
+
+
+def bytes_of(x: Any) -> int:
+    """Returns the size of a value in memory."""
+    return math.prod(x.aval.shape) * np.dtype(x.aval.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What a kernel could compute with a product.
+
+    Attributes:
+        product: The result of the product.
+        inside: The operations, in their order; those on operands among them.
+        operands: What they read beside the product.
+        results: What is stored.
+        gone: The operations that nothing else needs.
+        stock: Bytes of each pass that XLA makes of it, without what the product itself writes.
+        left: Bytes that other passes read in place of that.
+        made: Operands that would have to be stored for it.
+    """
+
+    product: Any
+    inside: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    gone: tuple[Any, ...]
+    stock: tuple[int, ...]
+    left: int
+    made: tuple[Any, ...]
+
+
+class _Operands:
+    """What operations read beside the product, back to what is in memory."""
+
+    def __init__(self, level: Level, shape: tuple[int, ...], allowed: frozenset[str]) -> None:
+        self._level, self._shape, self._allowed = level, shape, allowed
+        self._known: dict[Any, tuple[frozenset[Any], frozenset[Any]]] = {}
+        self._equations: dict[int, Any] = {}
+
+    def of(self, x: Any) -> tuple[frozenset[Any], frozenset[int]]:
+        """Returns (what is read for a value, the `id` of the operations that make it of that)."""
+        if x not in self._known:
+            maker = self._level.maker(x)
+            if self._is_read(x, maker):
+                self._known[x] = frozenset((x,)), frozenset()
+            else:
+                self._equations[id(maker)] = maker
+                leaves, made = frozenset(), frozenset((id(maker),))
+                for other in variables(maker):
+                    own = self.of(other)
+                    leaves, made = leaves | own[0], made | own[1]
+                self._known[x] = leaves, made
+        return self._known[x]
+
+    def _is_read(self, x: Any, maker: Any) -> bool:
+        if maker is None or x.aval.shape != self._shape or len(self._equations) > LARGEST:
+            return True
+        if self._level.is_stored(x):
+            return True
+        if is_elementwise(maker, self._shape, self._allowed):
+            return False
+        is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
+        return not (maker.primitive.name in MOVES and is_small)
+
+    def equation(self, number: int) -> Any:
+        """Returns an operation."""
+        return self._equations[number]
+
+    def is_made(self, x: Any) -> bool:
+        """Whether what is read would be stored only for that."""
+        if x.aval.shape != self._shape or self._level.is_stored(x):
+            return False
+        maker = self._level.maker(x)
+        if maker.primitive.name in MOVES:
+            (before,) = variables(maker)
+            return math.prod(before.aval.shape) != math.prod(self._shape) or self.is_made(before)
+        return True
+
+
+class _Inside:
+    """The operations that follow a product, and what is known of what they make."""
+
+    def __init__(self, level: Level, product: Any, *, exact: bool, reduces: bool) -> None:
+        self.level, self.product = level, product
+        self.shape = product.aval.shape
+        self.allowed = EXACT if exact else ELEMENTWISE - {"custom_jvp_call", "jit"}
+        known = EXACT_REDUCTIONS if exact else frozenset(REDUCTIONS)
+        self.reductions = known if reduces else frozenset()
+        self.operands = _Operands(level, self.shape, self.allowed)
+        self.equations: list[Any] = []
+        self.reduced: list[Any] = []
+        # What each value is computed of again, and what is read for that beside it.
+        self.base: dict[Any, Any] = {product: product}
+        self.reads: dict[Any, frozenset[Any]] = {product: frozenset()}
+        self._grow()
+
+    def _grow(self) -> None:
+        bit, seen = self.level.bit(self.product), set()
+        heap = [(self.level.place(e), id(e), e) for e in self.level.readers(self.product)]
+        heapq.heapify(heap)
+        while heap and len(seen) < LARGEST:
+            _, number, equation = heapq.heappop(heap)
+            if number in seen:
+                continue
+            seen.add(number)
+            others = [x for x in variables(equation) if x not in self.base]
+            if any(self.level.above(x) & bit for x in others):
+                continue
+            if self._is_reduction(equation):
+                self.equations.append(equation)
+                self.reduced += equation.outvars
+            elif is_elementwise(equation, self.shape, self.allowed):
+                self._take(equation, others)
+                for x in equation.outvars:
+                    for own in self.level.readers(x):
+                        heapq.heappush(heap, (self.level.place(own), id(own), own))
+
+    def _take(self, equation: Any, others: list[Any]) -> None:
+        self.equations.append(equation)
+        read = frozenset().union(*(self.operands.of(x)[0] for x in others))
+        within = [x for x in variables(equation) if x in self.base]
+        for x in within:
+            read |= self.reads[x]
+        bases = {self.base[x] for x in within}
+        beside = (y for x in others for y in self.operands.of(x)[0])
+        is_alone = len(bases) == 1 and not any(y.aval.shape == self.shape for y in beside)
+        for x in equation.outvars:
+            self.reads[x] = read
+            (base,) = bases if is_alone else (x,)
+            is_better = bytes_of(x) < bytes_of(base) or self.is_stored(x)
+            self.base[x] = x if is_better and np.dtype(x.aval.dtype) in FLOATS else base
+
+    def is_stored(self, x: Any) -> bool:
+        """Whether a value is in memory, whatever is computed with the product."""
+        return x in self.level.results or any(map(is_stored_by, self.level.readers(x)))
+
+    def _is_reduction(self, equation: Any) -> bool:
+        if equation.primitive.name not in self.reductions or equation.effects:
+            return False
+        (x,) = equation.invars
+        axes, rank = set(equation.params["axes"]), len(self.shape)
+        is_float = np.issubdtype(np.dtype(x.aval.dtype), np.floating) or x.aval.dtype.itemsize == 2
+        return is_float and 0 < len(axes) < rank
+
+    def others(self, x: Any) -> list[Any]:
+        """Returns the operations outside that read a value."""
+        own = set(map(id, self.equations))
+        return [e for e in self.level.readers(x) if id(e) not in own]
+
+
+def region_of(level: Level, product: Any, *, exact: bool, reduces: bool) -> Region | None:
+    """Returns what a kernel could compute with a product; None if there is nothing to save.
+
+    Args:
+        level: The function that it is in.
+        product: Its result.
+        exact: No operation may be rounded otherwise.
+        reduces: It may reduce what it makes.
+    """
+    inside = _Inside(level, product, exact=exact, reduces=reduces)
+    if not inside.equations:
+        return None
+    stored = [x for x in inside.base if inside.is_stored(x)]
+    apart = [x for x in stored if inside.base[x] is x]
+    later: dict[int, set[Any]] = {}
+    if others := set(stored) - set(apart):
+        # A kernel stores no truth values and integers.
+        later[level.depth(product)] = others
+    for x in inside.base:
+        for reader in inside.others(x):
+            if not is_stored_by(reader):
+                later.setdefault(level.depth_before(reader), set()).add(x)
+    again = {inside.base[x] for read in later.values() for x in read}
+    reduced = [x for x in inside.reduced if x in level.results or level.readers(x)]
+    results = [x for x in inside.base if x in again or x in apart]
+    if not reduced and set(results) <= {product}:
+        return None
+    return _priced(inside, results, reduced, apart, later)
+
+
+def _priced(
+    inside: _Inside,
+    results: list[Any],
+    reduced: list[Any],
+    apart: list[Any],
+    later: dict[int, set[Any]],
+) -> Region | None:
+    """Returns the region that computes some values, with what XLA moves for them."""
+    level, product = inside.level, inside.product
+    needed = _needed(inside, [*results, *reduced])
+    read = frozenset().union(*(inside.operands.of(x)[0] for x in _beside(inside, needed)))
+    full = [x for x in read if x.aval.shape == inside.shape]
+    if len(full) + len(results) > MOST_ARRAYS:
+        return None
+    pulled = frozenset().union(*(inside.operands.of(x)[1] for x in _beside(inside, needed)))
+    every = [*needed, *map(inside.operands.equation, pulled)]
+    kept = _kept(inside, set(results) | set(reduced))
+    stock: dict[int, set[Any]] = {depth: set(read) for depth, read in later.items()}
+    written = [x for x in apart if x is not product]
+    if written or reduced:
+        stock.setdefault(level.depth(product), set()).update([*written, *reduced])
+    stock_bytes = [
+        _bytes({product, *(y for x in own for y in _reads(inside, x))}) for own in stock.values()
+    ]
+    left = sum(_bytes({inside.base[x] for x in read}) for read in later.values())
+    return Region(
+        product,
+        tuple(sorted(every, key=level.place)),
+        tuple(sorted(read, key=lambda x: (x.aval.shape != inside.shape, _place(level, x)))),
+        (*results, *reduced),
+        tuple(e for e in inside.equations if id(e) not in kept),
+        (*stock_bytes, _bytes(written)),
+        left,
+        tuple(x for x in full if inside.operands.is_made(x)),
+    )
+
+
+def _reads(inside: _Inside, x: Any) -> Iterable[Any]:
+    if x in inside.reads:
+        return inside.reads[x]
+    return inside.reads[inside.level.maker(x).invars[0]]
+
+
+def _place(level: Level, x: Any) -> int:
+    maker = level.maker(x)
+    if maker is not None:
+        return level.place(maker) + len(level.jaxpr.invars)
+    given = (*level.jaxpr.constvars, *level.jaxpr.invars)
+    return next(i for i, y in enumerate(given) if y is x)
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    return sum(map(bytes_of, values))
+
+
+def _needed(inside: _Inside, results: list[Any]) -> list[Any]:
+    """Returns the operations that some values need."""
+    wanted, found = set(results), []
+    for equation in reversed(inside.equations):
+        if wanted & set(equation.outvars):
+            found.append(equation)
+            wanted.update(variables(equation))
+    return found[::-1]
+
+
+def _beside(inside: _Inside, equations: list[Any]) -> set[Any]:
+    """Returns what operations read that does not depend on the product."""
+    return {x for e in equations for x in variables(e) if x not in inside.base}
+
+
+def _kept(inside: _Inside, stored: set[Any]) -> set[int]:
+    """Returns the operations that something outside needs even if some values are stored."""
+    kept: set[int] = set()
+    wanted: set[Any] = set()
+    for equation in reversed(inside.equations):
+        for x in equation.outvars:
+            if x not in stored and (x in wanted or x in inside.level.results or inside.others(x)):
+                kept.add(id(equation))
+                wanted.update(y for y in variables(equation) if y not in stored)
+    return kept
+
+
+def variables(equation: Any) -> list[Any]:
+    """Returns the values that an equation reads, without numbers."""
+    return [x for x in equation.invars if isinstance(x, core.Var)]
+
+
+def is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    """Whether an equation computes each element of arrays of this shape by itself."""
+    if equation.effects or any(x.aval.shape != shape for x in equation.outvars):
+        return False
+    return _is_elementwise(equation, shape, allowed)
+
+
+def _is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    every = [x.aval for x in (*equation.invars, *equation.outvars)]
+    if not all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every):
+        return False
+    inner = called(equation)
+    if inner is not None:
+        return not inner.constvars and all(_is_elementwise(e, shape, allowed) for e in inner.eqns)
+    if equation.primitive.name == "broadcast_in_dim":
+        return all(x.aval.shape == () for x in equation.invars)
+    return equation.primitive.name in allowed
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an array of one shape stands for one of another in elementwise operations."""
+    if not own:
+        return True
+    same = len(own) == len(shape)
+    return same and all(a in (1, b) for a, b in zip(own, shape, strict=True))
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether values of a type can be in a register of a kernel."""
+    if not isinstance(dtype, np.dtype):
+        return False
+    return dtype.itemsize <= 4 and dtype.kind in "biufV"

@@ -1,0 +1,285 @@
+"""What is around a product is computed by its kernel: what is folded, and whether it is right."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm import accelerate, target
+from pallas_gemm.device import H200
+from pallas_gemm.rewriting import folds
+from pallas_gemm.rewriting.products import How
+from pallas_gemm.rewriting.walk import Rewriter
+from tests.reference import assert_as_good_as_xla, normal
+from tests.rewriting.test_walk import assert_same, names
+
+SHAPE = jax.ShapeDtypeStruct
+BF16 = jnp.bfloat16
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _mlp(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    return x + jax.nn.gelu(x @ w + bias) @ v
+
+
+def _relu(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    return jax.nn.relu(x @ w + bias) @ v
+
+
+def _swiglu(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    return (jax.nn.silu(x @ w) * (x @ (w + bias))) @ v
+
+
+def _normed(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    z = x + jax.nn.silu(x @ w) @ v
+    mean = jnp.mean(jnp.square(_wide(z)), -1, keepdims=True)
+    return z, (_wide(z) * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) @ w
+
+
+def _dropped(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, (*x.shape[:-1], w.shape[1]))
+    return jnp.where(kept, jnp.tanh(x @ w + bias) / 0.9, 0) @ v
+
+
+def _checkpointed(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    return jax.checkpoint(_mlp)(x, w, v, bias)
+
+
+def _scanned(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    weights = (jnp.stack([w, -w]), jnp.stack([v, v]), jnp.stack([bias, bias]))
+    return jax.lax.scan(lambda y, own: (jax.checkpoint(_mlp)(y, *own), None), x, weights)[0]
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "mlp": _mlp,
+    "relu": _relu,
+    "swiglu": _swiglu,
+    "normed": _normed,
+    "dropped": _dropped,
+    "checkpointed": _checkpointed,
+    "scanned": _scanned,
+}
+
+
+def step(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of the results and of the gradients of everything."""
+
+    def both(*args: Any) -> Any:
+        results, pull = jax.vjp(f, *args)
+        return results, pull(jax.tree.map(lambda y: (_wide(y) / 2).astype(y.dtype), results))
+
+    return both
+
+
+def drawn(rows: int, width: int, hidden: int) -> tuple[Any, ...]:
+    """Returns operands."""
+    rng = np.random.default_rng(0)
+    x = normal(rng, (2, rows, width), BF16)
+    w, v = (normal(rng, own, BF16) * BF16(0.1) for own in ((width, hidden), (hidden, width)))
+    return x, w, v, normal(rng, (hidden,), BF16)
+
+
+def exact(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Computes a program in float64."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
+        return jax.tree.map(np.asarray, f(*wide))
+
+
+def rewritten(f: Callable[..., Any], *args: Any, **how: Any) -> tuple[Any, Any]:
+    """Returns a program as it is rewritten for an H200, and what was found."""
+    program = jax.make_jaxpr(f)(*args)
+    new, found = Rewriter(How(H200, **how)).rewritten(program)
+    core.check_jaxpr(new)
+    return new, found
+
+
+def count(jaxpr: Any, name: str) -> int:
+    """Returns how many operations of a name there are."""
+    return names(jaxpr).count(name)
+
+
+LARGE = (SHAPE((8, 1024, 1024), BF16), SHAPE((1024, 4096), BF16), SHAPE((4096, 1024), BF16))
+FOLDED = {
+    "mlp": 4,
+    "relu": 3,
+    "swiglu": 4,
+    "normed": 5,
+    "dropped": 2,
+    "checkpointed": 4,
+    "scanned": 4,
+}
+"""How many of the products, forward and backward, have a pass less around them."""
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _check(found: Any, expected: Any, values: Any) -> None:
+    for ours, stock, value in zip(*map(jax.tree.leaves, (found, expected, values)), strict=True):
+        assert_as_good_as_xla(ours, stock, value)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_what_is_around_products_is_folded(name: str) -> None:
+    program, found = rewritten(step(PROGRAMS[name]), *LARGE, SHAPE((4096,), BF16))
+    assert count(program, "pallas_gemm_fused") == FOLDED[name]
+    assert sum(bool(one.folded) for one in found) == FOLDED[name]
+    assert count(program, "dot_general") == 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("numerics", [None, "exact"])
+def test_values_are_as_good_as_the_programs(name: str, numerics: str | None) -> None:
+    args, f = drawn(128, 256, 512), step(PROGRAMS[name])
+    with target("h200"):
+        found = jax.jit(accelerate(f, numerics=numerics))(*args)
+    expected = jax.jit(f)(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    _check(found, expected, exact(f, args))
+
+
+@pytest.mark.parametrize("name", ["mlp", "relu", "swiglu", "normed"])
+def test_the_kernels_compute_what_is_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -1.0)
+    args, f = drawn(64, 64, 128), step(PROGRAMS[name])
+    program, found = rewritten(f, *args, implementation="interpret")
+    assert sum(bool(one.folded) for one in found) >= FOLDED[name]
+    _check(jax.jit(core.jaxpr_as_fun(program))(*args), jax.jit(f)(*args), exact(f, args))
+
+
+def test_what_others_read_is_one_more_result() -> None:
+    def f(x: Any, w: Any) -> Any:
+        hidden = x @ w
+        return jax.nn.gelu(hidden) @ w.T, hidden @ w.T
+
+    program, _ = rewritten(f, *LARGE[:2])
+    (fused,) = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    assert len(fused.outvars) == 2
+
+
+def test_what_can_be_computed_again_is_not_stored() -> None:
+    # The derivative reads the hyperbolic tangent, which follows from the product.
+    program, _ = rewritten(step(PROGRAMS["mlp"]), *LARGE, SHAPE((4096,), BF16))
+    first = next(e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    assert [x.aval.dtype for x in first.outvars] == [BF16] * 2
+
+
+def test_what_only_reads_the_product_is_not_folded() -> None:
+    # One pass reads it, whatever the kernel stores.
+    program, _ = rewritten(lambda x, w: jnp.sum(jnp.tanh(_wide(x @ w))), *LARGE[:2])
+    assert count(program, "pallas_gemm") == 1
+    assert count(program, "pallas_gemm_fused") == 0
+
+
+def test_what_would_have_to_run_before_itself_is_not_folded() -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        hidden = x @ w
+        return (hidden + (jnp.tanh(hidden) @ v) @ w) @ v
+
+    args = (SHAPE((8192, 1024), BF16), *LARGE[1:])
+    program, _ = rewritten(f, *args)
+    assert count(program, "pallas_gemm_fused") >= 1
+    assert not any(
+        e.primitive.name == "pallas_gemm_fused" and len(e.invars) > 3 and e.invars[0] is x
+        for e in program.eqns
+        for x in program.invars[:1]
+    )
+
+
+def test_two_products_that_would_read_each_other_are_in_an_order() -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        one, other = x @ w, x @ (w + w)
+        return (jnp.tanh(one) * other) @ v, (jnp.exp(other) + one) @ v
+
+    args = drawn(128, 256, 512)[:3]
+    with target("h200"):
+        found = jax.jit(accelerate(f))(*args)
+    _check(found, jax.jit(f)(*args), exact(f, args))
+
+
+def test_effects_keep_their_order() -> None:
+    seen: list[int] = []
+
+    def f(x: Any, w: Any, v: Any) -> Any:
+        one = x @ w
+        jax.debug.callback(lambda _: seen.append(1), one[0, 0, 0], ordered=True)
+        other = x @ (w + w)
+        jax.debug.callback(lambda _: seen.append(2), other[0, 0, 0], ordered=True)
+        y = jnp.tanh(one) * other
+        jax.debug.callback(lambda _: seen.append(3), y[0, 0, 0], ordered=True)
+        return y @ v
+
+    args = drawn(128, 256, 512)[:3]
+    with target("h200"):
+        found = jax.jit(accelerate(f))(*args)
+    jax.effects_barrier()
+    assert seen == [1, 2, 3]
+    _check(found, jax.jit(f)(*args), exact(f, args))
+
+
+def test_exact_folds_only_what_is_rounded_exactly() -> None:
+    def of(f: Callable[..., Any]) -> int:
+        return count(rewritten(f, *LARGE, exact=True)[0], "pallas_gemm_fused")
+
+    assert of(lambda x, w, v: jnp.maximum(x @ w, 0) @ v) == 1
+    assert of(lambda x, w, v: jnp.tanh(x @ w) @ v) == 0
+    assert of(lambda x, w, v: (x @ w, jnp.sum(_wide(x @ w), -1), v)) == 0
+
+
+def test_exact_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -1.0)
+
+    def f(x: Any, w: Any, bias: Any) -> Any:
+        return jax.nn.relu(x @ w * BF16(1.7) + bias) * BF16(0.3)
+
+    x, w, _, bias = drawn(64, 64, 128)
+    folded, found = rewritten(f, x, w, bias, exact=True, implementation="interpret")
+    assert found[0].folded
+    monkeypatch.setattr(folds.Folder, "fold", lambda *_: ())
+    apart, _ = rewritten(f, x, w, bias, exact=True, implementation="interpret")
+    with jax.disable_jit():
+        expected = core.jaxpr_as_fun(apart)(x, w, bias)
+    assert_same(jax.jit(core.jaxpr_as_fun(folded))(x, w, bias), expected)
+
+
+def test_equal_blocks_have_one_function() -> None:
+    def f(x: Any, w: Any, v: Any, bias: Any) -> Any:
+        for _ in range(4):
+            x = _mlp(x, w, v, bias)
+        return x
+
+    program, _ = rewritten(f, *LARGE, SHAPE((4096,), BF16))
+    fused = [e for e in program.eqns if e.primitive.name == "pallas_gemm_fused"]
+    assert len(fused) >= 7
+    assert len({e.params["function"] for e in fused}) <= 3
+
+
+def test_products_that_devices_share_are_right() -> None:
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    args = drawn(128, 256, 512)
+    split = (jax.device_put(args[0], rows), *args[1:])
+    with target("h200"):
+        found = jax.jit(accelerate(_mlp))(*split)
+    _check(found, jax.jit(_mlp)(*args), exact(_mlp, args))
+
+
+def test_derivatives_of_what_is_folded_are_the_programs() -> None:
+    args = drawn(128, 256, 512)
+    with target("h200"):
+        found = jax.jit(step(accelerate(_mlp)))(*args)
+        mapped = jax.jit(jax.vmap(accelerate(_mlp), (0, None, None, None)))(*args)
+    _check(found, jax.jit(step(_mlp))(*args), exact(step(_mlp), args))
+    _check(mapped, jax.jit(_mlp)(*args), exact(_mlp, args))
