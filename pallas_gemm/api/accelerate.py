@@ -38,8 +38,8 @@ def accelerate[**P, R](
 
     It traces `f`, as `jax.jit` does, and puts our products in the place of JAX's own, in whatever
     `f` calls: under `jit`, `scan`, `while`, `cond`, `checkpoint`, derivatives and `shard_map`, too.
-    What is around a product goes into its kernel where that is predicted to save time. Sums are
-    rounded no earlier than before; see `numerics`.
+    A kernel also computes the operations around its product, where that is predicted to save time.
+    Sums are rounded no earlier than before; see `numerics`.
 
     It is best around a whole training step, in which gradients are products already:
 
@@ -50,8 +50,8 @@ def accelerate[**P, R](
     rewriting fails, of which a warning says so.
 
     Args:
-        f: The function. What it takes and returns is as for `jax.jit`; arguments that are no arrays
-            are passed as they are.
+        f: The function. It takes and returns arrays, and trees of them, as for `jax.jit`. Other
+            arguments are passed as they are.
         numerics: None, or "exact": only operations whose results are rounded exactly are folded, so
             that nothing but the products themselves changes a bit.
         only: A part of the name of a line, such as "attention.py" or "model.py:41", or several:
@@ -88,10 +88,10 @@ def accelerate[**P, R](
 
 
 class _Static(NamedTuple):
-    """What a program depends on beside its arrays.
+    """The facts, beside its arrays, that a program depends on.
 
     Attributes:
-        tree: Of the arguments.
+        tree: The tree of the arguments.
         leaves: The arguments that are no arrays; `_ARRAY` in the place of each array.
         device: The GPU that is planned for.
         named: The context or an operand says so.

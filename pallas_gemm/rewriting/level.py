@@ -13,13 +13,12 @@ from pallas_gemm.rewriting import kinds
 class Level:
     """The equations of a function, without those of the functions that it calls.
 
-    Equations are replaced here, and read out in an order in which they can run. What a product
-    would read of another that reads it is known by bits: each product has one, and each value those
-    of the products that it depends on.
+    Equations are replaced here, and read out in an order in which they can run. Each product
+    has a bit, and each value has the bits of the products that it depends on.
 
     Attributes:
         jaxpr: The function.
-        results: What the function returns.
+        results: The variables that the function returns.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, equations: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
-"""What is around a product that a kernel could compute with it, and what that saves.
+"""The operations around a product that its kernel could compute, and how much that saves.
 
 From the product on, elementwise operations are *inside* as long as nothing else that they read
 depends on the product. Some of what they make is read by others: that is stored. XLA computes again
-what follows from something stored that is no larger; so do we, and store that. What an operation
-inside reads is computed in the kernel as well, back to what is in memory anyway.
+what follows from something stored that is no larger; so do we, and store that. The kernel also
+computes the operands of an operation, back to arrays that are in memory anyway.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ def bytes_of(x: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What a kernel could compute with a product.
+    """A part of a program that a kernel could compute with a product.
 
     Attributes:
         product: The result of the product.
         inside: The operations, in their order; those on operands among them.
-        operands: What they read beside the product.
-        results: What is stored.
+        operands: The values that they read beside the product.
+        results: The values that are stored.
         gone: The operations that nothing else needs.
         stock: Bytes of each pass that XLA makes of it, without what the product itself writes.
         left: Bytes that other passes read in place of that.
@@ -66,7 +66,7 @@ class Region:
 
 
 class _Operands:
-    """What operations read beside the product, back to what is in memory."""
+    """The operands of operations beside the product, back to arrays that are in memory."""
 
     def __init__(self, level: Level, shape: tuple[int, ...], allowed: frozenset[str]) -> None:
         self._level, self._shape, self._allowed = level, shape, allowed

@@ -1,7 +1,7 @@
 """A traced program with our products in it: only the equations that change are others.
 
-What an equation reads and makes, where it stands and what it is called stay as they were, so that
-shardings, donated arrays, effects and the user's lines survive.
+All others stay as they were, with their names and places. So shardings, donated arrays, effects
+and the user's lines survive.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Found:
     """A product of JAX's own in a program.
 
     Attributes:
-        what: What is multiplied.
+        what: Types and shapes of the operands and of the result.
         place: The user's line; None if nobody knows.
         why: Why it is still JAX's; None if a kernel computes it.
         times: How often it runs.
@@ -35,7 +35,7 @@ class Found:
 
     @property
     def answer(self) -> str:
-        """What became of it."""
+        """The fate of the product, in words."""
         if self.why is not None:
             return f"left: {self.why}"
         return f"by a kernel, with {', '.join(self.folded)}" if self.folded else "by a kernel"
