@@ -15,7 +15,7 @@ from pallas_gemm import offline
 from pallas_gemm._version import NEWEST_TESTED_JAX, __version__
 from pallas_gemm.api.explain import explain
 from pallas_gemm.api.gemm import gemm, matmul
-from pallas_gemm.computer import driver
+from pallas_gemm.computer import driver, kept_files
 from pallas_gemm.planning import proof, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 
@@ -44,6 +44,19 @@ def _versions() -> Iterator[str]:
     yield "compile for absent GPUs: " + ("no: pip install '.[aot]'" if missing else "yes")
     flax = importlib.util.find_spec("flax") is not None
     yield "layers for Flax: " + ("yes" if flax else "no: pip install '.[flax]'")
+    yield f"kernels kept on disk: {_kept()}"
+
+
+def _kept() -> str:
+    try:
+        folder, most = kept_files.folder(), kept_files.limit()
+        if why := kept_files.why_not_trusted(folder):
+            return f"no: {why}"
+        if most == 0:
+            return f"no: {kept_files.LIMIT_VARIABLE} is 0"
+        return f"{kept_files.size() / 1e6:.1f} of at most {most / 1e6:.0f} MB in {folder}"
+    except (OSError, ValueError) as error:
+        return f"no: {error}"
 
 
 def _jax_version() -> tuple[int, ...]:

@@ -27,6 +27,13 @@ def user_folder() -> pathlib.Path:
         ) from None
 
 
+def make(folder: pathlib.Path) -> None:
+    """Makes a folder and those around it, which other users cannot write whatever the umask."""
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o755, exist_ok=True)
+
+
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file whole or not at all, even if others write it too or this process ends."""
     target = pathlib.Path(path)

@@ -15,8 +15,6 @@ import hashlib
 import importlib
 import os
 import pathlib
-import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +27,7 @@ from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Options, Signature
-from pallas_gemm.computer import user_folder, versions
+from pallas_gemm.computer import kept_files, versions
 from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.op import mesh_context
 from pallas_gemm.planning import implementation
@@ -46,8 +44,6 @@ SETTINGS = (
 """Settings of JAX that change what a kernel becomes; a release may not have all."""
 VARIABLES = "MOSAIC_GPU_"
 """How environment variables begin that do."""
-UNUSED_DAYS = 30
-"""After which the kernels of another version of this package or of JAX are thrown away."""
 
 
 def is_lowered_as_it_runs(module: Any) -> bool:
@@ -88,7 +84,7 @@ def _lowered(call: Call, decision: Decision, signature: Signature, settings: str
         return kept
     made = _lowered_anew(implementation.of(decision, call), signature)
     if path is not None:
-        _keep(path, made)
+        kept_files.keep(path, hashlib.sha256(made).digest() + made)
     return made
 
 
@@ -169,29 +165,12 @@ def _path(call: Call, decision: Decision, signature: Signature, settings: str) -
     # What a function of the caller's computes is known in this process alone.
     with contextlib.suppress(TypeError, OSError):
         name = _digest(_text(_what_is_lowered(call, decision, signature)))
-        return user_folder.user_folder() / "kernels" / _digest(made_by, settings)[:16] / name
+        return kept_files.folder() / _digest(made_by, settings)[:16] / name
     return None
 
 
 def _read(path: pathlib.Path) -> bytes | None:
     """Returns what a file holds, if that is what it says it holds."""
-    with contextlib.suppress(OSError):
-        check, content = (held := path.read_bytes())[:32], held[32:]
-        return content if hashlib.sha256(content).digest() == check else None
-    return None
-
-
-def _keep(path: pathlib.Path, made: bytes) -> None:
-    # A program runs as well where nothing can be kept.
-    with contextlib.suppress(OSError):
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-            _throw_away_unused(path.parent.parent)
-        user_folder.write(path, hashlib.sha256(made).digest() + made)
-
-
-def _throw_away_unused(folder: pathlib.Path) -> None:
-    """Removes the kernels of versions for which none was added for long."""
-    for version in folder.iterdir():
-        if time.time() - version.stat().st_mtime > UNUSED_DAYS * 86400:
-            shutil.rmtree(version, ignore_errors=True)
+    held = kept_files.read(path) or b""
+    check, content = held[:32], held[32:]
+    return content if hashlib.sha256(content).digest() == check else None

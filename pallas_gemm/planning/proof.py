@@ -69,7 +69,7 @@ class Proof:
             OSError: It cannot be written.
         """
         path = path_of(self.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        user_folder.make(path.parent)
         document = {"format": FORMAT, **dataclasses.asdict(self)}
         user_folder.write(path, (json.dumps(document, indent=1) + "\n").encode())
         return path

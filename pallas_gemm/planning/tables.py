@@ -244,7 +244,7 @@ class Table:
         """
         path = user_path(self.device)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            user_folder.make(path.parent)
             with _alone_in(path.parent):
                 before = _user_table(self.device)
                 (before | self if before else self).save(path)

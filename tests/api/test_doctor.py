@@ -1,11 +1,15 @@
 """`python -m pallas_gemm doctor`."""
 
+import pathlib
+
 import jax
 import pytest
 
 from pallas_gemm import __main__, __version__
 from pallas_gemm._version import NEWEST_TESTED_JAX
 from pallas_gemm.api import doctor
+from pallas_gemm.computer import kept_files
+from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 
 
 def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +23,21 @@ def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
         "  interpret  exact",
     ):
         assert part in text, text
+
+
+def test_the_doctor_says_whether_kernels_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    kept_files.keep(kept_files.folder() / "version" / "kernel", bytes(300_000))
+    assert doctor._kept() == f"0.3 of at most 256 MB in {tmp_path / 'kernels'}"
+    monkeypatch.setenv(kept_files.LIMIT_VARIABLE, "0")
+    assert doctor._kept() == "no: PALLAS_GEMM_KEPT_MB is 0"
+    monkeypatch.setenv(kept_files.LIMIT_VARIABLE, "2G")
+    assert "must be a whole number of megabytes" in doctor._kept()
+    tmp_path.chmod(0o777)
+    monkeypatch.delenv(kept_files.LIMIT_VARIABLE)
+    assert doctor._kept() == f"no: {tmp_path} can be written by other users: chmod go-w ends that"
 
 
 @pytest.mark.parametrize(

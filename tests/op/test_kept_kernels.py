@@ -3,7 +3,6 @@
 import gc
 import os
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import gemm
-from pallas_gemm.computer import versions
+from pallas_gemm.computer import kept_files, versions
 from pallas_gemm.computer.user_folder import FOLDER_VARIABLE
 from pallas_gemm.op import kept_kernels, lowering
 
@@ -135,20 +134,29 @@ def test_an_exported_program_is_lowered_for_readers_of_older_releases(
     assert (len(for_readers), instant) == (1, [])
 
 
-def test_kernels_of_versions_that_nobody_uses_are_thrown_away(
+def test_a_kernel_is_neither_kept_nor_taken_where_that_is_switched_off(
+    instant: list[Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _text()
+    [path] = _files(tmp_path)
+    monkeypatch.setenv(kept_files.LIMIT_VARIABLE, "0")
+    for activation in (None, "gelu"):
+        kept_kernels._lowered.cache_clear()
+        _text(activation=activation)
+    assert len(instant) == 3
+    assert _files(tmp_path) == [path]
+
+
+def test_a_kernel_that_another_user_can_write_is_lowered_anew(
     instant: list[Any], tmp_path: pathlib.Path
 ) -> None:
-    for name, days in (("old", kept_kernels.UNUSED_DAYS + 1), ("recent", 1)):
-        (tmp_path / "kernels" / name).mkdir(parents=True)
-        (tmp_path / "kernels" / name / "kernel").touch()
-        then = time.time() - days * 86400
-        os.utime(tmp_path / "kernels" / name, (then, then))
     _text()
-    assert instant
-    names = {path.name for path in (tmp_path / "kernels").iterdir()}
-    assert "recent" in names
-    assert "old" not in names
-    assert len(names) == 2
+    [path] = _files(tmp_path)
+    path.chmod(0o664)
+    kept_kernels._lowered.cache_clear()
+    _text()
+    # And is replaced by one that nobody else can write.
+    assert (len(instant), path.stat().st_mode & 0o777) == (2, 0o644)
 
 
 @pytest.mark.parametrize("collects", [True, False])
