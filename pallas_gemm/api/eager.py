@@ -7,18 +7,22 @@ costs, which is compiled as a whole, too.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 
-def compiled[**P, R](*operands: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def compiled[**P, R](
+    *operands: str, check: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compiles a function as a whole for calls with arrays that are there.
 
     Args:
         *operands: The arguments that are arrays, lists or tuples of them, or None. All others are
             a part of the program, unless they are given as arrays.
+        check: Refuses values, which no program can refuse. It gets the arguments by name, after the
+            program was started.
     """
 
     def decorate(f: Callable[P, R]) -> Callable[P, R]:
@@ -37,7 +41,9 @@ def compiled[**P, R](*operands: str) -> Callable[[Callable[P, R]], Callable[P, R
             if all(_is_hashable(x) if name in fixed else _is_there(x) for name, x in given):
                 # What is wrong is said without JAX's frames between the caller and us.
                 with contextlib.suppress(TypeError, ValueError):
-                    return program(arrays & options)(*args, **kwargs)
+                    result = program(arrays & options)(*args, **kwargs)
+                    check(dict(given))
+                    return result
             return f(*args, **kwargs)
 
         return call

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,19 @@ GROUPED_GEMM = (
 """The arguments of a function that are arrays."""
 
 
-@compiled(*ARRAYS)
+def _check_started(given: Mapping[str, Any]) -> None:
+    """Checks the sizes of a call outside of any trace; `given` are its arguments by name.
+
+    Raises:
+        ValueError: As of `_check_values`.
+    """
+    left, right = ("lhs", "rhs") if "lhs" in given else ("a", "b")
+    numbers = given.get("ragged_dot_dimension_numbers", ROWS)
+    if form_of(numbers, given[left].ndim, given[right].ndim):
+        _check_values(given["group_sizes"], given[left].shape[0])
+
+
+@compiled(*ARRAYS, check=_check_started)
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -74,7 +86,8 @@ def ragged_dot(
 
     Raises:
         TypeError: The operands are of shapes or types that have no such product.
-        ValueError: Sizes that are known while tracing are negative, or more than there are rows.
+        ValueError: Sizes that are known are negative, or more than there are rows. Those of a
+            tracer are not known; outside of `jax.jit`, a call waits for those of a `jax.Array`.
     """
     with _as_jax_says(lhs, rhs, group_sizes, ROWS):
         _check_ranks(("lhs", lhs), ("rhs", rhs))
@@ -82,7 +95,7 @@ def ragged_dot(
     return _general(*given, group_offset, out_sharding, numerics=numerics)
 
 
-@compiled(*ARRAYS)
+@compiled(*ARRAYS, check=_check_started)
 def ragged_dot_general(  # noqa: PLR0913 - each is that of `lax`, or a keyword
     lhs: jax.Array,
     rhs: jax.Array,
@@ -131,7 +144,7 @@ def ragged_dot_general(  # noqa: PLR0913 - each is that of `lax`, or a keyword
     return _general(*given, group_offset, out_sharding, numerics=numerics)
 
 
-@compiled(*GROUPED_GEMM)
+@compiled(*GROUPED_GEMM, check=_check_started)
 def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
@@ -437,12 +450,12 @@ def _check(
 
 
 def _check_values(sizes: Any, rows: int) -> None:
-    """Checks sizes that are known: those of a NumPy array, for which no GPU has to be asked.
+    """Checks sizes that are known, which those of a tracer are not.
 
     Raises:
         ValueError: One is negative, or they are more than all rows.
     """
-    if not isinstance(sizes, np.ndarray):
+    if (sizes := _known(sizes)) is None:
         return
     if sizes.size and sizes.min() < 0:
         raise ValueError(
@@ -451,3 +464,11 @@ def _check_values(sizes: Any, rows: int) -> None:
     total = sizes.sum(dtype=np.int64)
     if total > rows:
         raise ValueError(f"group_sizes must be at most all {rows} rows together, got {total}")
+
+
+def _known(sizes: Any) -> np.ndarray | None:
+    """Returns sizes as an array of NumPy, for which a GPU may be waited for; None if unknown."""
+    if isinstance(sizes, jax.Array) and not isinstance(sizes, jax.core.Tracer):
+        is_here = sizes.is_fully_addressable or sizes.is_fully_replicated
+        return np.asarray(sizes) if is_here else None
+    return sizes if isinstance(sizes, np.ndarray) else None

@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 
 import pallas_gemm
+from pallas_gemm.planning import xla_groups
 
+OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.array([2, 3])
 
 
@@ -58,14 +60,50 @@ def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
         ((LHS, RHS, SIZES[:1]), TypeError, "a size for each group .* which are 2, got 1"),
         ((LHS, RHS, SIZES[None]), TypeError, r"must be \[groups\], got shape \[1, 2\]"),
         ((LHS, RHS, LHS[0, :2]), TypeError, "group_sizes must be integers, got float32"),
-        ((LHS, RHS, np.array([2, -3])), ValueError, "must not be negative, got -3 for group 1"),
-        ((LHS, RHS, np.array([2, 5])), ValueError, "at most all 6 rows together, got 7"),
         ((LHS, "b", SIZES), TypeError, "rhs must be"),
     ],
 )
 def test_errors_say_what_would_be_legal(operands, error, words):
     with pytest.raises(error, match=words):
         pallas_gemm.ragged_dot(*operands)
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([2, -3], "group_sizes must not be negative, got -3 for group 1"),
+        ([2, 5], "group_sizes must be at most all 6 rows together, got 7"),
+        ([2**31 - 1] * 2, "group_sizes must be at most all 6 rows together, got 4294967294"),
+    ],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pallas_gemm.ragged_dot,
+        pallas_gemm.grouped_gemm,
+        functools.partial(pallas_gemm.ragged_dot, group_offset=jnp.array([0])),
+        lambda *operands: pallas_gemm.ragged_dot_general(*operands, xla_groups.ROWS),
+        lambda a, b, sizes: pallas_gemm.ragged_dot_general(a, a, sizes, OVER_ROWS),
+        # Sizes are known where only the others are not.
+        lambda a, b, sizes: jax.jit(lambda a, b: pallas_gemm.ragged_dot(a, b, sizes))(a, b),
+        lambda a, b, sizes: jax.grad(lambda a: pallas_gemm.ragged_dot(a, b, sizes).sum())(a),
+    ],
+)
+def test_sizes_that_are_known_are_checked(call, values, words, make):
+    with pytest.raises(ValueError, match=words):
+        call(LHS, RHS, make(values, np.int32))
+    assert call(LHS, RHS, make([2, 4], np.int32)).dtype == jnp.float32
+
+
+def test_sizes_that_are_not_known_and_products_of_jax_are_left_alone():
+    bad = jnp.array([2, -3])
+    assert jax.jit(pallas_gemm.ragged_dot)(LHS, RHS, bad).shape == (6, 4)
+    # Several dimensions of a kind: the product is JAX's, and so is the say in sizes.
+    numbers = lax.RaggedDotDimensionNumbers((((1, 2), (1, 2)), ((), ())), [0], [0])
+    wide = LHS.reshape(6, 4, 2), RHS.reshape(2, 4, 2, 4), bad
+    expected = lax.ragged_dot_general(*wide, numbers)
+    np.testing.assert_array_equal(pallas_gemm.ragged_dot_general(*wide, numbers), expected)
 
 
 @pytest.mark.parametrize(
