@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import pallas_gemm
+from pallas_gemm.api import grouped
 from pallas_gemm.planning import xla_groups
 
 OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -84,7 +85,7 @@ def test_errors_say_what_would_be_legal(operands, error, words):
         pallas_gemm.grouped_gemm,
         functools.partial(pallas_gemm.ragged_dot, group_offset=jnp.array([0])),
         lambda *operands: pallas_gemm.ragged_dot_general(*operands, xla_groups.ROWS),
-        lambda a, b, sizes: pallas_gemm.ragged_dot_general(a, a, sizes, OVER_ROWS),
+        lambda a, _, sizes: pallas_gemm.ragged_dot_general(a, a, sizes, OVER_ROWS),
         # Sizes are known where only the others are not.
         lambda a, b, sizes: jax.jit(lambda a, b: pallas_gemm.ragged_dot(a, b, sizes))(a, b),
         lambda a, b, sizes: jax.grad(lambda a: pallas_gemm.ragged_dot(a, b, sizes).sum())(a),
@@ -104,6 +105,9 @@ def test_sizes_that_are_not_known_and_products_of_jax_are_left_alone():
     wide = LHS.reshape(6, 4, 2), RHS.reshape(2, 4, 2, 4), bad
     expected = lax.ragged_dot_general(*wide, numbers)
     np.testing.assert_array_equal(pallas_gemm.ragged_dot_general(*wide, numbers), expected)
+    # The compiled program serves it: no check has the call made again without.
+    given = dict(zip(("lhs", "rhs", "group_sizes"), wide, strict=True))
+    grouped._check_started({**given, "ragged_dot_dimension_numbers": numbers})
 
 
 @pytest.mark.parametrize(
