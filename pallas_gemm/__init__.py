@@ -52,6 +52,7 @@ from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellCon
 from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig
 from pallas_gemm.op.reduction import reduce_in as reduce_in
 from pallas_gemm.planning.ignored import IgnoredWarning as IgnoredWarning
+from pallas_gemm.planning.ignored import PromotedWarning as PromotedWarning
 from pallas_gemm.planning.tables import Table as Table
 from pallas_gemm.planning.targeting import target as target
 from pallas_gemm.tuning.autotune import autotune as autotune

@@ -7,7 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skips, with the reason, what XLA cannot link for this processor."""
+    report = yield
+    if report.passed or report.skipped:
+        return report
+    from tests import linking
+
+    return linking.skipped(report)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ import types
 
 import pytest
 
-from tests import conftest
+from tests import conftest, linking
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -112,3 +113,25 @@ def test_files_of_long_tests_are_there_and_begin_first(
     conftest.pytest_collection_modifyitems(pytestconfig, tests)
     last = len(conftest.EARLY) + 1
     assert [test.nodeid for test in tests] == [*range(1, last), 0, last]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64")
+def test_what_needs_float16_is_skipped_on_a_processor_that_lacks_it() -> None:
+    tests = "tests/api/test_gemm.py::test_types_are_those_of_jax_numpy"
+    chosen = [f"{tests}[None-{name}]" for name in ("float16", "bfloat16")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
+        check=False,
+    )
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout
+    assert "XLA cannot link float16 for this processor" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["assert 1 == 2", f"INTERNAL: {linking.UNLINKED}"])
+def test_where_float16_can_be_linked_a_failure_is_one(text: str) -> None:
+    report = types.SimpleNamespace(failed=True, outcome="failed", longrepr=text)
+    assert linking.skipped(report).outcome == "failed"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api.asked import Asked, last_layers, products
@@ -25,9 +26,10 @@ from pallas_gemm.call import (
     signature_of,
 )
 from pallas_gemm.device import Device
+from pallas_gemm.kernels import element_types
 from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.parts import Part, Shared, noted
-from pallas_gemm.planning import dispatch, precision, targeting, xla_time
+from pallas_gemm.planning import dispatch, ignored, precision, targeting, xla_time
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.rewriting.walk import Found
 
@@ -180,6 +182,8 @@ def note(asked: Request) -> None:
 def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
     """Notes a call that no kernel is considered for, if somebody asked for an explanation.
 
+    If nobody did, it warns where the types of the operands are the reason, on a GPU.
+
     Args:
         factors: Of the product.
         out_dtype: Type of the result.
@@ -188,6 +192,10 @@ def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
     notes = _NOTES.value
     if notes is not None:
         notes.outside.append(_Outside(signature_of(factors), out_dtype, why))
+        return
+    on_gpu = targeting.known_target(*factors) is not None or jax.default_backend() == "gpu"
+    if on_gpu and why == element_types.why_promoted({np.dtype(x.dtype) for x in factors}):
+        ignored.warn_of_promotion(why)
 
 
 def note_found(found: tuple[Found, ...]) -> None:

@@ -43,7 +43,8 @@ class Explanation(Findings):
         is_table = len(groups) > 1 or bool(self.by_jax)
         parts = list(_summary(self)) if is_table else []
         parts += [_group_text(group, self) for group in groups if _is_told(group, self)]
-        parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
+        if not any(group.entry.is_outside and _is_told(group, self) for group in groups):
+            parts += [f"xla: {what}\n{_row('why', why)}" for what, why in self.outside]
         if self.rewritten is not None:
             parts += [_row("accelerated" * (not i), text, 0) for i, text in enumerate(_fate(self))]
         parts += [_row("last layer", text, 0) for text in self.last_layers]

@@ -58,6 +58,13 @@ def _cast(operands: AbstractSet[np.dtype]) -> str:
     return f"cast {narrow} to {wide}, with what it was divided by as row_scale or col_scale"
 
 
+def why_promoted(operands: AbstractSet[np.dtype]) -> str | None:
+    """Returns why operands of several types are promoted and left to XLA; None if they are not."""
+    if len(operands) == 1 or operands <= FLOATS_8 or not operands <= FLOATS | {INT8}:
+        return None
+    return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}; {_cast(operands)}"
+
+
 def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | None:
     """Returns why these types are no kernel's, whatever else a product is; None if one may take it.
 
@@ -65,8 +72,8 @@ def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | No
     """
     if foreign := operands - (FLOATS | {INT8}):
         return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
-    if len(operands) > 1 and not operands <= FLOATS_8:
-        return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}; {_cast(operands)}"
+    if why := why_promoted(operands):
+        return why
     if result not in FLOATS | ({INT8, INT32} if operands == {INT8} else set()):
         names = ", ".join(sorted(map(str, operands)))
         return f"no kernel makes a result of {result} from {names}"

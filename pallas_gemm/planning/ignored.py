@@ -1,4 +1,4 @@
-"""Warns of arguments that have no effect, once for each line of the program."""
+"""Warns of what a caller may not know, once for each line of the program."""
 
 import pathlib
 import warnings
@@ -14,9 +14,22 @@ class IgnoredWarning(UserWarning):
     """An argument has no effect."""
 
 
-def warn(message: str) -> None:
+class PromotedWarning(UserWarning):
+    """Operands of different types are promoted, and XLA computes the product."""
+
+
+def warn(message: str, category: type[Warning] = IgnoredWarning) -> None:
     """Warns of the caller's line, which is outside of this package and of JAX."""
-    warnings.warn(message, IgnoredWarning, skip_file_prefixes=NOT_THE_CALLERS)
+    warnings.warn(message, category, skip_file_prefixes=NOT_THE_CALLERS)
+
+
+def warn_of_promotion(why: str) -> None:
+    """Warns of a product whose operands are of different types.
+
+    Args:
+        why: Why no kernel computes it, and what the caller could cast.
+    """
+    warn(f"JAX promotes the operands, and XLA computes this product: {why}", PromotedWarning)
 
 
 def warn_of_options(options: Options, why: str) -> None:

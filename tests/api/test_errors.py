@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import IgnoredWarning, dot_general, gated_gemm, gemm, matmul, target
+from pallas_gemm import (
+    IgnoredWarning,
+    PromotedWarning,
+    dot_general,
+    einsum,
+    explain,
+    gated_gemm,
+    gemm,
+    grouped_gemm,
+    matmul,
+    projections,
+    ragged_dot,
+    target,
+)
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op.product import product_p
@@ -455,3 +469,52 @@ def test_what_is_ignored_is_said(call: Callable[[], Any], message: str) -> None:
     with pytest.warns(IgnoredWarning, match=message) as warned:
         call()
     assert [pathlib.Path(warning.filename) for warning in warned] == [pathlib.Path(__file__)]
+
+
+E, F = jax.ShapeDtypeStruct((11, 13), jnp.bfloat16), jax.ShapeDtypeStruct((13, 17), jnp.float32)
+MATRICES = jax.ShapeDtypeStruct((1, 13, 17), jnp.float32)
+SIZES = jax.ShapeDtypeStruct((1,), jnp.int32)
+FIRST_WITH_FIRST = (((1,), (0,)), ((), ()))
+CAST = (
+    "promotes the operands, .* no kernel multiplies bfloat16 by float32; cast float32 to bfloat16"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "operands"),
+    [
+        (matmul, (E, F)),
+        (lambda a, b: gemm(a, b, bias=b[0]), (E, F)),
+        (lambda a, b: dot_general(a, b, FIRST_WITH_FIRST), (E, F)),
+        (lambda a, b: einsum("mk,kn->mn", a, b), (E, F)),
+        (lambda a, b: projections(a, [b])[0], (E, F)),
+        (ragged_dot, (E, MATRICES, SIZES)),
+        (grouped_gemm, (E, MATRICES, SIZES)),
+    ],
+)
+def test_a_line_whose_operands_are_promoted_is_warned_of_once(
+    call: Callable[..., Any], operands: tuple[Any, ...]
+) -> None:
+    def step(*operands: Any) -> Any:
+        return sum(call(*operands).sum() for _ in range(3))
+
+    with jax.numpy_dtype_promotion("standard"):
+        with warnings.catch_warnings(record=True) as found, target("h200"):
+            warnings.simplefilter("default")
+            jax.eval_shape(jax.grad(step), *operands)
+        assert [(each.category, each.filename) for each in found] == [(PromotedWarning, __file__)]
+        assert re.search(CAST, str(found[0].message))
+        # Without a GPU no kernel is lost, XLA may be wanted, and `explain` says it itself.
+        jax.eval_shape(call, *operands)
+        with target("h200"):
+            explain(call, *operands)
+            jax.eval_shape(lambda a, b: gemm(a, b, implementation="xla"), E, F)
+
+
+@pytest.mark.parametrize("types", [("float32", "float64"), ("complex64", "float32")])
+def test_what_no_kernel_takes_whatever_it_is_cast_to_is_not_warned_of(
+    types: tuple[str, str],
+) -> None:
+    operands = [jax.ShapeDtypeStruct((16, 16), jnp.dtype(each)) for each in types]
+    with target("h200"), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(matmul, *operands)

@@ -362,6 +362,7 @@ def test_groups_that_jax_computes_are_there_with_the_reason(
     ((what, reason),) = explained.outside
     assert reason.startswith(why)
     assert what.count("[") == 2
+    assert str(explained).count("why ") == 1
     (entry,) = explained.entries
     assert (entry.is_ours, entry.is_outside, entry.decision.implementation) == (True, True, "xla")
     assert entry.decision.problem.groups == 4
