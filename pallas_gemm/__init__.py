@@ -1,7 +1,5 @@
 """A matrix multiply for JAX on NVIDIA GPUs whose output-tile order is plain data."""
 
-from types import ModuleType as _ModuleType
-
 # First, because another distribution on the package index also installs a package `schedules`.
 try:
     from schedules import Schedule as Schedule
@@ -56,18 +54,11 @@ from pallas_gemm.planning.ignored import PromotedWarning as PromotedWarning
 from pallas_gemm.planning.tables import Table as Table
 from pallas_gemm.planning.targeting import target as target
 from pallas_gemm.tuning.autotune import autotune as autotune
+from schedules._public import names as _public_names
 
 _skip_check_without_driver()
 
-_PUBLIC_MODULES = frozenset(("checkpoint_policies", "flax", "offline"))
-
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the modules that they are taken from."""
-    return [
-        name
-        for name, value in sorted(globals().items())
-        if name == "__version__"
-        or name in _PUBLIC_MODULES
-        or not (name.startswith("_") or isinstance(value, _ModuleType))
-    ]
+    """Returns the public names."""
+    return _public_names(globals(), "__version__", "checkpoint_policies", "flax", "offline")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from pallas_gemm.call import OUT_NAME
+from schedules import _public
 
 _OURS = jax.checkpoint_policies.save_only_these_names(OUT_NAME)
 
@@ -49,3 +50,8 @@ def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callab
         return (ours if named else theirs)(prim, *args, **params)
 
     return policy
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals())

@@ -12,6 +12,7 @@ from the command line.
 [[0, 1], [65536, -1], [65537, -1]]
 """
 
+from schedules import _public
 from schedules.dies import by_die as by_die
 from schedules.hilbert import clipped_hilbert as clipped_hilbert
 from schedules.hilbert import hilbert as hilbert
@@ -34,3 +35,8 @@ from schedules.swizzle import swizzle as swizzle
 from schedules.table import PADDING as PADDING
 from schedules.table import Schedule as Schedule
 from schedules.triangle import Triangle as Triangle
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals())

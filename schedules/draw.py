@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules import _check
+from schedules import _check, _public
 from schedules.pieces import Pieces
 from schedules.table import Int32Array, Schedule
 
@@ -286,3 +286,8 @@ def _label_waves(axes: "Axes", schedule: Schedule, workers: int) -> None:
     # More numbers than these would hide what they number.
     if len(tiles) <= 64:
         _label(axes, tiles, fontsize=11)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals(), "WAVE_LETTERS")

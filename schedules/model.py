@@ -13,7 +13,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules import _check
+from schedules import _check, _public
 from schedules.machines import B200 as B200
 from schedules.machines import H100 as H100
 from schedules.machines import H200 as H200
@@ -304,4 +304,21 @@ def _summary(problem: Problem, runs: list[_Run], crew: _Crew) -> Prediction:
         waves=sum(waves),
         tail=1 - last / crew.walking,
         balance=float(computed.sum() / (computed.max() * crew.walking)),
+    )
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(
+        globals(),
+        "SECTOR_BYTES",
+        "B200",
+        "H100",
+        "H200",
+        "MACHINES",
+        "Machine",
+        "machine_named",
+        "k_tiling_intensity",
+        "log_swizzle_reuse",
+        "mn_tiling_intensity",
     )

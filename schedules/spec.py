@@ -31,6 +31,7 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from schedules import _public
 from schedules.dies import by_die
 from schedules.hilbert import clipped_hilbert, hilbert
 from schedules.online import OnlineSchedule, online_raster, online_swizzle
@@ -242,3 +243,8 @@ def _tried(spec: str, table: Callable[[int, int], Schedule]) -> Builder:
     except ValueError as error:
         raise ValueError(f"schedule {spec!r}: {error}") from None
     return Builder(table)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals(), "ONLINE", "BUILDERS", "ONLINE_BUILDERS")

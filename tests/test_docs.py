@@ -2,9 +2,11 @@
 
 import dataclasses
 import doctest
+import importlib
 import pathlib
 import re
 import textwrap
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,12 +17,14 @@ import pytest
 import pallas_gemm
 import schedules
 from bench import claims, tables
+from pallas_gemm import flax
 from pallas_gemm.api import precompile as precompilation
 from pallas_gemm.flax import linen, nnx
 from schedules import draw
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+OWN = ("pallas_gemm", "schedules")
 API = (DOCS / "api.md").read_text()
 
 ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/test_partition.py"}
@@ -174,6 +178,24 @@ def test_dir_shows_what_is_public() -> None:
     shown = dir(pallas_gemm)
     assert {"gemm", "explain", "Table", "checkpoint_policies", "__version__"} <= set(shown)
     assert not {"api", "op", "planning", "problem", "config"} & set(shown)
+
+
+MODULES = re.findall(r"automodule:: (\S+)(?:\n   :members:(.*))?", API)
+
+
+@pytest.mark.parametrize(("name", "members"), [("pallas_gemm", ""), *MODULES])
+def test_dir_shows_what_a_module_offers_and_nothing_that_it_uses(name: str, members: str) -> None:
+    module = importlib.import_module(name)
+    shown = {each: getattr(module, each) for each in dir(module) if not each.startswith("_")}
+    assert {each for each in members.strip().split(", ") if each} <= set(shown)
+    homes = {each: getattr(value, "__module__", None) for each, value in shown.items()}
+    assert not {x for x, home in homes.items() if home and not home.startswith(OWN)}
+    modules = {each for each, value in shown.items() if isinstance(value, types.ModuleType)}
+    assert modules <= {"checkpoint_policies", "flax", "offline"}
+
+
+def test_dir_shows_the_modules_of_layers() -> None:
+    assert dir(flax) == ["linen", "nnx"]
 
 
 @pytest.mark.parametrize("package", [pallas_gemm, schedules], ids=lambda package: package.__name__)

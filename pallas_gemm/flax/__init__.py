@@ -20,5 +20,11 @@ except ImportError as error:
 
 from pallas_gemm.flax import linen as linen
 from pallas_gemm.flax import nnx as nnx
+from schedules import _public
 
 del _flax
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals(), "linen", "nnx")

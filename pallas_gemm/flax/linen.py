@@ -14,6 +14,7 @@ from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fp8, fused, per_channel, routed
+from schedules import _public
 
 
 class Dense(nn.Dense):
@@ -451,3 +452,8 @@ class _Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> Any:
         return self.param("kernel", self.init_kernel, self.shape, self.dtype)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals())

@@ -12,6 +12,7 @@ from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.flax import fp8, fused, per_channel, routed
+from schedules import _public
 
 
 class Linear(nnx.Linear):
@@ -457,3 +458,8 @@ class _Kernel(nnx.Module):
 
     def __init__(self, kernel: jax.Array, metadata: Mapping[str, Any]) -> None:
         self.kernel = nnx.Param(kernel, **metadata)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return _public.names(globals())

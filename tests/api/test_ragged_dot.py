@@ -84,7 +84,7 @@ def test_errors_say_what_would_be_legal(operands, error, words):
         pallas_gemm.ragged_dot,
         pallas_gemm.grouped_gemm,
         functools.partial(pallas_gemm.ragged_dot, group_offset=jnp.array([0])),
-        lambda *operands: pallas_gemm.ragged_dot_general(*operands, xla_groups.ROWS),
+        lambda a, b, sizes: pallas_gemm.ragged_dot_general(a, b, sizes, xla_groups.ROWS),
         lambda a, _, sizes: pallas_gemm.ragged_dot_general(a, a, sizes, OVER_ROWS),
         # Sizes are known where only the others are not.
         lambda a, b, sizes: jax.jit(lambda a, b: pallas_gemm.ragged_dot(a, b, sizes))(a, b),
