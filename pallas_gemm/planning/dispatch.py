@@ -255,8 +255,8 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         plan.realigned.problem, plan.config, plan.device, plan.architecture
     )
     why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
-    # That is where it was measured; on other GPUs it is what is expected.
-    return f"XLA is faster on an H200: {why}" if why else None
+    known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
+    return f"XLA {known}: {why}" if why else None
 
 
 def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | None:

@@ -118,6 +118,18 @@ def test_what_xla_does_faster_is_left_to_it_unless_something_is_named() -> None:
     assert _decided(*size, config=HopperConfig()).implementation == "hopper"
 
 
+@pytest.mark.parametrize(("name", "verb"), [("h200", "is"), ("h100", "is expected to be")])
+def test_a_reason_names_no_other_gpu_than_the_one_that_is_planned_for(name, verb):
+    operands = (
+        jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16),
+    )
+    with pallas_gemm.target(name):
+        found = pallas_gemm.explain(pallas_gemm.matmul, *operands)
+    assert f"XLA {verb} faster: rows of 1000" in found.reason + str(found.products[0].refused)
+    assert {each for each in ("H100", "H200") if each in str(found)} <= {name.upper()}
+
+
 def test_unaligned_rows_are_never_left_to_xla() -> None:
     for size in (8191, 4095):
         decision = _decided(size, size, size)
