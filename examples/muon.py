@@ -3,11 +3,11 @@
     python examples/muon.py                       seconds, on any computer
     python examples/muon.py --preset=small        a GPU
 
-Muon's step is five of Newton and Schulz: of each, `x @ x.T` and its square are
-symmetric, and half of them is computed. The yardstick is `optax.contrib.muon`,
-whose update must be the same but for roundings. Weights of one shape are
-stacked, and orthogonalised at once. Times are those of the kernels of a call,
-in turns.
+`pallas_gemm.optax.muon` makes five steps of Newton and Schulz. In each,
+`x @ x.T` and its square are symmetric, and the kernels compute half of them.
+Weights of one size are orthogonalized as one batch. The yardstick is
+`optax.contrib.muon`, whose update must be the same but for roundings. Times are
+those of the kernels of a call, in turns.
 """
 
 import functools
@@ -15,7 +15,7 @@ import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
@@ -36,87 +36,12 @@ from bench import command
 from examples.sequences import Task
 from examples.settings import PRESETS, Settings
 from examples.training import APIS
-from pallas_gemm import gemm, gram, symmetric_matmul
+from pallas_gemm.optax import muon
 from pallas_gemm.tuning.measure import Settings as Turns
 from pallas_gemm.tuning.measure import Variant, measure
 from pallas_gemm.tuning.timing import KernelMeter
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
-BETA = 0.95
-EPSILON = 1e-8
-
-
-def orthogonalised(x: jax.Array) -> jax.Array:
-    """Returns `u @ v.T`, about, of `u @ s @ v.T`; of each matrix, if there are several."""
-    first, second, third = COEFFICIENTS
-    if x.shape[-2] > x.shape[-1]:
-        return jnp.swapaxes(orthogonalised(jnp.swapaxes(x, -1, -2)), -1, -2)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + EPSILON).astype(x.dtype)
-    for _ in range(STEPS):
-        a = gram(x)
-        b = symmetric_matmul(a, a, alpha=third, beta=second, residual=a)
-        x = gemm(b, x, beta=first, residual=x)
-    return x
-
-
-def orthogonalised_together(tree: Any) -> Any:
-    """Returns each matrix of a tree orthogonalised, those of one shape as one batch."""
-    leaves, structure = jax.tree.flatten(tree)
-    alike: dict[Any, list[int]] = {}
-    for place, x in enumerate(leaves):
-        alike.setdefault((x.shape, x.dtype), []).append(place)
-    for places in alike.values():
-        done = orthogonalised(jnp.stack([leaves[place] for place in places]))
-        for place, x in zip(places, done, strict=True):
-            leaves[place] = x
-    return jax.tree.unflatten(structure, leaves)
-
-
-class State(NamedTuple):
-    """The steps that were made, and the mean of gradients."""
-
-    count: Any
-    mean: Any
-
-
-def scale_by_muon() -> optax.GradientTransformation:
-    """Returns what `optax.contrib.scale_by_muon` does by default."""
-
-    def init(params: Any) -> State:
-        return State(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
-
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, State]:
-        del params
-        mean = optax.tree.update_moment(updates, state.mean, BETA, 1)
-        count = optax.safe_increment(state.count)
-        ahead = optax.tree.bias_correction(mean, BETA, optax.safe_increment(count))
-        now = optax.tree.bias_correction(updates, BETA, count)
-        nesterov = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, ahead, now)
-        return orthogonalised_together(nesterov), State(count, mean)
-
-    return optax.GradientTransformation(init, update)
-
-
-def muon(learning_rate: float) -> optax.GradientTransformation:
-    """Returns what `optax.contrib.muon` does by default: Muon of matrices, AdamW of the rest."""
-
-    def widened(update: jax.Array) -> jax.Array:
-        rows, cols = update.shape
-        return update * jnp.sqrt(max(1.0, cols / rows)).astype(update.dtype)
-
-    matrices = optax.chain(
-        scale_by_muon(),
-        optax.stateless(lambda updates, _: jax.tree.map(widened, updates)),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return optax.partition(
-        {"muon": matrices, "adam": optax.adamw(learning_rate, nesterov=True, weight_decay=0.0)},
-        lambda params: jax.tree.map(lambda x: "muon" if x.ndim == 2 else "adam", params),
-    )
-
-
-OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "optax": contrib.muon,
     "pallas_gemm": muon,
 }

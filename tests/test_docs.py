@@ -17,7 +17,7 @@ import pytest
 import pallas_gemm
 import schedules
 from bench import claims, tables
-from pallas_gemm import flax
+from pallas_gemm import equinox, flax, optax
 from pallas_gemm.api import precompile as precompilation
 from pallas_gemm.flax import linen, nnx
 from schedules import draw
@@ -196,6 +196,8 @@ def test_dir_shows_what_a_module_offers_and_nothing_that_it_uses(name: str, memb
 
 def test_dir_shows_the_modules_of_layers() -> None:
     assert dir(flax) == ["linen", "nnx"]
+    for name in ("equinox", "optax"):
+        assert f"automodule:: pallas_gemm.{name}\n" in API
 
 
 @pytest.mark.parametrize("package", [pallas_gemm, schedules], ids=lambda package: package.__name__)
@@ -213,7 +215,7 @@ def test_the_reference_has_every_public_name(package: Any) -> None:
 
 def _public() -> Iterator[Any]:
     """Yields each public name with its value; `schedules` has doctests of its own."""
-    for package in (pallas_gemm, schedules, linen, nnx):
+    for package in (pallas_gemm, schedules, linen, nnx, equinox, optax):
         names = re.findall(r"^.. autofunction:: (\w+)|^.. autoclass:: (\w+)", API, re.M)
         listed = re.findall(rf"automodule:: {package.__name__}\n   :members: (.*)", API)
         shown = listed[0].split(", ") if listed else [a or b for a, b in names]
@@ -226,6 +228,7 @@ def test_a_public_name_has_an_example_that_runs(value: Any) -> None:
     known = {
         **{name: getattr(pallas_gemm, name) for name in dir(pallas_gemm)},
         **{name: getattr(schedules, name) for name in dir(schedules)},
+        **{name: getattr(optax, name) for name in dir(optax)},
         "jax": jax,
         "jnp": jnp,
         "dataclasses": dataclasses,

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pallas_gemm.rewriting",),
     ("pallas_gemm.api", "pallas_gemm.checkpoint_policies"),
     ("pallas_gemm",),
-    ("pallas_gemm.flax", "bench"),
+    ("pallas_gemm.flax", "pallas_gemm.equinox", "pallas_gemm.optax", "bench"),
     ("examples",),
 )
 """What is in one row knows what is in the rows above, and itself; the longest name counts.

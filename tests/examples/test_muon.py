@@ -5,7 +5,6 @@ import functools
 import io
 
 import jax
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,8 +14,8 @@ from examples.settings import PRESETS
 
 def test_its_update_is_that_of_optax(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of one iteration: a product takes as long to compile as it did the first time.
-    monkeypatch.setattr(muon, "STEPS", 1)
-    monkeypatch.setitem(muon.OPTIMIZERS, "optax", functools.partial(muon.contrib.muon, ns_steps=1))
+    for name, make in muon.OPTIMIZERS.items():
+        monkeypatch.setitem(muon.OPTIMIZERS, name, functools.partial(make, ns_steps=1))
     console = Console(record=True, width=100, file=io.StringIO())
     settings = dataclasses.replace(PRESETS["tiny"], blocks=0, dtype="bfloat16")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -27,13 +26,3 @@ def test_its_update_is_that_of_optax(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No GPU" in text
     assert "ms" not in text
     assert 0 < errors["pallas_gemm"] <= 2 * errors["optax"]
-
-
-@pytest.mark.parametrize("shape", [(24, 8), (2, 8, 24)])
-def test_what_is_orthogonalised_has_singular_values_near_one(shape: tuple[int, ...]) -> None:
-    x = jax.random.normal(jax.random.key(0), shape)
-    run = jax.jit(muon.orthogonalised)
-    values = np.linalg.svd(np.asarray(run(x)), compute_uv=False)
-    assert np.all((values > 0.6) & (values < 1.3))
-    # In other units, it is the same.
-    np.testing.assert_allclose(run(7 * x), run(x), atol=1e-5)

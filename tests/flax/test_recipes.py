@@ -3,11 +3,9 @@
 import importlib
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,54 +53,10 @@ def test_the_checkpoint_of_a_stock_block_is_loaded(page: dict[str, Any]) -> None
     np.testing.assert_array_equal(page["from_checkpoint"].shape, (2, 16, 512))
 
 
-def _of_arrays(model: Any) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """Returns an Equinox model of many examples as a function of its arrays, and the arrays."""
-    equinox = importlib.import_module("equinox")
-    arrays, static = equinox.partition(model, equinox.is_array)
-    leaves, tree = jax.tree.flatten(arrays)
-
-    def applied(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
-        return jax.vmap(equinox.combine(jax.tree.unflatten(tree, leaves), static))(x)
-
-    return applied, leaves
-
-
-def test_an_equinox_model_keeps_its_arrays(page: dict[str, Any]) -> None:
-    replaced = page["with_our_layers"](page["mlp"])
-    assert {type(layer) for layer in replaced.layers} == {page["EquinoxLinear"]}
-    (f, ours), (_, stock) = map(_of_arrays, (replaced, page["mlp"]))
-    for our, own in zip(ours, stock, strict=True):
-        assert our is own
-    # Under `vmap` each layer is one product of all rows, which reads the weight as it is stored.
-    products = explain(f, ours, jnp.ones((32, 256))).products
-    assert [(d.problem.batch, d.problem.m, d.problem.layout) for d in products] == [
-        (1, 32, "NT")
-    ] * 3
-    assert all(decision.problem.epilogue.bias for decision in products)
+def test_an_equinox_model_has_our_layers(page: dict[str, Any]) -> None:
+    assert {type(layer) for layer in page["replaced"](page["mlp"]).layers} == {page["Linear"]}
     assert page["same"].shape == (32, 128)
-
-
-@pytest.mark.parametrize("use_bias", [True, False], ids=["bias", ""])
-def test_an_equinox_layer_is_the_stock_layer(page: dict[str, Any], use_bias: bool) -> None:
-    equinox = importlib.import_module("equinox")
-    stock = equinox.nn.Linear(256, 128, use_bias=use_bias, key=jax.random.key(0))
-    (f, arrays), (g, _) = map(_of_arrays, (page["with_our_layers"](stock), stock))
-    layers.assert_trained_as_well(f, g, arrays, layers.normal(32, 256))
-
-
-def test_an_equinox_layer_fuses_its_activation(page: dict[str, Any]) -> None:
-    layer = page["EquinoxLinear"](16, 8, activation="gelu", key=jax.random.key(1))
-    [decision] = explain(layer, jnp.ones(16)).products
-    assert decision.problem.epilogue.activation is not None
-    x = layers.normal(5, 16)
-
-    fused, arrays = _of_arrays(layer)
-
-    def stock(arrays: Any, x: Any) -> Any:
-        weight, bias = arrays
-        return jax.nn.gelu(x @ weight.T + bias[None])
-
-    layers.assert_trained_as_well(fused, stock, arrays, x)
+    assert page["hidden"].shape == page["swiglu"].shape == (32, 512)
 
 
 def test_a_haiku_model_has_the_parameters_and_the_results_of_the_stock_layer(
