@@ -15,7 +15,7 @@ from pallas_gemm.api.eager import compiled
 from pallas_gemm.call import Call, Options
 from pallas_gemm.op import explicit
 from pallas_gemm.op.loss import statistics
-from pallas_gemm.op.loss_chunks import Layer
+from pallas_gemm.op.loss_chunks import Layer, over_words
 from pallas_gemm.op.loss_plan import Memory
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import precision as precisions
@@ -275,20 +275,10 @@ def _found(given: tuple[Any, ...], how: _How) -> _Found:
     picked = jnp.where(is_word & counts, named - first, -1)
     results = _statistics(layer, hidden, weight, picked, bias)
     if how.axis_name is not None:
-        results = _over_words(results, how.axis_name)
+        results = over_words(results, how.axis_name)
     log_sum_exp, of_label, *totals = (jnp.where(counts, x, 0) for x in results)
     of_label = jnp.where(is_word | ~counts, of_label, jnp.nan)
     return _Found(log_sum_exp, of_label, totals[0] if totals else None, counts, words)
-
-
-def _over_words(results: Any, axis_name: Any) -> list[jax.Array]:
-    """Combines the statistics of the words that each device has: two small all-reduces."""
-    log_sum_exp, *sums = results
-    largest = lax.pmax(lax.stop_gradient(log_sum_exp), axis_name)
-    # Without a finite logit there is nothing to stay below.
-    finite = jnp.where(jnp.isfinite(largest), largest, 0)
-    exp, *sums = lax.psum((jnp.exp(log_sum_exp - finite), *sums), axis_name)
-    return [jnp.log(exp) + finite, *sums]
 
 
 def _statistics(layer: Layer, hidden: Any, weight: Any, labels: Any, bias: Any) -> list[Any]:

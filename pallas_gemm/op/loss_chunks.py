@@ -244,6 +244,16 @@ def by_chunks(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]
     return _over(parts, step)
 
 
+def over_words(results: Sequence[jax.Array], axes: Any) -> list[jax.Array]:
+    """Combines the statistics of the words that each device has: two small all-reduces."""
+    log_sum_exp, *sums = results
+    largest = lax.pmax(lax.stop_gradient(log_sum_exp), axes)
+    # Without a finite logit there is nothing to stay below.
+    finite = jnp.where(jnp.isfinite(largest), largest, 0)
+    exp, *sums = lax.psum((jnp.exp(log_sum_exp - finite), *sums), axes)
+    return [jnp.log(exp) + finite, *sums]
+
+
 def _over(parts: Chunks, step: Callable[..., Any]) -> Any:
     """Computes the chunks in turn.
 
@@ -257,8 +267,7 @@ def _over(parts: Chunks, step: Callable[..., Any]) -> Any:
 
     def next_chunk(left: Any, start: Any) -> Any:
         # Nothing of a chunk begins before the last one has ended.
-        ready: Any = lax.optimization_barrier((left, start))
-        return step(*ready, parts.each), None
+        return step(*_one_after_the_other(left, start), parts.each), None
 
     # Two chunks in a round of the loop read and write sums in turn, without a copy between them.
     return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=2)[0]
@@ -284,6 +293,8 @@ def gradients(
         kept: The product of hidden and weight, if the forward pass kept it.
     """
     parts = layer.chunks(given.hidden, given.weight)
+    if kept is not None:
+        parts = dataclasses.replace(parts, each=parts.words, kept=True)
     of = _Products(layer, parts)
 
     def step(found: Any, start: Any, size: Any) -> Any:
@@ -292,6 +303,9 @@ def gradients(
         hidden, weight, bias = (None, None, None) if found is None else found
         if wanted.hidden:
             hidden = of.hidden(g, own.weight, hidden)
+        if wanted.hidden and wanted.weight:
+            # In this order the sums before, and the weight, are gone when its gradient comes.
+            g, hidden = _one_after_the_other(g, hidden)
         if wanted.weight:
             weight = _put(given, of.weight(g, own.hidden), weight, given.weight, start, layer.axis)
         if wanted.bias:
@@ -300,6 +314,11 @@ def gradients(
 
     hidden, weight, bias = _over(parts, step)
     return [None if hidden is None else hidden.astype(given.hidden.dtype), weight, bias]
+
+
+def _one_after_the_other(*arrays: Any) -> Any:
+    """Lets all that follows begin when all of these arrays are there."""
+    return lax.optimization_barrier(arrays)
 
 
 def _slopes_of(

@@ -16,7 +16,7 @@ from jax.export import is_symbolic_dim
 Memory = int | str | None
 """What a caller says: bytes, "least", "fastest", or None for the default."""
 
-LEAST_WORDS, DEFAULT_WORDS = 4096, 8192
+LEAST_WORDS, DEFAULT_WORDS = 6144, 8192
 """Words of a chunk: with fewer, products are too small to keep a GPU busy."""
 STEP = 256
 """Words of a chunk are a multiple of this, so that tiles fill it."""
@@ -83,9 +83,9 @@ def chunks(tokens: Any, width: Any, words: Any, itemsize: int, memory: Memory) -
     def of(each: int) -> Chunks:
         if each >= words:
             return Chunks(words, words, True, tokens * words * itemsize)
-        # The slopes, the weight of these words and its gradient; the gradient of the tokens before
-        # and after a chunk is added.
-        chunk = (tokens + 2 * width) * each * itemsize
+        # The slopes and the weight of these words; the gradient of the tokens before and after a
+        # chunk is added. When the gradient of the weight comes, there is room again.
+        chunk = (tokens + width) * each * itemsize
         return Chunks(words, each, False, chunk + 2 * tokens * width * 4)
 
     whole, usual = of(words), of(DEFAULT_WORDS)
@@ -101,5 +101,5 @@ def chunks(tokens: Any, width: Any, words: Any, itemsize: int, memory: Memory) -
         )
     if memory >= whole.bytes:
         return whole
-    more = (memory - least.bytes) // ((tokens + 2 * width) * itemsize)
+    more = (memory - least.bytes) // ((tokens + width) * itemsize)
     return of(LEAST_WORDS + more // STEP * STEP)

@@ -17,8 +17,7 @@ from pallas_gemm.op import loss_plan
 from tests import meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-TOKENS, WIDTH, WORDS = 64, 8, 9008
-# The three chunks of 4096 words are not the same as one.
+TOKENS, WIDTH, WORDS = 64, 8, 15008
 LEAST = loss_plan.chunks(TOKENS, WIDTH, WORDS, 4, "least")
 HOWS = {"recomputed": "least", "kept": "fastest"}
 
@@ -53,7 +52,7 @@ def _check(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 
 def test_the_sizes_of_these_tests_have_several_chunks():
-    assert (LEAST.count, LEAST.first, LEAST.products) == (3, 816, 4)
+    assert (LEAST.count, LEAST.first, LEAST.products) == (3, 2720, 4)
     assert not LEAST.kept
 
 
@@ -272,11 +271,11 @@ def test_no_array_has_all_logits(memory):
 @pytest.mark.parametrize(
     ("tokens", "width", "words", "memory", "each", "products"),
     [
-        (4096, 4096, 128256, "least", 4096, 4),
+        (4096, 4096, 128256, "least", 6144, 4),
         (4096, 4096, 128256, None, 8192, 4),
         (4096, 4096, 128256, "fastest", 128256, 3),
         (4096, 4096, 128256, 4096 * 128256 * 2, 128256, 3),
-        (4096, 4096, 128256, 4096 * 128256 * 2 - 1, 37120, 4),
+        (4096, 4096, 128256, 4096 * 128256 * 2 - 1, 55808, 4),
         # So few tokens that all logits are less than what a chunk takes.
         (16, 4096, 128256, "least", 128256, 3),
         (16, 4096, 128256, None, 128256, 3),
