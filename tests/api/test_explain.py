@@ -15,7 +15,10 @@ from jax import lax
 
 import pallas_gemm
 from pallas_gemm import dot_general, explain, gated_gemm, gemm, matmul, ragged_dot, target
+from pallas_gemm.api import explanation
 from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.planning.realign import Step
+from pallas_gemm.problem import Problem
 
 CONFIGS = ("HopperConfig", "BlackwellConfig")
 
@@ -301,6 +304,19 @@ def test_what_to_change_is_said(sizes: tuple[int, int, int], dtype: Any, hint: s
     with pallas_gemm.target("h200"):
         assert f"to change     {hint}" in str(explain(gemm, *operands, activation="gelu"))
     assert 'with target("h200")' in str(explain(gemm, *operands))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_an_operand_that_is_turned_is_named_as_it_should_be_stored(
+    side: str, transpose: bool
+) -> None:
+    stored = {"a": "mk", "b": "kn"}[side]
+    stored = stored[::-1] if transpose else stored
+    step = Step(side, "transpose", (64, 64), 1_000_000)
+    problem = Problem(64, 64, 64, **{f"transpose_{side}": transpose})
+    hint = explanation._hint_of_step(step, problem)
+    assert hint == f"store {side} as [{stored[1]}, {stored[0]}]: saves 1.0 MB"
 
 
 def test_nothing_is_run_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

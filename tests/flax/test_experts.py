@@ -177,3 +177,16 @@ def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: int) -> None:
         nnx.Experts(INPUTS, **SIZES, top_k=top_k, rngs=stock_nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
         linen.Experts(**SIZES, top_k=top_k).init(KEY, jnp.ones(X))
+
+
+@pytest.mark.parametrize("name", ["in_features", "hidden_features"])
+def test_no_size_is_less_than_nothing(name: str) -> None:
+    sizes = {"in_features": INPUTS, **SIZES, name: -1}
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0, got -1"):
+        nnx.Experts(**sizes, rngs=stock_nnx.Rngs(0))
+
+
+def test_the_router_begins_as_it_is_told() -> None:
+    layer = linen.Experts(**SIZES, router_init=nn.initializers.ones)
+    params = layer.init(KEY, jnp.ones(X))["params"]
+    np.testing.assert_array_equal(params["router"]["kernel"], jnp.ones((INPUTS, EXPERTS)))

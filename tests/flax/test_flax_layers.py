@@ -391,6 +391,8 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
         nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=rngs)
     with pytest.raises(ValueError, match=r"dot_general_cls=.* has no meaning for Dense"):
         linen.Dense(2, dot_general_cls=lambda: jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"dot_general=.* has no meaning for Dense"):
+        linen.Dense(2, dot_general=jax.lax.dot_general).init(KEY, jnp.ones((2, 2)))
 
 
 HOW: dict[str, Any] = {

@@ -100,3 +100,25 @@ def estimates(jaxpr: core.Jaxpr) -> Iterator[Any]:
             yield equation.params["cost_estimate"]
         for inner in core.jaxprs_in_params(equation.params):
             yield from estimates(inner)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_apart"),
+    [
+        # A slice of whole rows begins at a multiple of 256 bytes.
+        ((8, 128), jnp.bfloat16, False),
+        ((2, 3, 64), jnp.float32, False),
+        ((128, 8), jnp.bfloat16, True),
+        ((256, 129), jnp.int8, True),
+        # A part of a row begins anywhere.
+        ((1, 128), jnp.bfloat16, True),
+        ((1, 1, 256), jnp.float32, True),
+        ((256,), jnp.float32, True),
+    ],
+)
+def test_what_may_be_a_slice_that_begins_anywhere_is_kept_apart(
+    shape: tuple[int, ...], dtype: Any, is_apart: bool
+) -> None:
+    made = jax.make_jaxpr(launch.on_its_own)(jax.ShapeDtypeStruct(shape, dtype))
+    names = [equation.primitive.name for equation in made.eqns]
+    assert names == ["optimization_barrier"] * is_apart

@@ -166,8 +166,11 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
 
     s, given = drawn(_type(M, N)), [drawn(x) for x in operands]
     wide = {"m": (M, 1), "n": (1, N), "mn": (M, N), "": ()}
-    kinds = [operand.kind for operand in parts.program.operands]
-    prepared = [x.reshape(wide[k]) for x, k in zip(parts.prepared(given), kinds, strict=True)]
+    taken, prepared = parts.program.operands, parts.prepared(given)
+    # Whole arrays in the type in which they are loaded, and others in that of the program.
+    types = [own.loaded if own.kind == "mn" else own.dtype for own in taken]
+    assert [x.dtype for x in prepared] == types
+    prepared = [x.reshape(wide[own.kind]) for x, own in zip(prepared, taken, strict=True)]
     computed = epilogues.run(parts.program, [s], prepared)
     found = parts.finished(given, computed)
     expected = jax.tree.leaves(function(s, *given))

@@ -1,6 +1,7 @@
 """Any contraction as one batched product: the same numbers, and no copies where none are needed."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_gemm.call import Call, Operands, Options
 from pallas_gemm.op import canonical, contraction
 from pallas_gemm.op.canonical import Form, Side
 from pallas_gemm.op.contraction import Contraction, DimensionNumbers
+from pallas_gemm.problem import Epilogue
 from tests import reference
 
 SIZES = (2, 3, 1, 4)
@@ -232,3 +234,25 @@ def test_the_signature_of_the_product_follows_the_form() -> None:
         Operands(a, b), request.Epilogue(), Options(), preferred_element_type=jnp.float32
     )
     assert asked.merged.signature == (((1, 4), np.float16), ((5, 4), jnp.bfloat16))
+
+
+def test_operands_keep_their_types_where_the_factors_change_places() -> None:
+    call = Call(jnp.bfloat16, epilogue=Epilogue(residual=True))
+    shapes, types = [(4, 8), (8, 6), (6, 4)], [jnp.bfloat16, jnp.float16, np.float32]
+    signature = tuple((shape, np.dtype(own)) for shape, own in zip(shapes, types, strict=True))
+    found = canonical.merged(call, Contraction("mk", "kn", "nm", residual="nm"), signature)
+    assert found.form.swapped
+    assert [own for _, own in found.signature] == [jnp.float16, jnp.bfloat16, np.float32]
+
+
+@pytest.mark.parametrize("share", ["", "l"])
+def test_rows_that_others_part_are_a_batch_that_shares_the_other_operand(share: str) -> None:
+    """The first of two dimensions of rows, which lie apart in the operand and in the result."""
+    dims = Contraction(f"{share}rmk", f"{share}kn", f"{share}rnm")
+    sizes = {"l": 2, "r": 64, "m": 64, "k": 8, "n": 64}
+    signature = tuple(
+        (tuple(sizes[x] for x in own), np.dtype(np.float32)) for own in (dims.lhs, dims.rhs)
+    )
+    form = canonical.merged(CALL, dims, signature).form
+    assert (form.a.permutation, form.permutation) == (None, None)
+    assert math.prod(form.product_shape[:-2]) == (128 if share else 64)

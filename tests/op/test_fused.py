@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import gated_gemm, gemm, target
+from pallas_gemm import explain, gated_gemm, gemm, target
 from pallas_gemm.op import fused
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -235,3 +235,17 @@ def test_in_shard_map() -> None:
         _ours(_kept), mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P("d"), P("d"))
     )
     _check(jax.jit(each)(*operands), _jaxs(_kept)(*operands))
+
+
+@pytest.mark.parametrize(("k", "n"), [(1024, 1024), (1023, 1024), (1024, 1001)], ids=str)
+def test_a_kernel_that_needs_operands_realigned_leaves_the_function_to_xla(k: int, n: int) -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((2048, k), (k, n))]
+    bias = jax.ShapeDtypeStruct((n,), F32)
+    with target("h200"):
+        explained = explain(_ours(_kept), *shapes, bias)
+    [product] = explained.products
+    assert product.implementation == "hopper"
+    is_odd = (k, n) != (1024, 1024)
+    assert bool(product.plan.realigned.steps) == is_odd
+    assert (product.problem.epilogue.program is None) == is_odd
+    assert ("the rest of the epilogue by XLA" in str(explained)) == is_odd

@@ -14,9 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import target
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
+from pallas_gemm.call import Call, Options
+from pallas_gemm.device import H200
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.devices import collective, send_rows
+from pallas_gemm.op import fused_collective
+from pallas_gemm.planning import dispatch
 from pallas_gemm.problem import Problem
 
 MESH = (("data", 2), ("model", 4))
@@ -144,3 +148,19 @@ def test_xla_is_told_that_a_kernel_asks_for_its_device(collective: Any, kernels:
     by_kernel = _for_gpus(jax.devices()[:4], 8192, collective)
     assert by_kernel.count("uses_xla_collective_metadata = true") == kernels
     assert "uses_xla_collective_metadata = false" not in by_kernel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "why"),
+    [
+        (jnp.bfloat16, 2048, None),
+        (jnp.bfloat16, 64, "the rows of 4 devices, 64 in all, are no whole tiles"),
+        (jnp.complex64, 2048, "no kernel takes it"),
+    ],
+    ids=["exchanged", "too few rows", "no kernel"],
+)
+def test_what_no_kernel_computes_has_a_reason(dtype: Any, rows: int, why: str | None) -> None:
+    call = Call(np.dtype(dtype), options=Options(target=H200))
+    whole = tuple((shape, np.dtype(dtype)) for shape in ((rows, 1024), (1024, 1024)))
+    found = fused_collective._planned(call, whole, LINE)
+    assert isinstance(found, dispatch.Plan) if why is None else found == why

@@ -12,7 +12,18 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import dot_general, einsum, gated_gemm, gemm, matmul, projections
+from pallas_gemm import (
+    dot_general,
+    einsum,
+    gated_gemm,
+    gemm,
+    gram,
+    grouped_gemm,
+    matmul,
+    projections,
+    ragged_dot,
+    symmetric_matmul,
+)
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 from pallas_gemm.planning import precision
 
@@ -100,6 +111,11 @@ PRODUCTS: dict[str, Any] = {
     "gated": lambda a, b: gated_gemm(a, b, b, precision="highest"),
     "gated by XLA": lambda a, b: gated_gemm(a, b, b, precision="highest", implementation="xla"),
     "projections": lambda a, b: projections(a, [b, b], precision="highest"),
+    "gram": lambda a, b: gram(a, precision="highest") + symmetric_matmul(a, b, precision="highest"),
+    "groups": lambda a, b: ragged_dot(a, b[None], jnp.array([8]), precision="highest"),
+    "groups, gated": lambda a, b: grouped_gemm(
+        *(a, b[None], jnp.array([8])), up=b[None], precision="highest"
+    ),
     "gathered": _on_two_devices(all_gather_gemm, ROWS, COLUMNS, COLUMNS),
     "scattered": _on_two_devices(gemm_reduce_scatter, COLUMNS, ROWS, ROWS),
 }

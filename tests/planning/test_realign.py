@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, signature_of
 from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.planning import xla
-from pallas_gemm.planning.realign import Realigned, Step, realign
+from pallas_gemm.planning.realign import Realigned, Step, _more_rows, realign
 from pallas_gemm.problem import Epilogue, Problem
 from tests import reference
 
@@ -190,6 +190,12 @@ def test_a_batch_with_one_right_operand_is_more_rows() -> None:
     assert realigned.problem.batch == 1
     assert realigned.problem.m == 40
     assert realigned.bytes == 0
+
+
+def test_rows_of_a_batch_that_are_turned_are_read_and_written_once() -> None:
+    found = _more_rows(Problem(8, 64, 64, batch=5, transpose_a=True, shared_b=True))
+    assert _actions(found) == ["transpose a", "reshape a", "reshape result"]
+    assert [step.bytes for step in found.steps] == [2 * 2 * 5 * 8 * 64, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -478,3 +478,17 @@ def test_reuse_of_the_shift_swizzle(log: int, tiles: tuple[int, int], reuse: int
 def test_closed_forms_refuse(form: str, arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(model, form)(*arguments)
+
+
+def test_the_pace_of_workers_is_told_what_both_sides_of_a_tile_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, right = [], model.pace_of
+
+    def pace_of(**given: Any) -> Any:
+        told.append(given["loads"])
+        return right(**given)
+
+    monkeypatch.setattr(model, "pace_of", pace_of)
+    predict(schedules.raster(4, 4), machine=H200, tile=(64, 256, 64), k=64)
+    assert set(told) == {1 / 64 + 1 / 256}

@@ -370,3 +370,14 @@ def test_k_says_which_kind_of_persistence_is_tried_first(
     widest = [config for config in candidates(problem, B200) if config.tile == CONFIG.tile]
     pairs = [c for c in widest if c.cluster == CONFIG.cluster and c.split_k == 1]
     assert [config.persistence for config in pairs] == kinds
+
+
+@pytest.mark.parametrize("persistence", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("schedule", ["online_swizzle:4", "swizzle:4"])
+def test_only_a_table_is_looked_up_by_who_takes_over_a_cluster(
+    schedule: str, persistence: str
+) -> None:
+    config = BlackwellConfig(persistence=persistence).reordered(schedule)
+    is_changed = (schedule, persistence) == ("online_swizzle:4", "dynamic")
+    assert config.persistence == ("static" if is_changed else persistence)
+    assert config.schedule == schedule
