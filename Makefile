@@ -2,6 +2,7 @@
 # make test   lints, type-checks and runs the tests
 # make lint   only the first two
 # make summaries  after a kernel changed: writes what the compiler says of it to tests/summaries.jsonl
+# make mutants  plants small mistakes and says which ones no test notices; MUTANTS="--area=op" says where
 # make docs   builds the documentation into docs/_build/html; a warning is an error
 # make links  asks for every page of others that it links to
 # make dist   builds what is published, checks it, and installs it in an environment of its own
@@ -52,7 +53,7 @@ NEWEST_JAX := 'jax[$(if $(GPU),cuda13,cuda13-local)]'
 # The demo needs less; where the whole environment is, it is enough.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP)-demo)
 
-.PHONY: demo test lint newest summaries docs links dist bench lock clean
+.PHONY: demo test lint newest summaries mutants docs links dist bench lock clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -73,6 +74,13 @@ lint: $(STAMP)
 
 summaries: $(STAMP)
 	$(BIN)/python -m pytest --write-summaries $$(grep -l summaries.KEPT -r tests --include='test_*.py')
+
+# Which lines tests reach is found out once, by a run of them all.
+mutants: export OPENBLAS_NUM_THREADS := 1
+mutants: $(STAMP)
+	test -d .pytest_cache/mutation/reach || $(BIN)/python -m tests.mutation map
+	$(BIN)/python -m tests.mutation run --workers $(WORKERS) $(MUTANTS)
+	$(BIN)/python -m tests.mutation table
 
 # The pip that a Python brings may be years old: the newest takes two thirds of the time.
 $(STAMP): EXTRAS := test$(CUDA)
