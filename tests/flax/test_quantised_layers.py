@@ -88,6 +88,7 @@ def test_quantised_layers_err_as_little_as_their_types_do(dtype: str) -> None:
     stock = stock_nnx.Linear(128, 64, rngs=stock_nnx.Rngs(0))
     ours = nnx.QuantisedLinear.of(stock, dtype, activation="gelu")
     x = layers.normal(32, 128)
+
     def both(f: Any) -> Any:
         result, pull = jax.vjp(f, x)
         return result, pull(x[:, :64])[0]

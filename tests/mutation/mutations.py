@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -166,7 +167,7 @@ def _operator(node: ast.AST, text: _Text) -> Iterator[Change]:
 
 def _logic(node: ast.AST, text: _Text) -> Iterator[Change]:
     if isinstance(node, ast.BoolOp):
-        for left, right in zip(node.values, node.values[1:], strict=False):
+        for left, right in itertools.pairwise(node.values):
             yield node, text.with_gap(left, right, node, *_JOINED[type(node.op)])
     if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
         yield node, text.of(node.operand)
@@ -201,7 +202,7 @@ def _argument(node: ast.AST, text: _Text) -> Iterator[Change]:
         return
     name = node.func.attr if isinstance(node.func, ast.Attribute) else text.of(node.func)
     given = [arg for arg in node.args if not isinstance(arg, ast.Starred)]
-    for left, right in zip(given, given[1:], strict=False):
+    for left, right in itertools.pairwise(given):
         if name in _IN_ANY_ORDER:
             break
         first, end = text.span(node)

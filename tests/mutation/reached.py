@@ -1,10 +1,10 @@
-"""A plugin of pytest that writes which lines of the packages each test reaches, and how long it takes.
+"""A plugin of pytest that writes which lines each test reaches, and how long the test takes.
 
     python -m pytest -n 0 -p tests.mutation.reached --reached=FILE tests/op
 
-Each line of the file is a record of one test: {"test", "seconds", "lines": {path: [number, ...]}}. The
-first is of no test: what is reached while modules are imported. A line that runs once in a process,
-such as in a cached function, is reached by the first test that needs it, and by no other.
+Each line of the file is a record of one test: {"test", "seconds", "lines": {path: [number, ...]}}.
+The first is of no test: what is reached while modules are imported. A line that runs once in a
+process, such as in a cached function, is reached by the first test that needs it, and by no other.
 """
 
 import importlib.abc

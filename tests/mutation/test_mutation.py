@@ -1,4 +1,4 @@
-"""The tool that plants mistakes: which ones, which tests run, and what it says of what they find."""
+"""The tool that plants mistakes: which ones, which tests run, and what it says of them."""
 
 import argparse
 import json
@@ -144,7 +144,7 @@ def test_a_run_goes_on_where_it_was_left_off(
     assert "survived" not in said
 
 
-RUN = '''
+RUN = """
 import json, pathlib
 from tests.mutation import trials
 
@@ -169,7 +169,7 @@ jobs = [
 ]
 trials.run(jobs, 2)
 print(json.dumps(found), file=open(OUT, "w"))
-'''
+"""
 
 
 def test_mistakes_are_told_from_what_changes_nothing(tmp_path: pathlib.Path) -> None:

@@ -246,6 +246,7 @@ def test_a_kernel_that_needs_operands_realigned_leaves_the_function_to_xla(k: in
     [product] = explained.products
     assert product.implementation == "hopper"
     is_odd = (k, n) != (1024, 1024)
+    assert product.plan is not None
     assert bool(product.plan.realigned.steps) == is_odd
     assert (product.problem.epilogue.program is None) == is_odd
     assert ("the rest of the epilogue by XLA" in str(explained)) == is_odd
