@@ -84,7 +84,7 @@ def test_what_few_tests_need_does_not_keep_the_others_from_being_collected() -> 
     own = {"_pytest", "bench", "examples", "pallas_gemm", "schedules", "tests"}
     # SciPy comes with JAX, and PyYAML with Flax.
     needed = {"absl", "flax", "hypothesis", "jax", "jaxlib", "numpy", "pytest", "rich"}
-    needed |= {"scipy", "yaml"}
+    needed |= {"equinox", "optax", "scipy", "yaml"}
     imported = set[str]()
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
