@@ -197,7 +197,7 @@ NOT_TUNED_APART = {
     ".epilogue.up_bias": "it takes next to no time",
     ".transpose_out": "a kernel's own view of a problem",
     ".kept": "a few rows and columns",
-    ".pieces": "they take the same steps",
+    ".terms": "they take the same steps",
     ".shared_a": "it takes the same steps",
     ".shared_b": "it takes the same steps",
     ".groups": "groups are not tuned",

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import work
 from pallas_gemm.problem import Problem
@@ -29,7 +30,7 @@ class KernelPlan:
     """
 
     problem: Problem
-    config: Any
+    config: GemmConfig
     device: Device
     computes: Literal["all", "whole", "cut"] = dataclasses.field(default="all", kw_only=True)
     interpret: Any = dataclasses.field(default=False, kw_only=True)
