@@ -237,7 +237,7 @@ class SumCall(Call):
         """Returns the problem that operands of these shapes and types pose."""
         each = [self.each.problem(pair) for pair in self.pairs(signature)]
         sizes = tuple(problem.k for problem in each)
-        return dataclasses.replace(each[0], k=sum(sizes), pieces=sizes)
+        return dataclasses.replace(each[0], k=sum(sizes), terms=sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,9 +138,9 @@ class Problem:
             is stored.
         kept: (rows, columns) of the product that are the result, where the operands were made
             longer than the result is to be; None for all m and n.
-        pieces: The contracted sizes that make up k, where each operand is in so many arrays, and
-            the result is the sum of their products; `()` if each is one. Shapes of operands are
-            those of the pieces side by side.
+        terms: The contracted sizes of several products, where the result is their sum and k is the
+            sum of these; `()` for one product. Each operand is an array for each product, and its
+            shape is that of these arrays side by side.
         shared_a: The products of a batch have one left operand, a matrix.
         shared_b: They have one right operand, or one pair of them.
         groups: The rows are those of so many groups, one after the other, each with a right operand
@@ -168,7 +168,7 @@ class Problem:
     epilogue: Epilogue = Epilogue()
     transpose_out: bool = False
     kept: tuple[int, int] | None = None
-    pieces: tuple[int, ...] = ()
+    terms: tuple[int, ...] = ()
     shared_a: bool = False
     shared_b: bool = False
     groups: int = 0

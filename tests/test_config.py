@@ -204,10 +204,10 @@ CASES = {
         config(tile=(128, 128), pingpong=True),
         SUMS_OVER_GROUPS,
     ),
-    "sums over groups, in pieces": Case(
+    "sums over groups, of several products": Case(
         ("sums over groups are of two operands stored [k, m] and [k, n]",),
         config(),
-        dataclasses.replace(SUMS_OVER_GROUPS, pieces=(2048, 2048)),
+        dataclasses.replace(SUMS_OVER_GROUPS, terms=(2048, 2048)),
     ),
     # The tile and who computes it.
     "columns of a consumer": Case(
@@ -333,7 +333,7 @@ CASES = {
     # A function as epilogue.
     "function of groups": Case(
         ("a function as epilogue is for one product of two operands",),
-        problem=problem(epilogue=Epilogue(program=REDUCED), pieces=(2048, 2048)),
+        problem=problem(epilogue=Epilogue(program=REDUCED), terms=(2048, 2048)),
     ),
     "function of many arrays": Case(
         ("a function may have at most 6 results and operands", "got 1 and 6"),
@@ -396,15 +396,15 @@ CASES = {
         problem=problem(n=4104),
     ),
     "pieces": Case(
-        ("in pieces must be positive multiples of 64 for bfloat16", "got (4064, 32)"),
-        problem=problem(pieces=(4064, 32)),
+        ("a sum of products must be positive multiples of 64 for bfloat16", "got (4064, 32)"),
+        problem=problem(terms=(4064, 32)),
     ),
     "an empty piece": Case(
-        ("in pieces must be positive multiples of 64", "got (4096, 0)"),
-        problem=problem(pieces=(4096, 0)),
+        ("a sum of products must be positive multiples of 64", "got (4096, 0)"),
+        problem=problem(terms=(4096, 0)),
     ),
     "many pieces": Case(
-        ("operands must be in at most 8 pieces", "got 16"), problem=problem(pieces=(256,) * 16)
+        ("a sum must have at most 8 products", "got 16"), problem=problem(terms=(256,) * 16)
     ),
     # Its types.
     "two dtypes": Case(

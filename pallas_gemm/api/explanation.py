@@ -335,8 +335,8 @@ def _short_text(problem: Problem) -> str:
 def _problem_text(problem: Problem) -> str:
     sizes = f"m={problem.m} n={problem.n} k={problem.k}"
     dtypes = f"{problem.a_dtype} x {problem.b_dtype} -> {problem.out_dtype}"
-    if problem.pieces:
-        sizes += f" ({' + '.join(map(str, problem.pieces))})"
+    if problem.terms:
+        sizes += f" ({' + '.join(map(str, problem.terms))})"
     if problem.groups:
         sizes += f" in {problem.groups} groups of rows"
     if problem.ragged_k:

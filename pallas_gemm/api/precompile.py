@@ -169,9 +169,9 @@ class _Product:
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the operands, by the names that the function has for them."""
         problem, shape = self.problem, jax.ShapeDtypeStruct
-        if problem.pieces:
-            each = [dataclasses.replace(problem, k=k, pieces=()) for k in problem.pieces]
-            pairs = [_Product(piece, self.extras, {}).operands() for piece in each]
+        if problem.terms:
+            each = [dataclasses.replace(problem, k=k, terms=()) for k in problem.terms]
+            pairs = [_Product(one, self.extras, {}).operands() for one in each]
             return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
         right = shape(problem.b_shape, problem.b_dtype)
         left = shape(problem.a_shape, problem.a_dtype)
@@ -193,7 +193,7 @@ class _Product:
         return found
 
     def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
-        if self.problem.pieces:
+        if self.problem.terms:
             # JAX has put the names of the operands into another order.
             return sum_of_products(self._sum(), *(operands[name] for name in self.operands()))
         if self.problem.ragged_k:
@@ -221,7 +221,7 @@ class _Product:
         return multiply(**operands, **options)
 
     def _sum(self) -> SumCall:
-        """Returns the call for operands in pieces, which no public function takes."""
+        """Returns the call for a sum of products, which no public function takes."""
         options, (a, b, *_) = dict(self.options), self.operands().values()
         form = {name: options.pop(name) for name in ("transpose_a", "transpose_b")}
         epilogue = dataclasses.replace(self.problem.epilogue, beta=options.pop("beta"))
@@ -233,7 +233,7 @@ class _Product:
 
     def decision(self) -> Decision:
         """Returns what computes it on the GPU that is planned for."""
-        if self.problem.pieces:
+        if self.problem.terms:
             return dispatch.decide(self._sum(), signature_of(tuple(self.operands().values())))
         explained = explain(self, self.operands())
         if explained.products:

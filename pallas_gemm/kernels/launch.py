@@ -81,7 +81,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
     left = map(on_its_own, given)
     factors = tuple(
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
-        for _ in problem.pieces or (problem.k,)
+        for _ in problem.terms or (problem.k,)
     )
     reach = _reach(config, problem)
     operands = []

@@ -296,7 +296,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    as_timed = not (realigned.steps or realigned.unfused or problem.pieces)
+    as_timed = not (realigned.steps or realigned.unfused or problem.terms)
     over_xla = chosen.over_xla if as_timed else None
     return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
 
@@ -339,8 +339,8 @@ def _realigned(
         return Realigned(bare, unfused="; ".join(refused))
     reasons: list[str] = []
     for fused in (True, False):
-        # Operands in pieces have no epilogue.
-        if (fused and unfused) or (not fused and problem.pieces):
+        # A sum of products has no epilogue.
+        if (fused and unfused) or (not fused and problem.terms):
             continue
         variant, own = (call, signature) if fused else (sums_only(call, signature), signature[:2])
         realigned = realign(variant, own, lambda p: architecture.problem_refusals(p, device))
@@ -376,8 +376,8 @@ def _config(
         return _Chosen(_named_config(options, problem, device, architecture), "argument")
     schedule, simulated = options.schedule, options.implementation == "interpret"
     if schedule is None and not simulated and not problem.in_groups:
-        # In pieces or not, it takes the same steps.
-        found = tables.find(dataclasses.replace(problem, pieces=()), device)
+        # A sum of products takes the steps of one product.
+        found = tables.find(dataclasses.replace(problem, terms=()), device)
         if found is not None:
             return _Chosen(found.entry.config, f"tuned ({found.source})", found.entry.over_xla)
     if simulated:

@@ -21,7 +21,7 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     if isinstance(call, GroupedCall):
         whole = realigned.unfused is None
         return kernel if whole else functools.partial(_unfused_groups, call, kernel)
-    if decision.problem.pieces or isinstance(call, FusedCall):
+    if decision.problem.terms or isinstance(call, FusedCall):
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)

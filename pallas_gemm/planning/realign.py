@@ -122,8 +122,8 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
     for arranged in _arrangements(call, signature):
         problem = arranged.problem
         legal = not tuple(refusals(problem))
-        # What is in pieces is taken as it is, or apart.
-        for remedied in (problem,) if legal or problem.pieces else _remedies(problem):
+        # A sum of products is taken as it is, or product by product.
+        for remedied in (problem,) if legal or problem.terms else _remedies(problem):
             if legal or not tuple(refusals(remedied)):
                 before, after = _remedy_steps(problem, remedied)
                 # What is undone last was done first.

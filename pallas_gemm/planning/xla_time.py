@@ -76,8 +76,8 @@ def seconds(problem: Problem, device: Device) -> float | None:
 
 @functools.lru_cache(maxsize=4096)
 def _seconds(problem: Problem, device: Device) -> float:
-    if problem.pieces:
-        each = [dataclasses.replace(problem, k=k, pieces=()) for k in problem.pieces]
+    if problem.terms:
+        each = [dataclasses.replace(problem, k=k, terms=()) for k in problem.terms]
         passes = (len(each) + 1) * math.prod(problem.out_shape) * problem.out_dtype.itemsize
         return sum(_seconds(own, device) for own in each) + pass_seconds(passes, device)
     total = problem.sums * _sum_seconds(problem, device)

@@ -33,10 +33,10 @@ class Operands(NamedTuple):
 
 
 def as_taken(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """The arrays that a kernel takes: `operands`, or the pieces of the first two in turn."""
-    if not problem.pieces:
+    """The arrays that a kernel takes: `operands`, or those of each product of a sum in turn."""
+    if not problem.terms:
         return operands.arrays
-    cuts = np.cumsum(problem.pieces)[:-1]
+    cuts = np.cumsum(problem.terms)[:-1]
     lefts = jnp.split(operands.a, cuts, -2 if problem.transpose_a else -1)
     rights = jnp.split(operands.b, cuts, -1 if problem.transpose_b else -2)
     return [x for pair in zip(lefts, rights, strict=True) for x in pair]

@@ -86,9 +86,9 @@ def test_the_products_of_a_program_are_those_that_are_compiled(
         backward = explain(jax.grad(loss, (0, 1, 2)), x, w, w).products
     products = [decision.problem for decision in (*forward, *backward)]
     # Forward; and for derivatives both pre-activations, the gradients of the weights, and that of
-    # the inputs, which is one product of operands in pieces.
+    # the inputs, which is one sum of products.
     assert len(products) == 1 + 2 + 2 + 1
-    assert [problem.pieces for problem in products].count((512, 512)) == 1
+    assert [problem.terms for problem in products].count((512, 512)) == 1
     done = precompile([*products, *products], "h200", activation="ignored")
     # Several at a time, so in any order, and each once.
     assert {decision.problem for _, decision in seen} == set(products)
@@ -163,8 +163,8 @@ def test_an_unknown_option_is_named() -> None:
 
 @pytest.mark.usefixtures("proven")
 @needs_compiler
-def test_operands_in_pieces() -> None:
-    problem = Problem(256, 256, 16384, transpose_b=True, pieces=(8192, 8192))
+def test_sums_of_products() -> None:
+    problem = Problem(256, 256, 16384, transpose_b=True, terms=(8192, 8192))
     [product] = precompile([problem], "h200")
     assert (product.implementation, product.spill_bytes) == ("hopper", 0)
     # It is cut along k, and another kernel joins it, which has no ring.
@@ -177,7 +177,7 @@ def test_operands_in_pieces() -> None:
     # Which takes them apart, so that there is no kernel of the whole.
     [product] = precompile([problem], "b200")
     assert (product.implementation, product.report) == ("xla", None)
-    assert "no operands in pieces" in str(product.decision.refused)
+    assert "no sum of products" in str(product.decision.refused)
 
 
 def test_products_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,7 +339,7 @@ def test_tables_are_asked_for_the_whole_product() -> None:
     with pallas_gemm.target("h200"):
         wanted = tuning.products_of(jax.grad(loss), _shape(512, 1024), [_shape(1024, 2048)] * 2)
     # The results are not used, and so are not computed.
-    asked = [(p.m, p.n, p.k, p.layout, p.pieces) for p, _ in wanted]
+    asked = [(p.m, p.n, p.k, p.layout, p.terms) for p, _ in wanted]
     assert asked == [(512, 1024, 4096, "NT", ())]
 
 

@@ -151,7 +151,7 @@ def test_few_rows_are_mirrored_into_few_columns() -> None:
         Problem(768, 1536, 24576),
         Problem(512, 512, 16384, transpose_a=True, out_dtype=jnp.float32),
         Problem(256, 256, 16384, transpose_a=True, batch=2),
-        Problem(512, 512, 16384, transpose_a=True, pieces=(8192, 8192)),
+        Problem(512, 512, 16384, transpose_a=True, terms=(8192, 8192)),
     ],
     ids=str,
 )

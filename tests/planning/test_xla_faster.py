@@ -247,7 +247,7 @@ def _unfused(a: jax.Array, b: jax.Array) -> jax.Array:
     return gemm(a, b, activation=jax.lax.lgamma)
 
 
-def _in_pieces(a: jax.Array, b: jax.Array) -> Any:
+def _summed(a: jax.Array, b: jax.Array) -> Any:
     """What is last is the gradient of the left operand: a sum of two products."""
     _, pull = jax.vjp(lambda a: projections(a, (b, b)), a)
     return pull((a, a))
@@ -255,14 +255,14 @@ def _in_pieces(a: jax.Array, b: jax.Array) -> Any:
 
 @pytest.mark.parametrize(
     ("f", "implementation"),
-    [(gemm, "xla"), (_odd, "hopper"), (_unfused, "hopper"), (_in_pieces, "hopper")],
+    [(gemm, "xla"), (_odd, "hopper"), (_unfused, "hopper"), (_summed, "hopper")],
 )
 def test_kernels_keep_what_xla_was_not_timed_with(f: Any, implementation: str) -> None:
     a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     with target("h200"):
         plan = explain(f, a, a).products[-1].plan
         assert plan is not None
-        whole = dataclasses.replace(plan.realigned.problem, pieces=())
+        whole = dataclasses.replace(plan.realigned.problem, terms=())
         entries = {tables.Key.of(whole): tables.Entry(plan.config, 1e-4, 0.97)}
         with tables.Table.of(H200.kind, entries):
             found = explain(f, a, a).products[-1]
@@ -270,7 +270,7 @@ def test_kernels_keep_what_xla_was_not_timed_with(f: Any, implementation: str) -
     if found.plan is not None:
         assert found.plan.source == "tuned (context)"
         assert found.plan.realigned.steps or f is not _odd
-        assert found.plan.realigned.problem.pieces or f is not _in_pieces
+        assert found.plan.realigned.problem.terms or f is not _summed
         assert found.plan.realigned.unfused or f is not _unfused
 
 

@@ -134,7 +134,7 @@ def test_what_nobody_knows_is_not_predicted() -> None:
 
 def test_a_sum_of_products_and_operands_of_two_types_are_more_than_one_product() -> None:
     one = Problem(4096, 4096, 4096)
-    pair = dataclasses.replace(one, k=8192, pieces=(4096, 4096))
+    pair = dataclasses.replace(one, k=8192, terms=(4096, 4096))
     assert 2 * _us(one) < _us(pair) < 2.3 * _us(one)
     wide = dataclasses.replace(one, a_dtype=np.float32, b_dtype=np.float32)
     assert _us(wide) < _us(dataclasses.replace(wide, b_dtype=one.b_dtype)) < 1.2 * _us(wide)

@@ -67,7 +67,7 @@ def _products() -> dict[str, Any]:
         "epilogue": (change(ragged, epilogue=everything), early),
         "gated": (change(ragged, epilogue=Epilogue(gated=True, activation=jax.nn.relu)), early),
         "odd rows": (change(ragged, m=129, n=131), change(late, store_slots=1)),
-        "pieces": (change(ragged, k=320, pieces=(192, 128)), late),
+        "sum of products": (change(ragged, k=320, terms=(192, 128)), late),
         "float8": (change(ragged, k=272, a_dtype=e4m3, b_dtype=e4m3), early),
         "float32": (
             change(ragged, a_dtype=jnp.float32, b_dtype=jnp.float32, out_dtype=jnp.float32),

@@ -286,7 +286,7 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     if problem.transpose_out:
         yield "the Blackwell kernel stores the result [m, n], got transpose_out=True"
     for asked, missing in (
-        (problem.pieces, f"takes no operands in pieces, got {problem.pieces}"),
+        (problem.terms, f"takes no sum of products, got {problem.terms}"),
         (problem.in_groups, "takes no groups"),
         (
             problem.epilogue.program is not None and _is_hoppers(problem),

@@ -36,8 +36,8 @@ Barriers (`protocol.py` derives the arrival counts)
 Timeline (steps are numbered through all tiles, so that the loads of the next tile overlap the
 epilogue of this one; nothing drains the ring before the last tile)
     producer    per tile: read the next tile's entry
-                per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]; where
-                          the operands are in pieces, of one piece after the other
+                per k:    wait empty[s], unless the slot is new; TMA a, TMA b ──▶ full[s]; for a
+                          sum of products, of one product after the other
                 at exit:  wait for every slot, so that no peer arrives on a CTA that has left
     consumer    per tile: read the next tile's entry; zero the accumulator
                 per k:    wait full[s]; WGMMA; wait until only that one is in flight; arrive
@@ -121,7 +121,7 @@ def producer(product: Product, walk: tiles.Walk) -> None:
             return ring.advance(plan, head, reader)
 
         before = 0
-        for factors, steps in zip(cta.gmem.factors, plan.piece_steps, strict=True):
+        for factors, steps in zip(cta.gmem.factors, plan.term_steps, strict=True):
             first, end = product.span(piece, before, steps)
             head = lax.fori_loop(first, end, functools.partial(one_step, factors, before), head)
             before += steps

@@ -124,13 +124,13 @@ class HopperPlan(KernelPlan):
     @property
     def factors(self) -> int:
         """How many arrays are multiplied."""
-        return 2 * len(self.problem.pieces) or 1 + self.b.parts
+        return 2 * len(self.problem.terms) or 1 + self.b.parts
 
     @property
-    def piece_steps(self) -> tuple[int, ...]:
-        """The steps of each piece of the operands; of several, each has a whole number of them."""
-        pieces = self.problem.pieces
-        return tuple(size // self.tile_k for size in pieces) if pieces else (self.k_steps,)
+    def term_steps(self) -> tuple[int, ...]:
+        """The steps of each product of a sum, a whole number of them, or those of the only one."""
+        terms = self.problem.terms
+        return tuple(size // self.tile_k for size in terms) if terms else (self.k_steps,)
 
     def only(self, tiles: Literal["whole", "cut"]) -> Self:
         """See `KernelPlan`; the sums of pieces are handed over at once."""

@@ -10,8 +10,8 @@ from pallas_gemm.problem import ROW_BYTES, Problem
 
 MOST_GROUPS = 1 << 15
 """Groups that an entry of a table numbers."""
-MOST_PIECES = 8
-"""Pieces of operands; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
+MOST_TERMS = 8
+"""Products of a sum; each takes two descriptors of TMA of 128 bytes, and a kernel's arguments may
 be no more than 4,096 bytes on older drivers."""
 
 
@@ -52,18 +52,18 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
-    if problem.ragged_k and (problem.transpose_out or problem.pieces or problem.sums > 1):
+    if problem.ragged_k and (problem.transpose_out or problem.terms or problem.sums > 1):
         yield "sums over groups are of two operands stored [k, m] and [k, n]"
     if problem.groups:
         yield from _grouped_refusals(problem)
     yield from _program_refusals(problem)
-    if len(problem.pieces) > MOST_PIECES:
-        yield f"operands must be in at most {MOST_PIECES} pieces, got {len(problem.pieces)}"
+    if len(problem.terms) > MOST_TERMS:
+        yield f"a sum must have at most {MOST_TERMS} products, got {len(problem.terms)}"
     step = STEP_BYTES // problem.a_dtype.itemsize
-    if any(size % step or not size for size in problem.pieces):
+    if any(size % step or not size for size in problem.terms):
         yield (
-            f"the contracted sizes of operands in pieces must be positive multiples of {step} for"
-            f" {problem.a_dtype}, got {problem.pieces}"
+            f"the contracted sizes of a sum of products must be positive multiples of {step} for"
+            f" {problem.a_dtype}, got {problem.terms}"
         )
     if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
         yield (
@@ -77,7 +77,7 @@ def _program_refusals(problem: Problem) -> Iterator[str]:
     if problem.epilogue.program is None:
         return
     arrays, loaded = problem.result_dtypes, problem.loaded_dtypes
-    if problem.in_groups or problem.pieces or problem.symmetric:
+    if problem.in_groups or problem.terms or problem.symmetric:
         yield "a function as epilogue is for one product of two operands"
     if len(arrays) + len(loaded) > MOST_ARRAYS:
         yield (
@@ -103,7 +103,7 @@ def cut_refusals(problem: Problem, split_k: int) -> Iterator[str]:
 
 
 def _grouped_refusals(problem: Problem) -> Iterator[str]:
-    if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.pieces:
+    if problem.transpose_a or problem.transpose_out or problem.batch > 1 or problem.terms:
         yield "rows in groups are those of one left operand stored [m, k]"
     if problem.epilogue.residual:
         yield "rows in groups have no residual"

@@ -139,8 +139,8 @@ CASES = {
         dataclasses.replace(NT, kept=(4090, 4096)),
     ),
     "pieces": case(
-        ("takes no operands in pieces", "got (2048, 2048)"),
-        dataclasses.replace(NT, pieces=(2048, 2048)),
+        ("takes no sum of products", "got (2048, 2048)"),
+        dataclasses.replace(NT, terms=(2048, 2048)),
     ),
     "rows of a": case(
         ("the last dimension of a must be a multiple of 8", "got 4095", "the next is 4096"),

@@ -72,7 +72,7 @@ SILU_AND_RESIDUAL = dataclasses.replace(SILU, residual=True)
 WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
 HALF = dataclasses.replace(NT, symmetric="gram")
-PIECES = dataclasses.replace(NT, pieces=(2048, 1024, 1024))
+SUM = dataclasses.replace(NT, terms=(2048, 1024, 1024))
 FLOAT32 = {"a_dtype": jnp.float32, "b_dtype": jnp.float32, "out_dtype": jnp.float32}
 MODES: dict[str, Case] = {
     **{
@@ -108,8 +108,8 @@ MODES: dict[str, Case] = {
     ),
     "mirrored": (dataclasses.replace(EARLY, mirrored=True), PROBLEM),
     "gated": (EARLY, GATED),
-    "pieces": (LATE, PIECES),
-    "pieces in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), PIECES),
+    "sum": (LATE, SUM),
+    "sum in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), SUM),
     "half": (dataclasses.replace(LATE, store_slots=1), HALF),
     "half, ragged": (dataclasses.replace(LATE, tile=(128, 144), store_slots=1), HALF),
     "half, early": (
@@ -124,8 +124,8 @@ MODES: dict[str, Case] = {
 
 
 def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
-    if problem.pieces:
-        whole = operands(dataclasses.replace(problem, pieces=()))
+    if problem.terms:
+        whole = operands(dataclasses.replace(problem, terms=()))
         return jax.eval_shape(
             lambda a, b: products.as_taken(problem, products.Operands(a, b, None)),
             *whole,
@@ -358,7 +358,7 @@ def test_tiles_that_are_cut_along_k():
     check_sound(
         [
             (wide, products.transposed(with_residual, "TN")),
-            (tall, dataclasses.replace(PIECES, n=4095)),
+            (tall, dataclasses.replace(SUM, n=4095)),
         ]
     )
 

@@ -58,10 +58,10 @@ def check_exact(problem, config, rng):
     ],
     ids=["late", "claimed", "pingpong", "mirrored"],
 )
-@pytest.mark.parametrize("pieces", [(640, 64), (64, 1024, 320)], ids=len)
-def test_operands_in_pieces(pieces, config, layout, rng):
+@pytest.mark.parametrize("terms", [(640, 64), (64, 1024, 320)], ids=len)
+def test_sums_of_products(terms, config, layout, rng):
     m, n = 1088 if layout[0] == "T" else 1001, 1088 if layout[1] == "N" else 1000
-    problem = Problem(m, n, sum(pieces), pieces=pieces)
+    problem = Problem(m, n, sum(terms), terms=terms)
     check_exact(products.transposed(problem, layout), config, rng)
 
 

@@ -101,16 +101,16 @@ def built(case: covering.Case) -> tuple[Problem, HopperConfig] | None:
     # Two columns of tiles, and two rows unless the first ends with the result.
     tall = rows * cluster[0] + case["edge"]
     wide = columns * cluster[1] * (1 if case["edge"] else 2) + case["edge"]
-    pieces = tuple(int(steps * STEP_BYTES) // jnp.dtype(a).itemsize for steps in case["steps"])
+    terms = tuple(int(steps * STEP_BYTES) // jnp.dtype(a).itemsize for steps in case["steps"])
     try:
         problem = Problem(
             wide if case["mirrored"] else tall,
             tall if case["mirrored"] else wide,
-            sum(pieces),
+            sum(terms),
             *(a, b, out),
             batch=1 if batch == "one" else 2,
             epilogue=epilogue,
-            pieces=pieces if len(pieces) > 1 else (),
+            terms=terms if len(terms) > 1 else (),
             shared_a=batch == "shared_a",
             shared_b=batch == "shared_b",
         )
@@ -133,7 +133,7 @@ def built(case: covering.Case) -> tuple[Problem, HopperConfig] | None:
         return None
     if config.cluster_size * (config.consumers + 1) > MOST_THREADS:
         return None
-    if config.refusals(problem, H200) or (problem.pieces and epilogue != Epilogue()):
+    if config.refusals(problem, H200) or (problem.terms and epilogue != Epilogue()):
         return None
     return problem, config
 
@@ -180,7 +180,7 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
     ),
     "4x1": ({"cluster": (4, 1), "ctas": 8}, Problem(1000, 128, 136)),
     "1x4": ({"cluster": (1, 4), "ctas": 8}, Problem(200, 320, 136)),
-    "3 pieces": ({}, Problem(201, 192, 320, pieces=(64, 192, 64))),
+    "3 products": ({}, Problem(201, 192, 320, terms=(64, 192, 64))),
     "few rows": (
         {"mirrored": True, "tile": (64, 48), "consumers": 1},
         Problem(13, 200, 264, batch=2),
@@ -195,12 +195,12 @@ def test_what_no_other_option_bears_on(name, rng):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "own_spans"),
+    ("terms", "own_spans"),
     # One step past the end of k is zeros.
     [((), ((0, 6), (2, 1), (1, 4), (6, 1))), ((64, 192, 128), ((0, 6), (2, 3), (5, 1), (0, 4)))],
-    ids=["one", "pieces"],
+    ids=["one", "sum"],
 )
-def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng, monkeypatch):
+def test_pieces_of_work_take_their_own_steps(terms, own_spans, rng, monkeypatch):
     class OwnSteps(HopperPlan):
         spans = np.array(own_spans)
 
@@ -208,7 +208,7 @@ def test_pieces_of_work_take_their_own_steps(pieces, own_spans, rng, monkeypatch
         ending = Product.ending
 
     monkeypatch.setattr(hopper, "product_of", lambda _: StoredAtOnce)
-    problem = Problem(256, 128, 6 * 64, transpose_a=True, pieces=pieces)
+    problem = Problem(256, 128, 6 * 64, transpose_a=True, terms=terms)
     config = dataclasses.replace(SMALL, schedule="raster", ctas=2, late_store=False)
     operands = products.small_integers(problem, rng)
     plan = OwnSteps(problem, config, H200, interpret=SIMULATOR)

@@ -17,7 +17,7 @@ class CutAlongK(Product):
     def span(self, piece: work.Piece, before: int, steps: int) -> Span:
         """See `Product`."""
         first, end = piece.first_step, piece.first_step + piece.steps
-        if len(self.plan.piece_steps) == 1:
+        if len(self.plan.term_steps) == 1:
             return Span(first, end)
         return Span(*(jnp.clip(step - before, 0, steps) for step in (first, end)))
 
