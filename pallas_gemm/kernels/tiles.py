@@ -83,14 +83,15 @@ def computed(
     """The share of a worker in an order that is computed: no table, dealt in turn."""
 
     def count() -> Scalar:
-        most = jnp.int32(len(order) * (cut.parts if cut else 1) + workers - 1)
+        most = jnp.int32(len(order) * (cut.pieces if cut else 1) + workers - 1)
         return lax.div(most - worker, jnp.int32(workers))
 
     def piece(place: Scalar) -> work.Piece:
         if cut is None:
             return coding.piece(*order(place))
-        part, tile = lax.div(place, jnp.int32(len(order))), lax.rem(place, jnp.int32(len(order)))
-        return cut.part(coding.piece(*order(tile)), part)
+        tiles = jnp.int32(len(order))
+        number, tile = lax.div(place, tiles), lax.rem(place, tiles)
+        return cut.piece(coding.piece(*order(tile)), number)
 
     return Share(count, lambda turn: (worker + turn * workers,), piece)
 

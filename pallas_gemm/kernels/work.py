@@ -6,7 +6,7 @@
     its fourth word        which of the cut tiles it belongs to             where others are whole
     of rows in groups      group | col, first row, end of the group     see `groups/group_walk.py`
     of sums over groups    row | col, group, first contracted element, end,
-                           tile among those that are cut | which of its parts | the last one
+                           tile among those that are cut | which of its pieces | the last one
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `dense/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
             groups always a number, which says nothing where the tile is whole.
         first_row: The first row of the tile, where rows are in groups; None if its number says it.
         end_row: The row after the last one of its group.
-        first_k: The first contracted element of the piece's group, or of its part of one, where
+        first_k: The first contracted element of the piece's group, or of its piece of one, where
             those are in groups.
         end_k: The one after its last.
         is_last: Whether the sum of its tile is complete with it, where a group is cut along k.
@@ -87,21 +87,21 @@ class Cut(NamedTuple):
     """How the k loop of every tile is cut into pieces: the arithmetic of `schedules.split_k`.
 
     Attributes:
-        parts: Into how many.
+        pieces: Into how many.
         steps: Steps of the whole loop.
     """
 
-    parts: int
+    pieces: int
     steps: int
 
-    def part(self, tile: Piece, part: Any) -> Piece:
+    def piece(self, tile: Piece, number: Any) -> Piece:
         """One of the pieces of a tile."""
-        least, longer = divmod(self.steps, self.parts)
-        first = part * least + lax.min(part, jnp.int32(longer))
+        least, longer = divmod(self.steps, self.pieces)
+        first = number * least + lax.min(number, jnp.int32(longer))
         return tile._replace(
             first_step=first,
-            steps=least + (part < longer).astype(jnp.int32),
-            summand=part,
+            steps=least + (number < longer).astype(jnp.int32),
+            summand=number,
         )
 
 
@@ -209,14 +209,14 @@ class SumCoding(Coding):
         """See `Coding`; a group without elements takes a step, of which nothing counts."""
         which, group, first, end, leg = entry
         row, col = _halves(which, self.bits)
-        tile, part, is_last = unpack_leg(leg)
+        tile, number, is_last = unpack_leg(leg)
         steps = lax.div(end - aligned(first) + (self.tile_k - 1), jnp.int32(self.tile_k))
         steps = lax.max(steps, jnp.int32(1))
         return Piece(
             *(row, col, group),
             first_step=jnp.int32(0),
             steps=steps,
-            summand=part,
+            summand=number,
             cut_tile=tile,
             first_k=first,
             end_k=end,
@@ -229,19 +229,19 @@ class SumCoding(Coding):
 
 
 LEG_BITS = 9
-"""Of a word: which part of a sum a piece makes, and whether it is the last one."""
+"""Of a word: which piece of a sum it is, and whether it is the last one."""
 
 WHOLE_LEG = 1
 """The word of a sum that is not cut."""
 
 
-def pack_leg(tile: Any, part: Any, is_last: Any) -> Any:
-    """Returns the word of a part of a sum, of a tile of those that are cut."""
-    return tile << LEG_BITS | part << 1 | is_last.astype(jnp.int32)
+def pack_leg(tile: Any, piece: Any, is_last: Any) -> Any:
+    """Returns the word of a piece of a sum, of a tile of those that are cut."""
+    return tile << LEG_BITS | piece << 1 | is_last.astype(jnp.int32)
 
 
 def unpack_leg(word: Any) -> tuple[Any, Any, Any]:
-    """Returns the tile, the part, and whether it is the last one."""
+    """Returns the tile, the piece, and whether it is the last one."""
     shift, mask = jnp.int32(LEG_BITS), jnp.int32((1 << LEG_BITS) - 1)
     tile = lax.shift_right_logical(word, shift)
     return tile, lax.shift_right_logical(word & mask, jnp.int32(1)), (word & 1) > 0

@@ -15,9 +15,9 @@ from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
 
-MOST_PARTS = 4
-"""Of a crowded group's tile: a part waits for the one before it."""
-SHORTEST_PART = 32
+MOST_PIECES_OF_GROUP = 4
+"""Of a crowded group's tile, at most: a piece waits for the one before it."""
+SHORTEST_PIECE = 32
 """Steps of one at least."""
 ENDING = 2
 """Steps that could be taken while a tile is ended and stored."""
@@ -37,14 +37,14 @@ class Relay(NamedTuple):
 
     Attributes:
         groups: How many there are at most.
-        parts: Into how many one is cut at most.
+        pieces: Into how many one is cut at most.
         rows: Rows of the table that it takes beyond one for each group, at most.
         steps: Of how many steps a group is not cut.
         tile_k: Contracted elements per step.
     """
 
     groups: int
-    parts: int
+    pieces: int
     rows: int
     steps: int
     tile_k: int
@@ -143,21 +143,21 @@ class HopperPlan(KernelPlan):
         """How crowded groups are cut along k, where they would keep few workers busy."""
         problem, tiles = self.problem, math.prod(self.config.grid(self.problem))
         workers = self.device.sms if self.simulated else self.workers
-        parts = min(workers // tiles, MOST_PARTS)
+        pieces = min(workers // tiles, MOST_PIECES_OF_GROUP)
         share = tiles * (self.k_steps + ENDING * problem.batch) // workers
         # Handing on takes about as long as the eighth.
-        steps = max(share + share // 8, SHORTEST_PART)
+        steps = max(share + share // 8, SHORTEST_PIECE)
         # Without flags a worker hands on to itself.
         hands_on = self.claims_tiles if self.shares_words else self.workers == 1
         plain = self.stored_by_tma and problem.epilogue.is_identity
-        if not (problem.ragged_k and plain and hands_on) or parts < 2:
+        if not (problem.ragged_k and plain and hands_on) or pieces < 2:
             return None
         # A router that gives each row several groups gives none more than half of the rows.
         if 2 * steps >= self.k_steps:
             return None
         # Of all elements, more than so many steps are this often.
         cuts = (self.k_steps - 1) // steps
-        return Relay(min(problem.batch, cuts), parts, cuts, steps, self.tile_k)
+        return Relay(min(problem.batch, cuts), pieces, cuts, steps, self.tile_k)
 
     @property
     def handed_on(self) -> int:

@@ -58,12 +58,12 @@ def candidates(
         deepest = _deepest(config, problem, device)
         if deepest is None:
             continue
-        for parts, last in (split[1:],) if split else _ways(deepest, problem, device):
-            if parts == 1:
+        for pieces, last in (split[1:],) if split else _ways(deepest, problem, device):
+            if pieces == 1:
                 for persistence in _persistence(problem, deepest, device):
                     yield dataclasses.replace(deepest, persistence=persistence)
             else:
-                yield _cut(deepest, parts, last, problem, device)
+                yield _cut(deepest, pieces, last, problem, device)
 
 
 def _deepest(config: BlackwellConfig, problem: Problem, device: Device) -> BlackwellConfig | None:
@@ -84,16 +84,16 @@ def _ways(
         return
     yield 1, None
     if cuts.may_be_cut(problem, device):
-        yield from ((parts, None) for parts in cuts.parts(config, problem, device))
+        yield from ((pieces, None) for pieces in cuts.pieces(config, problem, device))
 
 
 def _cut(
-    config: BlackwellConfig, parts: int, last: int | None, problem: Problem, device: Device
+    config: BlackwellConfig, pieces: int, last: int | None, problem: Problem, device: Device
 ) -> BlackwellConfig:
     """Returns the config with the k loop of its tiles cut, or of the last ones."""
     if last is not None:
-        return dataclasses.replace(config, split_k=parts, split_last=last)
-    cut = dataclasses.replace(config, split_k=parts, schedule="online_swizzle:8")
+        return dataclasses.replace(config, split_k=pieces, split_last=last)
+    cut = dataclasses.replace(config, split_k=pieces, schedule="online_swizzle:8")
     chunks = cut.tiles(problem) * cut.cluster_size * cut.joined(problem).chunks
     cut = cuts.joined_by_all(cut, problem, chunks, device.sms)
     return _deepest(cut, problem, device) or cut

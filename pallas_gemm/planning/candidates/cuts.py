@@ -44,7 +44,7 @@ def may_be_promised(problem: Problem) -> bool:
     return problem.parts > 1 and not problem.in_groups and not problem.symmetric
 
 
-def parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
+def pieces(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
     """Yields into how many pieces every tile may be cut.
 
     Into as many as make a wave; or two or three, if they leave fewer SMs idle.
@@ -53,11 +53,11 @@ def parts(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]
     most = -(-problem.k // config.tile_k(problem)) // FEWEST_STEPS
     fullest = 0.0
     for waves in range(1, MOST_WAVES + 1):
-        parts = min(waves * fit // tiles, most)
-        share = parts * tiles / (waves * fit)
-        if parts > 1 and share > fullest * FULLER:
+        pieces = min(waves * fit // tiles, most)
+        share = pieces * tiles / (waves * fit)
+        if pieces > 1 and share > fullest * FULLER:
             fullest = share
-            yield parts
+            yield pieces
 
 
 def joined_by_all[Config: GemmConfig](

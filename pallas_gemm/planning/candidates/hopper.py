@@ -66,7 +66,7 @@ H200 so and 931 us whole, 2560 x 2560 x 8192 148 us and 154."""
 FEWEST_ROWS_OF_LAST = 128
 """Or columns, below which only memory counts: 117 x 8960 x 49152 takes 237 us so and 221 us whole,
 150 x 10240 x 28672 165 us and 172."""
-MOST_PARTS = 16
+MOST_PIECES_OF_LAST = 16
 """Of each of the last tiles."""
 HANDED_OVER_STEPS = 14
 """As long as it takes to hand over a piece: 1920 x 2560 x 32768 takes 394 us on an H200 with the
@@ -118,11 +118,11 @@ def candidates(
         ready = ready and _streaming(_loading_ahead(ready, problem, device), problem, device)
         if not ready:
             continue
-        for parts, last in (split[1:],) if split else _ways(ready, problem, device):
-            if parts == 1:
+        for pieces, last in (split[1:],) if split else _ways(ready, problem, device):
+            if pieces == 1:
                 yield from _accurate(ready, problem, device)
             elif not config.pingpong:
-                yield from _accurate(_cut(ready, parts, last, problem, device), problem, device)
+                yield from _accurate(_cut(ready, pieces, last, problem, device), problem, device)
 
 
 def _store_slots(problem: Problem, *, in_turns: bool) -> int:
@@ -175,17 +175,17 @@ def _ways(
     if problem.parts:
         yield from [(problem.parts, None)] if cuts.may_be_promised(problem) else ()
     elif cuts.may_be_cut(problem, device):
-        yield from ((parts, None) for parts in cuts.parts(config, problem, device))
+        yield from ((pieces, None) for pieces in cuts.pieces(config, problem, device))
         yield from _last_ways(config, problem, device)
 
 
 def _cut(
-    config: HopperConfig, parts: int, last: int | None, problem: Problem, device: Device
+    config: HopperConfig, pieces: int, last: int | None, problem: Problem, device: Device
 ) -> HopperConfig:
     """Returns the config with the k loop of its tiles cut, or of the last ones."""
     if last is not None:
-        return dataclasses.replace(config, split_k=parts, split_last=last)
-    cut = dataclasses.replace(config, split_k=parts, late_store=False, schedule="online_swizzle:8")
+        return dataclasses.replace(config, split_k=pieces, split_last=last)
+    cut = dataclasses.replace(config, split_k=pieces, late_store=False, schedule="online_swizzle:8")
     chunks = cut.tiles(problem) * cut.stores_per_tile(problem)
     fit = device.coresident_clusters(config.cluster_size)
     cut = cuts.joined_by_all(cut, problem, chunks, fit)
@@ -207,13 +207,13 @@ def _last_ways(
     few = min(problem.m, problem.n) < FEWEST_ROWS_OF_LAST or steps < FEWEST_WHOLE_STEPS
     if few or not full or not last or not stored_by_tma(problem):
         return
-    most = min(MOST_PARTS, steps // cuts.FEWEST_STEPS)
+    most = min(MOST_PIECES_OF_LAST, steps // cuts.FEWEST_STEPS)
     ways = [(waves, min(waves * fit // last, most)) for waves in range(1, cuts.MOST_WAVES + 1)]
-    share, parts = min(
-        (waves * (1 / parts + HANDED_OVER_STEPS / steps), parts) for waves, parts in ways
+    share, pieces = min(
+        (waves * (1 / pieces + HANDED_OVER_STEPS / steps), pieces) for waves, pieces in ways
     )
-    if parts > 1 and full + share < SHORTER * (full + 1):
-        yield parts, last
+    if pieces > 1 and full + share < SHORTER * (full + 1):
+        yield pieces, last
 
 
 def fewest_sums(problem: Problem, device: Device) -> int:

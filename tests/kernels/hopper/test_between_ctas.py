@@ -84,7 +84,7 @@ class Simulated:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts groups of few steps, and has every word of a mailbox used again."""
-    monkeypatch.setattr(plans, "SHORTEST_PART", 3)
+    monkeypatch.setattr(plans, "SHORTEST_PIECE", 3)
     monkeypatch.setattr(claims, "CLAIM_SLOTS", 8)
 
 

@@ -1,12 +1,12 @@
 """Sums over a crowded group: its tiles are cut along k, and their sums are handed on in a relay.
 
-    worker 1    its part of k ──▶ sums ──────────────────────────▶ global memory, float32
-    worker 2    its part of k ──▶ sums + what worker 1 handed on ──▶ global memory
-    the last    its part of k ──▶ sums + what came before ──▶ rounded, and stored
+    worker 1    its piece of k ──▶ sums ──────────────────────────▶ global memory, float32
+    worker 2    its piece of k ──▶ sums + what worker 1 handed on ──▶ global memory
+    the last    its piece of k ──▶ sums + what came before ──▶ rounded, and stored
 
 A tile whose group has much more of k than a worker's share of all would keep one worker busy while
-others are idle. So the table of groups has such a group in several parts, one after the other
-(`groups/table.py`). A part is added to those before it, always in this order, and a tile is
+others are idle. So the table of groups has such a group in several pieces, one after the other
+(`groups/table.py`). A piece is added to those before it, always in this order, and a tile is
 rounded once.
 
 Each consumer hands on its own part of a tile, and counts in a flag: all of its threads add one when

@@ -71,8 +71,8 @@ def guide(cta: Cta) -> None:
         here = order(tile.astype(jnp.uint32), jnp.uint32(height))
         own, leg = table.read(plan, ranks, row), jnp.int32(work.WHOLE_LEG)
         if plan.relay:
-            rank, part, is_last = work.unpack_leg(own.leg)
-            leg = work.pack_leg(rank * tiles + tile, part, is_last)
+            rank, piece, is_last = work.unpack_leg(own.leg)
+            leg = work.pack_leg(rank * tiles + tile, piece, is_last)
         row, col = (x.astype(jnp.int32) for x in here)
         return own.end - own.first, coding.pack_sum(row, col, own.group, (own.first, own.end), leg)
 

@@ -20,7 +20,7 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan, Relay
 
 
 class Ranked(NamedTuple):
-    """A row of the table of groups by size, or of a part of one that is cut along k.
+    """A row of the table of groups by size, or of a piece of one that is cut along k.
 
     Attributes:
         group: The group.
@@ -28,8 +28,8 @@ class Ranked(NamedTuple):
         end: The one after its last.
         counter: Zero: the first row's counts the pieces that are claimed. XLA makes zeros in the
             kernel that makes the rest, and not in one of their own.
-        leg: Which group of those that are cut, and which part of it: `work.pack_leg`.
-        rows: How many rows there are of groups and parts: the same in each.
+        leg: Which group of those that are cut, and which piece of it: `work.pack_leg`.
+        rows: How many rows there are of groups and pieces: the same in each.
     """
 
     group: Any
@@ -52,7 +52,7 @@ def flag(plan: HopperPlan, number: Any) -> tuple[Any, Any]:
 
 
 def length(plan: HopperPlan) -> int:
-    """How many rows the table has of groups and of their parts, at most."""
+    """How many rows the table has of groups and of their pieces, at most."""
     return plan.problem.batch + (plan.relay.rows if plan.relay else 0)
 
 
@@ -115,15 +115,15 @@ def _cut(
 ) -> tuple[jax.Array, Ranked]:
     """Returns the same where crowded groups are."""
     others, before, larger = groups.pairs(sizes)
-    itself, parts = jnp.eye(*before.shape, dtype=jnp.bool_), _parts(others, relay)
+    itself, pieces = jnp.eye(*before.shape, dtype=jnp.bool_), _pieces(others, relay)
     # All that the other kernel takes of sizes: else XLA makes a third one.
     start, size, rank, base, own, rows, total = groups.sums(
         groups.where(before, others),
         groups.where(itself, others),
         larger.astype(jnp.int32),
-        groups.where(larger, parts),
-        groups.where(itself, parts),
-        parts,
+        groups.where(larger, pieces),
+        groups.where(itself, pieces),
+        pieces,
         others,
     )
     # Sizes that say more than there is are those of no group that is cut.
@@ -131,31 +131,31 @@ def _cut(
     base, own = jnp.where(fits, base, rank), jnp.where(fits, own, jnp.ones_like(own))
     rows = jnp.where(fits, rows, jnp.full_like(rows, sizes.shape[0]))
     first, end = (of_group(jnp.minimum(x, elements)) for x in (start, groups.added(start, size)))
-    part, count = row - of_group(base), of_group(own)
-    span = _span(first, end, part, count, relay)
-    leg = work.pack_leg(of_group(rank), part, part == count - 1)
-    return (part >= 0) & (part < count), Ranked(None, *span, None, leg, of_group(rows))
+    piece, count = row - of_group(base), of_group(own)
+    span = _span(first, end, piece, count, relay)
+    leg = work.pack_leg(of_group(rank), piece, piece == count - 1)
+    return (piece >= 0) & (piece < count), Ranked(None, *span, None, leg, of_group(rows))
 
 
-def _parts(sizes: jax.Array, relay: Relay) -> jax.Array:
-    """Returns into how many parts groups of these sizes are cut."""
-    return jnp.clip(groups.tiles(groups.tiles(sizes, relay.tile_k), relay.steps), 1, relay.parts)
+def _pieces(sizes: jax.Array, relay: Relay) -> jax.Array:
+    """Returns into how many pieces groups of these sizes are cut."""
+    return jnp.clip(groups.tiles(groups.tiles(sizes, relay.tile_k), relay.steps), 1, relay.pieces)
 
 
 def _span(
-    first: jax.Array, end: jax.Array, part: jax.Array, parts: jax.Array, relay: Relay
+    first: jax.Array, end: jax.Array, piece: jax.Array, pieces: jax.Array, relay: Relay
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first element of a part of a group, and the one after its last.
+    """Returns the first element of a piece of a group, and the one after its last.
 
-    But for the first part, they begin where a step does.
+    But for the first piece, they begin where a step does.
     """
     origin = work.aligned(first)
     steps = groups.tiles(end - origin, relay.tile_k)
 
     def border(number: jax.Array) -> jax.Array:
-        return origin + lax.div(steps * number, parts) * relay.tile_k
+        return origin + lax.div(steps * number, pieces) * relay.tile_k
 
     return (
-        jnp.where(part > 0, border(part), first),
-        jnp.where(part < parts - 1, border(part + 1), end),
+        jnp.where(piece > 0, border(piece), first),
+        jnp.where(piece < pieces - 1, border(piece + 1), end),
     )

@@ -28,7 +28,7 @@ def test_the_table_has_room_for_all_parts_of_crowded_groups(rng):
     for shares in rng.dirichlet(np.full(LOCAL.batch, 0.2), 500):
         sizes = (shares * LOCAL.k).astype(int)
         steps = np.ceil(sizes / plan.tile_k)
-        parts = np.clip(np.ceil(steps / plan.relay.steps), 1, plan.relay.parts)
+        parts = np.clip(np.ceil(steps / plan.relay.steps), 1, plan.relay.pieces)
         most_cut, most_rows = max(most_cut, (parts > 1).sum()), max(most_rows, (parts - 1).sum())
     assert (most_cut, most_rows) == (plan.relay.groups, plan.relay.rows)
 

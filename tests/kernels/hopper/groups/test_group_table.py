@@ -62,7 +62,7 @@ def test_sums_are_told_of_the_largest_group_first_and_end_with_the_elements(size
     assert not found[4:].any()
 
 
-RELAY = Relay(groups=2, parts=3, rows=3, steps=2, tile_k=64)
+RELAY = Relay(groups=2, pieces=3, rows=3, steps=2, tile_k=64)
 TOLD = jax.jit(functools.partial(table.ranked, elements=2400, most_rows=20, relay=RELAY))
 
 
