@@ -1,4 +1,4 @@
-"""What happens to a sum before it is stored: the program of an epilogue on a part of a tile."""
+"""What happens to a sum before it is stored: the program of an epilogue on a strip of a tile."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.program import Constant, Operand, Step
 
 
-class Part(NamedTuple):
-    """A part of a tile in the registers of a warpgroup.
+class Strip(NamedTuple):
+    """Columns of a tile to which an epilogue is applied at a time, in registers of a warpgroup.
 
     Attributes:
         batch: Which product of the batch it is of; None without one.
-        rows: (first row, how many), in the order of the kernel's own rows and columns.
-        cols: (first column, how many).
+        rows: (first row of the result, how many), in the order of the kernel's own rows and
+            columns.
+        cols: (first column of the result, how many).
         layout: How its values lie in registers.
     """
 
@@ -33,20 +34,20 @@ class Part(NamedTuple):
 
 
 ReadTile = Callable[[int], Any]
-"""`read(number)`: the part's values of an operand with a value for each element."""
+"""`read(number)`: the strip's values of an operand with a value for each element."""
 
 
 def finish(
-    plan: KernelPlan, gmem: launch.Inputs, part: Part, sums: Sequence[Any], read: ReadTile
+    plan: KernelPlan, gmem: launch.Inputs, strip: Strip, sums: Sequence[Any], read: ReadTile
 ) -> list[Any]:
-    """Runs the program of an epilogue on some of the sums.
+    """Runs the program of an epilogue on the sums of a strip.
 
     Returns its results, each with a value for each element: those to be reduced are not yet.
 
     Args:
         plan: The kernel's.
         gmem: The operands in global memory.
-        part: Which part of a tile it is.
+        strip: Where it lies.
         sums: Sums, `[rows, columns]`; of a gated result those of the gate, then those of up.
         read: Reads operands that pass through shared memory, in their order.
     """
@@ -54,7 +55,7 @@ def finish(
     program = words.program(problem)
     made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
     tiles = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
-    first, shape = program.sums, (part.rows[1], part.cols[1])
+    first, shape = program.sums, (strip.rows[1], strip.cols[1])
 
     def value(number: int) -> Any:
         """Operands are read when they are needed: until then their registers are free."""
@@ -64,14 +65,14 @@ def finish(
             if operand.kind == "mn":
                 made[number] = _of_type(read(tiles.index(i)), operand.dtype)
             else:
-                made[number] = _load(problem, part, gmem.operands[i], operand)
+                made[number] = _load(problem, strip, gmem.operands[i], operand)
         return made[number]
 
     for number, step in enumerate(program.steps, first + len(program.operands)):
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         inputs = _alike(step, inputs, shape)
         if step.primitive is lax.logistic_p:
-            made[number] = sigmoid(plan, *inputs, part.layout)
+            made[number] = sigmoid(plan, *inputs, strip.layout)
         else:
             made[number] = step.primitive.bind(*inputs, **dict(step.params))
     return [value(result.value) for result in program.results]
@@ -94,15 +95,15 @@ def _of_type(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == np.bool_ else x.astype(dtype)
 
 
-def _load(problem: Problem, part: Part, vector: Any, operand: Operand) -> Any:
-    """Loads a number, or the values of a vector for a part of a tile in all its elements."""
+def _load(problem: Problem, strip: Strip, vector: Any, operand: Operand) -> Any:
+    """Loads a number, or the values of a vector for a strip in all its elements."""
     if not operand.kind:
-        return _of_type(place.scalar(vector, part.batch), operand.dtype)
+        return _of_type(place.scalar(vector, strip.batch), operand.dtype)
     # Rows of the result are columns of a kernel that keeps its sums transposed.
     axis = "mn".index(operand.kind) ^ problem.transpose_out
-    here = pl.ds(*(part.rows, part.cols)[axis])
+    here = pl.ds(*(strip.rows, strip.cols)[axis])
     # The layout that a sum over the other axis would have.
-    layout = part.layout.reduce(1 - axis)
-    values = plgpu.load(place.vector(vector, part.batch).at[here], layout=layout, optimized=False)
+    layout = strip.layout.reduce(1 - axis)
+    values = plgpu.load(place.vector(vector, strip.batch).at[here], layout=layout, optimized=False)
     values = _of_type(values, operand.dtype)
-    return lax.broadcast_in_dim(values, (part.rows[1], part.cols[1]), (axis,))
+    return lax.broadcast_in_dim(values, (strip.rows[1], strip.cols[1]), (axis,))

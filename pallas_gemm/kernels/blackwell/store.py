@@ -39,15 +39,15 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any, load: LoadSums) -> 
             residual.append((cta.slots.residual or cta.slots.out).tile[slot])
         return residual[0] if step == width else residual[0][:, within : within + step]
 
-    parts = []
+    strips = []
     for within in range(0, width, step):
         first = chunk * width + within
         sums = load(within, step)
         rows, cols = (at.row, plan.config.tile[0]), (at.col + first, step)
-        part = epilogue.Part(at.batch, rows, cols, plgpu.Layout.TCGEN05)
+        strip = epilogue.Strip(at.batch, rows, cols, plgpu.Layout.TCGEN05)
         own = functools.partial(read, within)
-        parts += epilogue.finish(plan, cta.gmem, part, sums, own)
-    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+        strips += epilogue.finish(plan, cta.gmem, strip, sums, own)
+    return strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
 
 
 def load_sums(cta: Cta, turn: Any, chunk: Any, first: int, width: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ beyond the edges of the result.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import place, words
+from pallas_gemm.kernels.epilogue import Strip
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays
@@ -25,20 +26,6 @@ from pallas_gemm.program import Result
 
 Rows = tuple[Vectors, ...]
 """What has been reduced along the rows of a tile, for each result; empty before the first strip."""
-
-
-class Part(NamedTuple):
-    """Where a strip lies: in the result, and in its consumer's tile.
-
-    Attributes:
-        at: Where the consumer's tile lies.
-        rows: (first row in the tile, how many).
-        cols: (first column in the tile, how many).
-    """
-
-    at: place.Where
-    rows: tuple[int, int]
-    cols: tuple[int, int]
 
 
 def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
@@ -57,7 +44,7 @@ def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
     return [tuple(itertools.islice(every, own.vectors)) for own in plan.problem.reductions]
 
 
-def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[Any], Rows]:
+def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[list[Any], Rows]:
     """Takes what is reduced out of the values of a strip.
 
     Returns the values of the other results, and what is reduced along rows so far.
@@ -72,12 +59,12 @@ def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[
         if result.kind == "mn":
             whole.append(x)
             continue
-        targets, masked = next(left), _masked(plan, part, x, result)
+        targets, masked = next(left), _masked(plan, strip, x, result)
         if result.kind == "m":
             along_rows.append(REDUCTIONS[result.reduction].along(masked, 1))
         else:
             (target,) = targets
-            _leave_columns(plan, part, target, masked, result)
+            _leave_columns(plan, strip, target, masked, result)
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
         both = zip(kinds, rows, along_rows, strict=True)
@@ -85,13 +72,13 @@ def take(cta: Cta, part: Part, values: Sequence[Any], rows: Rows) -> tuple[list[
     return whole, tuple(along_rows)
 
 
-def _masked(plan: HopperPlan, part: Part, x: Any, result: Result) -> Any:
+def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
     """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
     axis = 1 if result.kind == "m" else 0
     size = (plan.problem.m, plan.problem.n)[axis]
     if size == plan.reach[axis]:
         return x
-    first = (part.at.row + part.rows[0], part.at.col + part.cols[0])[axis]
+    first = (strip.rows, strip.cols)[axis][0]
     counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
     neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
     return jnp.where(counted < size - first, x, neutral)
@@ -109,12 +96,11 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
         arrays.write_directly(plan, rows_of_tile, x, plgpu.Layout.WGMMA.reduce(1))
 
 
-def _leave_columns(plan: HopperPlan, part: Part, left: Any, values: Any, result: Result) -> None:
+def _leave_columns(plan: HopperPlan, strip: Strip, left: Any, values: Any, result: Result) -> None:
     """Reduces a strip along its columns and stores what comes of it."""
     # Consumers' tiles lie one below the other, and a strip has all rows of one.
-    tile = lax.div(part.at.row, jnp.int32(plan.consumer_out_tile[0]))
+    tile = lax.div(strip.rows[0], jnp.int32(plan.consumer_out_tile[0]))
     mine = left.at[pl.ds(tile * plan.warps_reducing, plan.warps_reducing)]
-    columns = pl.ds(part.at.col + part.cols[0], part.cols[1])
-    batch = part.at.batch
-    target = mine.at[:, columns] if batch is None else mine.at[:, batch, columns]
+    columns = pl.ds(*strip.cols)
+    target = mine.at[:, columns] if strip.batch is None else mine.at[:, strip.batch, columns]
     store_columns(plan, target, values, result.reduction)

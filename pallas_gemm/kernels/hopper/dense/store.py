@@ -73,10 +73,10 @@ def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
     sums = _sums(plan, total, whole, columns)
     strips: list[Any] = []
     rows: reduce.Rows = ()
-    for strip, part in zip(columns, sums, strict=True):
-        values = _finish_part(cta, at, whole, strip, part, _nothing_to_read)
-        place_ = reduce.Part(at, (0, height), (strip.start, strip.stop - strip.start))
-        (value,), rows = reduce.take(cta, place_, values, rows)
+    for own, x in zip(columns, sums, strict=True):
+        strip = _strip(at, whole, own)
+        values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read)
+        (value,), rows = reduce.take(cta, strip, values, rows)
         strips.append(value)
     reduce.leave_rows(cta, at, rows)
     return taken_apart(plan, _side_by_side(strips), plan.chunks)
@@ -113,11 +113,10 @@ def _finish_chunk(
 
     finished: list[list[Any]] = []
     sums = _sums(plan, tile.values, chunk, strips)
-    for i, (strip, own) in enumerate(zip(strips, sums, strict=True)):
-        values = _finish_part(cta, at, chunk, strip, own, functools.partial(read, i))
-        width = strip.stop - strip.start
-        part = reduce.Part(at, (chunk.row, chunk.rows), (chunk.col + strip.start, width))
-        whole, rows = reduce.take(cta, part, values, rows)
+    for i, (own, x) in enumerate(zip(strips, sums, strict=True)):
+        strip = _strip(at, chunk, own)
+        values = epilogue.finish(plan, cta.gmem, strip, x, functools.partial(read, i))
+        whole, rows = reduce.take(cta, strip, values, rows)
         finished.append(whole)
     if not loaded and plan.problem.loaded_dtypes:
         plgpu.barrier_wait(cta.barriers.residual.at[_loaded_barrier(plan, me, number)])
@@ -158,22 +157,14 @@ def taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[A
     return arrays.taken_apart(plan, values, places, plgpu.Layout.WGMMA)
 
 
-def _finish_part(
-    cta: Cta,
-    at: place.Where,
-    chunk: Chunk,
-    strip: slice,
-    sums: Iterable[Any],
-    read: epilogue.ReadTile,
-) -> list[Any]:
-    """Applies the epilogue to the sums of a strip."""
-    part = epilogue.Part(
+def _strip(at: place.Where, chunk: Chunk, columns: slice) -> epilogue.Strip:
+    """Some columns of a chunk of a consumer's tile."""
+    return epilogue.Strip(
         at.batch,
         (at.row + chunk.row, chunk.rows),
-        (at.col + (chunk.col + strip.start), strip.stop - strip.start),
+        (at.col + (chunk.col + columns.start), columns.stop - columns.start),
         plgpu.Layout.WGMMA,
     )
-    return epilogue.finish(cta.plan, cta.gmem, part, list(sums), read)
 
 
 def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Sequence[Any]) -> None:
