@@ -230,6 +230,8 @@ LATE = {
     "words of all rounds look alike": ptx_simulator.Delays(slow=CLAIMS),
 }
 """What has to come late for a fault to show."""
+TRIES = 5
+"""Runs in one of which a fault has to show: the threads of the simulator run in any order."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -240,4 +242,4 @@ def test_a_fault_is_noticed(name, monkeypatch):
     if name == "a mailbox has a word":
         # The consumer of the first CTA has to come late to barriers.
         blackwell_simulator.dawdle(monkeypatch, 0, 0)
-    assert evidence & Simulated(CASES[case]).faults()
+    assert any(evidence & Simulated(CASES[case]).faults() for _ in range(TRIES))
