@@ -57,6 +57,14 @@ def _exchanging(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return gemm_reduce_scatter(all_gather_gemm(x, w, "y", activation="gelu"), v, "y")
 
 
+def _of_function(a: jax.Array, b: jax.Array, bias: jax.Array) -> Any:
+    def f(s: jax.Array, bias: jax.Array) -> Any:
+        z = jax.nn.gelu(s + bias[None])
+        return z.astype(jnp.bfloat16), jnp.sum(z * z, -1), jnp.max(z, 0)
+
+    return gemm(a, b, epilogue=f, operands=(bias,))
+
+
 def _integer_sums(a: jax.Array, b: jax.Array) -> jax.Array:
     return gemm_reduce_scatter(a, b, "y", transpose_b=True, preferred_element_type=jnp.int32)
 
@@ -73,6 +81,7 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
     mapped = functools.partial(jax.shard_map, mesh=mesh)
     specs = (P("y"), P(None, "y"), P("y"))
     sequence = shape(2048, 1024, "y", None)
+    bias = jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=NamedSharding(mesh, P("y")))
     return {
         "columns": (gemm, (rows, columns)),
         "given": (
@@ -100,6 +109,21 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
             (
                 shape(4096, 4096, "x", None, on=explicit),
                 shape(4096, 4096, None, "y", on=explicit),
+            ),
+        ),
+        "function": (_of_function, (rows, columns, bias)),
+        "function of rows": (
+            lambda *x: _of_function(*x)[:2],
+            (rows, shape(4096, 4096), jax.ShapeDtypeStruct((4096,), jnp.float32)),
+        ),
+        "explicit function": (
+            _of_function,
+            (
+                shape(4096, 4096, "x", None, on=explicit),
+                shape(4096, 4096, None, "y", on=explicit),
+                jax.ShapeDtypeStruct(
+                    (4096,), jnp.float32, sharding=NamedSharding(explicit, P("y"))
+                ),
             ),
         ),
         "groups": (

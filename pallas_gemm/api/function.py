@@ -14,6 +14,7 @@ from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.axes import ONE, Axes, Names
 from pallas_gemm.op import fused, mesh_context
+from pallas_gemm.op.explicit import explicit_fused
 from pallas_gemm.op.fused import Function, Fused
 from pallas_gemm.planning import dispatch, numerics, xla_groups
 from pallas_gemm.problem import Epilogue
@@ -66,17 +67,20 @@ def answer(
     sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (len(factors) - 1)
     function, tree = traced(epilogue, sums, given)
     everything = (*asked.operands.present(), *given)
-    on_mesh = request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
-    if on_mesh and (promised := asked.call.options.numerics) is not None:
+    promised = asked.call.options.numerics
+    if promised is not None and (
+        request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
+    ):
         raise ValueError(numerics.why_not_kept(promised, fused.ON_MESH))
-    if asked.outside is not None or on_mesh:
+    if asked.outside is not None:
         a, *rights = factors
         products = [compute(asked_of(a, b)) for b in rights]
         return jax.tree.unflatten(tree, function(*products, *given))
     dims, own = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
-    if options.names_something:
+    if options.names_something and not mesh_context.is_on_mesh(*everything):
         _check(asked, function, (*own, *given), dims)
-    return jax.tree.unflatten(tree, fused.fused(asked.call, dims, function, *own, *given))
+    run = explicit_fused if request.is_explicit(*everything) else fused.fused
+    return jax.tree.unflatten(tree, run(asked.call, dims, function, *own, *given))
 
 
 def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:

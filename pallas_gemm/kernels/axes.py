@@ -4,7 +4,8 @@ Nothing says so of an operand; the way it is used does. Each axis of each value 
 elementwise operation joins the axes of its operands, and the axes of the sums have names.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pallas_gemm.kernels import flat
@@ -29,6 +30,24 @@ class Names(NamedTuple):
     out: str
     rows: str
     columns: str
+
+    @property
+    def batch(self) -> str:
+        """The dimensions that all products of a batch differ in."""
+        return "".join(x for x in self.out if x not in self.rows + self.columns)
+
+    def of_kind(self, kind: str) -> str:
+        """Returns the dimensions of a value of this kind: those of the batch come first."""
+        return self.batch + self.rows * ("m" in kind) + self.columns * ("n" in kind)
+
+    def merged(self, kind: str, letters: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape that a kernel has an array of these dimensions in."""
+        sizes = dict(zip(letters, shape, strict=True))
+        groups = [(self.batch, self.batch != "" and letters.startswith(self.batch))]
+        groups += [(self.rows, "m" in kind), (self.columns, "n" in kind)]
+        found = [math.prod(sizes[x] for x in group) for group, is_there in groups if is_there]
+        # Of a batch of one there is no dimension.
+        return tuple(found[1:] if groups[0][1] and found[0] == 1 else found)
 
 
 class Axes:

@@ -36,6 +36,13 @@ def joined(left: Pair) -> Any:
     return jnp.stack([largest, jnp.sum(_weighted(*left, largest[None]), axis=0)])
 
 
+def across(left: Any, axes: Any) -> Any:
+    """Reduces what is left of parts that devices have, both as one array, over axes of a mesh."""
+    largest, sums = left
+    of_all = lax.pmax(largest, axes)
+    return jnp.stack([of_all, lax.psum(_weighted(largest, sums, of_all), axes)])
+
+
 def beside(left: Any, x: Any) -> Any:
     """Returns sums of exp(z - x), of what is left of z."""
     largest, sums = left

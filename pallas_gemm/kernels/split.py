@@ -9,7 +9,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,10 +59,28 @@ class Split:
         return jax.eval_shape(lambda *x: self.prepared(x), *shapes)
 
     def prepared(self, given: Sequence[Any]) -> list[Any]:
-        """Computes the kernel's operands of those of the function."""
-        values = _Values(self, given)
-        pairs = zip(self.operands, self.program.operands, strict=True)
-        return [self._as_kernel_takes(values.get(number), number, x) for number, x in pairs]
+        """Computes the kernel's operands, as matrices and vectors, of those of the function."""
+        every = zip(self.spread(given), self.letters, self.program.operands, strict=True)
+        return [x.reshape(self.names.merged(own.kind, of, x.shape)) for x, of, own in every]
+
+    @property
+    def letters(self) -> list[str]:
+        """The dimensions of each operand of the kernel, before they are merged."""
+        found = []
+        for number, operand in zip(self.operands, self.program.operands, strict=True):
+            own = self.names.of_kind(operand.kind)
+            batched = set(self.names.batch) & set(self.axes[number])
+            found.append(own if batched else own.removeprefix(self.names.batch))
+        return found
+
+    def spread(self, given: Sequence[Any]) -> list[Any]:
+        """Computes the kernel's operands of those of the function, each with its dimensions."""
+        values, found = _Values(self, given), []
+        every = zip(self.operands, self.letters, self.program.operands, strict=True)
+        for number, letters, operand in every:
+            x = self._with_dimensions(values.get(number), number, letters)
+            found.append(x.astype(operand.loaded) if operand.kind == "mn" else x)
+        return found
 
     def finished(self, given: Sequence[Any], computed: Sequence[Any]) -> list[Any]:
         """Computes the function's results of the kernel's, and of the function's operands."""
@@ -76,26 +93,6 @@ class Split:
 
     def _shape(self, letters: str) -> tuple[int, ...]:
         return tuple(self.sizes[x] for x in letters)
-
-    @property
-    def _batch(self) -> str:
-        return "".join(x for x in self.names.out if x not in self.names.rows + self.names.columns)
-
-    def _as_kernel_takes(self, x: Any, number: int, operand: Operand) -> Any:
-        """Gives an operand the shape and type in which a kernel takes it."""
-        lies = self.axes[number]
-        names, batch = self.names, self._batch
-        own = batch if set(batch) & set(lies) else ""
-        own += (names.rows if "m" in operand.kind else "") + (
-            names.columns if "n" in operand.kind else ""
-        )
-        x = self._with_dimensions(x, number, own)
-        together = math.prod(self._shape(batch))
-        merged = [together] if own.startswith(batch) and together != 1 else []
-        merged += [math.prod(self._shape(names.rows))] if "m" in operand.kind else []
-        merged += [math.prod(self._shape(names.columns))] if "n" in operand.kind else []
-        x = x.reshape(merged)
-        return x.astype(operand.loaded) if operand.kind == "mn" else x
 
     def _with_dimensions(self, x: Any, number: int, letters: str) -> Any:
         """Gives a value all of some dimensions."""
@@ -111,8 +108,7 @@ class Split:
         shape = self.flat.types[number].shape
         if not result.reduction:
             return x.reshape(shape)
-        kept = self.names.rows if result.kind == "m" else self.names.columns
-        letters = self._batch + kept
+        letters = self.names.of_kind(result.kind)
         equation = values.made[number]
         if result.reduction == LOGSUMEXP:
             x = x.reshape(result.vectors, *self._shape(letters))

@@ -18,8 +18,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_gemm.call import EXTRAS, Call, Operands
-from pallas_gemm.op import autodiff, linear
+from pallas_gemm.call import EXTRAS, NO_EPILOGUE, Call, Operands
+from pallas_gemm.op import autodiff, fused, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, run_as_jax_does
 
@@ -62,6 +62,38 @@ class _Product:
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         return [product(self.call, self.contraction, *operands)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fused:
+    """A function of a product, and how its sums are split."""
+
+    call: Call
+    contraction: Contraction
+    function: fused.Function
+    sums: NamedSharding
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        return fused.fused(self.call, self.contraction, self.function, *operands)
+
+    def apart(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes the product, then the function by XLA."""
+        call = dataclasses.replace(self.call, epilogue=NO_EPILOGUE)
+        (a, *rights), given = operands[: 1 + self.function.sums], operands[1 + self.function.sums :]
+        multiply = functools.partial(explicit_product, call, self.contraction, self.sums, a)
+        return self.function(*map(multiply, rights), *given)
+
+
+def explicit_fused(
+    call: Call, contraction: Contraction, function: fused.Function, *operands: jax.Array
+) -> list[jax.Array]:
+    """Computes a function of a product of operands on an explicit mesh."""
+    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
+    by_xla = functools.partial(contraction.by_xla, plain)
+    sums: Any = jax.make_jaxpr(by_xla)(*operands[:2]).out_avals[0]
+    whole = _Fused(call, contraction, function, sums.sharding)
+    results: Any = jax.make_jaxpr(whole.apart)(*operands).out_avals
+    return computed(whole, [x.sharding for x in results], *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +199,24 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
     if isinstance(f, _Product):
         result, change = _product_jvp(f, shardings[0], primals, linear.changes(tangents))
         return [result], [change]
+    if isinstance(f, _Fused):
+        # All that is kept for the derivative has to be on the explicit mesh.
+        return _apart_jvp(f, primals, linear.changes(tangents))
     changes = [t for t in linear.changes(tangents) if t is not None]
     changed = tuple(t is not None for t in linear.changes(tangents))
     results = explicit_p.bind(*primals, f=f, jaxpr=jaxpr)
     return results, computed(_Change(f, changed), shardings, *primals, *changes)
+
+
+def _apart_jvp(f: _Fused, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Derives the product, and what XLA computes of it."""
+    moved = [t is not None for t in tangents]
+    moving = [x for x, moves in zip(primals, moved, strict=True) if moves]
+
+    def of_moving(*moving: jax.Array) -> list[jax.Array]:
+        return f.apart(*_filled(moved, moving, primals))
+
+    return jax.jvp(of_moving, tuple(moving), tuple(t for t in tangents if t is not None))
 
 
 def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:

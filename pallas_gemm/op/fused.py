@@ -22,11 +22,13 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Signature
 from pallas_gemm.call import signature_of as signature_of
 from pallas_gemm.kernels import flat
-from pallas_gemm.kernels.split import Names, Split, split
+from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import fronted, with_dimension
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.fused_partition import is_turned, names_of, program_kernel_p, shared_program
+from pallas_gemm.op.parts import told_apart
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
@@ -172,6 +174,20 @@ class Fused(NamedTuple):
         return self.split.finished(given, results)
 
 
+NOT_IN_ORDER = "the dimensions of the result are not batch, rows and columns, in this order"
+
+
+def parts_of(contraction: Contraction, function: Function) -> Split | str:
+    """Returns a function of a product in its parts, or why it is XLA's as a whole."""
+    names = names_of(contraction)
+    if names.of_kind("mn") != contraction.out:
+        return NOT_IN_ORDER
+    parts = split(function.closed, names, function.sums)
+    if isinstance(parts, Split) and not (parts.program.steps or parts.program.reductions):
+        return parts.left or "the function computes nothing"
+    return parts
+
+
 def plan(
     call: Call, contraction: Contraction, function: Function, signature: Signature
 ) -> Fused | str:
@@ -190,16 +206,12 @@ def plan(
 def _plan(
     call: Call, contraction: Contraction, function: Function, signature: Signature
 ) -> Fused | str:
-    matrices = merged(call, contraction, _factors(function, signature)[0])
-    in_order = contraction.batch + contraction.rows + contraction.columns == contraction.out
-    if matrices.form.swapped or matrices.form.permutation is not None or not in_order:
-        return "the dimensions of the result are not batch, rows and columns, in this order"
-    names = Names(contraction.out, contraction.rows, contraction.columns)
-    parts = split(function.closed, names, function.sums)
+    parts = parts_of(contraction, function)
     if isinstance(parts, str):
         return parts
-    if not (parts.program.steps or parts.program.reductions):
-        return parts.left or "the function computes nothing"
+    matrices = merged(call, contraction, _factors(function, signature)[0])
+    if is_turned(matrices.form):
+        return NOT_IN_ORDER
     fused_call = FusedCall.of(matrices.call, parts.program)
     own = (*matrices.signature, *signature_of(tuple(parts.types())))
     decision = dispatch.decide(fused_call, own)
@@ -217,12 +229,15 @@ def _abstract(
 def _types(
     call: Call, contraction: Contraction, function: Function, avals: tuple[Any, ...]
 ) -> list[Any]:
-    def by_xla(*operands: Any) -> Any:
-        (a, *rights), given = _factors(function, operands)
-        plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
-        return function(*(contraction.by_xla(plain, a, b) for b in rights), *given)
-
+    by_xla = functools.partial(_by_xla, contraction, function, call)
     return jax.make_jaxpr(by_xla)(*avals).out_avals
+
+
+def _by_xla(contraction: Contraction, function: Function, call: Call, *operands: Any) -> list[Any]:
+    """Computes it as JAX would."""
+    (a, *rights), given = _factors(function, operands)
+    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
+    return function(*(contraction.by_xla(plain, a, b) for b in rights), *given)
 
 
 def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
@@ -242,7 +257,7 @@ def _run(
     found = plan(lowering.planned(call, gpu), contraction, function, signature)
     if isinstance(found, str) or found.decision.plan is None:
         return functools.partial(apart, call, contraction, function)
-    kernel = functools.partial(fused_kernel_p.bind, call=found.call, decision=found.decision)
+    kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
     return functools.partial(found.run, kernel)
 
 
@@ -270,33 +285,28 @@ def _lowered(
     devices: Any,
     gpu: bool,
 ) -> Any:
-    del devices
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         lowering.refuse_simulation(call)
         if (promised := call.options.numerics) is not None:
             raise ValueError(numerics.why_not_kept(promised, ON_MESH))
-        run = functools.partial(apart, call, contraction, function)
+        parts = parts_of(contraction, function)
+        alone = devices is None or mesh_context.why_not_partitioned(ctx.module_context)
+        if isinstance(parts, str) or alone:
+            run = functools.partial(apart, call, contraction, function)
+        else:
+            run = functools.partial(_shared, call, contraction, function, parts)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     run = _run(call, contraction, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
-fused_kernel_p = core.Primitive("pallas_gemm_fused_kernel")
-"""What a kernel computes of a function of a product."""
-fused_kernel_p.multiple_results = True
-
-
-@fused_kernel_p.def_effectful_abstract_eval
-def _abstract_kernel(*avals: Any, call: FusedCall, decision: Decision, **_: Any) -> Any:
-    problem = decision.problem
-    batch = (problem.batch,) if problem.batch > 1 else ()
-    shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
-    assert call.program is not None
-    results = [
-        ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], own.dtype)
-        for own in call.program.results
-    ]
-    return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
+def _shared(
+    call: Call, contraction: Contraction, function: Function, parts: Split, *operands: jax.Array
+) -> list[jax.Array]:
+    """Computes it on the devices of a mesh."""
+    by_xla = functools.partial(_by_xla, contraction, function)
+    with told_apart(by_xla, call, signature_of(operands)):
+        return shared_program(call, contraction, parts, *operands)
 
 
 def _jvp(
@@ -413,6 +423,5 @@ def _batch(
 run_as_jax_does(fused_p)
 ad.primitive_jvps[fused_p] = _jvp
 batching.primitive_batchers[fused_p] = _batch
-for _primitive, _rule in ((fused_p, _lowered), (fused_kernel_p, lowering.lowered_kernel)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=True), platform="cuda")

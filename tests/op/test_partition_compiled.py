@@ -50,6 +50,19 @@ def test_a_contracted_dimension_is_reduced_once(done: dict[str, Any]) -> None:
     assert _sent(done["contracted"]) == {"all-reduce": 1}
 
 
+@pytest.mark.parametrize("program", ["function", "explicit function"])
+def test_each_device_runs_a_function_in_its_kernel(done: dict[str, Any], program: str) -> None:
+    (kernel,) = _kernels(done[program])
+    assert kernel.startswith("(bf16[2048,1024]")
+    # Those of rows are added up over the columns' devices, and columns compared over the rows'.
+    assert _sent(done[program]) == {"all-reduce": 2}
+
+
+def test_whole_rows_of_a_function_need_nothing_of_the_others(done: dict[str, Any]) -> None:
+    assert len(_kernels(done["function of rows"])) == 1
+    assert _sent(done["function of rows"]) == {}
+
+
 def test_a_training_step_gathers_nothing(done: dict[str, Any]) -> None:
     # Both layers and both gradients of each.
     assert len(_kernels(done["layers"])) == 6

@@ -1,0 +1,326 @@
+"""How a product with a function as epilogue is shared out among the devices of a mesh.
+
+    before, after    what the kernel takes, and what follows it: ordinary operations, split by XLA
+    the program      each device runs it on its part of the sums, in the kernel where one takes it
+    reductions       of parts of rows or columns: added up, or compared, over the devices
+    k is split       sums are added up over the devices first, and XLA runs the program
+
+Each axis of the mesh splits one dimension, as `sharing` says of the product. A dimension that its
+axes do not divide is not split.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Signature, signature_of
+from pallas_gemm.kernels import exponentials
+from pallas_gemm.kernels.axes import Names
+from pallas_gemm.kernels.split import Split as Parts
+from pallas_gemm.op import lowering, mesh_axes, mesh_context, sharing
+from pallas_gemm.op.canonical import Form, merged
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.mesh_axes import Split
+from pallas_gemm.op.parts import note, part_p
+from pallas_gemm.op.resharding import Placement
+from pallas_gemm.planning import dispatch, targeting, xla_program
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.program import LOGSUMEXP, Program, Result
+
+PARTS = "+"
+"""The dimension that both parts of log-sum-exps are in front of the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A product and the program of its epilogue.
+
+    Attributes:
+        call: The product, with float32 sums and no epilogue but a gate.
+        contraction: Its dimensions: batch, rows and columns, in this order.
+        program: What becomes of the sums.
+        letters: The dimensions of what the program takes.
+    """
+
+    call: Call
+    contraction: Contraction
+    program: Program
+    letters: tuple[str, ...]
+
+    @property
+    def names(self) -> Names:
+        """The dimensions of the sums."""
+        return names_of(self.contraction)
+
+    @property
+    def plain(self) -> Call:
+        """The call for one sum."""
+        return dataclasses.replace(self.call, epilogue=NO_EPILOGUE)
+
+    @property
+    def of_operands(self) -> list[str]:
+        """The dimensions of each operand."""
+        rights = [self.contraction.rhs] * self.program.sums
+        return [self.contraction.lhs, *rights, *self.letters]
+
+    @property
+    def of_results(self) -> list[str]:
+        """The dimensions of each result."""
+        return [
+            PARTS * (own.vectors > 1) + self.names.of_kind(own.kind) for own in self.program.results
+        ]
+
+    def factors(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns the factors among the operands, and what the program takes."""
+        end = 1 + self.program.sums
+        return operands[:end], operands[end:]
+
+    def types(self, *shapes: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the results for factors of these shapes."""
+        dims = self.contraction
+        sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True)) | {PARTS: 2}
+        pairs = zip(self.of_results, self.program.results, strict=True)
+        return [
+            jax.ShapeDtypeStruct(tuple(sizes[x] for x in letters), own.dtype)
+            for letters, own in pairs
+        ]
+
+    def by_xla(self, call: Call, *operands: Any) -> list[Any]:
+        """Computes the results by XLA."""
+        del call  # It is its own.
+        (a, *rights), given = self.factors(operands)
+        sums = [self.contraction.by_xla(self.plain, a, b) for b in rights]
+        return self.finished(sums, given)
+
+    def finished(self, sums: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """Runs the program by XLA."""
+        pairs = list(zip(given, self.letters, strict=True))
+        return xla_program.run(self.program, self.names, sums, pairs)
+
+
+def names_of(contraction: Contraction) -> Names:
+    """Returns the dimensions of the sums of a product."""
+    return Names(contraction.out, contraction.rows, contraction.columns)
+
+
+def shared_program(call: Call, contraction: Contraction, parts: Parts, *operands: Any) -> list[Any]:
+    """Computes a function of a product, of which XLA hands out parts to the devices of a mesh."""
+    shared = Shared(call, contraction, parts.program, tuple(parts.letters))
+    factors, given = shared.factors(operands)
+    every = (*factors, *parts.spread(given))
+    run = custom_partitioning(functools.partial(program_part_p.bind, shared=shared))
+    run.def_partition(
+        functools.partial(_partition, shared),
+        sharding_rule=_rule(shared),
+        reduction_factors=mesh_axes.reduced_factors(contraction),
+        decode_shardings=False,
+    )
+    return parts.finished(given, run(*every))
+
+
+def _rule(shared: Shared) -> str:
+    """Says which dimensions of operands and results are split alike."""
+    dims = shared.contraction
+    every = [*dict.fromkeys(dims.lhs + dims.rhs), PARTS]
+
+    def text(each: Sequence[str]) -> str:
+        return ", ".join(" ".join(f"d{every.index(x)}" for x in own) for own in each)
+
+    return f"{text(shared.of_operands)} -> {text(shared.of_results)}"
+
+
+def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) -> tuple[Any, ...]:
+    """Says what one device computes: the answer to XLA's question, as in `partition`."""
+    call = shared.call
+    if call.options.target is None:
+        call = call.with_target(targeting.absent_gpu(mesh))
+        shared = dataclasses.replace(shared, call=call)
+    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+    factors, _ = shared.factors(args)
+    wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in factors]
+    wanted.append(_wanted(shared, fine, results))
+    signature = signature_of(tuple(factors))
+    split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
+    split = _evenly(shared, split, [x.shape for x in factors])
+
+    def shardings(each: Sequence[str]) -> list[Any]:
+        axes = {**split.axes, PARTS: ()}
+        return [split.sharding(tuple(axes[x] for x in own)) for own in each]
+
+    local = [
+        split.local(x.shape, split.placement(own, scattered=False))
+        for x, own in zip(factors, shared.of_operands, strict=False)
+    ]
+    share = _Share(shared, split, tuple(shared.types(*local)))
+    run = functools.partial(program_share_p.bind, share=share)
+    return fine, run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
+
+
+def _wanted(shared: Shared, mesh: Mesh, results: Sequence[Any]) -> Placement:
+    """Returns how the sums had best be split for the results: as the first that says so is."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(shared.contraction.out, ())
+    taken: set[str] = set()
+    for letters, x in zip(shared.of_results, results, strict=True):
+        for letter, axes in zip(
+            letters, mesh_axes.placement(x.sharding, len(x.shape), mesh), strict=True
+        ):
+            if letter in found and not found[letter] and taken.isdisjoint(axes):
+                found[letter] = axes
+                taken |= {*axes}
+    return tuple(found.values())
+
+
+def _evenly(shared: Shared, split: Split, shapes: Sequence[Any]) -> Split:
+    """Returns a split without the dimensions that it does not divide; sums are not scattered."""
+    dims = shared.contraction
+    sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True))
+    axes = {x: own if sizes[x] % split.size(own) == 0 else () for x, own in split.axes.items()}
+    return dataclasses.replace(split, axes=axes, scattered=dict.fromkeys(dims.out, ()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Share:
+    """The part of a product and its program that one device computes.
+
+    Attributes:
+        shared: The whole.
+        split: Which axes of the mesh split what.
+        types: The types of the device's results.
+    """
+
+    shared: Shared
+    split: Split
+    types: tuple[Any, ...]
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes it from the device's parts of the operands."""
+        shared, split = self.shared, self.split
+        (a, *rights), given = shared.factors(operands)
+        if split.contracted:
+            sums = [self._sum(a, b) for b in rights]
+            results = shared.finished(sums, given)
+        else:
+            note(*_of_device(shared, signature_of(operands))[:2], str(split))
+            results = program_part_p.bind(*operands, shared=shared)
+        pairs = zip(results, shared.program.results, strict=True)
+        return [self._over_devices(x, own) for x, own in pairs]
+
+    def _sum(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        plain, dims = self.shared.plain, self.shared.contraction
+        matrices = merged(plain, dims, signature_of((a, b)))
+        note(matrices.call, matrices.signature, str(self.split))
+        total = part_p.bind(a, b, call=plain, contraction=dims)
+        return lax.psum(total, self.split.contracted)
+
+    def _over_devices(self, x: jax.Array, result: Result) -> jax.Array:
+        """Reduces a result over the devices that have other columns, or other rows, of the same."""
+        names = self.shared.names
+        gone = {"m": names.columns, "n": names.rows, "mn": ""}[result.kind]
+        axes = tuple(axis for letter in gone for axis in self.split.axes[letter])
+        return ACROSS[result.reduction](x, axes) if axes else x
+
+
+ACROSS: dict[str, Callable[..., Any]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+    LOGSUMEXP: exponentials.across,
+}
+"""How the parts of a reduction that devices have become the whole."""
+
+program_share_p = core.Primitive("pallas_gemm_program_share")
+"""A `_Share`; its arrays are on no mesh, whatever the types around it say."""
+program_share_p.multiple_results = True
+
+program_part_p = core.Primitive("pallas_gemm_program_part")
+"""The product and the program of one device, by a kernel or by XLA."""
+program_part_p.multiple_results = True
+
+program_kernel_p = core.Primitive("pallas_gemm_program_kernel")
+"""What a kernel computes of matrices."""
+program_kernel_p.multiple_results = True
+
+
+@program_share_p.def_abstract_eval
+def _abstract_share(*_: Any, share: _Share) -> Any:
+    return mesh_context.types_off_mesh(*((x.shape, x.dtype) for x in share.types))
+
+
+@program_part_p.def_abstract_eval
+def _abstract_part(*avals: Any, shared: Shared) -> Any:
+    return jax.make_jaxpr(functools.partial(shared.by_xla, shared.call))(*avals).out_avals
+
+
+@program_kernel_p.def_effectful_abstract_eval
+def _abstract_kernel(*avals: Any, call: FusedCall, decision: Decision, **_: Any) -> Any:
+    problem = decision.problem
+    batch = (problem.batch,) if problem.batch > 1 else ()
+    shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
+    assert call.program is not None
+    results = [
+        ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], own.dtype)
+        for own in call.program.results
+    ]
+    return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
+
+
+def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
+    return mesh_context.lower_off_mesh(ctx, share, operands)
+
+
+def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared, gpu: bool) -> Any:
+    shared = dataclasses.replace(shared, call=lowering.planned(shared.call, gpu))
+    run = functools.partial(shared.by_xla, shared.call)
+    signature = signature_of(tuple(ctx.avals_in))
+    call, own, form = _of_device(shared, signature)
+    if not is_turned(form):
+        decision = dispatch.decide(call, own)
+        if decision.plan is not None:
+            kernel = functools.partial(program_kernel_p.bind, call=call, decision=decision)
+            run = functools.partial(_of_matrices, shared, form, kernel)
+    return mesh_context.lower_off_mesh(ctx, run, operands)
+
+
+def _of_device(shared: Shared, signature: Signature) -> tuple[FusedCall, Signature, Form]:
+    """Returns what a kernel computes of a device's operands, and how they become matrices."""
+    factors, given = shared.factors(signature)
+    matrices = merged(shared.call, shared.contraction, tuple(factors))
+    each = zip(shared.program.operands, shared.letters, given, strict=True)
+    names = shared.names
+    others = [(names.merged(own.kind, of, shape), dtype) for own, of, (shape, dtype) in each]
+    call = FusedCall.of(matrices.call, shared.program)
+    return call, (*matrices.signature, *others), matrices.form
+
+
+def is_turned(form: Form) -> bool:
+    """Whether the result of a product of matrices is not in the order of the contraction's."""
+    return form.swapped or form.permutation is not None
+
+
+def _of_matrices(
+    shared: Shared, form: Form, kernel: Callable[..., Any], *operands: jax.Array
+) -> list[jax.Array]:
+    """Computes the results of one device by a kernel."""
+    (a, *rights), given = shared.factors(operands)
+    each = zip(given, shared.letters, shared.program.operands, strict=True)
+    ready = [x.reshape(shared.names.merged(own.kind, of, x.shape)) for x, of, own in each]
+    results = kernel(form.a.apply(a), *map(form.b.apply, rights), *ready)
+    types = shared.types(a.shape, rights[0].shape)
+    return [x.reshape(own.shape) for x, own in zip(results, types, strict=True)]
+
+
+mlir.register_lowering(program_share_p, _lowered_share)
+for _primitive, _rule_of in (
+    (program_part_p, _lowered_part),
+    (program_kernel_p, lowering.lowered_kernel),
+):
+    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=False))
+    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=True), platform="cuda")
