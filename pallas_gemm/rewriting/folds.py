@@ -5,10 +5,12 @@ program, and so is each step after them, a kernel goes on in float32: it rounds 
 `exact`, it rounds after each step as the program says.
 """
 
+import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,44 +24,92 @@ from pallas_gemm.op.fused import Function, Fused, fused_p
 from pallas_gemm.planning import xla_time
 from pallas_gemm.rewriting.level import Level, called
 from pallas_gemm.rewriting.products import Dense, How, avals_of
-from pallas_gemm.rewriting.regions import Region, region_of
+from pallas_gemm.rewriting.regions import Region, bytes_of, region_of
 
-LEAST_SAVED = 1e-6
-"""Seconds that a fold has to save: less is beyond what predictions can tell."""
+LEAST_SAVED = 0.05
+"""Of a product's time, what a fold has to save: predictions err by as much. A residual, and sums of
+squares for a norm, are predicted to save 1 to 4%, and nothing was measured for residuals."""
+
+
+class Fold(NamedTuple):
+    """A product and what is around it as one kernel.
+
+    Attributes:
+        saved: Seconds that it is predicted to save.
+        product: The product.
+        region: What is around it.
+        function: The same as a function of the sums and of operands.
+        call: The product, with float32 sums.
+    """
+
+    saved: float
+    product: Dense
+    region: Region
+    function: Function
+    call: Call
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operations that are folded."""
+        return tuple(dict.fromkeys(e.primitive.name for e in self.region.inside))
+
+    def apply(self, level: Level) -> None:
+        """Puts it in the place of the product and of the operations."""
+        region = self.region
+        equation = level.maker(self.product.out)
+        given = (*self.product.factors, *region.operands)
+        stored = set(region.results)
+        for old in region.inside:
+            shared = [x for x in old.outvars if x in stored]
+            is_gone = any(old is gone for gone in region.gone)
+            if shared and not is_gone:
+                # What else it makes is computed again.
+                outs = [core.DropVar(x.aval) if x in stored else x for x in old.outvars]
+                level.rename(old, old.replace(outvars=outs))
+        for old in region.gone:
+            level.remove(old)
+        params = {
+            "call": self.call,
+            "contraction": self.product.dims,
+            "function": self.function,
+            "devices": mesh_context.device_request(self.call, given),
+        }
+        new = equation.replace(
+            primitive=fused_p,
+            invars=list(given),
+            outvars=list(region.results),
+            params=params,
+            effects=fused.effects(self.call, self.product.dims, self.function, avals_of(given)),
+        )
+        level.replace(equation, new)
+        level.depends_more(region.results, region.operands)
+        level.remove_unread(region.inside)
 
 
 class Folder:
-    """Folds operations into products; equal functions are one."""
+    """Folds operations into products."""
 
     def __init__(self, how: How) -> None:
         self._how = how
-        self._functions: dict[Any, Function] = {}
 
-    def fold(self, level: Level, own: Dense) -> tuple[str, ...]:
-        """Replaces a product by one with what is around it, if that saves time.
-
-        Returns:
-            The names of the operations that were folded.
-        """
+    def fold(self, level: Level, own: Dense) -> Fold | None:
+        """Returns a product with what is around it, if that saves time."""
         if not _may_be_folded(own):
-            return ()
-        best: tuple[float, Region, Function, Call] | None = None
+            return None
+        best: Fold | None = None
         for reduces in (True, False):
             region = region_of(level, own.out, exact=self._how.exact, reduces=reduces)
-            if region is None or (best is not None and region.results == best[1].results):
+            if region is None or (best is not None and region.results == best.region.results):
                 continue
             if any(_is_neither(x, own) for x in region.operands):
                 continue
             call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32))
             function = self._function(level, region)
             saved = self._saved(own, region, function, call)
-            if saved is not None and saved > (best[0] if best else LEAST_SAVED):
-                best = saved, region, function, call
-        if best is None:
-            return ()
-        _, region, function, call = best
-        self._replace(level, own, region, function, call)
-        return tuple(dict.fromkeys(e.primitive.name for e in region.inside))
+            least = best.saved if best else LEAST_SAVED * own.seconds
+            if saved is not None and saved > least:
+                best = Fold(saved, own, region, function, call)
+        return best
 
     def _saved(self, own: Dense, region: Region, function: Function, call: Call) -> float | None:
         """Returns how many seconds it is predicted to save; None if no kernel takes it."""
@@ -69,15 +119,16 @@ class Folder:
         found = fused.plan(call.with_target(device), own.dims, function, signature)
         if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
             return None
-        passes = sum(xla_time.pass_seconds(size, device) for size in region.stock if size)
-        left = region.left + sum(2 * _bytes(x) for x in region.made)
-        rest = xla_time.pass_seconds(left, device) if left else 0.0
-        return own.seconds + passes - found.decision.plan.seconds - rest
+        moved = region.stock - region.left - sum(2 * bytes_of(x) for x in region.made)
+        launch = xla_time.pass_seconds(0, device)
+        passes = xla_time.pass_seconds(moved, device) - launch * (not region.is_pass)
+        return own.seconds + passes - found.decision.plan.seconds
 
     def _function(self, level: Level, region: Region) -> Function:
         """Returns the function of the sums and of the operands."""
         key = _key(region)
-        if key not in self._functions:
+        function = None if key is None else _FUNCTIONS.get((key, self._how.exact))
+        if function is None:
             product = region.product
             program = level.jaxpr.replace(
                 constvars=[],
@@ -94,45 +145,10 @@ class Folder:
                 wide = functools.partial(_wide, program, exact=self._how.exact)
                 closed = jax.make_jaxpr(wide)(sums, *types)
             run = functools.partial(_as_written, program, dtype)
-            self._functions[key] = Function(run, closed, rounds_to=np.dtype(dtype))
-        return self._functions[key]
-
-    def _replace(
-        self, level: Level, own: Dense, region: Region, function: Function, call: Call
-    ) -> None:
-        equation = level.maker(own.out)
-        given = (*own.factors, *region.operands)
-        devices = mesh_context.device_request(call, given)
-        stored = set(region.results)
-        for old in region.inside:
-            shared = [x for x in old.outvars if x in stored]
-            is_gone = any(old is gone for gone in region.gone)
-            if shared and not is_gone:
-                # What else it makes is computed again.
-                outs = [core.DropVar(x.aval) if x in stored else x for x in old.outvars]
-                level.rename(old, old.replace(outvars=outs))
-        for old in region.gone:
-            level.remove(old)
-        params = {
-            "call": call,
-            "contraction": own.dims,
-            "function": function,
-            "devices": devices,
-        }
-        new = equation.replace(
-            primitive=fused_p,
-            invars=list(given),
-            outvars=list(region.results),
-            params=params,
-            effects=fused.effects(call, own.dims, function, avals_of(given)),
-        )
-        level.replace(equation, new)
-        level.depends_more(region.results, region.operands)
-        level.remove_unread(old for old in region.inside)
-
-
-def _bytes(x: Any) -> int:
-    return int(np.prod(x.aval.shape)) * np.dtype(x.aval.dtype).itemsize
+            function = Function(run, closed, rounds_to=np.dtype(dtype))
+            if key is not None:
+                _FUNCTIONS.put((key, self._how.exact), function)
+        return function
 
 
 def _may_be_folded(own: Dense) -> bool:
@@ -157,34 +173,60 @@ def _is_neither(x: Any, own: Dense) -> bool:
     return bool(letters & set(own.dims.rows)) and bool(letters & set(own.dims.columns))
 
 
+class _Functions:
+    """Functions that were traced, the latest ones: equal functions are one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: collections.OrderedDict[Any, Function] = collections.OrderedDict()
+
+    def get(self, key: Any) -> Function | None:
+        """Returns a function; None if it was not traced, or long ago."""
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def put(self, key: Any, function: Function) -> None:
+        """Keeps a function."""
+        self._known[key] = function
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+
+_FUNCTIONS = _Functions(512)
+
+
 def _key(region: Region) -> Any:
-    """Returns what equal functions have in common."""
+    """Returns what equal functions have in common; None if that cannot be told."""
+    try:
+        key = _parts(region)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _parts(region: Region) -> Any:
     numbers: dict[Any, int] = {}
 
     def number(x: Any) -> Any:
         if isinstance(x, core.Literal):
-            return str(x.aval), repr(x.val)
-        return numbers.setdefault(x, len(numbers)), str(x.aval)
+            if np.ndim(x.val):
+                raise TypeError("an array has no key")
+            return x.aval, repr(x.val)
+        return numbers.setdefault(x, len(numbers)), x.aval
 
     given = [number(x) for x in (region.product, *region.operands)]
     steps = [
         (
             e.primitive,
-            tuple((name, _hashable(value)) for name, value in sorted(e.params.items())),
+            tuple(sorted(e.params.items(), key=operator.itemgetter(0))),
             tuple(map(number, e.invars)),
             tuple(map(number, e.outvars)),
         )
         for e in region.inside
     ]
     return tuple(given), tuple(steps), tuple(map(number, region.results))
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
 
 
 def _as_written(program: core.Jaxpr, dtype: Any, sums: Any, *operands: Any) -> list[Any]:

@@ -49,4 +49,7 @@ INNER = {
 def is_apart(equation: Any) -> bool:
     """Whether its operands and results are in memory, whatever is before and after it."""
     name = equation.primitive.name
-    return name in APART | KERNELS | CALLS_AGAIN or name.startswith("pallas_gemm")
+    return name in _ALONE or name.startswith("pallas_gemm")
+
+
+_ALONE = APART | KERNELS | CALLS_AGAIN

@@ -9,6 +9,9 @@ from jax.extend import core
 from pallas_gemm.kernels import flat
 from pallas_gemm.rewriting import kinds
 
+GAP = 16
+"""Between the places of two equations, for those that are added."""
+
 
 class Level:
     """The equations of a function, without those of the functions that it calls.
@@ -24,7 +27,7 @@ class Level:
     def __init__(self, jaxpr: core.Jaxpr, equations: Sequence[Any]) -> None:
         self.jaxpr = jaxpr
         self.results = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
-        self._equations = dict(enumerate(equations))
+        self._equations = {GAP * number: own for number, own in enumerate(equations)}
         self._place = {id(equation): place for place, equation in self._equations.items()}
         self._maker: dict[Any, Any] = {}
         self._readers: dict[Any, list[Any]] = {}
@@ -113,6 +116,15 @@ class Level:
             self._readers.setdefault(x, []).append(new)
         for x in new.outvars:
             self._maker[x] = new
+
+    def insert(self, removed: Any, new: Any) -> None:
+        """Adds an equation, about where one was that has been removed."""
+        place = self._place[id(removed)]
+        while place in self._equations:
+            place += 1
+        self._equations[place] = new
+        self._place[id(new)] = place
+        self._add(new)
 
     def remove(self, equation: Any) -> None:
         """Removes an equation."""

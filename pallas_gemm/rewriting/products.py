@@ -14,11 +14,11 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.op import grouped as groups
 from pallas_gemm.op import lowering, mesh_context
-from pallas_gemm.op.canonical import merged
+from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.reduction import reduction_dtype
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import dispatch, xla_time
 from pallas_gemm.problem import Problem
 
 
@@ -32,6 +32,7 @@ class How:
         exact: Nothing may change a bit but the products themselves.
         only: Parts of the names of lines; only products on these are replaced, None for all.
         implementation: "interpret" simulates the kernels, for tests.
+        known: The times of products that were asked for.
     """
 
     device: Device
@@ -39,6 +40,7 @@ class How:
     exact: bool = False
     only: tuple[str, ...] | None = None
     implementation: str | None = None
+    known: dict[Any, float | str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def options(self) -> Options:
@@ -48,6 +50,28 @@ class How:
             target=self.device if self.named else None,
             reduced=reduction_dtype(),
         )
+
+    def seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
+        """Returns how long a kernel is predicted to take, or why none computes a product."""
+        key = call, dims, signature
+        if key not in self.known:
+            self.known[key] = self._seconds_of(*key)
+        return self.known[key]
+
+    def _seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
+        own, operands, form = merged(call.with_target(self.device), dims, signature)
+        decision = dispatch.decide(own, operands)
+        if decision.plan is None:
+            return _why(decision)
+        seconds = decision.plan.seconds
+        if moved := _copied(form, signature, call.out_dtype.itemsize):
+            seconds += xla_time.pass_seconds(moved, self.device)
+        if self.implementation is not None:
+            return seconds
+        by_xla = xla_time.seconds(decision.problem, self.device)
+        if by_xla is not None and seconds > (1 if moved else SLOWER) * by_xla:
+            return f"{_us(seconds)} with our kernel, {_us(by_xla)} with XLA's, as predicted"
+        return seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,17 +176,31 @@ def dense(equation: Any, how: How) -> Dense | str:
         return why
     call, dims = dense_of(equation)
     call = dataclasses.replace(call, options=how.options)
-    seconds = seconds_of(call, dims, signature_of(avals_of(equation.invars)), how)
+    seconds = how.seconds_of(call, dims, signature_of(avals_of(equation.invars)))
     if isinstance(seconds, str):
         return seconds
     return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds)
 
 
-def seconds_of(call: Call, dims: Contraction, signature: Signature, how: How) -> float | str:
-    """Returns how long a kernel is predicted to take, or why none computes a product."""
-    own, operands, _ = merged(call.with_target(how.device), dims, signature)
-    decision = dispatch.decide(own, operands)
-    return _why(decision) if decision.plan is None else decision.plan.seconds
+SLOWER = 1.05
+"""How much longer a kernel may be predicted to take than XLA, which predictions err by. A kernel
+whose operands are copied first may not take longer at all: XLA may make them in another layout."""
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _copied(form: Form, signature: Signature, out_bytes: int) -> int:
+    """Returns the bytes that are moved to make matrices of operands, and the result of theirs."""
+    left, right = signature[1::-1] if form.swapped else signature
+    total = 0
+    for (shape, dtype), side in ((left, form.a), (right, form.b)):
+        if not side.is_free:
+            total += (math.prod(shape) + math.prod(side.shape)) * dtype.itemsize
+    if form.permutation is not None:
+        total += 2 * math.prod(form.parts) * out_bytes
+    return total
 
 
 def _why(decision: dispatch.Decision) -> str:
@@ -233,7 +271,7 @@ def turned(own: Dense, how: How, **stored: Any) -> Dense | None:
     before = merged(own.call, own.dims, signature_of(avals_of(own.factors))).form
     if _copies(form) > _copies(before):
         return None
-    seconds = seconds_of(own.call, dims, signature, how)
+    seconds = how.seconds_of(own.call, dims, signature)
     if isinstance(seconds, str) or isinstance(named["out"], core.DropVar):
         return None
     return Dense(own.call, dims, factors, named["out"], seconds)

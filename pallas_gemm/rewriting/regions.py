@@ -31,6 +31,8 @@ EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
 MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
+AGAIN = 2
+"""Arrays that are read to compute a value again, at most."""
 MOST_ARRAYS = 6
 """Operands and results of the result's shape, at most."""
 
@@ -50,8 +52,9 @@ class Region:
         operands: The values that they read beside the product.
         results: The values that are stored.
         gone: The operations that nothing else needs.
-        stock: Bytes of each pass that XLA makes of it, without what the product itself writes.
-        left: Bytes that other passes read in place of that.
+        stock: Bytes that XLA's passes move for it, without what the product itself writes.
+        left: Bytes that the passes move that are left.
+        is_pass: A whole pass is no longer made.
         made: Operands that would have to be stored for it.
     """
 
@@ -60,8 +63,9 @@ class Region:
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
     gone: tuple[Any, ...]
-    stock: tuple[int, ...]
+    stock: int
     left: int
+    is_pass: bool
     made: tuple[Any, ...]
 
 
@@ -85,7 +89,9 @@ class _Operands:
                 for other in variables(maker):
                     own = self.of(other)
                     leaves, made = leaves | own[0], made | own[1]
-                self._known[x] = leaves, made
+                most = 1 if self._is_read_later(x) else AGAIN
+                is_much = sum(y.aval.shape == self._shape for y in leaves) > most
+                self._known[x] = (frozenset((x,)), frozenset()) if is_much else (leaves, made)
         return self._known[x]
 
     def _is_read(self, x: Any, maker: Any) -> bool:
@@ -98,6 +104,10 @@ class _Operands:
         is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
         return not (maker.primitive.name in MOVES and is_small)
 
+    def _is_read_later(self, x: Any) -> bool:
+        depth = self._level.depth(x)
+        return any(self._level.depth_before(own) > depth for own in self._level.readers(x))
+
     def equation(self, number: int) -> Any:
         """Returns an operation."""
         return self._equations[number]
@@ -105,6 +115,9 @@ class _Operands:
     def is_made(self, x: Any) -> bool:
         """Whether what is read would be stored only for that."""
         if x.aval.shape != self._shape or self._level.is_stored(x):
+            return False
+        if self._is_read_later(x):
+            # So XLA stores it.
             return False
         maker = self._level.maker(x)
         if maker.primitive.name in MOVES:
@@ -231,24 +244,44 @@ def _priced(
     pulled = frozenset().union(*(inside.operands.of(x)[1] for x in _beside(inside, needed)))
     every = [*needed, *map(inside.operands.equation, pulled)]
     kept = _kept(inside, set(results) | set(reduced))
-    stock: dict[int, set[Any]] = {depth: set(read) for depth, read in later.items()}
+    first = level.depth(product)
     written = [x for x in apart if x is not product]
-    if written or reduced:
-        stock.setdefault(level.depth(product), set()).update([*written, *reduced])
-    stock_bytes = [
-        _bytes({product, *(y for x in own for y in _reads(inside, x))}) for own in stock.values()
-    ]
-    left = sum(_bytes({inside.base[x] for x in read}) for read in later.values())
+    is_pass = bool(written or reduced) and first not in later
+    left = {depth: _bytes({inside.base[x] for x in read}) for depth, read in later.items()}
     return Region(
         product,
         tuple(sorted(every, key=level.place)),
         tuple(sorted(read, key=lambda x: (x.aval.shape != inside.shape, _place(level, x)))),
         (*results, *reduced),
         tuple(e for e in inside.equations if id(e) not in kept),
-        (*stock_bytes, _bytes(written)),
-        left,
+        _stock(inside, [*written, *reduced], later) + _bytes(written),
+        sum(left.values()),
+        is_pass,
         tuple(x for x in full if inside.operands.is_made(x)),
     )
+
+
+def _stock(inside: _Inside, first: list[Any], later: dict[int, set[Any]]) -> int:
+    """Returns the bytes that XLA reads, and writes for itself, to compute values again or not.
+
+    Args:
+        inside: The operations.
+        first: The values that the first pass after the product makes.
+        later: The values that others read, by how deep these are.
+    """
+    product, start = inside.product, inside.level.depth(inside.product)
+    again: dict[int, set[Any]] = {depth: set(read) for depth, read in later.items()}
+    if first:
+        again.setdefault(start, set()).update(first)
+    every = ({product, *(y for x in own for y in _reads(inside, x))} for own in again.values())
+    kept = {inside.base[x] for depth, own in later.items() for x in own if depth > start}
+    written = [x for x in kept if x is not product and not inside.is_stored(x)]
+    # Or the first pass stores what the others read.
+    once = {product, *(y for x in (*first, *kept) for y in _reads(inside, x))}
+    once |= {y for x in later.get(start, ()) for y in _reads(inside, x)}
+    bases = ({inside.base[x] for x in own} for depth, own in later.items() if depth > start)
+    stored = _bytes(once) + _bytes(written) + sum(map(_bytes, bases))
+    return min(sum(map(_bytes, every)), stored)
 
 
 def _reads(inside: _Inside, x: Any) -> Iterable[Any]:

@@ -13,6 +13,7 @@ from pallas_gemm.rewriting import kinds, lines, products
 from pallas_gemm.rewriting.folds import Folder
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
+from pallas_gemm.rewriting.sums import sum_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +125,30 @@ class Rewriter:
             else:
                 found.append(record)
         level.remove_unread(unread)
-        for own, record in ours:
-            equation = level.maker(own.out)
-            with equation.ctx.manager:
-                folded = self._folder.fold(level, own)
-            found.append(dataclasses.replace(record, folded=folded))
+        self._combine(level, ours, found)
         return level.in_order()
+
+    def _combine(self, level: Level, ours: list[tuple[Dense, Found]], found: list[Found]) -> None:
+        """Lets products be kernels with what is around them, or with each other."""
+        by_result = {own.out: own for own, _ in ours}
+        added: set[Any] = set()
+        for own, record in ours:
+            folded: tuple[str, ...] = ()
+            if own.out not in added:
+                equation = level.maker(own.out)
+                with equation.ctx.manager:
+                    fold = self._folder.fold(level, own)
+                    together = sum_of(level, own, by_result, self._how)
+                    least = 0.0 if fold is None else fold.saved
+                    if together is not None and together.saved > least:
+                        together.apply(level)
+                        added |= {one.out for one in together.members}
+                    elif fold is not None:
+                        fold.apply(level)
+                        folded = fold.names
+            if own.out in added:
+                folded = ("the others that are added to it",)
+            found.append(dataclasses.replace(record, folded=folded))
 
     def _is_meant(self, place: str | None) -> bool:
         only = self._how.only

@@ -135,7 +135,8 @@ def _check(found: Any, expected: Any, values: Any) -> None:
 def test_what_is_around_products_is_folded(name: str) -> None:
     program, found = rewritten(step(PROGRAMS[name]), *LARGE, SHAPE((4096,), BF16))
     assert count(program, "pallas_gemm_fused") == FOLDED[name]
-    assert sum(bool(one.folded) for one in found) == FOLDED[name]
+    folded = [one for one in found if one.folded and "added" not in one.answer]
+    assert len(folded) == FOLDED[name]
     assert count(program, "dot_general") == 0
 
 
@@ -152,7 +153,7 @@ def test_values_are_as_good_as_the_programs(name: str, numerics: str | None) -> 
 
 @pytest.mark.parametrize("name", ["mlp", "relu", "swiglu", "normed"])
 def test_the_kernels_compute_what_is_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folds, "LEAST_SAVED", -1.0)
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     args, f = drawn(64, 64, 128), step(PROGRAMS[name])
     program, found = rewritten(f, *args, implementation="interpret")
     assert sum(bool(one.folded) for one in found) >= FOLDED[name]
@@ -239,7 +240,7 @@ def test_exact_folds_only_what_is_rounded_exactly() -> None:
 
 
 def test_exact_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folds, "LEAST_SAVED", -1.0)
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
 
     def f(x: Any, w: Any, bias: Any) -> Any:
         return jax.nn.relu(x @ w * BF16(1.7) + bias) * BF16(0.3)
@@ -247,7 +248,7 @@ def test_exact_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, _, bias = drawn(64, 64, 128)
     folded, found = rewritten(f, x, w, bias, exact=True, implementation="interpret")
     assert found[0].folded
-    monkeypatch.setattr(folds.Folder, "fold", lambda *_: ())
+    monkeypatch.setattr(folds.Folder, "fold", lambda *_: None)
     apart, _ = rewritten(f, x, w, bias, exact=True, implementation="interpret")
     with jax.disable_jit():
         expected = core.jaxpr_as_fun(apart)(x, w, bias)
