@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from examples.training import Training, mean_loss
 from pallas_gemm.flax import linen as ours
-from pallas_gemm.flax import routed
+from pallas_gemm.layers import routed
 
 AXIS = "expert"
 """The axis of a mesh over which experts and tokens are split."""

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pallas_gemm.rewriting",),
     ("pallas_gemm.api", "pallas_gemm.checkpoint_policies"),
     ("pallas_gemm",),
+    ("pallas_gemm.layers",),
     ("pallas_gemm.flax", "pallas_gemm.equinox", "pallas_gemm.optax", "bench"),
     ("examples",),
 )

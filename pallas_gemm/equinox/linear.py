@@ -8,11 +8,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
-from pallas_gemm.api.gemm import Activation, Order, gated_gemm, gemm
+from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels import activations
+from pallas_gemm.layers import fused
+
+TAKES_SCALAR = "; equinox.nn.Linear takes 'scalar'"
 
 
 class Linear(eqx.nn.Linear):
@@ -63,10 +64,9 @@ class Linear(eqx.nn.Linear):
         Raises:
             ValueError: A size is no number, or there is no activation of that name.
         """
-        _check_sizes(in_features=in_features, out_features=out_features)
+        fused.check_sizes(TAKES_SCALAR, in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
-        activations.resolve(activation)
-        self.activation, self.schedule = activation, schedule
+        self.activation, self.schedule = fused.checked_activation(activation), schedule
         self.config, self.implementation = config, implementation
 
     def __call__(
@@ -83,16 +83,8 @@ class Linear(eqx.nn.Linear):
             The result; its type is that of `residual + equinox.nn.Linear(...)(x)`.
         """
         del key
-        return gemm(
-            x,
-            self.weight,
-            bias=self.bias,
-            activation=self.activation,
-            residual=residual,
-            preferred_element_type=_type_of(x, self.weight, residual),
-            transpose_b=True,
-            **_how(self),
-        )
+        operands = x, self.weight, self.bias
+        return fused.dense(operands, residual, transpose_b=True, **fused.options(self))
 
 
 class GatedLinear(eqx.Module):
@@ -147,13 +139,12 @@ class GatedLinear(eqx.Module):
         Raises:
             ValueError: A size is no number, or there is no activation of that name.
         """
-        _check_sizes(in_features=in_features, out_features=out_features)
-        activations.resolve(activation)
+        fused.check_sizes(TAKES_SCALAR, in_features=in_features, out_features=out_features)
         self.gate, self.up = (
             eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=own)
             for own in jax.random.split(key)
         )
-        self.activation, self.schedule = activation, schedule
+        self.activation, self.schedule = fused.checked_activation(activation), schedule
         self.config, self.implementation = config, implementation
 
     def __call__(
@@ -171,18 +162,8 @@ class GatedLinear(eqx.Module):
         """
         del key
         gate, up = self.gate, self.up
-        return gated_gemm(
-            x,
-            gate.weight,
-            up.weight,
-            gate_bias=gate.bias,
-            up_bias=up.bias,
-            activation=self.activation,
-            residual=residual,
-            preferred_element_type=_type_of(x, gate.weight, residual),
-            transpose_b=True,
-            **_how(self),
-        )
+        operands = x, gate.weight, up.weight, gate.bias, up.bias
+        return fused.gated(operands, residual, transpose_b=True, **fused.options(self))
 
 
 def replaced(model: Any, **options: Any) -> Any:
@@ -206,27 +187,3 @@ def replaced(model: Any, **options: Any) -> Any:
         return eqx.tree_at(lambda x: (x.weight, x.bias), new, arrays, is_leaf=lambda x: x is None)
 
     return jax.tree.map(ours, model, is_leaf=lambda x: isinstance(x, eqx.nn.Linear))
-
-
-def _check_sizes(**sizes: Any) -> None:
-    """Checks the sizes of a layer.
-
-    Raises:
-        ValueError: One is "scalar", or no number.
-    """
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(
-                f"{name} must be an integer of at least 0, got {size!r}; equinox.nn.Linear takes"
-                " 'scalar'"
-            )
-
-
-def _type_of(x: Any, weight: Any, residual: Any) -> Any:
-    """Returns the type that the same steps in JAX would give the result."""
-    dtype = jnp.result_type(x, weight)
-    return dtype if residual is None else jnp.promote_types(dtype, residual.dtype)
-
-
-def _how(layer: Any) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in ("schedule", "config", "implementation")}

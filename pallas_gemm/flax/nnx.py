@@ -11,7 +11,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 from pallas_gemm.api import gemm as api
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.flax import fp8, fused, per_channel, routed
+from pallas_gemm.flax import fp8
+from pallas_gemm.layers import fused, per_channel, routed
 from schedules import _public
 
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from examples import train_moe
 from examples.mixture import AXIS, PRESETS, Mixtures, ParallelExperts
-from pallas_gemm.flax import linen, routed
+from pallas_gemm.flax import linen
+from pallas_gemm.layers import routed
 from tests import layers, reference
 
 SMALL = dataclasses.replace(

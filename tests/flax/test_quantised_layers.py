@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 
 import pallas_gemm
 from pallas_gemm import explain
-from pallas_gemm.flax import linen, nnx, per_channel
+from pallas_gemm.flax import linen, nnx
+from pallas_gemm.layers import per_channel
 from tests import layers, reference
 
 INPUTS, FEATURES, ROWS = 16, 24, (2, 5)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.gemm import gemm
-from pallas_gemm.flax import fused
+from pallas_gemm.layers import fused
 from pallas_gemm.op.product import equally_varying
 
 INT8_MAX = 127

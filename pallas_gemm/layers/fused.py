@@ -54,7 +54,7 @@ def with_result(
 
 def options(layer: Any, **others: Any) -> dict[str, Any]:
     """Returns how the product of a layer is computed, as its fields say and as is said besides."""
-    own = {"activation": layer.activation, "precision": layer.precision}
+    own = {"activation": layer.activation, "precision": getattr(layer, "precision", None)}
     return own | how(layer) | others
 
 
@@ -98,15 +98,19 @@ def layer_type(name: str, value: Any) -> Any:
 TYPES_OF_LAYERS = frozenset(("dtype", "param_dtype", "preferred_element_type"))
 
 
-def check_sizes(**sizes: Any) -> None:
+def check_sizes(otherwise: str = "", **sizes: Any) -> None:
     """Checks the sizes of a layer.
+
+    Args:
+        otherwise: Is said after the error.
+        **sizes: The sizes.
 
     Raises:
         ValueError: One of them is no number of features.
     """
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 0:
-            raise ValueError(f"{name} must be an integer of at least 0, got {size!r}")
+            raise ValueError(f"{name} must be an integer of at least 0, got {size!r}{otherwise}")
 
 
 def checked_activation(activation: Any) -> Any:

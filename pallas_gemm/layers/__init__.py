@@ -1,0 +1,1 @@
+"""What the layers of all libraries share, and no library in it."""
