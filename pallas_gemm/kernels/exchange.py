@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels.traced import Ref, Scalar
+
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -37,7 +39,7 @@ class Exchange:
         """Returns this device's number among them, inside of a kernel."""
         return lax.axis_index(self.axes)
 
-    def device(self, rank: Any) -> Any:
+    def device(self, rank: Scalar) -> Any:
         """Returns what JAX takes for the device with a number among them: see `numbered`."""
         sizes, place = dict(self.mesh), {}
         for name in reversed(self.axes):
@@ -51,7 +53,7 @@ class Exchange:
             number = number * size + index
         return number
 
-    def owner(self, rank: Any, share: Any) -> Any:
+    def owner(self, rank: Scalar, share: Scalar) -> Any:
         """Returns the number of the device whose rows are a share of this one's work.
 
         Shares are counted in the order in which they are computed. A device begins with its own
@@ -77,6 +79,6 @@ def numbered() -> Mapping[str, Any]:
     return {"device_id_type": pl.DeviceIdType.LOGICAL}
 
 
-def on_device(ref: Any, device: Any) -> Any:
+def on_device(ref: Ref, device: Any) -> Any:
     """Returns what is on another device where `ref` is on this one."""
     return plgpu.remote_ref(ref, device, **numbered())

@@ -30,6 +30,7 @@ from pallas_gemm.kernels import launch, place, work
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
 from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.traced import Ref, Values
 
 LOADED_REGISTERS = 128
 """Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
@@ -147,7 +148,7 @@ class Summands:
     """
 
     plan: KernelPlan
-    gmem: Any
+    gmem: Ref
     tile: tuple[Any, Any]
     corner: tuple[Any, Any]
     layout: Any
@@ -163,7 +164,7 @@ class Summands:
             parts = blocks(plan, self.gmem.at[whose], *zip(starts, sizes, strict=True))
             return read(plan, parts, self.layout)
 
-        def add(first: Any, together: int, total: Any) -> Any:
+        def add(first: Any, together: int, total: Values) -> Any:
             for part in [load(first + summand) for summand in range(together)]:
                 total = total + part
             return total
@@ -179,7 +180,7 @@ class Summands:
             total = lax.fori_loop(0, whole, lambda i, t: add(1 + i * together, together, t), total)
         return add(1 + whole * together, rest, total)
 
-    def leave(self, piece: work.Piece, values: Any) -> None:
+    def leave(self, piece: work.Piece, values: Values) -> None:
         """Stores the values of the part as the summand that a piece of work makes."""
         tile, rank = self.tile
         corner = zip(self.corner, values.shape, strict=True)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from pallas_gemm.kernels import smem
+from pallas_gemm.kernels.traced import Ref
 
 PANEL = 64
 """Rows or columns that one TMA copy brings where they lie one after the other in memory."""
@@ -62,7 +63,7 @@ class OperandPlan:
             return smem.boxed([shape], self.dtype, simulated=self.simulated)
         return smem.tiled(shape, self.dtype)
 
-    def views(self, ref: Any) -> smem.Boxed:
+    def views(self, ref: Ref) -> smem.Boxed:
         """Both views of such a buffer."""
         if not self.boxed:
             return smem.Boxed(ref, ref)

@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import work
+from pallas_gemm.kernels.traced import Ref, Scalar
 from pallas_gemm.problem import Problem
 
 
@@ -22,9 +23,9 @@ class Where(NamedTuple):
     """
 
     batch: Any
-    row: Any
-    col: Any
-    share: Any = None
+    row: Scalar
+    col: Scalar
+    share: Scalar = None
     end: Any = None
 
 
@@ -43,16 +44,16 @@ def locate(
     return Where(piece.batch, *starts, end=piece.end_row)
 
 
-def matrix(gmem: Any, batch: Any) -> Any:
+def matrix(gmem: Ref, batch: Any) -> Any:
     """The matrix of one product: that of a batch, unless the whole batch shares one."""
     return gmem if batch is None or len(gmem.shape) == 2 else gmem.at[batch]
 
 
-def vector(gmem: Any, batch: Any) -> Any:
+def vector(gmem: Ref, batch: Any) -> Any:
     """The vector of one product, likewise."""
     return gmem if batch is None or len(gmem.shape) == 1 else gmem.at[batch]
 
 
-def scalar(gmem: Any, batch: Any) -> Any:
+def scalar(gmem: Ref, batch: Any) -> Any:
     """The number of one product, likewise, of as many as there are."""
     return gmem[0 if batch is None or gmem.shape[0] == 1 else batch]

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels.traced import Ref
+
 ATOM_ROWS = 8
 ATOM_BYTES = 128
 """The widest atom, used for every operand."""
@@ -28,7 +30,7 @@ ATOM_BYTES = 128
 class Boxed(NamedTuple):
     """The two views of one buffer."""
 
-    box: Any
+    box: Ref
     tile: Any
 
 

@@ -19,10 +19,8 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.kernels import work
+from pallas_gemm.kernels.traced import Scalar
 from schedules import PADDING, OnlineSchedule, Pieces, Schedule
-
-Scalar = Any
-"""A traced int32."""
 
 Compute = Callable[[Scalar, work.Piece, Any], Any]
 """`carry = compute(turn, piece, carry)`: what a role does for one piece."""

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels.traced import Scalar
 from pallas_gemm.problem import Problem
 from schedules import PADDING, Pieces, Schedule
 
@@ -53,15 +54,15 @@ class Piece(NamedTuple):
         is_last: Whether the sum of its tile is complete with it, where a group is cut along k.
     """
 
-    row: Any
-    col: Any
+    row: Scalar
+    col: Scalar
     batch: Any = None
     first_step: Any = None
     steps: Any = None
     summand: Any = None
     cut_tile: Any = None
-    first_row: Any = None
-    end_row: Any = None
+    first_row: Scalar = None
+    end_row: Scalar = None
     first_k: Any = None
     end_k: Any = None
     is_last: Any = None
@@ -144,7 +145,7 @@ class Coding:
             first_step=first_step, steps=steps, summand=summand, cut_tile=cut_tile
         )
 
-    def piece(self, row: Any, col: Any) -> Piece:
+    def piece(self, row: Scalar, col: Scalar) -> Piece:
         """The piece at (row, col) of the grid of a schedule."""
         if self.rows is None:
             return Piece(row, col)
@@ -165,7 +166,9 @@ class GroupCoding(Coding):
 
     words: int = 3
 
-    def pack_group(self, group: Any, col: Any, first_row: Any, end_row: Any) -> tuple[Any, ...]:
+    def pack_group(
+        self, group: Scalar, col: Scalar, first_row: Scalar, end_row: Scalar
+    ) -> tuple[Any, ...]:
         """Returns the words of pieces."""
         return group << self.bits | col, first_row, end_row
 
@@ -175,7 +178,7 @@ class GroupCoding(Coding):
         group, col = _halves(which, self.bits)
         return Piece(None, col, group, first_row=first_row, end_row=end_row)
 
-    def piece(self, row: Any, col: Any) -> Piece:
+    def piece(self, row: Scalar, col: Scalar) -> Piece:
         """A piece of no rows."""
         return Piece(None, col, row, first_row=row, end_row=row)
 
@@ -192,7 +195,7 @@ class SumCoding(Coding):
     tile_k: int = 64
 
     def pack_sum(
-        self, row: Any, col: Any, group: Any, span: tuple[Any, Any], leg: Any
+        self, row: Scalar, col: Scalar, group: Scalar, span: tuple[Any, Any], leg: Any
     ) -> tuple[Any, ...]:
         """Returns the words of pieces, given the first contracted element, and the one after."""
         return row << self.bits | col, group, *span, leg
@@ -223,7 +226,7 @@ class SumCoding(Coding):
             is_last=is_last,
         )
 
-    def piece(self, row: Any, col: Any) -> Piece:
+    def piece(self, row: Scalar, col: Scalar) -> Piece:
         """A piece of the first group."""
         return Piece(row, col, jnp.int32(0), is_last=jnp.bool_(True))
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, protocol, smem
 from pallas_gemm.kernels.blackwell import launch_control
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Smem(NamedTuple):
@@ -130,22 +131,22 @@ def views(plan: BlackwellPlan, buffers: Smem) -> Smem:
     return Smem(a, b, *stores)
 
 
-def slot_of(plan: BlackwellPlan, step: Any) -> Any:
+def slot_of(plan: BlackwellPlan, step: Scalar) -> Any:
     """The slot of the ring that a step of the whole walk uses."""
     return lax.rem(step, jnp.int32(plan.config.stages))
 
 
-def accumulator_of(plan: BlackwellPlan, turn: Any) -> Any:
+def accumulator_of(plan: BlackwellPlan, turn: Scalar) -> Any:
     """The accumulator of a tile."""
     return lax.rem(turn, jnp.int32(plan.config.accumulators))
 
 
-def freed_of(cta: Cta, turn: Any, half: Any) -> Any:
+def freed_of(cta: Cta, turn: Scalar, half: Scalar) -> Any:
     """The barrier of a half of the accumulator of a tile, or of the whole if it has no halves."""
     return cta.barriers.freed.at[accumulator_of(cta.plan, turn) * cta.plan.halves + half]
 
 
-def sums_of(cta: Cta, turn: Any, start: Any, width: int) -> Any:
+def sums_of(cta: Cta, turn: Scalar, start: Any, width: int) -> Any:
     """Some columns of the accumulator of a tile."""
     first = accumulator_of(cta.plan, turn) * cta.plan.config.tile[1] + start
     return cta.sums_tmem.at[:, pl.ds(first, width)]

@@ -1,7 +1,6 @@
 """One step of the Blackwell kernel: its loads, its MMAs, and the waits of the roles."""
 
 import itertools
-from typing import Any
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -9,9 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import place
 from pallas_gemm.kernels.blackwell.cta import Cta, accumulator_of, freed_of, slot_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
+from pallas_gemm.kernels.traced import Scalar
 
 
-def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
+def load_step(cta: Cta, at: place.Where, k: Scalar, step: Scalar) -> None:
     """Starts the loads of one step, each CTA those of its own part."""
     plan = cta.plan
     slot, atoms, (factors,) = slot_of(plan, step), plan.config.atoms, cta.gmem.factors
@@ -40,7 +40,7 @@ def load_step(cta: Cta, at: place.Where, k: Any, step: Any) -> None:
             )
 
 
-def multiply_step(cta: Cta, turn: Any, k: Any, step: Any, half: int | None = None) -> None:
+def multiply_step(cta: Cta, turn: Scalar, k: Scalar, step: Scalar, half: int | None = None) -> None:
     """Issues the MMAs of one step, or those of half of its columns."""
     plan = cta.plan
     slot, atoms = slot_of(plan, step), plan.config.atoms
@@ -59,14 +59,14 @@ def multiply_step(cta: Cta, turn: Any, k: Any, step: Any, half: int | None = Non
             )
 
 
-def free_slot(cta: Cta, step: Any) -> None:
+def free_slot(cta: Cta, step: Scalar) -> None:
     """Has the tensor core free a step's slot when its MMAs are done."""
     plan = cta.plan
     empty = cta.barriers.empty.at[slot_of(plan, step)]
     plgpu.tcgen05_commit_arrive(empty, collective_axis=pair_axis(plan))
 
 
-def publish_sums(cta: Cta, turn: Any) -> None:
+def publish_sums(cta: Cta, turn: Scalar) -> None:
     """Has the tensor core announce the sums of a tile when its last MMA is done."""
     plan = cta.plan
     plgpu.tcgen05_commit_arrive(
@@ -74,22 +74,22 @@ def publish_sums(cta: Cta, turn: Any) -> None:
     )
 
 
-def await_slot(cta: Cta, step: Any) -> None:
+def await_slot(cta: Cta, step: Scalar) -> None:
     """Waits until the MMAs of a step are done and its slot can be filled again."""
     plgpu.barrier_wait(cta.barriers.empty.at[slot_of(cta.plan, step)])
 
 
-def await_operands(cta: Cta, step: Any) -> None:
+def await_operands(cta: Cta, step: Scalar) -> None:
     """Waits until the operands of a step have been loaded, in both CTAs."""
     plgpu.barrier_wait(cta.barriers.full.at[slot_of(cta.plan, step)])
 
 
-def await_accumulator(cta: Cta, turn: Any, half: int) -> None:
+def await_accumulator(cta: Cta, turn: Scalar, half: int) -> None:
     """Waits until the sums of half of a tile have been read, in both CTAs."""
     plgpu.barrier_wait(freed_of(cta, turn, half))
 
 
-def await_sums(cta: Cta, turn: Any) -> None:
+def await_sums(cta: Cta, turn: Scalar) -> None:
     """Waits until the sums of a tile are complete."""
     plgpu.barrier_wait(cta.barriers.ready.at[accumulator_of(cta.plan, turn)])
 

@@ -13,16 +13,17 @@ from pallas_gemm.kernels import joining, launch, work
 from pallas_gemm.kernels.blackwell import store
 from pallas_gemm.kernels.blackwell.cta import Barriers, Cta, Smem, store_scratch, sums_of, views
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
+from pallas_gemm.kernels.traced import Ref, Scalar
 
 
-def hand_over(cta: Cta, piece: work.Piece, turn: Any) -> None:
+def hand_over(cta: Cta, piece: work.Piece, turn: Scalar) -> None:
     """Stores a CTA's sums of a piece as a summand, some columns at a time."""
     plan, width = cta.plan, cta.plan.config.store_columns
     chunks = plan.config.tile[1] // width
     tile = joining.tile_of(plan, piece), lax.axis_index(PAIR_AXIS)
 
     @pl.loop(0, chunks)
-    def _one_chunk(chunk: Any) -> None:
+    def _one_chunk(chunk: Scalar) -> None:
         first = chunk * width
         values = plgpu.async_load_tmem(sums_of(cta, turn, first, width))
         store.free_when_read(cta, turn, chunk, chunks)
@@ -69,7 +70,7 @@ def _body(
 
 
 def _summands(
-    plan: BlackwellPlan, gmem: Any, tile: tuple[Any, Any], first: Any
+    plan: BlackwellPlan, gmem: Ref, tile: tuple[Any, Any], first: Any
 ) -> joining.Summands:
     """The summands of a tile's columns from the first one on."""
     return joining.Summands(plan, gmem, tile, (0, first), plgpu.Layout.TCGEN05)

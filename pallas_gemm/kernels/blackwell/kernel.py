@@ -73,6 +73,7 @@ from pallas_gemm.kernels.blackwell.cta import (
     views,
 )
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Steps(NamedTuple):
@@ -96,7 +97,7 @@ class Steps(NamedTuple):
         return jnp.int32(0) if plan.joins else None
 
     @classmethod
-    def of(cls, plan: BlackwellPlan, turn: Any, piece: work.Piece, before: Any) -> "Steps":
+    def of(cls, plan: BlackwellPlan, turn: Scalar, piece: work.Piece, before: Any) -> "Steps":
         """The steps of a piece, given what `start` or `before_next` returned."""
         by_halves = plan.steps_by_halves
         if before is None:
@@ -114,14 +115,14 @@ def loader(cta: Cta, walk: tiles.Walk) -> None:
     """Fills the ring, tile after tile."""
     plan = cta.plan
 
-    def one_tile(turn: Any, piece: work.Piece, before: Any) -> Any:
+    def one_tile(turn: Scalar, piece: work.Piece, before: Any) -> Any:
         at = place.locate(plan.config, plan.problem, piece)
         steps = Steps.of(plan, turn, piece, before)
 
         @_in_one_warp
         def _load_tile() -> None:
             @pl.loop(0, steps.count)
-            def _one_step(k: Any) -> None:
+            def _one_step(k: Scalar) -> None:
                 step = steps.before + k
                 pl.when(step >= plan.config.stages)(
                     functools.partial(issue.await_slot, cta, step - plan.config.stages)
@@ -139,7 +140,7 @@ def multiplier(cta: Cta, walk: tiles.Walk) -> None:
     """Multiplies what the loader loaded, tile after tile."""
     plan = cta.plan
 
-    def one_tile(turn: Any, piece: work.Piece, before: Any) -> Any:
+    def one_tile(turn: Scalar, piece: work.Piece, before: Any) -> Any:
         steps = Steps.of(plan, turn, piece, before)
 
         @_in_leaders_warp
@@ -149,7 +150,7 @@ def multiplier(cta: Cta, walk: tiles.Walk) -> None:
                 _multiply_ahead(cta, turn, steps, half)
 
             @pl.loop(steps.by_halves, steps.count)
-            def _one_step(k: Any) -> None:
+            def _one_step(k: Scalar) -> None:
                 step = steps.before + k
                 issue.await_operands(cta, step)
                 issue.multiply_step(cta, turn, k, step)
@@ -171,17 +172,17 @@ def issuer(cta: Cta, walk: tiles.Walk) -> None:
     plan = cta.plan
     ahead = plan.config.stages - 1
 
-    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+    def one_tile(turn: Scalar, piece: work.Piece, _: None) -> None:
         at = place.locate(plan.config, plan.problem, piece)
 
         @_in_one_warp
         def _compute_tile() -> None:
             @pl.loop(0, min(ahead, plan.k_steps))
-            def _load_ahead(k: Any) -> None:
+            def _load_ahead(k: Scalar) -> None:
                 issue.load_step(cta, at, k, k)
 
             @pl.loop(0, plan.k_steps)
-            def _one_step(k: Any) -> None:
+            def _one_step(k: Scalar) -> None:
                 later = k + ahead
                 load = functools.partial(issue.load_step, cta, at, later, later)
                 pl.when(later < plan.k_steps)(load)
@@ -210,7 +211,7 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
     plan = cta.plan
     follows = plan.ctas_per_mma == 2
 
-    def one_tile(turn: Any, piece: work.Piece, _: None) -> None:
+    def one_tile(turn: Scalar, piece: work.Piece, _: None) -> None:
         at = place.locate(plan.config, plan.problem, piece)
         at = at._replace(row=at.row + lax.axis_index(PAIR_AXIS) * plan.config.tile[0])
         if not plan.joins:
@@ -224,7 +225,7 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
             return
 
         @pl.loop(0, plan.chunks)
-        def _one_chunk(chunk: Any) -> None:
+        def _one_chunk(chunk: Scalar) -> None:
             load = functools.partial(store.load_sums, cta, turn, chunk)
             store.store(cta, at, turn, chunk, store.finish(cta, at, turn, chunk, load))
             store.fetch_following(cta, at, turn, chunk)
@@ -236,20 +237,20 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _await_reuse(cta: Cta, turn: Any, half: int) -> None:
+def _await_reuse(cta: Cta, turn: Scalar, half: int) -> None:
     """Waits until the sums that half of a tile's accumulator held before have been read."""
     before = turn - jnp.int32(cta.plan.config.accumulators)
     pl.when(before >= 0)(functools.partial(issue.await_accumulator, cta, before, half))
 
 
-def _multiply_ahead(cta: Cta, turn: Any, steps: Steps, half: int) -> None:
+def _multiply_ahead(cta: Cta, turn: Scalar, steps: Steps, half: int) -> None:
     """Multiplies the first steps of half of a wide tile, while the other half is still read."""
     plan = cta.plan
     if not plan.steps_by_halves:
         return
 
     @pl.loop(0, steps.by_halves)
-    def _one_step(k: Any) -> None:
+    def _one_step(k: Scalar) -> None:
         step = steps.before + k
         if half == 0:
             issue.await_operands(cta, step)
@@ -263,7 +264,7 @@ def _drain_ring(cta: Cta, steps: Any) -> None:
     pl.loop(0, used)(lambda i: issue.await_slot(cta, steps - used + i))
 
 
-def _drain_accumulators(cta: Cta, turns: Any) -> None:
+def _drain_accumulators(cta: Cta, turns: Scalar) -> None:
     used = lax.min(turns, jnp.int32(cta.plan.config.accumulators))
     for half in range(cta.plan.halves):
         pl.loop(0, used)(lambda i, half=half: issue.await_accumulator(cta, turns - used + i, half))

@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, protocol, tiles, work
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 from pallas_gemm.kernels.ptx import fences
+from pallas_gemm.kernels.traced import Scalar
 from schedules import Schedule
 
 IN_FLIGHT = 2
@@ -101,7 +102,7 @@ class Taken(NamedTuple):
 def walk(
     table: Any,
     requests: Requests,
-    worker: Any,
+    worker: Scalar,
     coding: work.Coding,
     asks: bool,
     plan: BlackwellPlan,

@@ -19,12 +19,13 @@ from pallas_gemm.kernels import place
 from pallas_gemm.kernels.blackwell.config import MMA_ROWS, SQUARE
 from pallas_gemm.kernels.blackwell.cta import Cta
 from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.traced import Scalar
 
 SQUARES = MMA_ROWS // SQUARE
 """Of a chunk."""
 
 
-def copy(cta: Cta, at: place.Where, col: Any, here: Any, there: Any) -> None:
+def copy(cta: Cta, at: place.Where, col: Scalar, here: Any, there: Any) -> None:
     """Starts the stores of a chunk that begins in column `col`, from both of its slots."""
     out = place.matrix(cta.out, at.batch)
     columns = pl.ds(col, SQUARE)

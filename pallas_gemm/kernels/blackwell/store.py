@@ -21,12 +21,13 @@ from pallas_gemm.kernels.blackwell import mirror
 from pallas_gemm.kernels.blackwell.cta import Cta, freed_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 LoadSums = Callable[[int, int], tuple[Any, ...]]
 """`load(first, width)`: some columns of a chunk, of each of the sums of a tile."""
 
 
-def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any, load: LoadSums) -> Any:
+def finish(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar, load: LoadSums) -> Any:
     """Reads the sums of a chunk of columns and finishes them, a few columns at a time."""
     plan = cta.plan
     width, step = plan.config.store_columns, plan.config.read_columns(plan.problem)
@@ -50,7 +51,7 @@ def finish(cta: Cta, at: place.Where, turn: Any, chunk: Any, load: LoadSums) -> 
     return strips[0] if len(strips) == 1 else lax.concatenate(strips, 1)
 
 
-def load_sums(cta: Cta, turn: Any, chunk: Any, first: int, width: int) -> tuple[Any, ...]:
+def load_sums(cta: Cta, turn: Scalar, chunk: Scalar, first: int, width: int) -> tuple[Any, ...]:
     """Reads some columns of a chunk, of each part of the sums of a tile."""
     plan = cta.plan
     columns, within = plan.config.out_tile(plan.problem)[1], plan.config.store_columns
@@ -63,7 +64,7 @@ def load_sums(cta: Cta, turn: Any, chunk: Any, first: int, width: int) -> tuple[
     return sums
 
 
-def free_when_read(cta: Cta, turn: Any, chunk: Any, chunks: int) -> None:
+def free_when_read(cta: Cta, turn: Scalar, chunk: Scalar, chunks: int) -> None:
     """Frees a half of an accumulator with the last of its chunks, of so many of a tile."""
     per_half = chunks // cta.plan.halves
     half, nth = _divided(chunk, per_half)
@@ -71,18 +72,18 @@ def free_when_read(cta: Cta, turn: Any, chunk: Any, chunks: int) -> None:
     pl.when(is_last)(functools.partial(free_accumulator, cta, turn, half))
 
 
-def free_accumulator(cta: Cta, turn: Any, half: Any) -> None:
+def free_accumulator(cta: Cta, turn: Scalar, half: Scalar) -> None:
     """Lets the multiplier overwrite half of an accumulator, once its last columns are read."""
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(freed_of(cta, turn, half))
 
 
-def _divided(chunk: Any, per_half: int) -> tuple[Any, Any]:
+def _divided(chunk: Scalar, per_half: int) -> tuple[Any, Any]:
     """Returns the half of a tile that a chunk is in, and which chunk of it."""
     return lax.div(chunk, jnp.int32(per_half)), lax.rem(chunk, jnp.int32(per_half))
 
 
-def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None:
+def store(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar, values: Values) -> None:
     """Stores a finished chunk of columns, through shared memory unless told otherwise."""
     plan = cta.plan
     if plan.config.direct_store:
@@ -103,7 +104,7 @@ def store(cta: Cta, at: place.Where, turn: Any, chunk: Any, values: Any) -> None
         plgpu.copy_smem_to_gmem(here, _chunk(plan, cta.out, at, chunk))
 
 
-def fetch_following(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> None:
+def fetch_following(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar) -> None:
     """Starts to load the residual of the chunk that takes the slot of one that is on its way."""
     if not cta.plan.problem.epilogue.residual:
         return
@@ -112,7 +113,7 @@ def fetch_following(cta: Cta, at: place.Where, turn: Any, chunk: Any) -> None:
     pl.when(following < cta.plan.chunks)(fetch)
 
 
-def fetch_residual(cta: Cta, at: place.Where, turn: Any, chunks: Iterable[Any]) -> None:
+def fetch_residual(cta: Cta, at: place.Where, turn: Scalar, chunks: Iterable[Any]) -> None:
     """Starts to load chunks of the residual, into the slots that wait for their sums."""
     plan = cta.plan
     if not plan.problem.epilogue.residual:
@@ -136,12 +137,12 @@ def await_store_slot(plan: BlackwellPlan) -> None:
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
 
 
-def _store_slot(plan: BlackwellPlan, turn: Any, chunk: Any) -> Any:
+def _store_slot(plan: BlackwellPlan, turn: Scalar, chunk: Scalar) -> Any:
     """The store slot of a chunk: the chunks of all tiles take the slots in turn."""
     return lax.rem(turn * plan.chunks + chunk, jnp.int32(plan.config.store_slots))
 
 
-def _chunk(plan: BlackwellPlan, gmem: Any, at: place.Where, chunk: Any) -> Any:
+def _chunk(plan: BlackwellPlan, gmem: Ref, at: place.Where, chunk: Scalar) -> Any:
     """The part of the result, or of the residual, that a chunk of this CTA's tile covers."""
     width = plan.config.store_columns
     rows = pl.ds(at.row, plan.config.tile[0])

@@ -10,6 +10,7 @@ from pallas_gemm.kernels import launch, place, protocol, smem, work
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.tiling import TOLD_SLOTS
+from pallas_gemm.kernels.traced import Scalar
 
 CLUSTER = ("cluster_row", "cluster_col")
 """The axes of a cluster."""
@@ -147,19 +148,19 @@ def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:
     return _tile(cta.plan, piece, *cta.rows.to_load(piece.row))
 
 
-def tile_to_store(cta: Cta, piece: work.Piece, consumer: Any) -> place.Where:
+def tile_to_store(cta: Cta, piece: work.Piece, consumer: Scalar) -> place.Where:
     """Where a consumer's part of this CTA's tile of a piece begins in the result."""
     tile = _tile(cta.plan, piece, *cta.rows.to_store(piece.row))
     return part_of_tile(cta.plan, tile, consumer)
 
 
-def _tile(plan: HopperPlan, piece: work.Piece, row: Any, share: Any) -> place.Where:
+def _tile(plan: HopperPlan, piece: work.Piece, row: Scalar, share: Scalar) -> place.Where:
     """The tile of this CTA, in the row of cluster tiles that the exchange of rows left."""
     piece = piece._replace(row=row)
     return place.locate(plan.config, plan.problem, piece, CLUSTER)._replace(share=share)
 
 
-def part_of_tile(plan: HopperPlan, tile: place.Where, consumer: Any) -> place.Where:
+def part_of_tile(plan: HopperPlan, tile: place.Where, consumer: Scalar) -> place.Where:
     """The part of a tile that a consumer holds: all of it, or its share of rows or columns."""
     rows, cols = plan.consumer_out_tile
     if plan.config.pingpong:

@@ -88,6 +88,7 @@ from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.groups.product import RowsInGroups, SumsOverGroups
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.traced import Scalar
 
 
 def product_of(plan: HopperPlan) -> type[Product]:
@@ -104,12 +105,12 @@ def producer(product: Product, walk: tiles.Walk) -> None:
     cta, plan, barriers = product.cta, product.plan, product.cta.barriers
     stages = plan.config.stages
 
-    def one_tile(turn: Any, piece: work.Piece, head: ring.Head) -> ring.Head:
+    def one_tile(turn: Scalar, piece: work.Piece, head: ring.Head) -> ring.Head:
         at = tile_to_load(cta, piece)
         reader = turn & 1
         cta.rows.await_rows(at)
 
-        def one_step(factors: launch.Factors, before: int, k: Any, head: ring.Head) -> ring.Head:
+        def one_step(factors: launch.Factors, before: int, k: Scalar, head: ring.Head) -> ring.Head:
             @pl.when(ring.filled(plan, turn, k + before if before else k, head) >= stages)
             def _until_free() -> None:
                 last = ring.last_barrier(plan, head.slot, head.readers)
@@ -131,7 +132,7 @@ def producer(product: Product, walk: tiles.Walk) -> None:
     early_launch.end(plan)
 
     @pl.loop(0, lax.min(ring.filled(plan, turns, None, head), jnp.int32(stages)))
-    def _drain(slot: Any) -> None:
+    def _drain(slot: Scalar) -> None:
         plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, slot, head.readers)])
 
 
@@ -144,7 +145,7 @@ class Progress(NamedTuple):
     """
 
     previous: store.Tile | None = None
-    slot: Any = None
+    slot: Scalar = None
 
 
 def consumer(product: Product, walk: tiles.Walk) -> None:
@@ -152,7 +153,7 @@ def consumer(product: Product, walk: tiles.Walk) -> None:
     plan, me = product.plan, lax.axis_index(launch.WARPGROUP)
     ending = product.ending(me)
 
-    def one_tile(turn: Any, piece: work.Piece, progress: Progress) -> Progress:
+    def one_tile(turn: Scalar, piece: work.Piece, progress: Progress) -> Progress:
         at = product.place(piece, me)
         ending.expect(at)
         stores = ending.between(turn, progress.previous)
@@ -212,7 +213,7 @@ def _body(
             return
 
         @plgpu.warp_map
-        def _each_warp(warp: Any) -> None:
+        def _each_warp(warp: Scalar) -> None:
             pl.when(warp == 0)(run)
             product.assist(warp)
 

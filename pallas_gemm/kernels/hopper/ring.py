@@ -16,15 +16,13 @@ Whoever waits on a barrier has to wait for each of its phases. A ping-pong consu
 its own tiles only, so that each of the two has barriers of its own for every slot.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-
-Scalar = Any
-"""A traced int32."""
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Head(NamedTuple):

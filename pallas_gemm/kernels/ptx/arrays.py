@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.ptx.operation import REF, Operation
+from pallas_gemm.kernels.traced import Ref, Values
 
 Place = tuple[slice, slice]
 
@@ -19,7 +20,7 @@ BLOCK_BYTES = 16
 
 
 @Operation
-def taken_apart(values: Any, places: Sequence[Place], layout: Any) -> list[Any]:
+def taken_apart(values: Values, places: Sequence[Place], layout: Any) -> list[Any]:
     """Returns parts of what is in registers.
 
     JAX finds out together how all that comes of a slice lies in registers, and prints each of these
@@ -30,31 +31,31 @@ def taken_apart(values: Any, places: Sequence[Place], layout: Any) -> list[Any]:
     types = [plgpu.ShapeDtypeStruct(shape, values.dtype, layout=layout) for shape in shapes]
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=types)
-    def inline(_: Any, values: Any) -> list[Any]:
+    def inline(_: Any, values: Values) -> list[Any]:
         return [values[place] for place in places]
 
     return inline(values)
 
 
 @taken_apart.meaning
-def _(values: Any, places: Sequence[Place], layout: Any) -> list[Any]:
+def _(values: Values, places: Sequence[Place], layout: Any) -> list[Any]:
     del layout
     return [values[place] for place in places]
 
 
 @Operation
-def write_blocks(blocks: Any, values: Any, layout: Any) -> None:
+def write_blocks(blocks: Any, values: Values, layout: Any) -> None:
     """Stores values in blocks, each of which a warp stores at once."""
 
     @plgpu.inline_mgpu(arg_types=(REF, layout))
-    def inline(_: Any, blocks: Any, values: Any) -> None:
+    def inline(_: Any, blocks: Any, values: Values) -> None:
         values.store_tiled(blocks, swizzle=BLOCK_BYTES, optimized=False)
 
     inline(blocks, values)
 
 
 @write_blocks.meaning
-def _(blocks: Any, values: Any, layout: Any) -> None:
+def _(blocks: Any, values: Values, layout: Any) -> None:
     del layout
     blocks[...] = values
 
@@ -82,14 +83,14 @@ def _(blocks: Any, dtype: Any, layout: Any) -> Any:
 
 
 @Operation
-def write_lines(slot: Any, values: Any, *, transposed: bool) -> None:
+def write_lines(slot: Ref, values: Values, *, transposed: bool) -> None:
     """Writes a chunk to shared memory, `[length, lines]` if it is transposed.
 
     An assignment would choose an arrangement of the slot that knows no distance between lines.
     """
 
     @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.WGMMA))
-    def inline(_: Any, slot: Any, values: Any) -> None:
+    def inline(_: Any, slot: Ref, values: Values) -> None:
         target = mgpu.memref_transpose(slot, (1, 0)) if transposed else slot
         values.store_untiled(target, optimized=False)
 
@@ -97,13 +98,13 @@ def write_lines(slot: Any, values: Any, *, transposed: bool) -> None:
 
 
 @write_lines.meaning
-def _(slot: Any, values: Any, *, transposed: bool) -> None:
+def _(slot: Ref, values: Values, *, transposed: bool) -> None:
     target = slot.transpose((1, 0)) if transposed else slot
     target[...] = values
 
 
 @Operation
-def copy(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
+def copy(source: Ref, target: Ref, layout: mgpu.TiledLayout) -> None:
     """Copies from shared to global memory, in however small pieces.
 
     An assignment to global memory is refused for small ones by some releases, and means no more.
@@ -111,7 +112,7 @@ def copy(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
     signed = _signed(target.dtype)
 
     @plgpu.inline_mgpu(arg_types=(REF, REF))
-    def inline(_: Any, source: Any, target: Any) -> None:
+    def inline(_: Any, source: Ref, target: Ref) -> None:
         values = mgpu.FragmentedArray.load_untiled(
             source, is_signed=signed, layout=layout, optimized=False
         )
@@ -121,51 +122,51 @@ def copy(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
 
 
 @copy.meaning
-def _(source: Any, target: Any, layout: mgpu.TiledLayout) -> None:
+def _(source: Ref, target: Ref, layout: mgpu.TiledLayout) -> None:
     del layout
     target[...] = source[...]
 
 
 @Operation
-def store_if(made: Any, box: Any, target: Any, **options: Any) -> None:
+def store_if(made: Any, box: Ref, target: Ref, **options: Any) -> None:
     """Starts a store of TMA, or none."""
     plgpu.copy_smem_to_gmem(box, target, predicate=made, **options)
 
 
 @store_if.meaning
-def _(made: Any, box: Any, target: Any, **options: Any) -> None:
+def _(made: Any, box: Ref, target: Ref, **options: Any) -> None:
     pl.when(made)(lambda: plgpu.copy_smem_to_gmem(box, target, **options))
 
 
 @Operation
-def write_directly(out: Any, values: Any, layout: Any) -> None:
+def write_directly(out: Any, values: Values, layout: Any) -> None:
     """Stores values from registers, in however small pieces: half a sector of a row of Blackwell.
 
     An assignment to global memory is refused for that by some releases, and means no more.
     """
 
     @plgpu.inline_mgpu(arg_types=(REF, layout))
-    def inline(_: Any, out: Any, values: Any) -> None:
+    def inline(_: Any, out: Any, values: Values) -> None:
         values.store_untiled(out, optimized=False)
 
     inline(out, values)
 
 
 @write_directly.meaning
-def _(out: Any, values: Any, layout: Any) -> None:
+def _(out: Any, values: Values, layout: Any) -> None:
     del layout
     out[...] = values
 
 
 @Operation
-def write_squares(slot: Any, values: Any) -> None:
+def write_squares(slot: Ref, values: Values) -> None:
     """Writes a chunk of Blackwell transposed into a slot of as many boxes as it has squares."""
     squares, side, _ = slot.shape
     rows = smem.ATOM_ROWS
     transforms = smem.tile_transforms(smem.ATOM_BYTES, values.dtype)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.TCGEN05))
-    def inline(_: Any, slot: Any, values: Any) -> None:
+    def inline(_: Any, slot: Ref, values: Values) -> None:
         tiles = utils.memref_reshape(slot, (squares, side // rows, rows, side))
         # As tiles of the chunk, of 64 rows and 8 columns: each column is a row of an atom.
         values.store_tiled(utils.memref_transpose(tiles, (0, 1, 3, 2)), swizzle=smem.ATOM_BYTES)
@@ -174,7 +175,7 @@ def write_squares(slot: Any, values: Any) -> None:
 
 
 @write_squares.meaning
-def _(slot: Any, values: Any) -> None:
+def _(slot: Ref, values: Values) -> None:
     for square, rows in enumerate(jnp.split(values, slot.shape[0])):
         slot.at[square][...] = rows.T
 
@@ -192,19 +193,19 @@ def _(zeros: Any, layout: Any) -> Any:
 
 
 @Operation
-def fenced(total: Any, layout: Any) -> Any:
+def fenced(total: Values, layout: Any) -> Any:
     """Keeps the compiler from computing with registers on the other side."""
     out = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
-    def inline(_: Any, total: Any) -> Any:
+    def inline(_: Any, total: Values) -> Any:
         return fragmented_array.optimization_barrier(total)
 
     return inline(total)
 
 
 @fenced.meaning
-def _(total: Any, layout: Any) -> Any:
+def _(total: Values, layout: Any) -> Any:
     del layout
     return total
 

@@ -1,8 +1,7 @@
 """A block of global memory that a warp copies, maybe to another device. Nothing simulated does."""
 
-from typing import Any
-
 from pallas_gemm.kernels.ptx.operation import Program
+from pallas_gemm.kernels.traced import Ref
 
 BLOCK_BYTES = 2048
 """What a warp copies at once: four times 16 bytes for each lane."""
@@ -30,6 +29,6 @@ _COPY = "\n".join(
 COPY = Program(_COPY)
 
 
-def copy(source: Any, target: Any) -> None:
+def copy(source: Ref, target: Ref) -> None:
     """Copies a block."""
     COPY([source, target])

@@ -7,6 +7,7 @@ from jax import lax
 
 from pallas_gemm.kernels import groups
 from pallas_gemm.kernels.ptx.operation import Operation, Program
+from pallas_gemm.kernels.traced import Scalar
 
 BEYOND = groups.MOST
 """A row of tiles that no group has."""
@@ -97,8 +98,8 @@ class At(NamedTuple):
         rows: How many rows it has.
     """
 
-    group: Any
-    row: Any
+    group: Scalar
+    row: Scalar
     tile: Any
     rows: Any
 
@@ -113,7 +114,7 @@ def find_one_by_one(sizes: Any, at: At, tile: Any, known: Groups) -> At:
     """See `find`: what the lanes of a warp do together."""
     count, limit, height = known
 
-    def size(group: Any) -> Any:
+    def size(group: Scalar) -> Any:
         return jnp.clip(sizes[lax.min(group, jnp.int32(count - 1))], 0, limit)
 
     def end(at: At) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from pallas_gemm.kernels import work
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx.operation import Program
+from pallas_gemm.kernels.traced import Ref
 
 PIECE_BITS = 2 * work.CLAIM_BITS
 END = (1 << PIECE_BITS) - 1
@@ -50,17 +51,17 @@ RESOLVE = Program(
 PEEK = Program("ld.relaxed.gpu.global.b32 $0, [$1];", results=1)
 
 
-def claim(counter: Any, table: Any, mailbox: Any, tag: Any, claimant: Any, workers: int) -> None:
+def claim(counter: Any, table: Any, mailbox: Ref, tag: Any, claimant: Any, workers: int) -> None:
     """Claims the next tile and publishes it with a tag, if `claimant` is not zero."""
     text = CLAIM.format(workers=workers, tiles=table.shape[0])
     Program(text)([counter, table, mailbox], [tag, claimant])
 
 
-def peek(mailbox: Any) -> Any:
+def peek(mailbox: Ref) -> Any:
     """Starts to read the word of a turn, which may not have been written yet."""
     return PEEK([mailbox])[0]
 
 
-def resolve(mailbox: Any, tag: Any, peeked: Any) -> Any:
+def resolve(mailbox: Ref, tag: Any, peeked: Any) -> Any:
     """Returns the word with a tag: the one that was `peeked`, or else as soon as it is written."""
     return RESOLVE([mailbox], [peeked, tag])[0]

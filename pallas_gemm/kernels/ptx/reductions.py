@@ -14,6 +14,7 @@ from jax.extend.mlir.dialects import arith, vector
 from pallas_gemm.kernels import exponentials
 from pallas_gemm.kernels.hardware import LANES, WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx.operation import REF, Operation
+from pallas_gemm.kernels.traced import Ref, Values
 from pallas_gemm.program import LOGSUMEXP
 
 Vectors = tuple[Any, ...]
@@ -58,7 +59,7 @@ REDUCTIONS = {
 
 
 @Operation
-def store_columns(target: Any, values: Any, name: str) -> None:
+def store_columns(target: Ref, values: Values, name: str) -> None:
     """Reduces values along their columns, each warp its own rows, and stores `[warps, columns]`.
 
     A thread holds two of every 8 columns, in some rows. The 8 threads of a warp that hold the same
@@ -67,7 +68,7 @@ def store_columns(target: Any, values: Any, name: str) -> None:
     """
 
     @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.WGMMA))
-    def inline(_: Any, target: Any, values: Any) -> None:
+    def inline(_: Any, target: Ref, values: Values) -> None:
         both = REDUCTIONS[name].of_registers
         rows, columns = values.shape
         blocks = columns // WGMMA_COLUMNS
@@ -89,7 +90,7 @@ def store_columns(target: Any, values: Any, name: str) -> None:
 
 
 @store_columns.meaning
-def _(target: Any, values: Any, name: str) -> None:
+def _(target: Ref, values: Values, name: str) -> None:
     # The simulator has no warps: one row of the target is for all.
     (reduced,) = REDUCTIONS[name].along(values, 0)
     target[...] = reduced[None]

@@ -15,6 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.traced import Values
 
 MINUS_LOG2_E = "0fBFB8AA3B"
 ONE = "0f3F800000"
@@ -28,12 +29,12 @@ _OF_ONE = f"""{{
 
 
 @Operation
-def sigmoid(values: Any, layout: Any) -> Any:
+def sigmoid(values: Values, layout: Any) -> Any:
     """Returns `1 / (1 + exp(-x))` of float32 values in registers."""
     out = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
-    def inline(_: Any, values: Any) -> Any:
+    def inline(_: Any, values: Values) -> Any:
         registers = np.empty_like(values.registers)
         for place, register in np.ndenumerate(values.registers):
             registers[place] = _of_register(register)
@@ -55,6 +56,6 @@ def _of_register(register: Any) -> Any:
 
 
 @sigmoid.meaning
-def _(values: Any, layout: Any) -> Any:
+def _(values: Values, layout: Any) -> Any:
     del layout
     return lax.logistic(values)

@@ -20,6 +20,7 @@ from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx.operation import Operation
 from pallas_gemm.kernels.smem import ATOM_BYTES
+from pallas_gemm.kernels.traced import Values
 
 TILED = smem.tile_transforms(ATOM_BYTES, jnp.bfloat16)
 """How a slot lies in shared memory: atoms of 8 rows of a panel."""
@@ -27,7 +28,7 @@ LAYOUT = plgpu.Layout.WGMMA
 
 
 @Operation
-def add_step(total: Any, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
+def add_step(total: Values, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
     """Adds the product of a step, in a group of WGMMAs left in flight.
 
     Args:
@@ -41,7 +42,7 @@ def add_step(total: Any, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT, *(1 + len(lefts)) * (plgpu.RefType(TILED),)), return_type=_like(total)
     )
-    def inline(_: Any, total: Any, b: Any, *lefts: Any) -> Any:
+    def inline(_: Any, total: Values, b: Any, *lefts: Any) -> Any:
         # Panels of [k, 64] columns, in atoms, as one array of [k, n].
         b = utils.memref_transpose(
             utils.memref_slice(b, (slice(None), slice(None), 0)), (1, 0, 2, 3)
@@ -55,7 +56,7 @@ def add_step(total: Any, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
 
 
 @add_step.meaning
-def _(total: Any, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
+def _(total: Values, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
     columns = total.shape[1]
 
     def product(acc: Any) -> Any:
@@ -71,13 +72,13 @@ def _(total: Any, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
 
 
 @Operation
-def add_part(total: Any, b: Any, panels: Sequence[Any]) -> Any:
+def add_part(total: Values, b: Any, panels: Sequence[Any]) -> Any:
     """Adds the product of 16 contracted elements, and waits for it: a WGMMA for each panel."""
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT, *(1 + len(panels)) * (plgpu.RefType(TILED),)), return_type=_like(total)
     )
-    def inline(_: Any, total: Any, b: Any, *panels: Any) -> Any:
+    def inline(_: Any, total: Values, b: Any, *panels: Any) -> Any:
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
         done = _issue(acc, turned, b, WGMMA_DEPTH, in_flight=False)
@@ -88,7 +89,7 @@ def add_part(total: Any, b: Any, panels: Sequence[Any]) -> Any:
 
 
 @add_part.meaning
-def _(total: Any, b: Any, panels: Sequence[Any]) -> Any:
+def _(total: Values, b: Any, panels: Sequence[Any]) -> Any:
     def product(acc: Any) -> Any:
         for number, panel in enumerate(panels):
             mine = acc.at[pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)] if len(panels) > 1 else acc
@@ -98,7 +99,7 @@ def _(total: Any, b: Any, panels: Sequence[Any]) -> Any:
     return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))
 
 
-def _like(total: Any) -> Any:
+def _like(total: Values) -> Any:
     return plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
 

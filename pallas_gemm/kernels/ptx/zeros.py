@@ -13,6 +13,7 @@ from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, word_of
 from pallas_gemm.kernels.ptx.wgmma import TILED
 from pallas_gemm.kernels.smem import ATOM_BYTES, ATOM_ROWS
+from pallas_gemm.kernels.traced import Ref
 
 WORD = 16
 """Bytes that a thread stores at a time: 128 threads take the 16 rows of a part in one panel."""
@@ -26,7 +27,7 @@ class Rows(NamedTuple):
 
 
 @Operation
-def zero(ref: Any, part: Any, rows: Rows) -> None:
+def zero(ref: Ref, part: Any, rows: Rows) -> None:
     """Zeroes rows of a part of `[rows, columns]`: each thread a word of each panel."""
     panels = ref.shape[1] // PANEL
     atom = ATOM_ROWS * ATOM_BYTES
@@ -52,7 +53,7 @@ def zero(ref: Any, part: Any, rows: Rows) -> None:
     }}"""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), NUMBER, NUMBER, NUMBER))
-    def inline(_: Any, ref: Any, *numbers: Any) -> None:
+    def inline(_: Any, ref: Ref, *numbers: Any) -> None:
         int32 = utils.ir.IntegerType.get_signless(32)
         address = utils.llvm.ptrtoint(int32, utils.memref_ptr(ref))
         utils.inline_ptx(program, address, *map(word_of, numbers), has_side_effects=True)
@@ -61,7 +62,7 @@ def zero(ref: Any, part: Any, rows: Rows) -> None:
 
 
 @zero.meaning
-def _(ref: Any, part: Any, rows: Rows) -> None:
+def _(ref: Ref, part: Any, rows: Rows) -> None:
     top = part * WGMMA_DEPTH
     here = ref.at[pl.ds(top, WGMMA_DEPTH)]
     row = top + lax.broadcasted_iota(jnp.int32, here.shape, 0)

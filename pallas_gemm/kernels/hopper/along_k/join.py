@@ -24,9 +24,10 @@ from pallas_gemm.kernels.hopper.cta import (
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.traced import Scalar, Values
 
 
-def hand_over(cta: Cta, me: Any, piece: work.Piece, total: Any) -> None:
+def hand_over(cta: Cta, me: Scalar, piece: work.Piece, total: Values) -> None:
     """Stores a consumer's part of the sum of a piece as a summand."""
     plan = cta.plan
     tile = joining.tile_of(plan, piece)
@@ -104,7 +105,7 @@ def _alike(plan: HopperPlan) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise([*firsts, len(chunks)])))
 
 
-def _place(cta: Cta, tile: Any, rank: Any, consumer: Any) -> place.Where:
+def _place(cta: Cta, tile: Any, rank: Scalar, consumer: Scalar) -> place.Where:
     """Where in the result a consumer's part of a CTA's tile lies."""
     plan = cta.plan
     at = joining.locate(plan, cta.gmem.order, tile)
@@ -114,7 +115,7 @@ def _place(cta: Cta, tile: Any, rank: Any, consumer: Any) -> place.Where:
     return part_of_tile(plan, at, consumer)
 
 
-def _corner(plan: HopperPlan, consumer: Any) -> tuple[Any, Any]:
+def _corner(plan: HopperPlan, consumer: Scalar) -> tuple[Any, Any]:
     """Row and column of a consumer's part of a CTA's sums."""
     rows, cols = plan.config.consumer_tile
     return (consumer * rows, 0) if plan.config.split_rows else (0, consumer * cols)

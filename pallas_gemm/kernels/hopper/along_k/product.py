@@ -9,6 +9,7 @@ from pallas_gemm.kernels.hopper.along_k import join, relay
 from pallas_gemm.kernels.hopper.dense import late_store, multiply
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
 from pallas_gemm.kernels.hopper.groups.product import SumsOverGroups
+from pallas_gemm.kernels.traced import Scalar, Values
 
 
 class CutAlongK(Product):
@@ -22,12 +23,12 @@ class CutAlongK(Product):
         return Span(*(jnp.clip(step - before, 0, steps) for step in (first, end)))
 
     def add_up(
-        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """See `Product`."""
         return multiply.add_up(self.cta, me, steps._replace(count=piece.steps), stores)
 
-    def ending(self, me: Any) -> late_store.AtOnce:
+    def ending(self, me: Scalar) -> late_store.AtOnce:
         """See `Product`."""
         return HandedOver(self.cta, me)
 
@@ -38,7 +39,7 @@ class HandedOver(late_store.AtOnce):
     def expect(self, at: place.Where) -> None:
         """Loads nothing: it takes no operand of the epilogue."""
 
-    def take(self, piece: work.Piece, total: Any, at: place.Where) -> None:
+    def take(self, piece: work.Piece, total: Values, at: place.Where) -> None:
         """Stores them as they are."""
         del at
         join.hand_over(self.cta, self.me, piece, total)
@@ -47,12 +48,12 @@ class HandedOver(late_store.AtOnce):
 class Relayed(SumsOverGroups):
     """Sums over groups, of which crowded ones are cut along k and handed on."""
 
-    def place(self, piece: work.Piece, me: Any) -> place.Where:
+    def place(self, piece: work.Piece, me: Scalar) -> place.Where:
         """See `Product`."""
         return relay.where(self.cta, piece, super().place(piece, me))
 
     def add_up(
-        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """See `Product`."""
         total, slot = super().add_up(me, piece, steps, stores)

@@ -31,6 +31,7 @@ from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.ptx import arrays, words
+from pallas_gemm.kernels.traced import Scalar, Values
 
 
 class Leg(NamedTuple):
@@ -47,7 +48,7 @@ class Leg(NamedTuple):
     flag: Any
 
 
-def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
+def run(cta: Cta, me: Scalar, piece: work.Piece, total: Values) -> Any:
     """Adds what came before to a piece's sums, and hands them on unless the piece is the last."""
     plan = cta.plan
     rows, _ = plan.config.consumer_tile
@@ -58,7 +59,7 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
         cta.gmem.order.at[table.flag(plan, number)],
     )
 
-    def add(total: Any) -> Any:
+    def add(total: Values) -> Any:
         words.await_arrivals(plan, leg.flag, piece.summand * WARPGROUP_THREADS)
         parts = [
             values + joining.read(plan, joining.blocks(plan, leg.sums, *here), plgpu.Layout.WGMMA)
@@ -71,13 +72,13 @@ def run(cta: Cta, me: Any, piece: work.Piece, total: Any) -> Any:
     return total
 
 
-def hand_on(cta: Cta, leg: Leg, total: Any) -> None:
+def hand_on(cta: Cta, leg: Leg, total: Values) -> None:
     """Stores a consumer's sums for the next one, and says so."""
     store_sums(cta, leg, total)
     words.arrive(cta.plan, leg.flag)
 
 
-def store_sums(cta: Cta, leg: Leg, total: Any) -> None:
+def store_sums(cta: Cta, leg: Leg, total: Values) -> None:
     """Stores a consumer's sums where they are handed on."""
     plan = cta.plan
     for here, values in _parts(cta, leg, total):
@@ -92,7 +93,7 @@ def where(cta: Cta, piece: work.Piece, at: place.Where) -> place.Where:
     return at._replace(row=at.row + lax.select(piece.is_last, jnp.int32(0), jnp.int32(beyond)))
 
 
-def _parts(cta: Cta, leg: Leg, total: Any) -> Any:
+def _parts(cta: Cta, leg: Leg, total: Values) -> Any:
     """Yields parts of sums: their rows and columns in the tile, as (first, count), and values."""
     chunks = cta.plan.chunks
     for chunk, values in zip(chunks, store.taken_apart(cta.plan, total, chunks), strict=True):

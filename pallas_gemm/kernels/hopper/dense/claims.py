@@ -26,6 +26,7 @@ from jax import lax
 from pallas_gemm.kernels import tiles, work
 from pallas_gemm.kernels.ptx import mailbox
 from pallas_gemm.kernels.ptx.mailbox import END, PIECE_BITS
+from pallas_gemm.kernels.traced import Scalar
 from pallas_gemm.kernels.work import CLAIM_SLOTS
 from schedules import Schedule
 
@@ -56,7 +57,7 @@ def order_operand(schedule: Schedule, workers: int) -> Claims:
 
 def walk(
     claims: Claims,
-    worker: Any,
+    worker: Scalar,
     workers: int,
     coding: work.Coding,
     claimant: Any | None,
@@ -86,11 +87,11 @@ def walk(
     return turns, carry
 
 
-def slot(turn: Any) -> Any:
+def slot(turn: Scalar) -> Any:
     """The place of a turn's word in the mailbox."""
     return lax.rem(turn, jnp.int32(CLAIM_SLOTS))
 
 
-def tag(turn: Any) -> Any:
+def tag(turn: Scalar) -> Any:
     """The tag of a turn's word. Zero, which an unused word has, is the tag of no early turn."""
     return (lax.div(turn, jnp.int32(CLAIM_SLOTS)) + 1) & jnp.int32((1 << TAG_BITS) - 1)

@@ -26,6 +26,7 @@ from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import reduce, store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.tiling import UNROLLED_STEPS
+from pallas_gemm.kernels.traced import Scalar, Values
 
 Stores = list[tuple[int, Callable[[], None]]]
 """What to store in the k loop of a tile: (after which step, how)."""
@@ -35,7 +36,7 @@ class AtOnce(NamedTuple):
     """Stores a tile when its sums are complete."""
 
     cta: Cta
-    me: Any
+    me: Scalar
 
     def start(self) -> store.Tile | None:
         """Returns the carry of the walk before the first tile: nothing is left to be stored."""
@@ -45,12 +46,12 @@ class AtOnce(NamedTuple):
         """Starts to load what the epilogue of the first chunks takes, before the tile is summed."""
         store.fetch(self.cta, self.me, at, range(self.cta.plan.config.store_slots))
 
-    def between(self, turn: Any, previous: store.Tile | None) -> Stores:
+    def between(self, turn: Scalar, previous: store.Tile | None) -> Stores:
         """What to store in the k loop of a tile."""
         del turn, previous
         return []
 
-    def take(self, piece: work.Piece, total: Any, at: place.Where) -> store.Tile | None:
+    def take(self, piece: work.Piece, total: Values, at: place.Where) -> store.Tile | None:
         """Takes the sums of a tile, and returns what is left to be stored."""
         del piece
         rows: reduce.Rows = ()
@@ -59,7 +60,7 @@ class AtOnce(NamedTuple):
         reduce.leave_rows(self.cta, at, rows)
         return None
 
-    def end(self, turns: Any, last: store.Tile | None) -> None:
+    def end(self, turns: Scalar, last: store.Tile | None) -> None:
         """Stores what is left when the walk is over."""
 
 
@@ -78,7 +79,7 @@ class Late(AtOnce):
         nowhere = plan.coding.piece(jnp.int32(0), jnp.int32(0))
         return store.Tile(nothing, tile_to_store(self.cta, nowhere, self.me))
 
-    def between(self, turn: Any, previous: Any) -> Stores:
+    def between(self, turn: Scalar, previous: Any) -> Stores:
         """See `AtOnce`."""
 
         def store_chunk(chunk: int) -> None:
@@ -88,12 +89,12 @@ class Late(AtOnce):
         steps = enumerate(store_steps(self.cta.plan))
         return [(k, functools.partial(store_chunk, chunk)) for chunk, k in steps]
 
-    def take(self, piece: work.Piece, total: Any, at: place.Where) -> store.Tile:
+    def take(self, piece: work.Piece, total: Values, at: place.Where) -> store.Tile:
         """See `AtOnce`."""
         del piece
         return store.Tile(store.finish(self.cta, total, at), at)
 
-    def end(self, turns: Any, last: Any) -> None:
+    def end(self, turns: Scalar, last: Any) -> None:
         """See `AtOnce`."""
 
         @pl.when(turns > 0)

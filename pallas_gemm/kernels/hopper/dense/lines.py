@@ -12,7 +12,6 @@ store the same values twice.
 
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,17 +22,15 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from pallas_gemm.kernels.hardware import LANES, WARPS
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.traced import Ref, Scalar
 from pallas_gemm.problem import ROW_BYTES
 
 STRIP_LINES = 8
 """Lines of a strip: it takes a register of each thread for every 128 elements."""
 
-Scalar = Any
-"""A traced int32."""
-
 
 def store(
-    plan: KernelPlan, source: Any, target: Any, first: tuple[Scalar, Scalar], clipped: int
+    plan: KernelPlan, source: Ref, target: Ref, first: tuple[Scalar, Scalar], clipped: int
 ) -> None:
     """Stores a chunk, without what lies beyond the edges of the result.
 
@@ -57,8 +54,8 @@ def store(
 
 def _store_width(
     plan: KernelPlan,
-    source: Any,
-    target: Any,
+    source: Ref,
+    target: Ref,
     first: tuple[Scalar, Scalar],
     lines_left: Scalar,
     width: int,

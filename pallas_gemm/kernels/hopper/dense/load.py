@@ -12,6 +12,7 @@ from pallas_gemm.kernels import launch, place, smem
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.operand import PANEL, OperandPlan
 from pallas_gemm.kernels.smem import ATOM_ROWS
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Target(NamedTuple):
@@ -27,7 +28,7 @@ class Target(NamedTuple):
 
     batch: Any
     k_start: Any
-    slot: Any
+    slot: Scalar
     full: Any
     depth: int
 

@@ -21,6 +21,7 @@ from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import part_panels
 from pallas_gemm.kernels.hopper.dense.late_store import Stores
+from pallas_gemm.kernels.traced import Scalar, Values
 
 Mask = Callable[[Any, Any], None]
 """`mask(slot, k)`: zeroes what a slot has for step k that must not be multiplied."""
@@ -37,8 +38,8 @@ class Steps(NamedTuple):
             groups may have no step.
     """
 
-    turn: Any
-    slot: Any = None
+    turn: Scalar
+    slot: Scalar = None
     count: Any = None
     mask: Mask | None = None
 
@@ -49,10 +50,10 @@ class Sum(Protocol):
     def start(self) -> Any:
         """The sum before the first step."""
 
-    def add(self, slot: Any, total: Any) -> Any:
+    def add(self, slot: Scalar, total: Values) -> Any:
         """Issues the WGMMAs of a step, and leaves them in flight."""
 
-    def finished(self, total: Any) -> Any:
+    def finished(self, total: Values) -> Any:
         """The sum in registers, when every WGMMA has ended."""
 
 
@@ -60,13 +61,13 @@ class Accumulator(NamedTuple):
     """A sum that Pallas keeps."""
 
     cta: Cta
-    me: Any
+    me: Scalar
     acc: Any
 
     def start(self) -> None:
         """See `Sum`; it begins as zeros."""
 
-    def add(self, slot: Any, total: None) -> None:
+    def add(self, slot: Scalar, total: None) -> None:
         """See `Sum`."""
         del total
         _issue_wgmma(self.cta, self.me, self.acc, slot)
@@ -77,7 +78,7 @@ class Accumulator(NamedTuple):
         return self.acc[...]
 
 
-def add_up(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
+def add_up(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
     """Runs the k loop of one tile: part by part where that keeps the error small.
 
     Returns the sum, and the slot of the last step, as `_multiply` does.
@@ -98,7 +99,7 @@ def add_up(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
     return total, slot
 
 
-def _multiplied(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, Any]:
+def _multiplied(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
     plan = cta.plan
     if plan.b.paneled:
         return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me))
@@ -108,26 +109,26 @@ def _multiplied(cta: Cta, me: Any, steps: Steps, stores: Stores) -> tuple[Any, A
     )
 
 
-def _multiply(cta: Cta, me: Any, steps: Steps, stores: Stores, own: Sum) -> tuple[Any, Any]:
+def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> tuple[Any, Any]:
     """Runs the k loop of one tile, or a part of it, with stores in between.
 
     Returns the sum, and the slot of the last step unless it is found by dividing.
     """
     plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
-    def issue(slot: Any, k: Any, total: Any) -> Any:
+    def issue(slot: Scalar, k: Scalar, total: Values) -> Any:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
         if steps.mask:
             steps.mask(slot, k)
         return own.add(slot, total)
 
-    def release(slot: Any) -> None:
+    def release(slot: Scalar) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
 
     def if_any(do: Callable[[], Any]) -> Any:
         return pl.when(steps.count > 0)(do) if steps.mask else do()
 
-    def advance(k: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+    def advance(k: Scalar, done: tuple[Any, Any]) -> tuple[Any, Any]:
         kept, total = done
         before, slot = ring.step(plan, turn, k, kept)
         total = issue(slot, k, total)
@@ -170,7 +171,7 @@ def _store_between(
     return done, issued
 
 
-def _issue_wgmma(cta: Cta, me: Any, acc: Any, slot: Any) -> None:
+def _issue_wgmma(cta: Cta, me: Scalar, acc: Any, slot: Scalar) -> None:
     plan = cta.plan
     rows, cols = plan.config.consumer_tile
     shared = not plan.config.pingpong

@@ -18,6 +18,7 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, wgmma
+from pallas_gemm.kernels.traced import Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -26,7 +27,7 @@ class Carried(NamedTuple):
     """A sum that is carried from step to step: see `multiply.Sum`."""
 
     cta: Cta
-    me: Any
+    me: Scalar
 
     def start(self) -> Any:
         """The sum before the first step."""
@@ -34,7 +35,7 @@ class Carried(NamedTuple):
         zeros = jnp.zeros(plan.config.consumer_tile, plan.problem.accumulator_dtype)
         return arrays.fenced(plan, arrays.in_registers(plan, zeros, LAYOUT), LAYOUT)
 
-    def add(self, slot: Any, total: Any) -> Any:
+    def add(self, slot: Scalar, total: Values) -> Any:
         """Adds the product of a step to a consumer's sum, in a group of WGMMAs left in flight."""
         plan, a = self.cta.plan, self.cta.slots.a.tile
         rows, _ = plan.config.consumer_tile
@@ -47,7 +48,7 @@ class Carried(NamedTuple):
         b = self.cta.slots.b.tile.at[0, slot]
         return wgmma.add_step(plan, total, b, lefts, k_major=plan.a.k_major)
 
-    def finished(self, total: Any) -> Any:
+    def finished(self, total: Values) -> Any:
         """The sum, when every WGMMA has ended."""
         plgpu.wgmma_wait(0)
         return arrays.fenced(self.cta.plan, total, LAYOUT)

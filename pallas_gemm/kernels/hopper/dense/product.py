@@ -19,6 +19,7 @@ from jax import lax
 from pallas_gemm.kernels import launch, place, tiles, work
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import claims, late_store, load, multiply
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Span(NamedTuple):
@@ -58,7 +59,7 @@ class Product:
             claimant = (rank == 0).astype(jnp.int32)
         return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
 
-    def assist(self, warp: Any) -> None:
+    def assist(self, warp: Scalar) -> None:
         """Runs in every warp of the producer: the idle ones may send rows to other devices."""
         self.cta.rows.send(warp)
 
@@ -74,21 +75,21 @@ class Product:
         del piece
         load.step(self.cta, factors, at, target)
 
-    def place(self, piece: work.Piece, me: Any) -> place.Where:
+    def place(self, piece: work.Piece, me: Scalar) -> place.Where:
         """Where a consumer's part of a piece's tile is stored."""
         return tile_to_store(self.cta, piece, me)
 
     def add_up(
-        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """Runs the k loop of a piece; returns a consumer's sum, and the slot of the last step."""
         del piece
         return multiply.add_up(self.cta, me, steps, stores)
 
-    def ending(self, me: Any) -> late_store.AtOnce:
+    def ending(self, me: Scalar) -> late_store.AtOnce:
         """Chooses when and how a consumer stores its sums."""
         when = late_store.Late if self.plan.config.late_store else late_store.AtOnce
         return when(self.cta, me)
 
-    def end(self, me: Any) -> None:
+    def end(self, me: Scalar) -> None:
         """Ends the work of a consumer, when all tiles are stored."""

@@ -22,6 +22,7 @@ from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, store_columns
+from pallas_gemm.kernels.traced import Values
 from pallas_gemm.program import Result
 
 Rows = tuple[Vectors, ...]
@@ -96,7 +97,9 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
         arrays.write_directly(plan, rows_of_tile, x, plgpu.Layout.WGMMA.reduce(1))
 
 
-def _leave_columns(plan: HopperPlan, strip: Strip, left: Any, values: Any, result: Result) -> None:
+def _leave_columns(
+    plan: HopperPlan, strip: Strip, left: Any, values: Values, result: Result
+) -> None:
     """Reduces a strip along its columns and stores what comes of it."""
     # Consumers' tiles lie one below the other, and a strip has all rows of one.
     tile = lax.div(strip.rows[0], jnp.int32(plan.consumer_out_tile[0]))

@@ -21,6 +21,7 @@ from pallas_gemm.kernels.hopper.dense import lines, reduce
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk, HopperPlan
 from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 
 class Tile(NamedTuple):
@@ -32,11 +33,11 @@ class Tile(NamedTuple):
         at: Where it lies.
     """
 
-    values: Any
+    values: Values
     at: place.Where
 
 
-def store_sums(cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows) -> reduce.Rows:
+def store_sums(cta: Cta, me: Scalar, tile: Tile, number: int, rows: reduce.Rows) -> reduce.Rows:
     """Finishes and stores one chunk of the sums of a tile.
 
     The registers that an epilogue needs are free only for a chunk at a time. Takes and returns what
@@ -49,19 +50,21 @@ def store_sums(cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows) ->
     return rows
 
 
-def store_chunk(cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows = ()) -> reduce.Rows:
+def store_chunk(
+    cta: Cta, me: Scalar, tile: Tile, number: int, rows: reduce.Rows = ()
+) -> reduce.Rows:
     """Finishes and stores one chunk of the sums of a tile, whose operands are on their way."""
     results, rows = _finish_chunk(cta, me, tile, number, rows)
     _store(cta, me, tile.at, number, results)
     return rows
 
 
-def store_finished(cta: Cta, me: Any, tile: Tile, number: int) -> None:
+def store_finished(cta: Cta, me: Scalar, tile: Tile, number: int) -> None:
     """Stores one chunk of a tile that is finished."""
     _store(cta, me, tile.at, number, [tile.values[number]])
 
 
-def finish(cta: Cta, total: Any, at: place.Where) -> list[Any]:
+def finish(cta: Cta, total: Values, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
     Returns its chunks; what is reduced is stored.
@@ -92,7 +95,7 @@ def _side_by_side(strips: Sequence[Any]) -> Any:
 
 
 def _finish_chunk(
-    cta: Cta, me: Any, tile: Tile, number: int, rows: reduce.Rows
+    cta: Cta, me: Scalar, tile: Tile, number: int, rows: reduce.Rows
 ) -> tuple[list[Any], reduce.Rows]:
     """Finishes one chunk of a tile's sums, strip by strip.
 
@@ -124,7 +127,7 @@ def _finish_chunk(
 
 
 def _sums(
-    plan: HopperPlan, total: Any, chunk: Chunk, strips: Sequence[slice]
+    plan: HopperPlan, total: Values, chunk: Chunk, strips: Sequence[slice]
 ) -> Iterable[tuple[Any, ...]]:
     """The sums of each strip of a chunk; two of each if the result is gated."""
     rows, beyond = slice(chunk.row, chunk.row + chunk.rows), plan.consumer_out_tile[1]
@@ -136,7 +139,7 @@ def _sums(
     return zip(*(_strips(plan, part, strips) for part in parts), strict=True)
 
 
-def _strips(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> list[Any]:
+def _strips(plan: HopperPlan, values: Values, strips: Sequence[slice]) -> list[Any]:
     """The strips of a chunk in registers."""
     if plan.problem.epilogue.is_identity:
         return [values]
@@ -148,7 +151,7 @@ def _strips(plan: HopperPlan, values: Any, strips: Sequence[slice]) -> list[Any]
     return taken_apart(plan, values, parts)
 
 
-def taken_apart(plan: HopperPlan, values: Any, parts: Sequence[Chunk]) -> list[Any]:
+def taken_apart(plan: HopperPlan, values: Values, parts: Sequence[Chunk]) -> list[Any]:
     """Parts of what is in registers."""
     places = [
         (slice(part.row, part.row + part.rows), slice(part.col, part.col + part.cols))
@@ -167,7 +170,7 @@ def _strip(at: place.Where, chunk: Chunk, columns: slice) -> epilogue.Strip:
     )
 
 
-def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Sequence[Any]) -> None:
+def _store(cta: Cta, me: Scalar, at: place.Where, number: int, values: Sequence[Any]) -> None:
     if not values:
         # What was loaded has been read by all threads before its slots are filled again.
         plgpu.commit_smem()
@@ -177,7 +180,7 @@ def _store(cta: Cta, me: Any, at: place.Where, number: int, values: Sequence[Any
     by(cta, me, at, number, *values)
 
 
-def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, *values: Any) -> None:
+def _store_by_tma(cta: Cta, me: Scalar, at: place.Where, number: int, *values: Values) -> None:
     plan = cta.plan
     slots = [_slot(cta, me, number, array) for array in range(len(values))]
     _await_slots(plan, number)
@@ -186,7 +189,7 @@ def _store_by_tma(cta: Cta, me: Any, at: place.Where, number: int, *values: Any)
         target[...] = x
     plgpu.commit_smem()
 
-    def copy(box: Any, out: Any) -> None:
+    def copy(box: Ref, out: Any) -> None:
         if at.end is None:
             there = _chunk(plan, out, at, number, transposed=plan.problem.transpose_out)
             plgpu.copy_smem_to_gmem(box, there)
@@ -206,7 +209,7 @@ def _await_slots(plan: HopperPlan, number: int) -> None:
         plgpu.wait_smem_to_gmem(plan.stores_in_flight(number), wait_read_only=True)
 
 
-def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+def _store_twice(cta: Cta, me: Scalar, at: place.Where, number: int, values: Values) -> None:
     """Stores a chunk of a symmetric result where it is, and mirrored at the diagonal.
 
     What is above the diagonal is left to the chunk that it is the mirror image of. A copy that is
@@ -228,7 +231,7 @@ def _store_twice(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -
         arrays.store_if(plan, made, view.box, target)
 
 
-def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: Any) -> None:
+def _store_by_threads(cta: Cta, me: Scalar, at: place.Where, number: int, values: Values) -> None:
     """Here, `commit_smem` is a barrier of the consumer's threads.
 
     A thread that is through the barrier of one chunk has read all that it stores of the chunk
@@ -247,7 +250,7 @@ def _store_by_threads(cta: Cta, me: Any, at: place.Where, number: int, values: A
     lines.store(plan, slot, result, first, plan.clipped_length(number))
 
 
-def fetch(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
+def fetch(cta: Cta, me: Scalar, at: place.Where, chunks: Iterable[int]) -> None:
     """Starts to load chunks of the epilogue's operands, into the slots that wait for their sums."""
     plan = cta.plan
     if not plan.problem.loaded_dtypes:
@@ -266,29 +269,29 @@ def fetch(cta: Cta, me: Any, at: place.Where, chunks: Iterable[int]) -> None:
             )
 
 
-def _loaded_barrier(plan: HopperPlan, me: Any, chunk: int) -> Any:
+def _loaded_barrier(plan: HopperPlan, me: Scalar, chunk: int) -> Any:
     return me * plan.config.store_slots + chunk % plan.config.store_slots
 
 
-def _slot(cta: Cta, me: Any, number: int, array: int) -> smem.Boxed:
+def _slot(cta: Cta, me: Scalar, number: int, array: int) -> smem.Boxed:
     """Both views of the slot that a chunk of a result takes."""
     return _slot_among(cta, me, number, cta.slots.out[array])
 
 
-def _loaded_slot(cta: Cta, me: Any, number: int, operand: int) -> smem.Boxed:
+def _loaded_slot(cta: Cta, me: Scalar, number: int, operand: int) -> smem.Boxed:
     """Both views of the slot that a chunk of an operand is loaded into."""
     own = cta.plan.problem.own_slots
     slots = cta.slots.loaded[sum(own[:operand])] if own[operand] else cta.slots.out[operand]
     return _slot_among(cta, me, number, slots)
 
 
-def _slot_among(cta: Cta, me: Any, number: int, slots: Any) -> smem.Boxed:
+def _slot_among(cta: Cta, me: Scalar, number: int, slots: Any) -> smem.Boxed:
     plan = cta.plan
     views = slots[plan.store_widths.index(plan.chunks[number].cols)]
     return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
 
 
-def _chunk(plan: HopperPlan, gmem: Any, at: place.Where, number: int, *, transposed: bool) -> Any:
+def _chunk(plan: HopperPlan, gmem: Ref, at: place.Where, number: int, *, transposed: bool) -> Any:
     """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
     chunk = plan.chunks[number]
     rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)

@@ -24,6 +24,7 @@ from pallas_gemm.kernels.exchange import on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import fences
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Results(NamedTuple):
@@ -45,11 +46,11 @@ class Results(NamedTuple):
 class Rows:
     """Where rows come from and go to: to and from this device alone."""
 
-    def to_load(self, row: Any) -> tuple[Any, Any]:
+    def to_load(self, row: Scalar) -> tuple[Any, Any]:
         """The row of cluster tiles of the operands, and its share, for a piece's row."""
         return row, None
 
-    def to_store(self, row: Any) -> tuple[Any, Any]:
+    def to_store(self, row: Scalar) -> tuple[Any, Any]:
         """The row of cluster tiles of the result where it is stored, and its share."""
         return self.to_load(row)
 
@@ -65,7 +66,7 @@ class Rows:
         del at
         copy(out)
 
-    def send(self, warp: Any) -> None:
+    def send(self, warp: Scalar) -> None:
         """Sends rows, in a warp that loads nothing."""
 
 
@@ -82,12 +83,12 @@ class _Exchanged(Rows):
         self.exchange, self.rank = plan.exchange, plan.exchange.rank()
         self.tiles = plan.config.grid(plan.problem)[0] // self.exchange.size
 
-    def to_load(self, row: Any) -> tuple[Any, Any]:
+    def to_load(self, row: Scalar) -> tuple[Any, Any]:
         """See `Rows`."""
         row, share = self.split(row)
         return self.exchange.owner(self.rank, share) * self.tiles + row, share
 
-    def split(self, row: Any) -> tuple[Any, Any]:
+    def split(self, row: Scalar) -> tuple[Any, Any]:
         """The row of cluster tiles among those of its share, and its share."""
         share = lax.div(row, jnp.int32(self.tiles))
         return lax.rem(row, jnp.int32(self.tiles)), share
@@ -123,7 +124,7 @@ class Gathered(_Exchanged):
         pl.when(at.share == 0)(lambda: copy(own, row))
         pl.when(at.share > 0)(lambda: copy(every, at.row))
 
-    def send(self, warp: Any) -> None:
+    def send(self, warp: Scalar) -> None:
         """See `Rows`."""
         run = functools.partial(send_rows.send, self.exchange, self.rank, self.transfer)
         pl.when(warp > 0)(run)
@@ -142,7 +143,7 @@ class Scattered(_Exchanged):
         owners = (self.exchange.owner(self.rank, share) for share in shares)
         self.owners = tuple(map(self.exchange.device, owners))
 
-    def to_store(self, row: Any) -> tuple[Any, Any]:
+    def to_store(self, row: Scalar) -> tuple[Any, Any]:
         """See `Rows`."""
         return self.split(row)
 

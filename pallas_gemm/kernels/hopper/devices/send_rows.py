@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_gemm.kernels.exchange import Exchange, numbered, on_device
 from pallas_gemm.kernels.ptx import copy_block, fences, words
 from pallas_gemm.kernels.ptx.copy_block import BLOCK_BYTES
+from pallas_gemm.kernels.traced import Scalar
 
 LOAD = 16
 """Blocks that are claimed together."""
@@ -53,7 +54,7 @@ def loads_of(rows: Any) -> int:
     return loads(math.prod(rows.shape) * np.dtype(rows.dtype).itemsize)
 
 
-def send(exchange: Exchange, rank: Any, transfer: Transfer) -> None:
+def send(exchange: Exchange, rank: Scalar, transfer: Transfer) -> None:
     """Sends rows to all other devices, and then stores them here: what one warp of all does."""
     own, every, arrived, claimed = transfer
     block_size = BLOCK_BYTES // np.dtype(own.dtype).itemsize

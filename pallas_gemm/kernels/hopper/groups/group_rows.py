@@ -19,6 +19,7 @@ from pallas_gemm.kernels.hopper.cta import CLUSTER, Cta
 from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.smem import ATOM_ROWS
+from pallas_gemm.kernels.traced import Ref, Scalar
 
 
 class Place(NamedTuple):
@@ -28,13 +29,13 @@ class Place(NamedTuple):
     at: place.Where
 
 
-def store(box: Any, out: Any, where: Place) -> None:
+def store(box: Ref, out: Any, where: Place) -> None:
     """Stores the rows of a chunk that are in the tile's group."""
     chunk, at = where
     first, cols = at.row + chunk.row, pl.ds(at.col + chunk.col, chunk.cols)
     left = at.end - first
 
-    def copy(row: Any, rows: int) -> None:
+    def copy(row: Scalar, rows: int) -> None:
         source, target = box.at[pl.ds(row, rows)], out.at[pl.ds(first + row, rows), cols]
         plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
@@ -53,7 +54,7 @@ def store(box: Any, out: Any, where: Place) -> None:
     plgpu.commit_smem_to_gmem_group()
 
 
-def zero_the_rest(cta: Cta, me: Any) -> None:
+def zero_the_rest(cta: Cta, me: Scalar) -> None:
     """Stores zeros past the last group: all consumers of all CTAs do, a slot at a time."""
     plan = cta.plan
     (rows, cols), (_, height, _, width) = plan.out_shape, plan.chunks[0]

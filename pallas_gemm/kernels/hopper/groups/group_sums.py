@@ -25,6 +25,7 @@ from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx.zeros import Rows, zero
+from pallas_gemm.kernels.traced import Scalar
 
 
 def parts(plan: HopperPlan, left: Any) -> Any:
@@ -33,7 +34,7 @@ def parts(plan: HopperPlan, left: Any) -> Any:
     return jnp.clip(reached, 1, plan.tile_k // WGMMA_DEPTH)
 
 
-def mask(cta: Cta, me: Any, within: tuple[Any, Any], slot: Any, k: Any) -> None:
+def mask(cta: Cta, me: Scalar, within: tuple[Any, Any], slot: Scalar, k: Scalar) -> None:
     """Zeroes what is multiplied of step k beyond the elements that count.
 
     These are from the first one of `within` to the one before the second.
@@ -54,13 +55,13 @@ def mask(cta: Cta, me: Any, within: tuple[Any, Any], slot: Any, k: Any) -> None:
             plgpu.barrier_wait(cta.barriers.masked)
 
 
-def panels_of_a(cta: Cta, me: Any, slot: Any) -> list[Any]:
+def panels_of_a(cta: Cta, me: Scalar, slot: Scalar) -> list[Any]:
     """The panels of the left operand that a consumer reads in a slot."""
     panels = cta.plan.config.consumer_tile[0] // WGMMA_ROWS
     return [cta.slots.a.tile.at[0, slot, me * panels + panel] for panel in range(panels)]
 
 
-def _zero_part(cta: Cta, me: Any, slot: Any, part: Any, rows: Rows) -> None:
+def _zero_part(cta: Cta, me: Scalar, slot: Scalar, part: Any, rows: Rows) -> None:
     """Zeroes, in a part of a step, the rows of both operands that do not count."""
     for panel in panels_of_a(cta, me, slot):
         zero(cta.plan, panel, part, rows)

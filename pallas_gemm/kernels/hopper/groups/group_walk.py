@@ -28,6 +28,7 @@ from pallas_gemm.kernels.hopper.groups import told
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER
 from pallas_gemm.kernels.ptx.find_group import BEYOND, At, Groups, find
+from pallas_gemm.kernels.traced import Scalar
 
 PIECES, LAST_ROW = range(TOLD_HEADER)
 """The words before those of all slots: how many pieces there are, and the row after all groups."""
@@ -44,7 +45,7 @@ def share(cta: Cta, *, producing: bool) -> tiles.Share:
 def _share_of_producer(cta: Cta) -> tiles.Share:
     """It is told of a piece when it comes to it: the loads of the first await no second one."""
 
-    def take(turn: Any) -> work.Piece:
+    def take(turn: Scalar) -> work.Piece:
         return CODING.unpack(*told.take(cta, turn))
 
     return tiles.Share(lambda: _count(cta), lambda turn: (turn,), take)
@@ -54,7 +55,7 @@ def _share_of_consumer(cta: Cta) -> tiles.Share:
     """It is told of a piece before it computes the one before, and waits for no word of it."""
     turns, every = _count(cta), cta.plan.config.ring_readers
 
-    def load(turn: Any) -> tuple[Any, ...]:
+    def load(turn: Scalar) -> tuple[Any, ...]:
         @pl.when(turn >= every)
         def _take_the_one_before() -> None:
             plgpu.barrier_arrive(cta.barriers.taken.at[told.slot(turn - every)])
@@ -97,7 +98,7 @@ def guide(cta: Cta) -> None:
     told.write(cta, LAST_ROW, lax.min(end.row, limit))
     plgpu.barrier_arrive(cta.barriers.counted)
 
-    def tell(turn: Any, at: At) -> At:
+    def tell(turn: Scalar, at: At) -> At:
         place = (worker + turn * sharing).astype(jnp.uint32)
         tile, col = (x.astype(jnp.int32) for x in order(place, rows.astype(jnp.uint32)))
         at = find(plan, cta.gmem.order, at, tile, known)

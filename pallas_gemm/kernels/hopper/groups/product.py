@@ -17,6 +17,7 @@ from pallas_gemm.kernels.hopper.groups import (
     sum_walk,
     told,
 )
+from pallas_gemm.kernels.traced import Scalar
 
 
 class RowsInGroups(Product):
@@ -31,11 +32,11 @@ class RowsInGroups(Product):
         """See `Product`."""
         return group_walk.share(self.cta, producing=producing).walk
 
-    def assist(self, warp: Any) -> None:
+    def assist(self, warp: Scalar) -> None:
         """See `Product`: one of them finds the pieces."""
         pl.when(warp == told.GUIDE)(functools.partial(group_walk.guide, self.cta))
 
-    def end(self, me: Any) -> None:
+    def end(self, me: Scalar) -> None:
         """See `Product`."""
         group_rows.zero_the_rest(self.cta, me)
 
@@ -52,7 +53,7 @@ class SumsOverGroups(Product):
         """See `Product`."""
         return functools.partial(sum_walk.walk, self.cta, producing)
 
-    def assist(self, warp: Any) -> None:
+    def assist(self, warp: Scalar) -> None:
         """See `Product`: one of them finds the pieces."""
         pl.when(warp == told.GUIDE)(functools.partial(sum_walk.guide, self.cta))
 
@@ -72,7 +73,7 @@ class SumsOverGroups(Product):
             pl.when(deep == depth)(functools.partial(load.step, self.cta, factors, at, some))
 
     def add_up(
-        self, me: Any, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """See `Product`: whole steps, and then the short one."""
         within = piece.first_k, piece.end_k

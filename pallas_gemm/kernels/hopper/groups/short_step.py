@@ -24,6 +24,7 @@ from pallas_gemm.kernels.hopper.dense.multiply import Mask
 from pallas_gemm.kernels.hopper.groups import group_sums
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import wgmma
+from pallas_gemm.kernels.traced import Scalar, Values
 
 
 class Divided(NamedTuple):
@@ -49,7 +50,7 @@ def divided(plan: HopperPlan, piece: work.Piece) -> Divided:
     )
 
 
-def add(cta: Cta, me: Any, steps: Divided, mask: Mask, done: tuple[Any, Any]) -> tuple[Any, Any]:
+def add(cta: Cta, me: Scalar, steps: Divided, mask: Mask, done: tuple[Any, Any]) -> tuple[Any, Any]:
     """Adds the short step, if there is one, to the sum of the whole ones.
 
     Takes and returns this sum, and the slot of the last step.
@@ -63,7 +64,7 @@ def add(cta: Cta, me: Any, steps: Divided, mask: Mask, done: tuple[Any, Any]) ->
         plgpu.barrier_wait(cta.barriers.full.at[slot])
         mask(slot, steps.whole)
 
-    def one_part(part: Any, total: Any) -> Any:
+    def one_part(part: Any, total: Values) -> Any:
         deep = pl.ds(part * WGMMA_DEPTH, WGMMA_DEPTH)
         a = [panel.at[deep] for panel in group_sums.panels_of_a(cta, me, slot)]
         return wgmma.add_part(cta.plan, total, cta.slots.b.tile.at[0, slot, deep], a)

@@ -21,12 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER, TOLD_SLOTS
 from pallas_gemm.kernels.ptx import words as ptx
+from pallas_gemm.kernels.traced import Scalar
 
 GUIDE = 1
 """The warp; warp 0 loads."""
 
 
-def tell(cta: Cta, turn: Any, words: tuple[Any, ...]) -> None:
+def tell(cta: Cta, turn: Scalar, words: tuple[Any, ...]) -> None:
     """Tells the roles of a turn's piece, when the slot is free."""
 
     @pl.when(turn >= TOLD_SLOTS)
@@ -45,7 +46,7 @@ def until_all_are_taken(cta: Cta, told: Any) -> None:
     )
 
 
-def take(cta: Cta, turn: Any) -> tuple[Any, ...]:
+def take(cta: Cta, turn: Scalar) -> tuple[Any, ...]:
     """Waits until a role is told of a turn's piece; returns the words, and frees the slot."""
     plgpu.barrier_wait(cta.barriers.told.at[slot(turn)])
     found = words(cta, turn)
@@ -53,17 +54,17 @@ def take(cta: Cta, turn: Any) -> tuple[Any, ...]:
     return found
 
 
-def words(cta: Cta, turn: Any) -> tuple[Any, ...]:
+def words(cta: Cta, turn: Scalar) -> tuple[Any, ...]:
     """The words of a turn's piece."""
     return tuple(read(cta, _place(cta, turn) + number) for number in range(cta.plan.coding.words))
 
 
-def slot(turn: Any) -> Any:
+def slot(turn: Scalar) -> Any:
     """The slot of a turn."""
     return turn & jnp.int32(TOLD_SLOTS - 1)
 
 
-def _place(cta: Cta, turn: Any) -> Any:
+def _place(cta: Cta, turn: Scalar) -> Any:
     """Where the words of a turn's piece begin."""
     return TOLD_HEADER + slot(turn) * cta.plan.coding.words
 
