@@ -33,12 +33,12 @@ class Strip(NamedTuple):
     layout: Any
 
 
-ReadTile = Callable[[int], Any]
+ReadLoaded = Callable[[int], Any]
 """`read(number)`: the strip's values of an operand with a value for each element."""
 
 
 def finish(
-    plan: KernelPlan, gmem: launch.Inputs, strip: Strip, sums: Sequence[Any], read: ReadTile
+    plan: KernelPlan, gmem: launch.Inputs, strip: Strip, sums: Sequence[Any], read: ReadLoaded
 ) -> list[Any]:
     """Runs the program of an epilogue on the sums of a strip.
 
@@ -54,7 +54,7 @@ def finish(
     problem = plan.problem
     program = words.program(problem)
     made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
-    tiles = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
+    loaded = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
     first, shape = program.sums, (strip.rows[1], strip.cols[1])
 
     def value(number: int) -> Any:
@@ -63,7 +63,7 @@ def finish(
             i = number - first
             operand = program.operands[i]
             if operand.kind == "mn":
-                made[number] = _of_type(read(tiles.index(i)), operand.dtype)
+                made[number] = _of_type(read(loaded.index(i)), operand.dtype)
             else:
                 made[number] = _load(problem, strip, gmem.operands[i], operand)
         return made[number]

@@ -52,8 +52,8 @@ class Inputs(NamedTuple):
     summands: Any = None
     result: Any = None
 
-    def tiles(self, problem: Problem) -> list[Any]:
-        """The operands of the epilogue that have an element for each of the result."""
+    def loaded(self, problem: Problem) -> list[Any]:
+        """The operands of the epilogue that are loaded as results are stored: whole matrices."""
         operands = words.program(problem).operands
         return [x for x, own in zip(self.operands, operands, strict=True) if own.kind == "mn"]
 

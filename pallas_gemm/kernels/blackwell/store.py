@@ -119,7 +119,7 @@ def fetch_residual(cta: Cta, at: place.Where, turn: Scalar, chunks: Iterable[Any
     if not plan.problem.epilogue.residual:
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    (residual,) = cta.gmem.tiles(plan.problem)
+    (residual,) = cta.gmem.loaded(plan.problem)
     for chunk in chunks:
         slot = _store_slot(plan, turn, chunk)
         plgpu.copy_gmem_to_smem(

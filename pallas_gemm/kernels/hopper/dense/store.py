@@ -261,7 +261,7 @@ def fetch(cta: Cta, me: Scalar, at: place.Where, chunks: Iterable[int]) -> None:
         if chunk >= len(plan.chunks):
             continue
         loaded = cta.barriers.residual.at[_loaded_barrier(plan, me, chunk)]
-        for number, operand in enumerate(cta.gmem.tiles(plan.problem)):
+        for number, operand in enumerate(cta.gmem.loaded(plan.problem)):
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, operand, at, chunk, transposed=plan.problem.transpose_out),
                 _loaded_slot(cta, me, chunk, number).box,
