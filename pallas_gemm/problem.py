@@ -49,6 +49,8 @@ KINDS = MappingProxyType(
 )
 """The operands of an epilogue in words, in their order, with the dimensions of the result that each
 has: rows (m), columns (n), both or none."""
+SCALES = ("row_scale", "col_scale", "up_scale")
+"""Those of them that are vectors by which sums are multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)

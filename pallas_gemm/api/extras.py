@@ -15,9 +15,8 @@ from pallas_gemm.api import arguments
 from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import SCALES, Epilogue
 
-SCALES = ("row_scale", "col_scale", "up_scale")
 OF_GATE = {"bias": "gate_bias", "col_scale": "gate_scale"}
 """What a caller of a gated product calls them."""
 

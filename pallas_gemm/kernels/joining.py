@@ -82,7 +82,7 @@ def kernel(
         ),
         results=() if others else jax.ShapeDtypeStruct(second.result, plan.problem.out_dtype),
         scratch=second.scratch,
-        operations=launch.Operations(0, plan.share(launch.transcendentals(plan.problem))),
+        operations=launch.Operations(0, plan.portion(launch.transcendentals(plan.problem))),
         interpret=plan.interpret,
         approx_math=second.approx_math,
     )

@@ -77,8 +77,8 @@ class KernelPlan:
         """The plan of one of the two kernels where only the last tiles are cut along k."""
         return dataclasses.replace(self, computes=tiles)
 
-    def share(self, of_all: int) -> int:
-        """What of something that all tiles take alike the tiles of this kernel take."""
+    def portion(self, of_all: int) -> int:
+        """The portion of this kernel's tiles of a quantity that is alike for all tiles."""
         tiles, last = self.config.tiles(self.problem), self.config.split_last or 0
         own = {"all": tiles, "whole": tiles - last, "cut": last}[self.computes]
         return of_all * own // tiles

@@ -33,7 +33,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import SCALES, Epilogue
 
 
 def _jvp(
@@ -61,12 +61,9 @@ def _jvp(
     return result, change
 
 
-SCALES = ("alpha", "row_scale", "col_scale", "up_scale")
-
-
 def scales_change(moved: Operands) -> bool:
     """Whether a scale of the sums changes, so that its derivative asks for the sums."""
-    return any(getattr(moved, name) is not None for name in SCALES)
+    return any(getattr(moved, name) is not None for name in ("alpha", *SCALES))
 
 
 def needs_pre_activation(epilogue: Epilogue, moved: Operands) -> bool:

@@ -329,7 +329,7 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
-    activations = 0 if plan.joins else plan.share(launch.transcendentals(plan.problem))
+    activations = 0 if plan.joins else plan.portion(launch.transcendentals(plan.problem))
     stored = jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype)
     kernel = launch.kernel(
         functools.partial(_body, plan),
@@ -337,7 +337,7 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
         grid=launch.Grid(plan.launched, {PAIR_AXIS: plan.ctas_per_mma}, plan.roles),
         results=joining.summands(plan) or stored,
         scratch=scratch(plan),
-        operations=launch.Operations(plan.share(plan.problem.flops), activations),
+        operations=launch.Operations(plan.portion(plan.problem.flops), activations),
         interpret=plan.interpret,
     )
     joined = join.kernel(plan) if plan.joins else None
