@@ -289,6 +289,11 @@ CASES = {
         config(tile=(128, 128), split_k=2, partial_sums=9),
         problem(k=1024),
     ),
+    "other parts than are promised": Case(
+        ("numerics promises that each sum over k=1024 is made in 4 parts: either", "got split_k=2"),
+        config(tile=(128, 128), split_k=2, partial_sums=2),
+        problem(k=1024, parts=4),
+    ),
     "partial_sums over groups": Case(
         ("partial_sums must be 1 for sums over groups", "got 2"),
         config(tile=(128, 128), partial_sums=2),

@@ -382,7 +382,8 @@ def test_tiles_that_are_summed_up_in_parts():
         schedule="online_raster",
     )
     sums = dataclasses.replace(NT, out_dtype=jnp.float32, epilogue=BIAS_AND_GELU)
-    check_sound([(widest, sums)])
+    four = dataclasses.replace(widest, tile=(128, 128), consumers=2, partial_sums=4)
+    check_sound([(widest, sums), (four, sums)])
 
 
 def test_tiles_that_are_no_whole_number_of_strips():

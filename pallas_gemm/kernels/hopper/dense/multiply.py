@@ -83,20 +83,24 @@ def add_up(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any
 
     Returns the sum, and the slot of the last step, as `_multiply` does.
     """
-    plan = cta.plan
-    total, slot, parts = None, None, plan.config.partial_sums
-    for part in range(parts):
-        own = steps
-        if parts > 1:
-            count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
-            # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
-            least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
-            own = own._replace(count=least + (part < longer).astype(jnp.int32))
-        if part:
-            own, stores = own._replace(slot=ring.following(plan, slot)), []
-        summand, slot = _multiplied(cta, me, own, stores)
-        total = summand if total is None else total + summand
-    return total, slot
+    plan, parts = cta.plan, cta.plan.config.partial_sums
+    if parts == 1:
+        return _multiplied(cta, me, steps, stores)
+    count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
+    # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
+    least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
+
+    def part(number: Any, slot: Any) -> tuple[Any, Any]:
+        own = least + (number < longer).astype(jnp.int32)
+        return _multiplied(cta, me, steps._replace(slot=slot, count=own), stores)
+
+    def next_part(number: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+        total, slot = done
+        summand, slot = part(number, ring.following(plan, slot))
+        return total + summand, slot
+
+    # In a loop: written out one after the other, four parts have more registers than there are.
+    return lax.fori_loop(1, parts, next_part, part(jnp.int32(0), steps.slot))
 
 
 def _multiplied(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
