@@ -143,6 +143,12 @@ class Problem:
         terms: The contracted sizes of several products, where the result is their sum and k is the
             sum of these; `()` for one product. Each operand is an array for each product, and its
             shape is that of these arrays side by side.
+        arrays: Each operand is the sum of several arrays, the largest first, and these are the
+            (left, right) arrays that are multiplied, one pair for each of `terms`. The last pair
+            is of the largest two; what the others come to counts where it is finite. `()` if each
+            array of one operand is multiplied by one of the other.
+        longest_sum: Contracted elements of the largest term that the tensor cores may add up at
+            most; such sums are added up in float32. 0 for any number.
         shared_a: The products of a batch have one left operand, a matrix.
         shared_b: They have one right operand, or one pair of them.
         groups: The rows are those of so many groups, one after the other, each with a right operand
@@ -171,6 +177,8 @@ class Problem:
     transpose_out: bool = False
     kept: tuple[int, int] | None = None
     terms: tuple[int, ...] = ()
+    arrays: tuple[tuple[int, int], ...] = ()
+    longest_sum: int = 0
     shared_a: bool = False
     shared_b: bool = False
     groups: int = 0
@@ -199,6 +207,18 @@ class Problem:
     def sums(self) -> int:
         """How many sums go into an element of the result: two if it is gated."""
         return 2 if self.epilogue.gated else 1
+
+    @property
+    def pairs(self) -> int:
+        """In how many arrays each operand is given."""
+        if self.arrays:
+            return 1 + max(map(max, self.arrays))
+        return len(self.terms) or 1
+
+    @property
+    def large_k(self) -> int:
+        """The contracted size of the largest term, where operands are sums of arrays; else k."""
+        return self.terms[-1] if self.arrays else self.k
 
     @property
     def in_groups(self) -> bool:
@@ -308,4 +328,5 @@ def _mirrored(problem: Problem) -> Problem:
         kept=problem.kept and problem.kept[::-1],
         shared_a=problem.shared_b,
         shared_b=problem.shared_a,
+        arrays=tuple((left, right) for right, left in problem.arrays),
     )

@@ -411,6 +411,20 @@ CASES = {
     "many pieces": Case(
         ("a sum must have at most 8 products", "got 16"), problem=problem(terms=(256,) * 16)
     ),
+    "arrays cut along k": Case(
+        ("operands that are sums of arrays need split_k=1", "got 2"),
+        config(split_k=2),
+        problem(terms=(2048, 2048), arrays=((1, 0), (0, 0))),
+    ),
+    "arrays of a symmetric product": Case(
+        ("operands that are sums of arrays are those of one product",),
+        config(stages=3),
+        problem(symmetric="gram", terms=(2048, 2048), arrays=((1, 0), (0, 0))),
+    ),
+    "too few partial sums": Case(
+        ("partial_sums must be at least 32, for sums of at most 64 elements", "got 1"),
+        problem=problem(terms=(2048, 2048), arrays=((1, 0), (0, 0)), longest_sum=64),
+    ),
     # Its types.
     "two dtypes": Case(
         ("one dtype, or two of 8-bit floats", "got bfloat16 and float16"),

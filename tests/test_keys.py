@@ -198,6 +198,8 @@ NOT_TUNED_APART = {
     ".transpose_out": "a kernel's own view of a problem",
     ".kept": "a few rows and columns",
     ".terms": "they take the same steps",
+    ".arrays": "operands that are split are not tuned",
+    ".longest_sum": "operands that are split are not tuned",
     ".shared_a": "it takes the same steps",
     ".shared_b": "it takes the same steps",
     ".groups": "groups are not tuned",

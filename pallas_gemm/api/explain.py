@@ -29,7 +29,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.op import mesh_context, traffic
 from pallas_gemm.op.parts import Part, Shared, noted
-from pallas_gemm.planning import dispatch, ignored, precision, targeting, xla_time
+from pallas_gemm.planning import dispatch, ignored, targeting, xla_time
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.rewriting.walk import Found
 
@@ -258,11 +258,9 @@ def _entries(asked: Asked, gpu: Any, device: Device | None) -> Iterator[Entry]:
 
 def _by_xla(call: Call, decision: Decision, device: Device | None) -> float | None:
     """Predicts how long XLA takes; None where nobody knows."""
-    problem = decision.problem
-    operands = (problem.a_dtype, problem.b_dtype)
-    if device is None or decision.mesh or precision.kernel_refusal(call.precision, operands):
+    if device is None or decision.mesh:
         return None
-    return xla_time.seconds(problem, device)
+    return xla_time.seconds(decision.problem, device, call.precision)
 
 
 def _decided(call: Call, asked: Asked) -> Iterator[Decision]:

@@ -114,9 +114,10 @@ def _hints(group: Group) -> Iterator[str]:
     if decision.reason == "no GPU is planned for":
         yield 'with target("h200"): plans for a GPU that need not be here'
     slow = bool(_telling(decision)) if plan is None else plan.realigned.bytes > 0
+    slow = slow and (plan is None or plan.realigned.scheme is None)
     if slow and problem.a_dtype.name == problem.b_dtype.name == "float32":
         yield "dtype=bfloat16: float32 products are XLA's, or need their operands turned"
-    for step in plan.realigned.steps if plan is not None else ():
+    for step in plan.realigned.passes if plan is not None else ():
         if (hint := _hint_of_step(step, problem)) is not None:
             yield hint
 
@@ -244,7 +245,7 @@ def _is_told(group: Group, found: Findings) -> bool:
     plan = decision.plan
     if plan is None or decision.mesh is not None:
         return True
-    return bool(plan.realigned.steps or plan.realigned.unfused)
+    return bool(plan.realigned.passes or plan.realigned.unfused)
 
 
 def _group_text(group: Group, found: Findings) -> str:
@@ -269,7 +270,9 @@ def _group_text(group: Group, found: Findings) -> str:
         rows.append(("sums", str(Sums.of(decision))))
         if plan.realigned.unfused is not None:
             rows.append(("epilogue", f"by XLA, because {plan.realigned.unfused}"))
-        rows += [("step", str(step)) for step in plan.realigned.steps]
+        if plan.realigned.scheme is not None:
+            rows.append(("scheme", str(plan.realigned.scheme)))
+        rows += [("step", str(step)) for step in plan.realigned.passes]
     if group.entry.by_xla is not None:
         rows.append(("XLA", f"{group.entry.by_xla * 1e6:.0f} us, predicted"))
     rows += [(f"not {name}", "; ".join(reasons)) for name, reasons in _telling(decision)]
@@ -376,7 +379,8 @@ def _as_json(group: Group) -> dict[str, Any]:
             "config": _config_as_json(plan.config),
             "source": plan.source,
             "seconds": plan.seconds,
-            "steps": [str(step) for step in plan.realigned.steps],
+            "steps": [str(step) for step in plan.realigned.passes],
+            "scheme": None if plan.realigned.scheme is None else plan.realigned.scheme.name,
             "bytes_besides": plan.realigned.bytes,
             "sums": str(Sums.of(decision)),
         }

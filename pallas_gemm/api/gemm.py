@@ -96,7 +96,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         preferred_element_type: Type of the result, such as `jnp.bfloat16` or "bf16"; by default
             what JAX promotes the operands to.
         precision: As in `jnp.matmul`. Float32 operands are multiplied as TF32 on a GPU, as JAX
-            documents it, unless more is asked for, which goes to XLA.
+            documents it, unless more is asked for: then as several products, added up in one sum.
         transpose_a: Swaps the last two dimensions of the left operand, without a copy.
         transpose_b: Swaps the last two dimensions of the right operand, without a copy.
         schedule: The order of the output tiles: a name such as "hilbert" or "swizzle:8", or a

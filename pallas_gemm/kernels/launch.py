@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
     """What a kernel is given: arrays, which are references inside of it; None for what it is not.
 
     Attributes:
-        factors: What is multiplied: one pair, or one for each piece of the operands.
+        factors: What is multiplied: one pair, or one for each array that the operands are in.
         operands: What the epilogue takes, in the order of its program: a number as `[1]` or
             `[batch]`, a vector as far as the last tile reaches, `[batch, ...]` if each product of a
             batch has its own.
@@ -76,12 +76,12 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
     """Names the operands, of which `given` has those that the problem has.
 
     These are, in this order: a, b, a second b if the result is gated, then the operands of the
-    epilogue's program; or a and b of each piece.
+    epilogue's program; where operands are in several arrays, first a and b of each.
     """
     left = map(on_its_own, given)
     factors = tuple(
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
-        for _ in problem.terms or (problem.k,)
+        for _ in range(problem.pairs)
     )
     reach = _reach(config, problem)
     operands = []

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Options, Order, Signature, SymmetricCall
+from pallas_gemm.call import (
+    NO_EPILOGUE,
+    Call,
+    FusedCall,
+    Options,
+    Order,
+    Signature,
+    SumCall,
+    SymmetricCall,
+)
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
@@ -28,9 +37,11 @@ from pallas_gemm.planning import (
     tables,
     xla,
     xla_faster,
+    xla_time,
 )
+from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
-from pallas_gemm.planning.realign import Realigned, realign
+from pallas_gemm.planning.realign import Realigned, Refusals, converted, realign
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit
 
@@ -245,6 +256,8 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
+    if plan.realigned.scheme is not None:
+        return _why_not_scheme(call, problem, plan)
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes this pass as well.
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
@@ -257,6 +270,15 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
     known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
     return f"XLA {known}: {why}" if why else None
+
+
+def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:
+    """Returns why XLA is predicted to compute a scheme as fast as a kernel, None if it is not."""
+    by_xla = xla_time.seconds(problem, plan.device, call.precision)
+    if by_xla is None or plan.seconds < by_xla:
+        return None
+    own = f"{plan.seconds * 1e6:.0f} us of {plan.realigned.scheme}"
+    return f"XLA is predicted to take {by_xla * 1e6:.0f} us, and {own}"
 
 
 def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | None:
@@ -296,7 +318,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    as_timed = not (realigned.steps or realigned.unfused or problem.terms)
+    as_timed = not (realigned.passes or realigned.unfused or problem.terms)
     over_xla = chosen.over_xla if as_timed else None
     return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
 
@@ -321,20 +343,40 @@ def _realigned(
 ) -> Realigned | Reasons:
     """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
     (_, a_dtype), (_, b_dtype), *_ = signature
-    if why := precision.kernel_refusal(call.precision, (a_dtype, b_dtype)):
-        return (why,)
+    # Both operands of a symmetric product are one array, and those of a sum are in several.
+    has_scheme = not isinstance(call, SumCall | SymmetricCall)
+    scheme = schemes.scheme(call.precision, (a_dtype, b_dtype)) if has_scheme else None
+    if scheme is None:
+        why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
+        if why:
+            return (why,)
+        return _way(call, signature, lambda p: architecture.problem_refusals(p, device))
+    way = _way(
+        call,
+        scheme.signature(call, signature),
+        lambda p: architecture.problem_refusals(scheme.whole(p), device),
+    )
+    if not isinstance(way, Realigned):
+        return way
+    named = call.unpack(signature)._asdict()
+    types = {name: named[name][1] for name in ("a", "b", "up") if named[name] is not None}
+    return converted(way, scheme, types)
+
+
+def _way(call: Call, signature: Signature, refusals: Refusals) -> Realigned | Reasons:
+    """Returns what a kernel that says what it refuses computes of a call, or why it cannot."""
     unfused = activations.kernel_refusal(call.epilogue.activation)
     problem = call.problem(signature)
     if isinstance(call, FusedCall):
-        refused = tuple(architecture.problem_refusals(problem, device))
+        refused = tuple(refusals(problem))
         return refused or Realigned(problem)
     if problem.in_groups:
         # Nothing is done to such operands: what is copied would be as much as XLA does.
-        refused = (unfused,) if unfused else tuple(architecture.problem_refusals(problem, device))
+        refused = (unfused,) if unfused else tuple(refusals(problem))
         bare = dataclasses.replace(problem, epilogue=NO_EPILOGUE, out_dtype=_sums(call, signature))
         if not refused:
             return Realigned(problem)
-        if problem.epilogue.is_identity or architecture.problem_refusals(bare, device):
+        if problem.epilogue.is_identity or tuple(refusals(bare)):
             return refused
         return Realigned(bare, unfused="; ".join(refused))
     reasons: list[str] = []
@@ -343,11 +385,11 @@ def _realigned(
         if (fused and unfused) or (not fused and problem.terms):
             continue
         variant, own = (call, signature) if fused else (sums_only(call, signature), signature[:2])
-        realigned = realign(variant, own, lambda p: architecture.problem_refusals(p, device))
+        realigned = realign(variant, own, refusals)
         if realigned is not None:
             why = None if fused else unfused or "; ".join(dict.fromkeys(reasons))
             return dataclasses.replace(realigned, unfused=why)
-        reasons += architecture.problem_refusals(variant.problem(own), device)
+        reasons += refusals(variant.problem(own))
     return tuple(dict.fromkeys(reasons))
 
 
@@ -375,7 +417,7 @@ def _config(
     if options.config is not None:
         return _Chosen(_named_config(options, problem, device, architecture), "argument")
     schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated and not problem.in_groups:
+    if schedule is None and not simulated and not problem.in_groups and not problem.arrays:
         # A sum of products takes the steps of one product.
         found = tables.find(dataclasses.replace(problem, terms=()), device)
         if found is not None:

@@ -18,6 +18,8 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     simulator = decision.implementation == "interpret" and _simulator()
     realigned = plan.realigned
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
+    if realigned.scheme is not None:
+        kernel = functools.partial(_converted, realigned, kernel)
     if isinstance(call, GroupedCall):
         whole = realigned.unfused is None
         return kernel if whole else functools.partial(_unfused_groups, call, kernel)
@@ -25,6 +27,11 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)
+
+
+def _converted(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+    assert realigned.scheme is not None
+    return kernel(*realigned.scheme.ready(operands, 1 + realigned.problem.sums))
 
 
 def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:

@@ -167,7 +167,7 @@ def at_best(problem: Problem, device: Device, architecture: Architecture) -> flo
 def pass_seconds(realigned: Realigned, device: Device) -> float:
     """Predicts the time of the passes over operands and result around a kernel."""
     bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
-    return sum(LAUNCH_SECONDS + step.bytes / bandwidth for step in realigned.steps if step.bytes)
+    return sum(LAUNCH_SECONDS + step.bytes / bandwidth for step in realigned.passes if step.bytes)
 
 
 def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> float:

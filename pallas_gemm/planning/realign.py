@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -21,9 +21,10 @@ import numpy as np
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.device import LINE_BYTES
+from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import Problem
 
-Action = Literal["reshape", "transpose", "pad", "slice"]
+Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -43,15 +44,17 @@ class Step:
         action: The pass; "transpose" swaps the last two dimensions.
         shape: The shape afterwards.
         bytes: Bytes read and written by it; 0 if it is free.
+        types: The type that an operand is cast to, or the arrays that it is split into.
     """
 
     operand: str
     action: Action
     shape: Shape
     bytes: int = 0
+    types: str = ""
 
     def __str__(self) -> str:
-        shape = " x ".join(map(str, self.shape))
+        shape = " x ".join(map(str, self.shape)) + (f" of {self.types}" if self.types else "")
         cost = f"moves {self.bytes / 1e6:.1f} MB" if self.bytes else "free"
         return f"{self.action} {self.operand} to {shape}: {cost}"
 
@@ -66,6 +69,9 @@ class Step:
                 # What a whole batch shares has a dimension less.
                 extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
                 return jnp.pad(x, [(0, want - have) for want, have in extra])
+            case "cast" | "split":
+                # `Scheme.ready` does it, right before the kernel.
+                return x
             case "slice":
                 return x[tuple(slice(size) for size in self.shape)]
 
@@ -78,21 +84,31 @@ class Realigned:
         problem: The problem of the kernel.
         steps: In order; those of the result follow the kernel.
         unfused: Why XLA applies the epilogue; None if the kernel does.
+        scheme: How operands become arrays of the kernel's type after these steps; None if they are.
+        casts: The passes of that.
     """
 
     problem: Problem
     steps: tuple[Step, ...] = ()
     unfused: str | None = None
+    scheme: Scheme | None = None
+    casts: tuple[Step, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Step, ...]:
+        """All that is done beside the kernel."""
+        before = tuple(step for step in self.steps if step.operand != "result")
+        return (*before, *self.casts, *(step for step in self.steps if step not in before))
 
     @property
     def bytes(self) -> int:
-        """Bytes that all steps move."""
-        return sum(step.bytes for step in self.steps)
+        """Bytes that all passes move."""
+        return sum(step.bytes for step in self.passes)
 
     @property
     def cost(self) -> float:
         """What ways are compared by: bytes, of which those that change places count for more."""
-        turned = sum(step.bytes for step in self.steps if step.action == "transpose")
+        turned = sum(step.bytes for step in self.passes if step.action == "transpose")
         return self.bytes + (TRANSPOSED - 1) * turned
 
     @property
@@ -131,6 +147,38 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
                 do = tuple(step for step in arranged.steps if step.operand != "result")
                 ways.append(Realigned(remedied, (*do, *before, *after, *undo)))
     return min(ways, key=lambda way: (way.cost, way.problem.batch, len(way.steps)), default=None)
+
+
+def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype]) -> Realigned:
+    """Returns the way to a problem of all terms of a scheme, of that to one of them.
+
+    XLA makes one pass of what is done to an operand before it is cast or split.
+
+    Args:
+        realigned: The way to a problem of the type of the scheme's arrays.
+        scheme: How operands become such arrays.
+        types: The types of the operands, by their names.
+    """
+    problem = realigned.problem
+    shapes = {"a": problem.a_shape, "b": problem.b_shape, "up": problem.b_shape}
+    casts, steps = [], list(realigned.steps)
+    for name, dtype in types.items():
+        if dtype == scheme.dtype and not scheme.terms:
+            continue
+        moved = _bytes(shapes[name], dtype) + scheme.parts * _bytes(shapes[name], scheme.dtype)
+        steps = [dataclasses.replace(x, bytes=0) if x.operand == name else x for x in steps]
+        kind = "tf32" if scheme.terms and scheme.dtype == np.float32 else str(scheme.dtype)
+        what: tuple[Action, str] = ("cast", kind)
+        if scheme.terms:
+            what = ("split", f"{kind}, {scheme.parts} arrays")
+        casts.append(Step(name, what[0], shapes[name], moved, what[1]))
+    return dataclasses.replace(
+        realigned,
+        problem=scheme.whole(problem),
+        steps=tuple(steps),
+        scheme=scheme,
+        casts=tuple(casts),
+    )
 
 
 def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:

@@ -79,7 +79,7 @@ def test_what_was_refused_is_said() -> None:
                 gemm,
                 _shape(4096, 4096, dtype=jnp.float32),
                 _shape(4096, 4096, dtype=jnp.float32),
-                precision="highest",
+                precision="F32_F32_F32",
             )
         )
     assert "not hopper" in text
@@ -330,11 +330,11 @@ def test_nothing_is_run_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_impossible_wish_raises() -> None:
-    with pytest.raises(ValueError, match="HIGHEST"):
+    with pytest.raises(ValueError, match="F32_F32_F32"):
         explain(
             gemm,
             *[_shape(64, 64, dtype=jnp.float32)] * 2,
-            precision="highest",
+            precision="F32_F32_F32",
             implementation="hopper",
         )
 

@@ -17,6 +17,7 @@ from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, dispatch, tables, xla_faster
 from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.scheme import HIGHEST
 from pallas_gemm.problem import Epilogue
 from schedules import build, split_k
 from tests import reference
@@ -138,15 +139,17 @@ def test_unaligned_rows_are_never_left_to_xla() -> None:
         assert len([s for s in decision.plan.realigned.steps if s.bytes]) == 2
 
 
-def test_more_precision_than_the_tensor_cores_have_goes_to_xla() -> None:
-    single = (jnp.float32,) * 3
-    assert _decided(4096, 4096, 4096, dtypes=single, precision="highest").implementation == "xla"
+def test_what_no_scheme_computes_goes_to_xla() -> None:
+    single, full = (jnp.float32,) * 3, "F32_F32_F32"
+    assert _decided(4096, 4096, 4096, dtypes=single, precision=full).implementation == "xla"
     named = _decided(4096, 4096, 4096, dtypes=single, implementation="hopper")
     assert named.implementation == "hopper"
-    with pytest.raises(ValueError, match="HIGHEST of float32 is more than"):
-        _decided(4096, 4096, 4096, dtypes=single, precision="highest", implementation="hopper")
+    with pytest.raises(ValueError, match="F32_F32_F32 of float32 is not what"):
+        _decided(4096, 4096, 4096, dtypes=single, precision=full, implementation="hopper")
     with jax.default_matmul_precision("highest"):
-        assert _decided(4096, 4096, 4096, dtypes=single).implementation == "xla"
+        plan = _decided(4096, 4096, 4096, dtypes=single).plan
+        assert plan is not None
+        assert plan.realigned.scheme == HIGHEST
         assert _decided(4096, 4096, 4096).implementation == "hopper"
 
 

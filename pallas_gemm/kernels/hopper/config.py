@@ -199,10 +199,10 @@ class HopperConfig(HopperTiling):
             )
 
     def _steps_refusals(self, problem: Problem) -> Iterator[str]:
-        fewest = max(1, -(-problem.k // self.tile_k(problem)) // self.split_k)
-        if self.partial_sums > fewest:
+        most = max(1, -(-problem.large_k // self.tile_k(problem)) // self.split_k)
+        if self.partial_sums > most:
             yield (
-                f"partial_sums must be at most {fewest}, the fewest steps of"
+                f"partial_sums must be at most {most}, the fewest steps of"
                 f" {self.tile_k(problem)} of a tile or piece, got {self.partial_sums}"
             )
 
@@ -210,9 +210,9 @@ class HopperConfig(HopperTiling):
         if self.late_store and not self.allows_late_store(problem):
             yield (
                 "late_store needs one or two cooperative consumers, split_k=1 or split_last,"
-                " partial_sums=1, a schedule that is a table, a result of at most 16 bits (16 if it"
-                " is gated), no residual, at most 128 accumulator registers and at most 4 chunks"
-                " per tile, got"
+                " partial_sums=1, operands that are no sums of arrays, a schedule that is a table,"
+                " a result of at most 16 bits (16 if it is gated), no residual, at most 128"
+                " accumulator registers and at most 4 chunks per tile, got"
                 f" consumers={self.consumers}, pingpong={self.pingpong}, split_k={self.split_k},"
                 f" split_last={self.split_last}, partial_sums={self.partial_sums},"
                 f" schedule={self.schedule!r},"
@@ -225,7 +225,7 @@ class HopperConfig(HopperTiling):
                 yield "persistence='dynamic' needs cooperative consumers, got pingpong=True"
             if not problem.in_groups:
                 yield from self._claim_refusals(problem)
-        yield from cut_refusals(problem, self.split_k)
+        yield from cut_refusals(problem, self.split_k, self.partial_sums)
         if problem.epilogue.gated:
             if self.tile[1] % 128:
                 yield (
@@ -256,6 +256,7 @@ class HopperConfig(HopperTiling):
             not self.pingpong
             and not self.cuts_all_tiles
             and self.partial_sums == 1
+            and not problem.arrays
             and not self.is_online  # Its arithmetic takes the last registers.
             and self.consumers < 3
             and problem.out_dtype.itemsize <= 2

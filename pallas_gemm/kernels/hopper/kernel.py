@@ -122,7 +122,7 @@ def producer(product: Product, walk: tiles.Walk) -> None:
             return ring.advance(plan, head, reader)
 
         before = 0
-        for factors, steps in zip(cta.gmem.factors, plan.term_steps, strict=True):
+        for factors, steps in zip(_factors(cta), plan.term_steps, strict=True):
             first, end = product.span(piece, before, steps)
             head = lax.fori_loop(first, end, functools.partial(one_step, factors, before), head)
             before += steps
@@ -134,6 +134,12 @@ def producer(product: Product, walk: tiles.Walk) -> None:
     @pl.loop(0, lax.min(ring.filled(plan, turns, None, head), jnp.int32(stages)))
     def _drain(slot: Scalar) -> None:
         plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, slot, head.readers)])
+
+
+def _factors(cta: Cta) -> Sequence[launch.Factors]:
+    """Returns the operands of each term, of which several may share an array."""
+    given, arrays = cta.gmem.factors, cta.plan.problem.arrays
+    return [launch.Factors(given[left].a, given[right].b) for left, right in arrays] or given
 
 
 class Progress(NamedTuple):

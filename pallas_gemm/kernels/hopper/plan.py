@@ -124,13 +124,18 @@ class HopperPlan(KernelPlan):
     @property
     def factors(self) -> int:
         """How many arrays are multiplied."""
-        return 2 * len(self.problem.terms) or 1 + self.b.parts
+        return self.problem.pairs * (1 + self.b.parts)
 
     @property
     def term_steps(self) -> tuple[int, ...]:
         """The steps of each product of a sum, a whole number of them, or those of the only one."""
         terms = self.problem.terms
         return tuple(size // self.tile_k for size in terms) if terms else (self.k_steps,)
+
+    @property
+    def small_steps(self) -> int:
+        """The steps of all terms but the largest, where operands are sums of arrays."""
+        return sum(self.term_steps[:-1]) if self.problem.arrays else 0
 
     def only(self, tiles: Literal["whole", "cut"]) -> Self:
         """See `KernelPlan`; the sums of pieces are handed over at once."""

@@ -57,8 +57,10 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
     if problem.groups:
         yield from _grouped_refusals(problem)
     yield from _program_refusals(problem)
-    if len(problem.terms) > MOST_TERMS:
-        yield f"a sum must have at most {MOST_TERMS} products, got {len(problem.terms)}"
+    if problem.pairs > MOST_TERMS:
+        yield f"a sum must have at most {MOST_TERMS} products, got {problem.pairs}"
+    if problem.arrays and (problem.in_groups or problem.symmetric):
+        yield "operands that are sums of arrays are those of one product, not of a symmetric one"
     step = STEP_BYTES // problem.a_dtype.itemsize
     if any(size % step or not size for size in problem.terms):
         yield (
@@ -96,8 +98,16 @@ def _program_refusals(problem: Problem) -> Iterator[str]:
         yield "a mirrored product has a function with one result"
 
 
-def cut_refusals(problem: Problem, split_k: int) -> Iterator[str]:
-    """Yields why tiles of a problem cannot be cut along k."""
+def cut_refusals(problem: Problem, split_k: int, partial_sums: int) -> Iterator[str]:
+    """Yields why the sums of a problem cannot be cut along k so, or why they have to be."""
+    fewest = -(-problem.large_k // problem.longest_sum) if problem.longest_sum else 1
+    if partial_sums < fewest:
+        yield (
+            f"partial_sums must be at least {fewest}, for sums of at most {problem.longest_sum}"
+            f" elements, got {partial_sums}"
+        )
+    if split_k > 1 and problem.arrays:
+        yield f"operands that are sums of arrays need split_k=1, got {split_k}"
     if split_k > 1 and (problem.reductions or len(problem.result_dtypes) != 1):
         yield f"a function that reduces, or has several results, needs split_k=1, got {split_k}"
 

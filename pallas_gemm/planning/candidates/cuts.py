@@ -32,7 +32,7 @@ NARROWEST = 16
 
 def may_be_cut(problem: Problem, device: Device) -> bool:
     """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
-    if problem.in_groups or problem.symmetric:
+    if problem.in_groups or problem.symmetric or problem.arrays:
         return False
     most_tiles = problem.batch * -(-max(problem.m, problem.n) // SMALLEST_TILE)
     enough = min(problem.m, problem.n) >= FEW_ROWS

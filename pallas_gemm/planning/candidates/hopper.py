@@ -224,13 +224,15 @@ def fewest_sums(problem: Problem, device: Device) -> int:
     x 512 x 16384 on an H200, 2 of 1024 x 1024 x 4096, 1 of 1024 cubed. Results of 16 bits are
     rounded by more than that, and so are operands of float32 (as TF32).
     """
+    if problem.longest_sum:
+        return -(-problem.large_k // problem.longest_sum)
     narrow = problem.a_dtype.itemsize <= 2 and problem.accumulator_dtype == np.float32
     counts = narrow and problem.out_dtype == np.float32
     if not counts or problem.in_groups:
         return 1
     rows, cols = TILE_OF_XLA
     tiles = problem.batch * -(-problem.m // rows) * -(-problem.n * problem.sums // cols)
-    steps = -(-problem.k * problem.a_dtype.itemsize // STEP_BYTES)
+    steps = -(-problem.large_k * problem.a_dtype.itemsize // STEP_BYTES)
     return max(1, min(math.ceil(SUMS_OF_XLA * (device.sms // tiles)), steps // SHORTEST_SUM))
 
 
@@ -252,7 +254,7 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterato
 
     Where they do not, tiles are so large that XLA leaves no SMs idle either.
     """
-    most = -(-problem.k // config.tile_k(problem)) // config.split_k
+    most = -(-problem.large_k // config.tile_k(problem)) // config.split_k
     cut = 1 if config.split_last else config.split_k
     parts = min(most, -(-fewest_sums(problem, device) // cut))
     if problem.parts:

@@ -39,6 +39,7 @@ from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import warp_loop
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates.hopper import candidates
 from pallas_gemm.problem import Epilogue, Problem
@@ -73,6 +74,10 @@ WITH_SILU = dataclasses.replace(PROBLEM, epilogue=SILU)
 GATED = dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu))
 HALF = dataclasses.replace(NT, symmetric="gram")
 SUM = dataclasses.replace(NT, terms=(2048, 1024, 1024))
+SPLIT = schemes.Scheme("X3", PROBLEM.a_dtype, schemes.THREE).whole(
+    dataclasses.replace(PROBLEM, out_dtype=jnp.float32)
+)
+EXACT = schemes.HIGHEST.whole(dataclasses.replace(PROBLEM, out_dtype=jnp.float32))
 FLOAT32 = {"a_dtype": jnp.float32, "b_dtype": jnp.float32, "out_dtype": jnp.float32}
 MODES: dict[str, Case] = {
     **{
@@ -110,6 +115,23 @@ MODES: dict[str, Case] = {
     "gated": (EARLY, GATED),
     "sum": (LATE, SUM),
     "sum in turns": (dataclasses.replace(EARLY, tile=(128, 192), pingpong=True), SUM),
+    "split": (dataclasses.replace(EARLY, stages=3, store_columns=32), SPLIT),
+    "split in turns": (
+        dataclasses.replace(EARLY, tile=(128, 128), pingpong=True, store_columns=32),
+        SPLIT,
+    ),
+    "split, tall": (
+        dataclasses.replace(EARLY, tile=(256, 192), stages=3, store_columns=32, store_slots=1),
+        SPLIT,
+    ),
+    "split, part of a panel": (
+        dataclasses.replace(EARLY, tile=(128, 160), store_columns=32),
+        SPLIT,
+    ),
+    "split, short sums": (
+        dataclasses.replace(EARLY, tile=(128, 144), store_columns=16, partial_sums=64),
+        EXACT,
+    ),
     "half": (dataclasses.replace(LATE, store_slots=1), HALF),
     "half, ragged": (dataclasses.replace(LATE, tile=(128, 144), store_slots=1), HALF),
     "half, early": (
@@ -124,6 +146,9 @@ MODES: dict[str, Case] = {
 
 
 def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    if problem.arrays:
+        one = dataclasses.replace(problem, k=problem.terms[0], terms=(), arrays=())
+        return problem.pairs * operands(one)
     if problem.terms:
         whole = operands(dataclasses.replace(problem, terms=()))
         return jax.eval_shape(

@@ -36,12 +36,16 @@ class Steps(NamedTuple):
         count: How many steps it takes; None for all of them.
         mask: Zeroes the elements of a slot that are beyond a group; None without groups. Only
             groups may have no step.
+        begins: The tile begins with them, for which consumers may wait for their turn.
+        ends: It ends with them.
     """
 
     turn: Scalar
     slot: Scalar = None
     count: Any = None
     mask: Mask | None = None
+    begins: bool = True
+    ends: bool = True
 
 
 class Sum(Protocol):
@@ -78,15 +82,42 @@ class Accumulator(NamedTuple):
         return self.acc[...]
 
 
+class Continued(Accumulator):
+    """A sum that goes on in the registers of what was summed up before."""
+
+    def finished(self, total: None) -> None:
+        """See `Sum`; Pallas returns its value afterwards."""
+        del total
+        plgpu.wgmma_wait(0)
+
+
 def add_up(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
     """Runs the k loop of one tile: part by part where that keeps the error small.
 
-    Returns the sum, and the slot of the last step, as `_multiply` does.
+    Where operands are sums of arrays, the small terms come first, and the largest one is added to
+    them in the same registers. Returns the sum, and the slot of the last step, as `_multiply` does.
     """
+    plan = cta.plan
+    if not plan.small_steps:
+        return _in_parts(cta, me, steps, stores)
+    small = steps._replace(count=plan.small_steps, ends=False)
+    total, slot = _multiplied(cta, me, small, stores)
+    # Where the largest term is infinite, the others are anything.
+    total = jnp.where(jnp.abs(total) < jnp.inf, total, jnp.zeros_like(total))
+    large = steps._replace(
+        slot=ring.following(plan, slot), count=plan.k_steps - plan.small_steps, begins=False
+    )
+    return _in_parts(cta, me, large, [], total)
+
+
+def _in_parts(
+    cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
+) -> tuple[Any, Any]:
+    """Adds the products of steps to what was summed up before, if anything was."""
     plan, parts = cta.plan, cta.plan.config.partial_sums
     if parts == 1:
-        return _multiplied(cta, me, steps, stores)
-    count = jnp.int32(plan.k_steps) if steps.count is None else steps.count
+        return _multiplied(cta, me, steps, stores, before)
+    count = jnp.int32(plan.k_steps if steps.count is None else steps.count)
     # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
     least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
 
@@ -99,18 +130,29 @@ def add_up(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any
         summand, slot = part(number, ring.following(plan, slot))
         return total + summand, slot
 
+    total, slot = part(jnp.int32(0), steps.slot)
+    total = total if before is None else before + total
     # In a loop: written out one after the other, four parts have more registers than there are.
-    return lax.fori_loop(1, parts, next_part, part(jnp.int32(0), steps.slot))
+    return lax.fori_loop(1, parts, next_part, (total, slot))
 
 
-def _multiplied(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
+def _multiplied(
+    cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
+) -> tuple[Any, Any]:
     plan = cta.plan
     if plan.b.paneled:
-        return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me))
+        return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me, before))
+    if before is not None and not plan.simulated:
+
+        def go_on(acc: Any) -> None:
+            _multiply(cta, me, steps, stores, Continued(cta, me, acc))
+
+        return pl.run_state(go_on)(plgpu.ACC.init(before)), None
     accumulator = plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype)
-    return pl.run_scoped(
+    total, slot = pl.run_scoped(
         lambda acc: _multiply(cta, me, steps, stores, Accumulator(cta, me, acc)), accumulator
     )
+    return (total if before is None else before + total), slot
 
 
 def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> tuple[Any, Any]:
@@ -140,7 +182,7 @@ def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> t
         release(before)
         return ring.keep(plan, slot), total
 
-    if plan.config.pingpong:
+    if plan.config.pingpong and steps.begins:
         plgpu.barrier_wait(barriers.baton.at[me])
     slot = ring.first_slot(plan, turn, steps.slot)
     total = own.start()
@@ -148,7 +190,7 @@ def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> t
     done, issued = _store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
     end = plan.k_steps if steps.count is None else steps.count
     kept, total = lax.fori_loop(issued, end, advance, done)
-    if plan.config.pingpong:
+    if plan.config.pingpong and steps.ends:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
     total = own.finished(total)
     if_any(lambda: release(ring.last_slot(plan, turn, kept)))

@@ -28,12 +28,15 @@ class Carried(NamedTuple):
 
     cta: Cta
     me: Scalar
+    before: Values | None = None
 
     def start(self) -> Any:
-        """The sum before the first step."""
-        plan = self.cta.plan
-        zeros = jnp.zeros(plan.config.consumer_tile, plan.problem.accumulator_dtype)
-        return arrays.fenced(plan, arrays.in_registers(plan, zeros, LAYOUT), LAYOUT)
+        """The sum before the first step: what was summed up before, or zeros."""
+        plan, total = self.cta.plan, self.before
+        if total is None:
+            zeros = jnp.zeros(plan.config.consumer_tile, plan.problem.accumulator_dtype)
+            total = arrays.in_registers(plan, zeros, LAYOUT)
+        return arrays.fenced(plan, total, LAYOUT)
 
     def add(self, slot: Scalar, total: Values) -> Any:
         """Adds the product of a step to a consumer's sum, in a group of WGMMAs left in flight."""

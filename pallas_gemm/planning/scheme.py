@@ -1,0 +1,151 @@
+"""Products of types or precision that no kernel has, made of products that one has.
+
+An operand is cast, or split into arrays that add up to it: `x = x1 + x2 + ...`, where x1 is x
+rounded to a shorter type, x2 is what is left, rounded, and so on. The terms `xi @ yj` are one sum
+in a kernel's accumulator, the smallest first:
+
+    BF16_BF16_F32_X3    2 arrays, 3 terms    x @ y to 2**-16 of |x| @ |y|
+    BF16_BF16_F32_X6    3 arrays, 6 terms    to 2**-24, but for what the tensor cores cut off
+    BF16_BF16_F32_X9    3 arrays, 9 terms    nothing is left out
+    TF32_TF32_F32_X3    2 arrays, 3 terms    to 2**-21
+    HIGHEST             as X6                and the largest term is summed up in float32
+
+XLA splits by cutting off, we by rounding: X3 leaves out a sixteenth of what XLA's does. The small
+terms of infinite values are no numbers and do not count, as with XLA. The last of three arrays
+lacks some of the last bits of values below 1e-33.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_gemm.call import Call, Signature
+from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE
+from pallas_gemm.problem import Problem
+
+Terms = tuple[tuple[int, int], ...]
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+MANTISSA = {BFLOAT16: 7, SINGLE: 10}
+"""Bits that a number of an array has after its first one; of float32, those of tf32."""
+THREE: Terms = ((1, 0), (0, 1), (0, 0))
+SIX: Terms = ((2, 0), (0, 2), (1, 1), *THREE)
+NINE: Terms = ((2, 2), (2, 1), (1, 2), *SIX)
+SHORTEST_SUM = 64
+"""Contracted elements that the tensor cores add up where the error is to be float32's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How operands become arrays of a type that a kernel multiplies.
+
+    Attributes:
+        name: The name that JAX has for it.
+        dtype: The type of the arrays.
+        terms: The arrays of the left and of the right operand that are multiplied, the smallest
+            term first; () if each operand is one.
+        longest_sum: See `Problem`.
+    """
+
+    name: str
+    dtype: np.dtype
+    terms: Terms = ()
+    longest_sum: int = 0
+
+    @property
+    def parts(self) -> int:
+        """How many arrays an operand becomes."""
+        return 1 + max(map(max, self.terms), default=0)
+
+    def __str__(self) -> str:
+        each = "tf32" if self.dtype == SINGLE else str(self.dtype)
+        if not self.terms:
+            return f"{self.name}: one product of {each}"
+        return f"{self.name}: {len(self.terms)} products of {each} in one sum, smallest first"
+
+    def signature(self, call: Call, signature: Signature) -> Signature:
+        """Returns the signature of a call whose operands are of the arrays' type."""
+        count = 1 + call.problem(signature).sums
+        cast = tuple((shape, self.dtype) for shape, _ in signature[:count])
+        return cast + signature[count:]
+
+    def whole(self, problem: Problem) -> Problem:
+        """Returns the problem of all terms, of that of one."""
+        if not self.terms:
+            return problem
+        count = len(self.terms)
+        return dataclasses.replace(
+            problem,
+            k=count * problem.k,
+            terms=count * (problem.k,),
+            arrays=self.terms,
+            longest_sum=self.longest_sum,
+        )
+
+    def arrays(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the arrays that an operand becomes, the largest first."""
+        if not self.terms:
+            return (x.astype(self.dtype),)
+        # What XLA takes for two casts that undo each other it leaves out, but not this.
+        bits = MANTISSA[self.dtype]
+        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=bits)
+        left = x.astype(SINGLE)
+        finite = jnp.isfinite(left)
+        most = np.float32((2 - 2.0**-bits) * 2.0**127)
+        first = jnp.where(finite, jnp.clip(rounded(left), -most, most), left)
+        found, left = [first], jnp.where(finite, left - first, jnp.zeros_like(left))
+        for _ in range(1, self.parts):
+            found.append(rounded(left))
+            left = left - found[-1]
+        return tuple(part.astype(self.dtype) for part in found)
+
+    def ready(self, operands: Sequence[jax.Array], factors: int) -> tuple[jax.Array, ...]:
+        """Returns the operands of a kernel; the first ones, `factors` of them, are multiplied."""
+        each = map(self.arrays, operands[:factors])
+        return (*itertools.chain.from_iterable(zip(*each, strict=True)), *operands[factors:])
+
+
+_PRESET = lax.DotAlgorithmPreset
+_SPLITS = {
+    _PRESET.BF16_BF16_F32_X3: (BFLOAT16, THREE),
+    _PRESET.BF16_BF16_F32_X6: (BFLOAT16, SIX),
+    _PRESET.BF16_BF16_F32_X9: (BFLOAT16, NINE),
+    _PRESET.TF32_TF32_F32_X3: (SINGLE, THREE),
+}
+_CASTS = {
+    _PRESET.BF16_BF16_F32: BFLOAT16,
+    _PRESET.F16_F16_F32: np.dtype(np.float16),
+    _PRESET.TF32_TF32_F32: SINGLE,
+}
+HIGHEST = Scheme("HIGHEST", BFLOAT16, SIX, SHORTEST_SUM)
+
+
+def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
+    """Returns how operands become those of a kernel; None if they are multiplied as they are.
+
+    Args:
+        precision: As `precision.resolve` returns it.
+        dtypes: The types of the operands.
+    """
+    types = set(dtypes)
+    if not types <= FLOATS_16 | {SINGLE} or (len(types) == 1 and types != {SINGLE}):
+        return None
+    if isinstance(precision, tuple) and lax.Precision.HIGHEST in precision:
+        return HIGHEST if SINGLE in types else None
+    if precision in _SPLITS:
+        return Scheme(precision.name, *_SPLITS[precision])
+    if precision in _CASTS:
+        own = _CASTS[precision]
+        return Scheme(precision.name, own) if types != {own} else None
+    is_default = isinstance(precision, tuple) or precision in (None, _PRESET.DEFAULT)
+    if is_default and len(types) > 1:
+        # JAX widens the narrower one, which tf32 holds as it is.
+        return Scheme("TF32_TF32_F32", SINGLE)
+    return None

@@ -1,0 +1,217 @@
+"""Products of more precision than the tensor cores have, as sums of products that they compute."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_gemm import explain, gemm, target
+from pallas_gemm.device import H200
+from pallas_gemm.planning import scheme as schemes
+from pallas_gemm.planning import xla_time
+from pallas_gemm.planning.scheme import HIGHEST, SHORTEST_SUM, Scheme
+from pallas_gemm.problem import Problem
+from tests import reference
+
+PRESET, MOST = lax.DotAlgorithmPreset, lax.Precision.HIGHEST
+DEFAULT = (lax.Precision.DEFAULT,) * 2
+F32, BF16, F16, E4M3 = map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn))
+SPLITS = {
+    name: schemes.scheme(getattr(PRESET, name), (F32, F32))
+    for name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3")
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtypes", "found"),
+    [
+        (DEFAULT, (F32, F32), None),
+        (DEFAULT, (BF16, BF16), None),
+        (DEFAULT, (BF16, F32), "TF32_TF32_F32: one product of tf32"),
+        (DEFAULT, (F16, BF16), "TF32_TF32_F32: one product of tf32"),
+        ((MOST, DEFAULT[0]), (F32, F32), "HIGHEST: 6 products of bfloat16 in one sum, smallest"),
+        ((MOST, MOST), (BF16, BF16), None),
+        ((MOST, MOST), (E4M3, E4M3), None),
+        (PRESET.BF16_BF16_F32, (F32, F32), "BF16_BF16_F32: one product of bfloat16"),
+        (PRESET.BF16_BF16_F32, (BF16, F32), "BF16_BF16_F32: one product of bfloat16"),
+        (PRESET.TF32_TF32_F32, (F32, F32), None),
+        (PRESET.TF32_TF32_F32, (BF16, F32), "TF32_TF32_F32: one product of tf32"),
+        (PRESET.BF16_BF16_F32_X3, (F32, F32), "BF16_BF16_F32_X3: 3 products of bfloat16"),
+        (PRESET.TF32_TF32_F32_X3, (F32, F32), "TF32_TF32_F32_X3: 3 products of tf32"),
+        (PRESET.F32_F32_F32, (F32, F32), None),
+    ],
+    ids=str,
+)
+def test_a_precision_names_a_scheme(precision: Any, dtypes: Any, found: str | None) -> None:
+    own = schemes.scheme(precision, dtypes)
+    assert own is None if found is None else str(own).startswith(found)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_terms_grow_and_the_last_is_of_the_largest_arrays(name: str) -> None:
+    own = SPLITS[name]
+    assert own is not None
+    sizes = [left + right for left, right in own.terms]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 0
+    assert len(set(own.terms)) == len(own.terms) == int(name[-1])
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [(SPLITS["BF16_BF16_F32_X3"], 2**-17), (HIGHEST, 0), (SPLITS["TF32_TF32_F32_X3"], 2**-22)],
+    ids=str,
+)
+def test_arrays_add_up_to_an_operand(own: Scheme, left: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(4096) * 10.0 ** rng.integers(-27, 30, 4096)
+    x = np.append(x, [0, 1, -1, 3.4028e38, -3.4028e38, 1 + 2**-23]).astype(np.float32)
+    arrays = own.arrays(jnp.asarray(x))
+    assert [array.dtype for array in arrays] == [own.dtype] * own.parts
+    total = sum(reference.wide(array) for array in arrays)
+    assert np.all(np.abs(total - x) <= left * np.abs(x))
+
+
+def test_what_is_infinite_or_no_number_is_in_the_first_array_alone() -> None:
+    x = jnp.asarray([np.inf, -np.inf, np.nan, 1.5], jnp.float32)
+    first, *others = HIGHEST.arrays(x)
+    np.testing.assert_array_equal(reference.wide(first), reference.wide(x))
+    assert not any(reference.wide(other).any() for other in others)
+
+
+def _truncated(x: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    return np.trunc(x / unit) * unit
+
+
+def _add(total: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Adds products as tensor cores do: 16 at a time, aligned to the largest, and cut off."""
+    for start in range(0, x.shape[-1], 16):
+        each = x[:, start : start + 16] * y[:, start : start + 16]
+        each = np.concatenate([total[:, None], each], axis=1)
+        top = np.exp2(np.frexp(np.abs(each).max(axis=1))[1] - 1.0)
+        total = _truncated(each, top[:, None] * 2.0**-25).sum(axis=1)
+        total = _truncated(total, np.exp2(np.frexp(np.abs(total))[1] - 1.0) * 2.0**-23)
+    return total
+
+
+def _by_tensor_cores(own: Scheme, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns products of rows in the order of a kernel of this scheme."""
+    left, right = ([reference.wide(z) for z in own.arrays(jnp.asarray(each))] for each in (x, y))
+    total, (*small, _) = np.zeros(len(x)), own.terms
+    for i, j in small:
+        total = _add(total, left[i], right[j])
+    if not own.longest_sum:
+        return _add(total, left[0], right[0])
+    for start in range(0, x.shape[1], own.longest_sum):
+        part = slice(start, start + own.longest_sum)
+        summand = _add(np.zeros(len(x)), left[0][:, part], right[0][:, part])
+        total = (total + summand).astype(np.float32).astype(np.float64)
+    return total
+
+
+def _in_single(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    total = np.zeros(len(x), np.float64)
+    for column in range(x.shape[1]):
+        each = x[:, column].astype(np.float64) * y[:, column]
+        total = (total + each).astype(np.float32).astype(np.float64)
+    return total
+
+
+@functools.cache
+def _rows(positive: bool) -> tuple[np.ndarray, np.ndarray]:
+    """1,000 rows of 1,024 elements, of which half have condition numbers from 10 to 1e6."""
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal((1000, 1024)).astype(np.float32) for _ in range(2))
+    if positive:
+        return np.abs(x), np.abs(y)
+    # The last product leaves little of the sum of the others.
+    kept = np.where(np.arange(1000) % 2, 10.0 ** rng.uniform(-5, 0, 1000), 1)
+    exact = (x[:, :-1].astype(np.float64) * y[:, :-1]).sum(axis=1)
+    x[:, -1] = 1
+    y[:, -1] = np.where(kept < 1, (kept - 1) * exact, y[:, -1])
+    return x, y
+
+
+def _errors(result: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    each = x.astype(np.float64) * y
+    return np.abs(result - each.sum(axis=1)) / np.abs(each).sum(axis=1)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_highest_errs_no_more_than_float32(positive: bool) -> None:
+    x, y = _rows(positive)
+    each = x.astype(np.float64) * y
+    conditions = np.abs(each).sum(axis=1) / np.abs(each.sum(axis=1))
+    assert positive or conditions.max() > 1e6
+    ours, single = (
+        _errors(result, x, y) for result in (_by_tensor_cores(HIGHEST, x, y), _in_single(x, y))
+    )
+    assert np.sqrt(np.mean(ours**2)) <= np.sqrt(np.mean(single**2))
+    assert ours.max() <= single.max()
+    # As one sum it would, and with fewer terms.
+    other = SPLITS["BF16_BF16_F32_X6"] if positive else Scheme("", BF16, schemes.THREE, 64)
+    assert other is not None
+    assert _errors(_by_tensor_cores(other, x, y), x, y).max() > single.max()
+
+
+def _cut(x: np.ndarray) -> list[np.ndarray]:
+    """Splits as XLA does."""
+    first = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return [reference.wide(first), reference.wide((x - first).astype(jnp.bfloat16))]
+
+
+def test_three_products_err_less_than_xlas() -> None:
+    x, y = _rows(False)
+    own = SPLITS["BF16_BF16_F32_X3"]
+    assert own is not None
+    ours = _errors(_by_tensor_cores(own, x, y), x, y)
+    left, right = _cut(x), _cut(y)
+    terms = (_add(np.zeros(len(x)), left[i], right[j]) for i, j in own.terms)
+    xlas = _errors(sum(terms, np.zeros(len(x))), x, y)
+    assert ours.max() < xlas.max() / 2
+
+
+def _explained(precision: str, **options: Any) -> Any:
+    a = jnp.zeros((1, 1), jnp.float32).aval.update(shape=(4096, 4096))
+    with target("h200"):
+        return explain(lambda a, b: gemm(a, b, precision=precision, **options), a, a)
+
+
+@pytest.mark.parametrize("name", [*SPLITS, "highest"])
+def test_a_split_is_counted_and_shown(name: str) -> None:
+    found = _explained(name)
+    assert found.implementation == "hopper"
+    own = found.plan.realigned.scheme
+    splits = [step for step in found.plan.realigned.passes if step.action == "split"]
+    assert [step.operand for step in splits] == ["a", "b"]
+    moved = 4096**2 * (4 + own.parts * own.dtype.itemsize)
+    assert found.plan.realigned.bytes == 2 * moved
+    assert str(own).replace("smallest first", "") in " ".join(str(found).split())
+    assert f"{own.parts} arrays" in str(found)
+
+
+def test_a_longest_sum_takes_so_many_partial_sums() -> None:
+    found = _explained("highest").plan
+    assert found.config.partial_sums == 4096 // SHORTEST_SUM
+    worse = found.config.__class__(tile=(128, 128), late_store=False, store_columns=32)
+    problem = found.realigned.problem
+    assert any("partial_sums must be at least 64" in why for why in worse.refusals(problem, H200))
+
+
+TIMES = {
+    "BF16_BF16_F32_X3": 728,
+    "BF16_BF16_F32_X6": 1502,
+    "TF32_TF32_F32_X3": 1262,
+    "highest": 2672,
+}
+
+
+@pytest.mark.parametrize(("name", "us"), TIMES.items())
+def test_xla_is_predicted_to_take_what_it_took(name: str, us: float) -> None:
+    precision = (MOST, MOST) if name == "highest" else getattr(PRESET, name)
+    problem = Problem(4096, 4096, 4096, F32, F32, F32)
+    predicted = xla_time.seconds(problem, H200, precision)
+    assert predicted == pytest.approx(us * 1e-6, rel=0.05)
