@@ -235,6 +235,21 @@ def _scaled(s: jax.Array, scale: jax.Array) -> Any:
     return z.astype(jnp.bfloat16), jnp.sum(z, -1)
 
 
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("gathering", [True, False])
+def test_a_function_follows_the_product_that_is_asked_for(
+    gathering: bool, transpose_b: bool
+) -> None:
+    x, w = _integers(ROWS, K), _integers(K, K, seed=1)
+    make = _gathering if gathering else _scattering
+    options = {"transpose_b": transpose_b, "precision": "highest"}
+    plain = jax.jit(make(_mesh(4), checked=False, **options))
+    function = jax.jit(make(_mesh(4), checked=False, epilogue=lambda s: 2 * s, **options))
+    np.testing.assert_array_equal(function(x, w), 2 * plain(x, w))
+    np.testing.assert_array_equal(plain(x, w), x @ (w.T if transpose_b else w))
+    assert function.lower(x, w).as_text().count("precision = [HIGHEST, HIGHEST]") == 1
+
+
 @pytest.mark.parametrize("gathering", [True, False])
 def test_a_function_of_what_devices_compute_together(gathering: bool) -> None:
     mesh = _mesh(4)

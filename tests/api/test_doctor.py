@@ -5,7 +5,7 @@ import pathlib
 import jax
 import pytest
 
-from pallas_gemm import __main__, __version__
+from pallas_gemm import __main__, __version__, offline
 from pallas_gemm._version import NEWEST_TESTED_JAX
 from pallas_gemm.api import doctor
 from pallas_gemm.computer import kept_files
@@ -23,6 +23,15 @@ def test_the_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
         "  interpret  exact",
     ):
         assert part in text, text
+
+
+@pytest.mark.parametrize("missing", [(), ("nvidia-cuda-nvcc",)], ids=["all", "none"])
+def test_the_doctor_says_whether_there_is_a_compiler(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "missing_packages", lambda: missing)
+    answer = "no: pip install '.[aot]'" if missing else "yes"
+    assert f"compile for absent GPUs: {answer}" in list(doctor._versions())
 
 
 def test_the_doctor_says_whether_kernels_are_kept(

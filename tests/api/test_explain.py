@@ -306,6 +306,25 @@ def test_what_to_change_is_said(sizes: tuple[int, int, int], dtype: Any, hint: s
     assert 'with target("h200")' in str(explain(gemm, *operands))
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "a.py:0"),
+        (3, "a.py:0, a.py:1, a.py:2"),
+        (4, "a.py:0, a.py:1, a.py:2 and 1 other lines"),
+        (9, "a.py:0, a.py:1, a.py:2 and 6 other lines"),
+    ],
+)
+def test_some_places_are_named_and_others_counted(count: int, said: str) -> None:
+    assert explanation._places_text(tuple(f"a.py:{i}" for i in range(count))) == said
+
+
+def test_products_that_no_gpu_is_planned_for_are_for_none() -> None:
+    text = str(explain(lambda a, b: gemm(gemm(a, b)[:32], b), *[_shape(64, 64)] * 2))
+    assert "2, of which 2 are distinct\n" in text
+    assert ", for " not in text.partition("\n\n")[0]
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_an_operand_that_is_turned_is_named_as_it_should_be_stored(

@@ -104,6 +104,7 @@ def test_derivatives_in_both_modes_and_vmap() -> None:
     [
         (lambda s: jnp.sum(s, 0), r"result 0 of epilogue, of shape \[20\], must have a value"),
         (lambda s: (s, jnp.sum(s)), r"result 1 of epilogue, of shape \[\]"),
+        (lambda s: s.sum(1)[:, None] * s.sum(1), r"result 0 of epilogue, of shape \[24, 24\]"),
         (lambda s: s.T, r"result 0 of epilogue, of shape \[20, 24\]"),
     ],
 )

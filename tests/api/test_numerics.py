@@ -329,5 +329,8 @@ def test_the_kit_follows_rows_through_reshapes_and_scans() -> None:
     assert numerics.check(lambda x: f(x).reshape(x.shape[0], -1), x)
     with pytest.raises(ValueError, match="same number of them first"):
         numerics.check(jnp.add, x, x[:3], rows=(0, 1))
+    for rows in ((2,), (-1, 0)):
+        with pytest.raises(ValueError, match="rows must name arguments, of which there are 2, got"):
+            numerics.check(jnp.add, x, x, rows=rows)
     with pytest.raises(TypeError, match="f must be a function"):
         numerics.check(x, x)

@@ -245,6 +245,8 @@ def test_linear_in_what_all_share_and_in_the_weights() -> None:
     np.testing.assert_array_equal(again, _stock(x, weights))
     with pytest.raises(NotImplementedError, match="linear"):
         jax.linear_transpose(lambda x: _ours(x, weights, _biases(_integers)), x)(g)
+    with pytest.raises(NotImplementedError, match="linear"):
+        jax.linear_transpose(_ours, x, weights)(g)
 
 
 def test_on_a_mesh_no_more_is_sent_than_by_xlas_products() -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -141,6 +142,21 @@ def test_vmap(batch):
     for one, other in zip(every(_ours, operands), every(exact, operands), strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(jax.vmap(gram, 1)(X), _exact(jnp.swapaxes(X, 0, 1)))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)])
+def test_a_factor_that_mapped_products_share_is_not_repeated(axes):
+    factors = [jax.ShapeDtypeStruct((3, 8, 8)[axis is None :], jnp.float32) for axis in axes]
+    traced = jax.make_jaxpr(jax.vmap(symmetric_matmul, axes))(*factors)
+    equations = [e for e in _all_equations(traced.jaxpr) if e.primitive.name.endswith("symmetric")]
+    assert [[x.aval.ndim for x in e.invars] for e in equations] == [[len(f.shape) for f in factors]]
+
+
+def _all_equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _all_equations(inner)
 
 
 def test_what_mapped_matrices_share_changes_all_of_their_results():

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from pallas_gemm import explain, grouped_gemm, ragged_dot, ragged_dot_general, target
+from pallas_gemm.op import grouped
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning.dispatch import Decision
 from tests import reference
@@ -360,6 +361,24 @@ def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two(
     assert {own.implementation for own in grouped} == {"hopper"}
     assert left.implementation == "hopper"
     assert "lgamma" in str(_unfused(left))
+
+
+@pytest.mark.parametrize(
+    ("contracted", "ragged", "group", "ranks", "form"),
+    [
+        (((1,), (1,)), [0], [0], (2, 3), (False, False)),
+        (((1,), (2,)), [0], [0], (2, 3), (False, True)),
+        (((0,), (0,)), [0], [], (2, 2), (True, False)),
+        # Groups of k that is last, of a right operand whose groups are last, and of one without.
+        (((1,), (1,)), [1], [], (2, 2), None),
+        (((1,), (1,)), [0], [2], (2, 3), None),
+        (((1,), (0,)), [0], [], (2, 2), None),
+        (((2,), (1,)), [0], [0], (3, 3), None),
+    ],
+)
+def test_which_products_of_groups_are_ours(contracted, ragged, group, ranks, form):
+    numbers = lax.RaggedDotDimensionNumbers((contracted, ((), ())), ragged, group)
+    assert grouped.form_of(numbers, *ranks) == form
 
 
 @pytest.mark.gpu("hopper")
