@@ -16,7 +16,9 @@ from pallas_gemm.op import traffic
 from tests import reference
 
 M, K, N, GROUPS = 64, 16, 24, 8
-SIZES = jnp.array([3, 0, 20, 9, -2, 11, 0, 13])
+SIZES = jnp.array([3, 0, 20, 9, 0, 11, 0, 13])
+BAD = jnp.array([3, 0, 20, 9, -2, 11, 0, 13])
+"""As sizes that are not known while tracing may be: a negative one counts as none."""
 """8 rows are in no group."""
 MESHES = {
     "rows and columns": (P("x"), P(None, None, "y"), P("x", "y")),
@@ -38,14 +40,14 @@ def _integers(*shape: int, seed: int) -> jax.Array:
     return reference.integers(np.random.default_rng(seed), shape, jnp.float32)
 
 
-def _step(a: Any, b: Any, g: Any, bias: Any, scale: Any) -> Any:
-    out, pull = jax.vjp(lambda a, b: ragged_dot(a, b, SIZES), a, b)
-    fused = grouped_gemm(a, b, SIZES, bias=bias, row_scale=scale, activation="relu")
+def _step(a: Any, b: Any, g: Any, bias: Any, scale: Any, sizes: Any) -> Any:
+    out, pull = jax.vjp(lambda a, b: ragged_dot(a, b, sizes), a, b)
+    fused = grouped_gemm(a, b, sizes, bias=bias, row_scale=scale, activation="relu")
     return out, fused, *pull(g)
 
 
 def _expected(a: Any, b: Any, g: Any, bias: Any, scale: Any) -> Any:
-    sizes = np.maximum(SIZES, 0)
+    sizes = np.maximum(BAD, 0)
     outside = np.full(M - sizes.sum(), GROUPS)
     group = np.concatenate([np.repeat(np.arange(GROUPS), sizes), outside])
     own = (group[:, None] == np.arange(GROUPS)).astype(np.float32)
@@ -61,7 +63,7 @@ def test_every_device_computes_its_part(case, mesh):
     a, b, g = _integers(M, K, seed=0), _integers(GROUPS, K, N, seed=1), _integers(M, N, seed=2)
     bias, scale = _integers(GROUPS, N, seed=3), _integers(M, seed=4)
     step = jax.jit(_step, out_shardings=(out, out, lhs, rhs))
-    found = step(jax.device_put(a, lhs), jax.device_put(b, rhs), g, bias, scale)
+    found = step(jax.device_put(a, lhs), jax.device_put(b, rhs), g, bias, scale, BAD)
     for own, expected in zip(
         found, _expected(*map(np.asarray, (a, b, g, bias, scale))), strict=True
     ):
