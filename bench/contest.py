@@ -9,7 +9,8 @@ from typing import Any, Literal
 import jax
 
 from bench import command, products
-from bench.peers import Candidate, Peer, Runner, built
+from bench.peer import Candidate, Peer, Runner
+from bench.peers import built
 from bench.shapes import Case
 from bench.workers import Workers
 from pallas_gemm.tuning import accuracy

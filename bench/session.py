@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import command, contest, report
-from bench.peers import Peer
+from bench.peer import Peer
 from bench.shapes import Case
 from bench.workers import Workers
 from pallas_gemm.kernels.hopper.config import HopperConfig

@@ -8,7 +8,8 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.peers import Kernel, Peer, Xla
+from bench.peer import Peer
+from bench.peers import Kernel, Xla
 from pallas_gemm.config import GemmConfig, Persistence
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem

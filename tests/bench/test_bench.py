@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import command, contest, gemm_bench, gpu, peers, products, report, session, shapes, tune
-from bench.peers import Candidate, JaxPeer, Xla
+from bench.peer import Candidate
+from bench.peers import JaxPeer, Xla
 from bench.shapes import Case
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig

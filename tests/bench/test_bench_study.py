@@ -26,7 +26,8 @@ from bench import (
     study,
     tune,
 )
-from bench.peers import Candidate, JaxPeer, Xla, compiled
+from bench.peer import Candidate
+from bench.peers import JaxPeer, Xla, compiled
 from bench.products import plain
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
