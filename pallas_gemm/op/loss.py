@@ -20,8 +20,9 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
-from pallas_gemm.op import fused, linear, loss_chunks, lowering, mesh_context
+from pallas_gemm.op import fused, linear, loss_chunks, loss_partition, lowering, mesh_context
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_gradient import gradients
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
 statistics_p = core.Primitive("pallas_gemm_loss")
@@ -87,9 +88,11 @@ def _lowered(
     devices: Any,
     gpu: bool,
 ) -> Any:
-    del devices
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         run = functools.partial(loss_chunks.by_chunks, layer, keep)
+        if devices is not None and not mesh_context.why_not_partitioned(ctx.module_context):
+            work = loss_partition.Statistics(layer, keep, statistics)
+            run = functools.partial(loss_partition.shared, work)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
     signature = signature_of(tuple(ctx.avals_in))
@@ -166,7 +169,7 @@ def _transpose(
     of_log_sum_exp, of_label, *of_total = map(ad.instantiate_zeros, cotangents)
     slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, tuple(of_total))
     wanted = Wanted(*(*(x is not None for x in moves), False)[: len(Wanted._fields)])
-    found = loss_chunks.gradients(layer, wanted, given, slopes, kept_product)
+    found = gradients(layer, wanted, given, slopes, kept_product)
     if of_product is not None:
         found = _with_product(layer, given, found, of_product)
     return [*others, *(g for g, move in zip(found, moves, strict=False) if move is not None)]

@@ -1,0 +1,127 @@
+"""The gradients of a last layer as one primitive, which a mesh shares out as a whole.
+
+`loss_chunks` computes them. Derivatives of gradients, and `vmap`, are those of what it computes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.op import loss_chunks, loss_partition, mesh_context
+from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.resharding import Axes
+
+gradients_p = core.Primitive("pallas_gemm_loss_gradients")
+gradients_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """The gradients of a last layer, as far as wanted.
+
+    Attributes:
+        layer: The layer.
+        wanted: The operands whose gradients are wanted.
+        kept: The forward pass has kept the product.
+    """
+
+    layer: Layer
+    wanted: Wanted
+    kept: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The dimensions of each operand: of the layer, of slopes, and of what was kept."""
+        own = loss_partition.dimensions_of(self.layer)
+        return (*own, *("t",) * (3 + self.layer.total), *("tw",) * self.kept)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The dimensions of each result."""
+        every = ("tk", loss_partition.dimensions_of(self.layer)[1], "w")
+        return tuple(x for x, is_wanted in zip(every, self.wanted, strict=True) if is_wanted)
+
+    def run(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes them from operands of one device."""
+        count = 3 + self.layer.bias
+        given, rest = Given.of(operands[:count]), operands[count:]
+        log_sum_exp, of_log_sum_exp, of_label, *others = rest
+        totals = tuple(others[: self.layer.total])
+        slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, totals)
+        kept = rest[-1] if self.kept else None
+        found = loss_chunks.gradients(self.layer, self.wanted, given, slopes, kept)
+        return [x for x in found if x is not None]
+
+    def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> list[jax.Array]:
+        """Adds up what devices have: over words for the tokens, over tokens for the others."""
+        summed = [axes["w" if own == "tk" else "t"] for own in self.results]
+        pairs = zip(results, summed, strict=True)
+        return [lax.psum(x, own) if own else x for x, own in pairs]
+
+
+def gradients(
+    layer: Layer, wanted: Wanted, given: Given, slopes: Slopes, kept: jax.Array | None
+) -> list[jax.Array | None]:
+    """Computes what `loss_chunks.gradients` does, as one primitive."""
+    work = Gradients(layer, wanted, kept is not None)
+    own = (given.hidden, given.weight, given.labels, *given.bias, *slopes.leaves())
+    operands = equally_varying((*own, *(() if kept is None else (kept,))))
+    devices = mesh_context.device_request(layer.call, operands)
+    avals = tuple(map(jax.typeof, operands))
+    jaxpr = _traced(work, avals, jax.sharding.get_abstract_mesh())
+    found = iter(gradients_p.bind(*operands, work=work, jaxpr=jaxpr, devices=devices))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(work: Gradients, avals: tuple[Any, ...], context: Any) -> core.ClosedJaxpr:
+    del context  # What is traced depends on it.
+    return jax.make_jaxpr(work.run)(*avals)
+
+
+@gradients_p.def_abstract_eval
+def _abstract(*_: Any, jaxpr: core.ClosedJaxpr, **__: Any) -> Any:
+    return jaxpr.out_avals
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *operands: Any, work: Gradients, devices: Any, **_: Any
+) -> Any:
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        return mesh_context.lower_off_mesh(ctx, work.run, operands)
+    run = work.run
+    if devices is not None and not mesh_context.why_not_partitioned(ctx.module_context):
+        run = functools.partial(loss_partition.shared, work)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, work: Gradients, jaxpr: Any, devices: Any) -> Any:
+    places = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def of_moving(*moving: jax.Array) -> list[jax.Array]:
+        own = list(primals)
+        for place, x in zip(places, moving, strict=True):
+            own[place] = x
+        return work.run(*own)
+
+    moving = tuple(primals[i] for i in places)
+    changes = jax.jvp(of_moving, moving, tuple(tangents[i] for i in places))[1]
+    return gradients_p.bind(*primals, work=work, jaxpr=jaxpr, devices=devices), changes
+
+
+def _batch(operands: Any, dims: Any, *, work: Gradients, **_: Any) -> Any:
+    results = jax.vmap(work.run, tuple(dims))(*operands)
+    return results, [0] * len(results)
+
+
+run_as_jax_does(gradients_p)
+ad.primitive_jvps[gradients_p] = _jvp
+batching.primitive_batchers[gradients_p] = _batch
+mlir.register_lowering(gradients_p, _lowered)
