@@ -49,6 +49,7 @@ from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig
 from pallas_gemm.op.reduction import reduce_in as reduce_in
+from pallas_gemm.op.rounding import round_once as round_once
 from pallas_gemm.planning.ignored import IgnoredWarning as IgnoredWarning
 from pallas_gemm.planning.ignored import PromotedWarning as PromotedWarning
 from pallas_gemm.planning.tables import Table as Table

@@ -94,6 +94,7 @@ class Options:
         schedule: The order of the tiles, or of their pieces of k; None for the config's.
         target: The GPU to plan for; None until the program is lowered for one.
         reduced: The type in which devices exchange partial sums; None for that of the sums.
+        once: A result is rounded once, whether it is derived or not.
         numerics: A promise about the sums, which only kernels keep; None for none.
         parts: In how many parts of k each sum is made for that; 0 if any way will do.
     """
@@ -103,6 +104,7 @@ class Options:
     schedule: Order = None
     target: Device | None = None
     reduced: np.dtype | None = None
+    once: bool = False
     numerics: Numerics | None = None
     parts: int = 0
 

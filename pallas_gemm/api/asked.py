@@ -26,6 +26,7 @@ from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
+from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import lines
@@ -186,9 +187,8 @@ def _of_function(
     if isinstance(found, fused.Fused) and found.decision.plan is not None:
         call, signature, left = found.call, found.signature, found.split.left
     else:
-        is_planned = isinstance(found, fused.Fused)
         call, signature = merged(call, dims, given[: 1 + function.sums])[:2]
-        left = "no kernel takes it" if is_planned else found
+        left = _why_apart(found.decision) if isinstance(found, fused.Fused) else found
     if not left:
         return Asked(call, signature, **common)
     results = [v.aval for v in equation.outvars]
@@ -196,6 +196,12 @@ def _of_function(
     moved += function.sums * math.prod(function.types[0].shape) * np.dtype(np.float32).itemsize
     copy = Copy(f"the rest of the epilogue by XLA: {left}", moved, common["times"])
     return Asked(call, signature, **common, copies=(copy,))
+
+
+def _why_apart(decision: Decision) -> str:
+    """Returns why no kernel computes a function with its product."""
+    reasons = [reason for _, every in decision.refused for reason in every]
+    return "; ".join((decision.reason, *reasons[:1]))
 
 
 def _of_jax(operation: Operation) -> Asked:

@@ -21,6 +21,7 @@ from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, contraction, mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.op.rounding import is_rounded_once
 from pallas_gemm.planning import numerics, xla
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
@@ -170,6 +171,7 @@ def _request(
         numerics.stated(options),
         target=known_target(*operands.present()),
         reduced=reduction_dtype(),
+        once=is_rounded_once(),
     )
     call = Call(dtype, epilogue=epilogue, precision=resolved, options=options)
     outside = _outside(call, operands, out_sharding)

@@ -8,17 +8,19 @@ Both right operands of a gated product have one left operand, so its gradient is
 - without an activation, nothing;
 - of `relu` (without a residual), the result: its sign tells where the derivative is one;
 - of any other, and of gated products, the pre-activation. Under a promise (`numerics`), a product
-  of its own makes the result as well. The product is then computed without the
-  activation, the pre-activation is rounded to the result's type (to bfloat16 for results of 8 bits)
-  and kept under the name that `jax.checkpoint` knows results by, and XLA applies the activation
-  and the residual in float32. So under differentiation, and only there, such a result is rounded
-  twice, and one more pass over it is made. Computing the pre-activation again would cost a third of
-  the backward pass; the elementwise part after it is computed again, and nothing of it is kept.
+  of its own makes the result as well. The product is then computed without the activation, the pre-
+  activation is rounded to the result's type (to bfloat16 for results of 8 bits) and kept under the
+  name that `jax.checkpoint` knows results by, and XLA applies the activation and the residual in
+  float32. So under differentiation, and only there, such a result is rounded twice, and one more
+  pass over it is made; inside `round_once` the kernel stores both. Computing the pre-activation
+  again would cost a third of the backward pass; the elementwise part after it is computed again,
+  and nothing of it is kept.
 """
 
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,8 +29,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from pallas_gemm.call import Call, Operands
-from pallas_gemm.op import linear
+from pallas_gemm.call import Call, Operands, Signature, signature_of
+from pallas_gemm.op import fused, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
@@ -44,13 +46,17 @@ def _jvp(
         of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
         pairs = []
         before_each = pre_activations(call, contraction, given, moved)
+        once = _at_once(call, contraction, given, before_each) if call.options.once else None
         for i, (before, dims, own, change) in enumerate(before_each):
-            total = linear.named(product(before, dims, *own.present()))
+            total = product(before, dims, *own.present()) if once is None else once[1 + i]
+            total = linear.named(total)
             terms = linear.affine_change(before, dims, own, change, of_left[i : i + 1])
             pairs.append((total, linear.rounded_sum(terms, total)))
         given, moved = contraction.aligned(given), contraction.aligned(moved)
         result, change = after_activation(call, pairs, given, moved)
-        if call.options.numerics is not None:
+        if once is not None:
+            result = linear.named(once[0])
+        elif call.options.numerics is not None:
             # What is promised of the result holds where it is derived, too.
             result = linear.named(product(call, contraction, *primals))
         return result, change
@@ -59,6 +65,53 @@ def _jvp(
     if call.epilogue.activation is not None:
         change = jnp.where(result > 0, change, jnp.zeros_like(change))
     return result, change
+
+
+def _at_once(
+    call: Call, contraction: Contraction, given: Operands, before_each: Sequence[Any]
+) -> list[jax.Array]:
+    """Returns the result, and each pre-activation, of one kernel that rounds each of them once."""
+    factors = tuple(x for x in (given.a, given.b, given.up) if x is not None)
+    extras = tuple(getattr(given, name) for name in call.epilogue.operands)
+    befores = tuple((before, dims) for before, dims, _, _ in before_each)
+    shape = contraction.shape(given.a.shape, given.b.shape)
+    function = _with_pre_activations(call, contraction, befores, shape, signature_of(extras))
+    sums = Call(
+        np.float32,
+        epilogue=Epilogue(gated=call.epilogue.gated),
+        precision=call.precision,
+        options=call.options.for_another_product(),
+    )
+    dims = Contraction(
+        contraction.lhs, contraction.rhs, contraction.out, lettered=contraction.lettered
+    )
+    return fused.fused(sums, dims, function, *factors, *extras)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_pre_activations(
+    call: Call,
+    contraction: Contraction,
+    befores: tuple[tuple[Call, Contraction], ...],
+    shape: tuple[int, ...],
+    extras: Signature,
+) -> fused.Function:
+    """Returns the function of sums to a result and what its activation is applied to."""
+
+    def both(*args: Any) -> list[Any]:
+        sums, operands = args[: len(befores)], args[len(befores) :]
+        named = dict(zip(call.epilogue.operands, operands, strict=True))
+        given = Operands(None, None, **named)
+        found = [contraction.finish(call.epilogue, list(sums), given).astype(call.out_dtype)]
+        for i, (before, dims) in enumerate(befores):
+            own = _own(before, given, up=i > 0)
+            total = dims.finish(before.epilogue, [sums[i]], own)
+            found.append(total.astype(before.out_dtype))
+        return found
+
+    wide = jax.ShapeDtypeStruct(shape, np.float32)
+    types = [jax.ShapeDtypeStruct(*operand) for operand in extras]
+    return fused.traced(both, *([wide] * len(befores)), *types, sums=len(befores))
 
 
 def scales_change(moved: Operands) -> bool:

@@ -1,0 +1,117 @@
+"""`round_once`: what is derived is rounded as often as what is not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import gated_gemm, gemm, round_once, target
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+M, N, K = 24, 40, 32
+
+
+def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), BF16) for shape in shapes]
+
+
+def _gelu(a: Any, b: Any, bias: Any) -> Any:
+    return gemm(a, b, bias=bias, activation="gelu")
+
+
+def _residual(a: Any, b: Any, residual: Any) -> Any:
+    return gemm(a, b, residual=residual, activation="silu", beta=0.5)
+
+
+def _swiglu(a: Any, b: Any, bias: Any) -> Any:
+    return gated_gemm(a, b, b * 2, up_bias=bias)
+
+
+def _scaled(a: Any, b: Any, scale: Any) -> Any:
+    return gemm(a, b, row_scale=scale.astype(F32), activation="tanh")
+
+
+def _batch(a: Any, b: Any, bias: Any) -> Any:
+    return gemm(jnp.stack([a, a + 1]), b, bias=bias, activation="gelu_exact")
+
+
+CASES = {
+    "gelu": (_gelu, (N,)),
+    "residual": (_residual, (M, N)),
+    "gated": (_swiglu, (N,)),
+    "scale": (_scaled, (M,)),
+    "batch": (_batch, (N,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_has_the_same_bits_whether_it_is_derived_or_not(case: str) -> None:
+    f, shape = CASES[case]
+    operands = _drawn((M, K), (K, N), shape)
+    alone = jax.jit(f)(*operands)
+    with round_once():
+        under, pull = jax.vjp(f, *operands)
+        _, change = jax.jvp(f, tuple(operands), tuple(operands))
+        found = pull(jnp.ones_like(under))
+    np.testing.assert_array_equal(np.asarray(under, F32), np.asarray(alone, F32))
+    wide = [x.astype(F32) for x in operands]
+    result, pull = jax.vjp(f, *wide)
+    _, expected = jax.jvp(f, tuple(wide), tuple(wide))
+    both = zip((*found, change), (*pull(jnp.ones_like(result)), expected), strict=True)
+    for x, y in both:
+        error = np.abs(np.asarray(x, F32) - np.asarray(y, F32))
+        assert error.max() <= 2**-6 * np.abs(y).max()
+
+
+def test_nothing_is_kept_that_was_not_kept_before() -> None:
+    operands = _drawn((M, K), (K, N), (N,))
+
+    def kept() -> list[Any]:
+        _, pull = jax.vjp(_gelu, *operands)
+        return sorted((x.shape, str(x.dtype)) for x in jax.tree.leaves(pull))
+
+    before = kept()
+    with round_once():
+        assert kept() == before
+    assert ((M, N), "bfloat16") in before
+
+
+def test_one_kernel_stores_both() -> None:
+    shapes = [jax.ShapeDtypeStruct(s, BF16) for s in ((512, 512), (512, 512), (512,))]
+    known = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+    def text() -> str:
+        def forward(*x: Any) -> Any:
+            result, pull = jax.vjp(_gelu, *x)
+            return result, pull
+
+        with target("h200"):
+            exported = jax.export.export(
+                jax.jit(lambda *x: jax.tree.leaves(forward(*x))),
+                platforms=["cuda"],
+                disabled_checks=[known],
+            )(*shapes)
+        return exported.mlir_module()
+
+    # XLA applies the activation, and its function is that of the kernel inside the block.
+    assert text().count("stablehlo.tanh") == 1
+    with round_once():
+        once = text()
+    assert once.count("stablehlo.tanh") == 0
+    assert once.count("mosaic_gpu_v2") == 1
+
+
+def test_what_a_block_says_is_taken_back_and_checked() -> None:
+    operands = _drawn((M, K), (K, N), (N,))
+    twice, _ = jax.vjp(_gelu, *operands)
+    with round_once(), round_once(False):
+        found, _ = jax.vjp(_gelu, *operands)
+    np.testing.assert_array_equal(np.asarray(found, F32), np.asarray(twice, F32))
+    # Otherwise no test here could fail.
+    alone = jax.jit(_gelu)(*operands)
+    assert np.any(np.asarray(twice, F32) != np.asarray(alone, F32))
+    with pytest.raises(TypeError, match="once must be True or False, got 'yes'"), round_once("yes"):
+        pass
