@@ -22,7 +22,6 @@ from pallas_gemm.call import (
     Options,
     Order,
     Signature,
-    SumCall,
     SymmetricCall,
 )
 from pallas_gemm.config import GemmConfig
@@ -41,7 +40,13 @@ from pallas_gemm.planning import (
 )
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
-from pallas_gemm.planning.realign import Realigned, Refusals, converted, realign
+from pallas_gemm.planning.realign import (
+    Realigned,
+    Refusals,
+    converted,
+    realign,
+    realign_groups,
+)
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit
 
@@ -314,7 +319,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
         return config
     problem = call.problem(signature)
     # Without the epilogue, a gated product is two.
-    runs = problem.sums if realigned.unfused else 1
+    runs = (problem.sums if realigned.unfused else 1) * realigned.kernels
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.pass_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
@@ -343,9 +348,7 @@ def _realigned(
 ) -> Realigned | Reasons:
     """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
     (_, a_dtype), (_, b_dtype), *_ = signature
-    # Both operands of a symmetric product are one array, and those of a sum are in several.
-    has_scheme = not isinstance(call, SumCall | SymmetricCall)
-    scheme = schemes.scheme(call.precision, (a_dtype, b_dtype)) if has_scheme else None
+    scheme = schemes.of_call(call, (a_dtype, b_dtype))
     if scheme is None:
         why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
         if why:
@@ -371,14 +374,8 @@ def _way(call: Call, signature: Signature, refusals: Refusals) -> Realigned | Re
         refused = tuple(refusals(problem))
         return refused or Realigned(problem)
     if problem.in_groups:
-        # Nothing is done to such operands: what is copied would be as much as XLA does.
-        refused = (unfused,) if unfused else tuple(refusals(problem))
         bare = dataclasses.replace(problem, epilogue=NO_EPILOGUE, out_dtype=_sums(call, signature))
-        if not refused:
-            return Realigned(problem)
-        if problem.epilogue.is_identity or tuple(refusals(bare)):
-            return refused
-        return Realigned(bare, unfused="; ".join(refused))
+        return realign_groups(problem, bare, unfused, refusals)
     reasons: list[str] = []
     for fused in (True, False):
         # A sum of products has no epilogue.

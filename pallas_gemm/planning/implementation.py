@@ -19,8 +19,11 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     realigned = plan.realigned
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
     if realigned.scheme is not None:
-        kernel = functools.partial(_converted, realigned, kernel)
+        dtype = realigned.problem.out_dtype if realigned.unfused else call.out_dtype
+        kernel = functools.partial(_converted, realigned, dtype, kernel)
     if isinstance(call, GroupedCall):
+        if realigned.steps:
+            kernel = functools.partial(_turned, realigned, kernel)
         whole = realigned.unfused is None
         return kernel if whole else functools.partial(_unfused_groups, call, kernel)
     if decision.problem.terms or isinstance(call, FusedCall):
@@ -29,8 +32,16 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     return functools.partial(run, call, realigned, kernel)
 
 
-def _converted(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+def _turned(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+    """Turns the matrices of groups, which come after the rows."""
+    turned = [step.apply(x) for step, x in zip(realigned.steps, operands[1:], strict=False)]
+    return kernel(operands[0], *turned, *operands[1 + len(turned) :])
+
+
+def _converted(realigned: Realigned, dtype: Any, kernel: Callable[..., Any], *operands: Any) -> Any:
     assert realigned.scheme is not None
+    if realigned.scheme.apart:
+        return realigned.scheme.added_up(kernel, operands, dtype)
     return kernel(*realigned.scheme.ready(operands, 1 + realigned.problem.sums))
 
 

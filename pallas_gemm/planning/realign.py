@@ -24,7 +24,7 @@ from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import Problem
 
-Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split"]
+Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "add"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -69,8 +69,8 @@ class Step:
                 # What a whole batch shares has a dimension less.
                 extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
                 return jnp.pad(x, [(0, want - have) for want, have in extra])
-            case "cast" | "split":
-                # `Scheme.ready` does it, right before the kernel.
+            case "cast" | "split" | "add":
+                # `Scheme` does it, right beside the kernel.
                 return x
             case "slice":
                 return x[tuple(slice(size) for size in self.shape)]
@@ -99,6 +99,11 @@ class Realigned:
         """All that is done beside the kernel."""
         before = tuple(step for step in self.steps if step.operand != "result")
         return (*before, *self.casts, *(step for step in self.steps if step not in before))
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels compute a sum: one for each term where they are not one sum."""
+        return len(self.scheme.terms) if self.scheme is not None and self.scheme.apart else 1
 
     @property
     def bytes(self) -> int:
@@ -149,6 +154,44 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
     return min(ways, key=lambda way: (way.cost, way.problem.batch, len(way.steps)), default=None)
 
 
+def realign_groups(
+    problem: Problem, bare: Problem, unfused: str | None, refusals: Refusals
+) -> Realigned | tuple[str, ...]:
+    """Returns what a kernel computes of a product of groups, or why it cannot.
+
+    Rows are taken as they are. The matrices may be turned, which are the same in many calls.
+
+    Args:
+        problem: The product.
+        bare: Its sums alone, to which XLA would apply the epilogue.
+        unfused: Why XLA has to; None if it need not.
+        refusals: What the kernel refuses.
+    """
+    refused = (unfused,) if unfused else tuple(refusals(problem))
+    ways: list[tuple[Problem, str | None]] = [] if unfused else [(problem, None)]
+    if not problem.epilogue.is_identity:
+        ways.append((bare, "; ".join(refused)))
+    for own, why in ways:
+        if not tuple(refusals(own)):
+            return Realigned(own, unfused=why)
+        if own.ragged_k:
+            continue
+        turned = _turned_matrices(own)
+        others = tuple(refusals(turned.problem))
+        if not others:
+            return dataclasses.replace(turned, unfused=why)
+        refused = min(refused, others, key=len)
+    return refused
+
+
+def _turned_matrices(problem: Problem) -> Realigned:
+    """Returns the way to a product of groups whose matrices are stored the other way round."""
+    turned = dataclasses.replace(problem, transpose_b=not problem.transpose_b)
+    moved = 2 * _bytes(problem.b_shape, problem.b_dtype)
+    names = ("b", "up")[: problem.sums]
+    return Realigned(turned, tuple(Step(x, "transpose", turned.b_shape, moved) for x in names))
+
+
 def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype]) -> Realigned:
     """Returns the way to a problem of all terms of a scheme, of that to one of them.
 
@@ -172,6 +215,9 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
         if scheme.terms:
             what = ("split", f"{kind}, {scheme.parts} arrays")
         casts.append(Step(name, what[0], shapes[name], moved, what[1]))
+    if scheme.apart:
+        added = (len(scheme.terms) + 1) * _bytes(problem.out_shape, np.dtype(np.float32))
+        casts.append(Step("result", "add", problem.out_shape, added))
     return dataclasses.replace(
         realigned,
         problem=scheme.whole(problem),

@@ -18,7 +18,8 @@ lacks some of the last bits of values below 1e-33.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.call import Call, Signature
+from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall
 from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE
 from pallas_gemm.problem import Problem
 
@@ -52,12 +53,14 @@ class Scheme:
         terms: The arrays of the left and of the right operand that are multiplied, the smallest
             term first; () if each operand is one.
         longest_sum: See `Problem`.
+        apart: Each term is a product of its own, and XLA adds them up: those of groups.
     """
 
     name: str
     dtype: np.dtype
     terms: Terms = ()
     longest_sum: int = 0
+    apart: bool = False
 
     @property
     def parts(self) -> int:
@@ -68,7 +71,8 @@ class Scheme:
         each = "tf32" if self.dtype == SINGLE else str(self.dtype)
         if not self.terms:
             return f"{self.name}: one product of {each}"
-        return f"{self.name}: {len(self.terms)} products of {each} in one sum, smallest first"
+        how = ", added up" if self.apart else " in one sum, smallest first"
+        return f"{self.name}: {len(self.terms)} products of {each}{how}"
 
     def signature(self, call: Call, signature: Signature) -> Signature:
         """Returns the signature of a call whose operands are of the arrays' type."""
@@ -80,6 +84,8 @@ class Scheme:
         """Returns the problem of all terms, of that of one."""
         if not self.terms:
             return problem
+        if self.apart:
+            return dataclasses.replace(problem, out_dtype=SINGLE)
         count = len(self.terms)
         return dataclasses.replace(
             problem,
@@ -110,6 +116,16 @@ class Scheme:
         """Returns the operands of a kernel; the first ones, `factors` of them, are multiplied."""
         each = map(self.arrays, operands[:factors])
         return (*itertools.chain.from_iterable(zip(*each, strict=True)), *operands[factors:])
+
+    def added_up(
+        self, kernel: Callable[..., jax.Array], operands: Sequence[jax.Array], dtype: Any
+    ) -> jax.Array:
+        """Returns the sum of products of two operands, of which each is a kernel."""
+        left, right = map(self.arrays, operands[:2])
+        each = [kernel(left[i], right[j], *operands[2:]) for i, j in self.terms]
+        small = functools.reduce(operator.add, each[:-1])
+        small = jnp.where(jnp.isfinite(small), small, jnp.zeros_like(small))
+        return (small + each[-1]).astype(dtype)
 
 
 _PRESET = lax.DotAlgorithmPreset
@@ -149,3 +165,25 @@ def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
         # JAX widens the narrower one, which tf32 holds as it is.
         return Scheme("TF32_TF32_F32", SINGLE)
     return None
+
+
+def of_call(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
+    """Returns the scheme of a call's operands; None if they are multiplied as they are.
+
+    Both operands of a symmetric product are one array, and those of a sum of products are several.
+    """
+    if isinstance(call, SumCall | SymmetricCall):
+        return None
+    if not isinstance(call, GroupedCall):
+        return scheme(call.precision, dtypes)
+    if call.contracted and SINGLE in dtypes and set(dtypes) <= FLOATS_16 | {SINGLE}:
+        # Kernels read [k, m] and [k, n] of 16 bits alone; three products err less than one of tf32.
+        simple = isinstance(call.precision, tuple) and lax.Precision.HIGHEST not in call.precision
+        if simple or call.precision in (None, _PRESET.DEFAULT, _PRESET.TF32_TF32_F32):
+            return Scheme("BF16_BF16_F32_X3", BFLOAT16, THREE, apart=True)
+    own = scheme(call.precision, dtypes)
+    if own is None or not own.terms:
+        return own
+    # The error of tf32 or float32 would take kernels of other layouts, or other sums.
+    is_split = own.dtype == BFLOAT16 and not own.longest_sum and call.epilogue.is_identity
+    return dataclasses.replace(own, apart=True) if is_split else None
