@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import pallas_gemm
 from pallas_gemm import (
     HopperConfig,
+    dot_general,
     einsum,
     explain,
     gated_gemm,
@@ -82,6 +84,18 @@ def test_groups_have_the_bits_of_their_products() -> None:
     np.testing.assert_array_equal(found[first : first + second], rest)
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0)], ids=str)
+def test_a_mapped_product_has_the_epilogue_of_the_product(axes: Any) -> None:
+    def f(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return gemm(x, W, bias=bias, activation="gelu", numerics=ROWS)
+
+    x = X.reshape(7, 10, K) if axes[0] == 0 else X[:10]
+    with target("h200"):
+        (own,) = numerics.of(jax.vmap(f, axes), x, jnp.ones((7, N)))
+        (alone,) = numerics.of(f, X[:10], BIAS)
+    assert own == alone
+
+
 def test_a_derived_product_has_the_bits_of_the_product() -> None:
     def f(x: jax.Array) -> jax.Array:
         return gemm(x, W, bias=BIAS, activation="gelu", **SIMULATED)
@@ -115,6 +129,11 @@ OBEYING: dict[str, Callable[[], Any]] = {
     "gemm": lambda: gemm(X, W),
     "matmul": lambda: matmul(X, W),
     "vector": lambda: matmul(X[0], W),
+    "dot_general": lambda: dot_general(X, W, (((1,), (0,)), ((), ()))),
+    "grouped_gemm": lambda: grouped_gemm(X, HEADS, SIZES, activation="silu"),
+    "a layer of Flax": lambda: nnx.Linear(
+        K, N, param_dtype=jnp.bfloat16, dot_general=dot_general, rngs=nnx.Rngs(0)
+    )(X),
     "einsum": lambda: einsum("md,df->mf", X, W),
     "einsum, columns first": lambda: einsum("md,df->fm", X, W),
     "einsum, several": lambda: einsum(
@@ -267,6 +286,23 @@ def test_precompile_compiles_the_sums_that_a_problem_has(monkeypatch: pytest.Mon
         assert found.config == wanted.plan.config
 
 
+def test_an_exported_program_has_the_kernel_that_keeps_the_promise() -> None:
+    a = jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16)
+    b = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    f = jax.jit(lambda a, b: gemm(a, b, numerics=ROWS))
+    with target("h200"):
+        (product,) = explain(f, a, b).products
+        exported = jax.export.export(f, platforms=["cuda"])(a, b)
+        with pytest.raises(ValueError, match=r"a size is a symbol"):
+            jax.export.export(f, platforms=["cuda"])(
+                jax.ShapeDtypeStruct(jax.export.symbolic_shape("m, 8192"), jnp.bfloat16), b
+            )
+    assert product.plan is not None
+    assert product.plan.config.split_k == 4
+    module = jax.export.deserialize(exported.serialize()).mlir_module()
+    assert "pallas_gemm_hopper_join" in module or module.count("mosaic_gpu") >= 2
+
+
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
 
 
@@ -285,6 +321,10 @@ def test_devices_that_add_up_their_sums_keep_no_promise() -> None:
     on_mesh(f, ("x", None), (None, "y"))
     # The rows are taken, and the right operand is gathered.
     on_mesh(f, ("x", None), ("x", None))
+    # So is the left one, where devices would add up sums otherwise.
+    free = on_mesh(gemm, (None, "x"), (None, None))
+    assert "all-reduce" in free.as_text()
+    assert "all-reduce" not in on_mesh(f, (None, "x"), (None, None)).as_text()
     with pytest.raises(Exception, match=r"the mesh splits what is summed over \(k along x\)"):
         on_mesh(f, (None, "x"), ("x", None))
 

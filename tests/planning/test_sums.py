@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,27 +14,39 @@ from pallas_gemm import HopperConfig
 from pallas_gemm.call import Call, Numerics, Options
 from pallas_gemm.device import B200, H100, H200
 from pallas_gemm.planning import dispatch, numerics, tables
+from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.sums import Sums
 from pallas_gemm.planning.tables import Entry, Key, Table
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.tuning import space
 from schedules import raster, split_k
 
 E4M3 = jnp.float8_e4m3fn
 ROWS = Numerics("rows")
+EPILOGUES = [
+    Epilogue(),
+    Epilogue(bias=True, activation=jax.nn.gelu),
+    Epilogue(residual=True, beta=0.5),
+    Epilogue(gated=True, activation=jax.nn.silu),
+]
 
 
 def call(n: int, k: int, dtype: Any = jnp.bfloat16, asked: Any = ROWS, **fields: Any) -> Call:
     options = numerics.resolved(Options(target=H200, numerics=asked), n, k, dtype)
     out = fields.pop("out_dtype", jnp.bfloat16)
-    return Call(out, transpose_b=True, options=options, **fields)
+    return Call(out, **{"transpose_b": True} | fields, options=options)
 
 
-def sums(call: Call, m: int, n: int, k: int, dtype: Any = jnp.bfloat16, extras: Any = ()) -> Sums:
-    signature = (((m, k), np.dtype(dtype)), ((n, k), np.dtype(dtype)), *extras)
-    return Sums.of(dispatch.decide(call, signature))
+def sums(call: Call, m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> Sums:
+    dtype, epilogue = np.dtype(dtype), call.epilogue
+    a, b = (k, m) if call.transpose_a else (m, k), (n, k) if call.transpose_b else (k, n)
+    shapes = {"bias": ((n,), np.dtype(np.float32)), "residual": ((m, n), call.out_dtype)}
+    extras = [shapes[name] for name in epilogue.operands]
+    factors = [(a, dtype), (b, dtype), *([(b, dtype)] if epilogue.gated else [])]
+    return Sums.of(dispatch.decide(call, (*factors, *extras)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     st.integers(1, 20000),
     st.integers(1, 20000),
@@ -41,10 +54,15 @@ def sums(call: Call, m: int, n: int, k: int, dtype: Any = jnp.bfloat16, extras: 
     | st.sampled_from([(2056, 8192), (4096, 4096), (4096, 14336), (14336, 4096), (1000, 1000)]),
     st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32, E4M3]),
     st.sampled_from([jnp.bfloat16, jnp.float32]),
+    st.sampled_from(["NN", "NT", "TN", "TT"]),
+    st.sampled_from(EPILOGUES),
 )
-def test_sums_do_not_depend_on_how_many_rows_there_are(first, second, columns, dtype, out) -> None:
+def test_sums_do_not_depend_on_how_many_rows_there_are(
+    first, second, columns, dtype, out, layout, epilogue
+) -> None:
     n, k = columns
-    own = call(n, k, dtype, out_dtype=out)
+    form = {"transpose_a": layout[0] == "T", "transpose_b": layout[1] == "T"}
+    own = call(n, k, dtype, out_dtype=out, **form, epilogue=epilogue)
     one, other = (sums(own, m, n, k, dtype) for m in (first, second))
     assert one == other
     assert (one.invariant, one.by, sum(one.parts)) == ("rows", "hopper", -(-k // one.step))
@@ -171,6 +189,13 @@ def test_tables_are_asked_for_what_keeps_a_promise() -> None:
     with tables.recording() as record:
         dispatch.decide(own, signature)
     assert [problem.parts for problem, _ in record.problems.values()] == [4]
+
+
+def test_tuning_tries_what_keeps_a_promise() -> None:
+    problem = Problem(1024, 2048, 8192, transpose_b=True, parts=4)
+    tried = space.configs(problem, H200, ARCHITECTURES[0])
+    assert len(tried) > 3
+    assert {(max(c.summed_in), min(c.summed_in), c.split_last) for c in tried} == {(4, 1, None)}
 
 
 def test_records_say_what_runs_without_a_promise_too() -> None:
