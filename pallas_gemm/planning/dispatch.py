@@ -354,6 +354,8 @@ def _realigned(
         if why:
             return (why,)
         return _way(call, signature, lambda p: architecture.problem_refusals(p, device))
+    if scheme.terms and (asked := call.options.numerics) is not None and asked.part is not None:
+        return (f"{scheme.name} says itself in which parts its terms are summed up",)
     way = _way(
         call,
         scheme.signature(call, signature),

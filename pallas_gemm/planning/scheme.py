@@ -93,7 +93,12 @@ class Scheme:
             terms=count * (problem.k,),
             arrays=self.terms,
             longest_sum=self.longest_sum,
+            parts=self._parts(problem.k) if problem.parts else 0,
         )
+
+    def _parts(self, k: int) -> int:
+        """In how many parts the largest term is summed up where its bits are promised."""
+        return -(-k // self.longest_sum) if self.longest_sum else 1
 
     def arrays(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the arrays that an operand becomes, the largest first."""

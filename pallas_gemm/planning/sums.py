@@ -1,6 +1,7 @@
 """`Sums`: how the sums of a product are made, as a record that tells bits apart."""
 
 import dataclasses
+import itertools
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,8 @@ class Sums:
         parts: How many steps each part of a sum has. Parts are added up in their order.
         epilogue: The formula that is applied to a sum before it is rounded.
         rounded: The types that it is rounded to, one after the other.
+        terms: The (left, right) arrays that are multiplied, the last one in `parts`, where each
+            operand is split into several; `()` where it is one.
         whole: Everything else, where the bits depend on more; None elsewhere.
     """
 
@@ -38,21 +41,23 @@ class Sums:
     parts: tuple[int, ...]
     epilogue: Epilogue
     rounded: tuple[str, ...]
+    terms: tuple[tuple[int, int], ...] = ()
     whole: Any = None
 
     @classmethod
     def of(cls, decision: Decision) -> Self:
         """Returns how a product is computed that was decided on."""
         problem, plan = decision.problem, decision.plan
-        types = _multiplied_as(problem.a_dtype), _multiplied_as(problem.b_dtype)
         end = (problem.epilogue, (str(problem.out_dtype),))
         if plan is None:
+            types = _multiplied_as(problem.a_dtype), _multiplied_as(problem.b_dtype)
             added = str(problem.accumulator_dtype)
-            return cls(None, "xla", None, types, added, 0, (), *end, problem)
+            return cls(None, "xla", None, types, added, 0, (), *end, whole=problem)
         own, config = plan.realigned.problem, plan.config
         if plan.realigned.unfused is not None:
             end = (problem.epilogue, (str(own.out_dtype), str(problem.out_dtype)))
-        steps, parts = config.steps(own), config.summed_in
+        types = _multiplied_as(own.a_dtype), _multiplied_as(own.b_dtype)
+        steps, parts = -(-own.large_k // config.tile_k(own)), config.summed_in
         count = max(parts)
         least, longer = divmod(steps, count)
         is_plain = sorted(parts)[:-1] == [1] * (len(parts) - 1) and config.split_last is None
@@ -66,6 +71,7 @@ class Sums:
             config.tile_k(own),
             tuple(least + (part < longer) for part in range(count)) if whole is None else (),
             *end,
+            own.arrays,
             whole,
         )
 
@@ -75,8 +81,10 @@ class Sums:
             return f"{types} by XLA, which says nothing of its sums"
         steps = "as the config cuts them"
         if self.parts:
-            each = " + ".join(map(str, self.parts))
+            runs = ((x, len(list(alike))) for x, alike in itertools.groupby(self.parts))
+            each = " + ".join(f"{count} x {x}" if count > 1 else str(x) for x, count in runs)
             steps = f"{each} steps of {self.step}"
+            steps = f"{len(self.terms)} terms, the largest in {steps}" if self.terms else steps
         own = self.invariant == "rows"
         kept = "a row keeps its bits among other rows" if own else "the same in every run"
         return (

@@ -194,7 +194,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gemm(X.astype(jnp.int32), W.astype(jnp.int32), numerics=ROWS),
         "no kernel takes operands of int32",
     ),
-    "a precision": (lambda: gemm(WIDE, WIDE.T, numerics=ROWS, precision="highest"), "HIGHEST"),
+    "a precision": (
+        lambda: gemm(WIDE, WIDE.T, numerics=ROWS, precision="F32_F32_F32"),
+        "precision F32_F32_F32 of float32",
+    ),
     "a config": (
         lambda: gemm(X, HEADS[0], numerics=ROWS, config=HopperConfig((128, 64), split_k=2)),
         "got split_k=2",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from pallas_gemm import HopperConfig
 from pallas_gemm.call import Call, Numerics, Options
@@ -23,6 +24,7 @@ from schedules import raster, split_k
 
 E4M3 = jnp.float8_e4m3fn
 ROWS = Numerics("rows")
+PRECISIONS = [None, (lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.BF16_BF16_F32_X3]
 EPILOGUES = [
     Epilogue(),
     Epilogue(bias=True, activation=jax.nn.gelu),
@@ -56,12 +58,15 @@ def sums(call: Call, m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> Sums:
     st.sampled_from([jnp.bfloat16, jnp.float32]),
     st.sampled_from(["NN", "NT", "TN", "TT"]),
     st.sampled_from(EPILOGUES),
+    st.sampled_from(PRECISIONS),
 )
 def test_sums_do_not_depend_on_how_many_rows_there_are(
-    first, second, columns, dtype, out, layout, epilogue
+    first, second, columns, dtype, out, layout, epilogue, precision
 ) -> None:
     n, k = columns
     form = {"transpose_a": layout[0] == "T", "transpose_b": layout[1] == "T"}
+    if dtype == jnp.float32:
+        form["precision"] = precision
     own = call(n, k, dtype, out_dtype=out, **form, epilogue=epilogue)
     one, other = (sums(own, m, n, k, dtype) for m in (first, second))
     assert one == other
@@ -189,6 +194,17 @@ def test_tables_are_asked_for_what_keeps_a_promise() -> None:
     with tables.recording() as record:
         dispatch.decide(own, signature)
     assert [problem.parts for problem, _ in record.problems.values()] == [4]
+
+
+def test_a_scheme_says_in_which_parts_its_largest_term_is_summed_up() -> None:
+    form = {"dtype": jnp.float32, "out_dtype": jnp.float32, "precision": PRECISIONS[1]}
+    highest = sums(call(1024, 4096, **form), 64, 1024, 4096, jnp.float32)
+    assert highest.parts == (1,) * 64
+    assert len(highest.terms) == 6
+    assert "6 terms, the largest in 64 x 1 steps of 64" in str(highest)
+    stated = call(1024, 4096, asked=Numerics("run", part=1024), **form)
+    with pytest.raises(ValueError, match="HIGHEST says itself in which parts"):
+        sums(stated, 64, 1024, 4096, jnp.float32)
 
 
 def test_tuning_tries_what_keeps_a_promise() -> None:
