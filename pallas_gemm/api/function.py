@@ -1,5 +1,7 @@
 """The caller's function as an epilogue: checked, and traced with the product's shape."""
 
+import pathlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from pallas_gemm.op.explicit import explicit_fused
 from pallas_gemm.op.fused import Function, Fused
 from pallas_gemm.planning import dispatch, numerics, xla_groups
 from pallas_gemm.problem import Epilogue
+from pallas_gemm.rewriting import lines
 
 
 def said(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,21 +212,46 @@ def traced(
         closed, out = jax.make_jaxpr(epilogue, return_shape=True)(*types)
     except Exception as error:
         shapes = ", ".join(map(str, types))
-        error.add_note(f"epilogue={name} was called with {shapes}: the product, then operands")
+        error.add_note(
+            f"epilogue={name} was called with {shapes}: the product, then operands{_raised(error)}"
+        )
         raise
-    captured = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
+    jaxpr = closed.jaxpr
+    pairs = zip(jaxpr.constvars, closed.consts, strict=True)
+    captured = [variable for variable, x in pairs if isinstance(x, jax.core.Tracer)]
     if captured:
-        shapes = ", ".join(str(list(x.shape)) for x in captured)
+        avals: Any = [x.aval for x in captured]
+        shapes = ", ".join(str(list(x.shape)) for x in avals)
+        users = [x for x in jaxpr.eqns if any(v is captured[0] for v in x.invars)]
         raise TypeError(
-            f"epilogue={name} uses traced arrays of shapes {shapes} from around it: hand them over"
-            " as operands=, and the function takes them after the product"
+            f"epilogue={name} uses traced arrays of shapes {shapes} from around it"
+            f"{_of_operation(users)}: hand them over as operands=, and the function takes them"
+            " after the product"
         )
     if closed.effects:
-        raise TypeError(f"epilogue={name} must be a pure function, but it has side effects")
+        loud = [x for x in jaxpr.eqns if x.effects]
+        raise TypeError(
+            f"epilogue={name} must be a pure function, but it has side effects{_of_operation(loud)}"
+        )
     if not closed.out_avals:
         raise TypeError(f"epilogue={name} must return arrays, it returns nothing")
     run = Function(lambda *x: jax.tree.leaves(epilogue(*x)), closed, len(sums))
     return run, jax.tree.structure(out)
+
+
+def _of_operation(equations: Sequence[Any]) -> str:
+    """Returns the name of the first of some operations, and its line, as a part of a message."""
+    if not equations:
+        return ""
+    line = lines.place(equations[0].source_info)
+    return f", in {equations[0].primitive.name}" + (f" ({line})" if line else "")
+
+
+def _raised(error: Exception) -> str:
+    """Returns the innermost line of the caller's program that raised an error, for a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not lines.is_library(x.filename)]
+    return f", at {pathlib.Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _check(asked: request.Request, function: Function, operands: Any, dims: Any) -> None:

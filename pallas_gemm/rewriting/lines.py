@@ -26,9 +26,14 @@ def is_ours(source: Any) -> bool:
     return any(file.startswith(_PACKAGE) for file, _ in _files(source))
 
 
+def is_library(file: str) -> bool:
+    """Whether a file is this package's, Python's own or an installed one."""
+    return file.startswith((_PACKAGE, *_LIBRARIES))
+
+
 def place(source: Any) -> str | None:
     """Returns the innermost line of the caller's own program that made an equation."""
     for file, line in _files(source):
-        if not file.startswith((_PACKAGE, *_LIBRARIES)):
+        if not is_library(file):
             return f"{pathlib.Path(file).name}:{line}"
     return None

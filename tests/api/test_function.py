@@ -159,7 +159,9 @@ def test_an_error_in_the_function_says_what_it_was_called_with() -> None:
 
     with pytest.raises(Exception, match="broadcast") as caught:
         gemm(A, B, epilogue=broken, operands=(jnp.ones(24),))
-    assert any("epilogue=broken was called with" in note for note in caught.value.__notes__)
+    (note,) = (x for x in caught.value.__notes__ if "epilogue=broken was called with" in x)
+    line = broken.__code__.co_firstlineno + 1
+    assert note.endswith(f", at test_function.py:{line}")
 
 
 def test_a_traced_array_from_around_is_named() -> None:
@@ -167,7 +169,8 @@ def test_a_traced_array_from_around_is_named() -> None:
     def f(a: Any, b: Any, x: Any) -> Any:
         return gemm(a, b, epilogue=lambda s: s * x)
 
-    with pytest.raises(TypeError, match=r"uses traced arrays of shapes \[24\].*operands="):
+    words = r"uses traced arrays of shapes \[24\].*, in \w+ \(test_function.py:\d+\): .*operands="
+    with pytest.raises(TypeError, match=words):
         f(A, B, jnp.ones(24))
 
 
@@ -178,12 +181,21 @@ def test_an_array_from_around_that_is_there_is_used() -> None:
     )
 
 
+def test_a_wrong_number_of_operands_and_such_that_do_not_broadcast_say_what_was_given() -> None:
+    for operands in ((), (jnp.ones(24), jnp.ones(24)), (jnp.ones(7),)):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            gemm(A, B, epilogue=lambda s, x: s + x, operands=operands)
+        (note,) = (x for x in caught.value.__notes__ if "was called with" in x)
+        assert note.count("ShapeDtypeStruct(") == 1 + len(operands)
+
+
 def test_side_effects_are_refused() -> None:
     def loud(s: Any) -> Any:
         jax.debug.print("{}", s[0, 0])
         return s
 
-    with pytest.raises(TypeError, match="pure function"):
+    words = r"pure function, but it has side effects, in debug_\w+ \(test_function.py:\d+\)"
+    with pytest.raises(TypeError, match=words):
         gemm(A, B, epilogue=loud)
 
 
