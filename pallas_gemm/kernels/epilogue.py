@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, words
 from pallas_gemm.kernels.plan import KernelPlan
-from pallas_gemm.kernels.ptx.sigmoid import sigmoid
+from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Constant, Operand, Step
 
@@ -72,7 +72,7 @@ def finish(
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         inputs = _alike(step, inputs, shape)
         if step.primitive is lax.logistic_p:
-            made[number] = sigmoid(plan, *inputs, strip.layout)
+            made[number] = quick.sigmoid(plan, *inputs, strip.layout)
         else:
             made[number] = step.primitive.bind(*inputs, **dict(step.params))
     return [value(result.value) for result in program.results]

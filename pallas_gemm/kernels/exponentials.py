@@ -7,6 +7,7 @@ Where the largest value is infinite or no number, 0 is in its place, as in JAX's
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ Pair = tuple[Any, Any]
 """The largest values, and the sums of exp beside them."""
 
 
-def along(x: Any, axis: int) -> Pair:
-    """Reduces an axis of values."""
+def along(x: Any, axis: int, exp: Callable[[Any], Any] = jnp.exp) -> Pair:
+    """Reduces an axis of values, with this function as `exp`."""
     largest = jnp.max(x, axis=axis)
     kept = tuple(i for i in range(x.ndim) if i != axis)
     beside = lax.broadcast_in_dim(_finite(largest), x.shape, kept)
-    return largest, jnp.sum(jnp.exp(x - beside), axis=axis)
+    return largest, jnp.sum(exp(x - beside), axis=axis)
 
 
 def of_both(one: Pair, other: Pair) -> Pair:

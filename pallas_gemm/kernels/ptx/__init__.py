@@ -4,7 +4,7 @@
     words.py        single words: in shared memory, counters and flags
     arrays.py       arrays in registers: taken apart, stored and loaded
     wgmma.py        WGMMAs of any depth of 16, and of any width of 8
-    sigmoid.py      the logistic function in four instructions
+    quick.py        exp and the logistic function in two and four instructions
     zeros.py        zeros in place of rows of a slot
     mailbox.py      tiles that one thread claims for a cluster
     find_group.py   the group that a row of tiles is in, found by a warp

@@ -25,14 +25,15 @@ class Reduction(NamedTuple):
     """How values are reduced.
 
     Attributes:
-        along: Reduces an axis of values; returns what is left of them, one vector or several.
+        along: Reduces an axis of values; returns what is left of them, one vector or several. The
+            function that computes `exp` may be its third argument.
         both: Reduces what is left of some values, and of others.
         joined: Reduces the first axis of what is left of several parts; returns an array.
         neutral: The value that changes nothing.
         of_registers: Reduces two registers; None where nothing is reduced along columns.
     """
 
-    along: Callable[[Any, int], Vectors]
+    along: Callable[..., Vectors]
     both: Callable[[Vectors, Vectors], Vectors]
     joined: Callable[[Vectors], Any]
     neutral: float
@@ -42,7 +43,7 @@ class Reduction(NamedTuple):
 def _simple(along: Callable[..., Any], both: Callable[[Any, Any], Any], *others: Any) -> Reduction:
     """Returns a reduction that leaves one vector."""
     return Reduction(
-        lambda x, axis: (along(x, axis=axis),),
+        lambda x, axis, _=None: (along(x, axis=axis),),
         lambda one, other: (both(*one, *other),),
         lambda left: along(*left, axis=0),
         *others,

@@ -7,6 +7,7 @@ XLA reduces what all tiles leave, in a fixed order. A value that changes nothing
 beyond the edges of the result.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from pallas_gemm.kernels import place, words
 from pallas_gemm.kernels.epilogue import Strip
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.ptx import arrays, quick
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, store_columns
 from pallas_gemm.kernels.traced import Values
 from pallas_gemm.program import Result
@@ -62,7 +63,8 @@ def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[lis
             continue
         targets, masked = next(left), _masked(plan, strip, x, result)
         if result.kind == "m":
-            along_rows.append(REDUCTIONS[result.reduction].along(masked, 1))
+            exp = functools.partial(quick.exp, plan, layout=plgpu.Layout.WGMMA)
+            along_rows.append(REDUCTIONS[result.reduction].along(masked, 1, exp))
         else:
             (target,) = targets
             _leave_columns(plan, strip, target, masked, result)
