@@ -25,10 +25,10 @@ def along(x: Any, axis: int, exp: Callable[[Any], Any] = jnp.exp) -> Pair:
     return largest, jnp.sum(exp(x - beside), axis=axis)
 
 
-def of_both(one: Pair, other: Pair) -> Pair:
+def of_both(one: Pair, other: Pair, exp: Callable[[Any], Any] = jnp.exp) -> Pair:
     """Reduces what is left of two parts."""
     largest = jnp.maximum(one[0], other[0])
-    return largest, _weighted(*one, largest) + _weighted(*other, largest)
+    return largest, _weighted(*one, largest, exp) + _weighted(*other, largest, exp)
 
 
 def joined(left: Pair) -> Any:
@@ -54,8 +54,8 @@ def _finite(largest: Any) -> Any:
     return jnp.where(jnp.abs(largest) < math.inf, largest, jnp.zeros_like(largest))
 
 
-def _weighted(own: Any, sums: Any, largest: Any) -> Any:
+def _weighted(own: Any, sums: Any, largest: Any, exp: Callable[[Any], Any] = jnp.exp) -> Any:
     """Returns sums beside their own largest values as they are beside larger ones."""
-    weights = jnp.exp(_finite(own) - _finite(largest))
+    weights = exp(_finite(own) - _finite(largest))
     # Of minus infinity alone the sum is 0, and its weight may be infinite.
     return jnp.where(sums == 0, sums, sums * weights)

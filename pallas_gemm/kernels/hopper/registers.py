@@ -58,5 +58,6 @@ def reordered_registers(program: Program, addresses: int) -> int:
     """
     if branches(program.primitives):
         return 88 + 28 * addresses
-    many = program.sums_exp or divides(program.primitives)
-    return 64 + 16 * addresses if many else (56 if addresses else 8)
+    if divides(program.primitives):
+        return 64 + 16 * addresses
+    return 56 if addresses else 8

@@ -27,14 +27,14 @@ class Reduction(NamedTuple):
     Attributes:
         along: Reduces an axis of values; returns what is left of them, one vector or several. The
             function that computes `exp` may be its third argument.
-        both: Reduces what is left of some values, and of others.
+        both: Reduces what is left of some values, and of others, likewise.
         joined: Reduces the first axis of what is left of several parts; returns an array.
         neutral: The value that changes nothing.
         of_registers: Reduces two registers; None where nothing is reduced along columns.
     """
 
     along: Callable[..., Vectors]
-    both: Callable[[Vectors, Vectors], Vectors]
+    both: Callable[..., Vectors]
     joined: Callable[[Vectors], Any]
     neutral: float
     of_registers: Any = None
@@ -44,7 +44,7 @@ def _simple(along: Callable[..., Any], both: Callable[[Any, Any], Any], *others:
     """Returns a reduction that leaves one vector."""
     return Reduction(
         lambda x, axis, _=None: (along(x, axis=axis),),
-        lambda one, other: (both(*one, *other),),
+        lambda one, other, _=None: (both(*one, *other),),
         lambda left: along(*left, axis=0),
         *others,
     )

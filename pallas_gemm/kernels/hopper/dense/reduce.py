@@ -63,7 +63,7 @@ def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[lis
             continue
         targets, masked = next(left), _masked(plan, strip, x, result)
         if result.kind == "m":
-            exp = functools.partial(quick.exp, plan, layout=plgpu.Layout.WGMMA)
+            exp = functools.partial(quick.exp, plan, layout=strip.layout)
             along_rows.append(REDUCTIONS[result.reduction].along(masked, 1, exp))
         else:
             (target,) = targets
@@ -71,7 +71,8 @@ def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[lis
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
         both = zip(kinds, rows, along_rows, strict=True)
-        along_rows = [REDUCTIONS[kind].both(x, y) for kind, x, y in both]
+        exp = functools.partial(quick.exp, plan, layout=strip.layout.reduce(1))
+        along_rows = [REDUCTIONS[kind].both(x, y, exp) for kind, x, y in both]
     return whole, tuple(along_rows)
 
 
