@@ -9,7 +9,7 @@ beyond the edges of the result.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, store_columns
 from pallas_gemm.kernels.traced import Values
-from pallas_gemm.program import Result
+from pallas_gemm.program import LOGSUMEXP, Result
 
 Rows = tuple[Vectors, ...]
 """What has been reduced along the rows of a tile, for each result; empty before the first strip."""
@@ -57,23 +57,49 @@ def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[lis
     whole: list[Any] = []
     along_rows: list[Vectors] = []
     left = iter(_of_each(plan, cta.left))
+    exp = functools.partial(quick.exp, plan, layout=strip.layout)
+    reduced = _Reduced(plan, strip, exp)
     for result, x in zip(words.program(plan.problem).results, values, strict=True):
         if result.kind == "mn":
             whole.append(x)
             continue
-        targets, masked = next(left), _masked(plan, strip, x, result)
+        targets = next(left)
         if result.kind == "m":
-            exp = functools.partial(quick.exp, plan, layout=strip.layout)
-            along_rows.append(REDUCTIONS[result.reduction].along(masked, 1, exp))
+            along_rows.append(reduced.along_rows(result, x))
         else:
             (target,) = targets
-            _leave_columns(plan, strip, target, masked, result)
+            _leave_columns(plan, strip, target, reduced.masked(result, x), result)
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
         both = zip(kinds, rows, along_rows, strict=True)
         exp = functools.partial(quick.exp, plan, layout=strip.layout.reduce(1))
         along_rows = [REDUCTIONS[kind].both(x, y, exp) for kind, x, y in both]
     return whole, tuple(along_rows)
+
+
+class _Reduced:
+    """What is reduced of the values of a strip; nothing is masked or compared twice."""
+
+    def __init__(self, plan: HopperPlan, strip: Strip, exp: Callable[[Any], Any]) -> None:
+        self._plan, self._strip, self._exp = plan, strip, exp
+        self._masked: dict[Any, Any] = {}
+        self._largest: dict[int, Any] = {}
+
+    def masked(self, result: Result, x: Any) -> Any:
+        """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
+        key = (result.value, result.kind, REDUCTIONS[result.reduction].neutral)
+        if key not in self._masked:
+            self._masked[key] = _masked(self._plan, self._strip, x, result)
+        return self._masked[key]
+
+    def along_rows(self, result: Result, x: Any) -> Vectors:
+        """Reduces values along rows; the largest values of sums of exp are those of the values."""
+        if result.reduction == "max" and result.value in self._largest:
+            return (self._largest[result.value],)
+        found = REDUCTIONS[result.reduction].along(self.masked(result, x), 1, self._exp)
+        if result.reduction == LOGSUMEXP:
+            self._largest[result.value] = found[0]
+        return found
 
 
 def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
