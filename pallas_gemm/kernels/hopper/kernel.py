@@ -84,6 +84,7 @@ from pallas_gemm.kernels.hopper.cta import (
 )
 from pallas_gemm.kernels.hopper.dense import claims, load, multiply, reduce, store
 from pallas_gemm.kernels.hopper.dense.product import Product
+from pallas_gemm.kernels.hopper.dense.summed_operands import SummedOperands
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.groups.product import RowsInGroups, SumsOverGroups
@@ -97,7 +98,9 @@ def product_of(plan: HopperPlan) -> type[Product]:
         return RowsInGroups
     if plan.problem.ragged_k:
         return Relayed if plan.relay else SumsOverGroups
-    return CutAlongK if plan.joins else Product
+    if plan.joins:
+        return CutAlongK
+    return SummedOperands if plan.problem.arrays else Product
 
 
 def producer(product: Product, walk: tiles.Walk) -> None:
@@ -122,7 +125,7 @@ def producer(product: Product, walk: tiles.Walk) -> None:
             return ring.advance(plan, head, reader)
 
         before = 0
-        for factors, steps in zip(_factors(cta), plan.term_steps, strict=True):
+        for factors, steps in zip(product.factors, plan.term_steps, strict=True):
             first, end = product.span(piece, before, steps)
             head = lax.fori_loop(first, end, functools.partial(one_step, factors, before), head)
             before += steps
@@ -134,12 +137,6 @@ def producer(product: Product, walk: tiles.Walk) -> None:
     @pl.loop(0, lax.min(ring.filled(plan, turns, None, head), jnp.int32(stages)))
     def _drain(slot: Scalar) -> None:
         plgpu.barrier_wait(barriers.empty.at[ring.last_barrier(plan, slot, head.readers)])
-
-
-def _factors(cta: Cta) -> Sequence[launch.Factors]:
-    """Returns the operands of each term, of which several may share an array."""
-    given, arrays = cta.gmem.factors, cta.plan.problem.arrays
-    return [launch.Factors(given[left].a, given[right].b) for left, right in arrays] or given
 
 
 class Progress(NamedTuple):

@@ -135,7 +135,7 @@ class HopperPlan(KernelPlan):
     @property
     def small_steps(self) -> int:
         """The steps of all terms but the largest, where operands are sums of arrays."""
-        return sum(self.term_steps[:-1]) if self.problem.arrays else 0
+        return sum(self.term_steps[:-1])
 
     def only(self, tiles: Literal["whole", "cut"]) -> Self:
         """See `KernelPlan`; the sums of pieces are handed over at once."""

@@ -91,39 +91,24 @@ class Continued(Accumulator):
         plgpu.wgmma_wait(0)
 
 
-def add_up(cta: Cta, me: Scalar, steps: Steps, stores: Stores) -> tuple[Any, Any]:
-    """Runs the k loop of one tile: part by part where that keeps the error small.
-
-    Where operands are sums of arrays, the small terms come first, and the largest one is added to
-    them in the same registers. Returns the sum, and the slot of the last step, as `_multiply` does.
-    """
-    plan = cta.plan
-    if not plan.small_steps:
-        return _in_parts(cta, me, steps, stores)
-    small = steps._replace(count=plan.small_steps, ends=False)
-    total, slot = _multiplied(cta, me, small, stores)
-    # Where the largest term is infinite, the others are anything.
-    total = jnp.where(jnp.abs(total) < jnp.inf, total, jnp.zeros_like(total))
-    large = steps._replace(
-        slot=ring.following(plan, slot), count=plan.k_steps - plan.small_steps, begins=False
-    )
-    return _in_parts(cta, me, large, [], total)
-
-
-def _in_parts(
+def add_up(
     cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
 ) -> tuple[Any, Any]:
-    """Adds the products of steps to what was summed up before, if anything was."""
+    """Runs the k loop of one tile: part by part where that keeps the error small.
+
+    Adds to what was summed up before, if anything was. Returns the sum, and the slot of the last
+    step, as `_multiply` does.
+    """
     plan, parts = cta.plan, cta.plan.config.partial_sums
     if parts == 1:
-        return _multiplied(cta, me, steps, stores, before)
+        return add_up_whole(cta, me, steps, stores, before)
     count = jnp.int32(plan.k_steps if steps.count is None else steps.count)
     # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
     least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
 
     def part(number: Any, slot: Any) -> tuple[Any, Any]:
         own = least + (number < longer).astype(jnp.int32)
-        return _multiplied(cta, me, steps._replace(slot=slot, count=own), stores)
+        return add_up_whole(cta, me, steps._replace(slot=slot, count=own), stores)
 
     def next_part(number: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
         total, slot = done
@@ -136,9 +121,10 @@ def _in_parts(
     return lax.fori_loop(1, parts, next_part, (total, slot))
 
 
-def _multiplied(
+def add_up_whole(
     cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
 ) -> tuple[Any, Any]:
+    """Does the same in one part."""
     plan = cta.plan
     if plan.b.paneled:
         return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me, before))

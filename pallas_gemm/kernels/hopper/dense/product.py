@@ -5,12 +5,14 @@
     rows in groups              a warp finds the pieces; zeros past the last group (`groups/`)
     sums over groups            the same; only elements of the group are summed up (`groups/`)
     sums over crowded groups    besides, the sum is handed on from worker to worker (`along_k/`)
+    operands are sums           small terms are summed up first (`summed_operands.py`)
     cut along k                 a piece takes some steps, and leaves its sum (`along_k/`)
 
 A kernel is built for one of them: `kernel.py` chooses, and its roles do not ask.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,6 +60,11 @@ class Product:
             rank = lax.axis_index("cluster_row") + lax.axis_index("cluster_col")
             claimant = (rank == 0).astype(jnp.int32)
         return functools.partial(claims.walk, order, worker, plan.workers, plan.coding, claimant)
+
+    @property
+    def factors(self) -> Sequence[launch.Factors]:
+        """The operands of each term."""
+        return self.cta.gmem.factors
 
     def assist(self, warp: Scalar) -> None:
         """Runs in every warp of the producer: the idle ones may send rows to other devices."""
