@@ -206,14 +206,7 @@ class _Accelerated:
             self._is_reported = True
             tell = print if self._report is True else self._report
             tell(f"accelerate {_name(self._f)}: {summary(found)}")
-        # It is a part of the program around it, and no function of its own.
-        equations = [
-            e.replace(params=dict(e.params, inline=type(e.params["inline"]).JAX_EARLY))
-            if e.primitive.name == "jit"
-            else e
-            for e in new.eqns
-        ]
-        return new.replace(eqns=equations)
+        return new
 
     def _warn(self, why: str) -> None:
         if not self._is_warned:
@@ -251,6 +244,8 @@ REASONS = 3
 
 
 def _name(f: Any) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
     return getattr(f, "__name__", type(f).__name__)
 
 

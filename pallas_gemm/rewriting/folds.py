@@ -99,8 +99,8 @@ class Folder:
         best: Fold | None = None
         for reduces in (True, False):
             region = region_of(level, own.out, exact=self._how.exact, reduces=reduces)
-            if region is None or (best is not None and region.results == best.region.results):
-                continue
+            if region is None:
+                break
             if any(_is_neither(x, own) for x in region.operands):
                 continue
             call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32))
@@ -109,6 +109,9 @@ class Folder:
             least = best.saved if best else LEAST_SAVED * own.seconds
             if saved is not None and saved > least:
                 best = Fold(saved, own, region, function, call)
+            if all(x.aval.shape == own.out.aval.shape for x in region.results):
+                # It reduces nothing.
+                break
         return best
 
     def _saved(self, own: Dense, region: Region, function: Function, call: Call) -> float | None:

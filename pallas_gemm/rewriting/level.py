@@ -1,6 +1,7 @@
 """One function of a traced program: its equations, who makes each value, and who reads it."""
 
 import heapq
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -207,6 +208,11 @@ def called(equation: Any) -> core.Jaxpr | None:
 def is_stored_by(equation: Any) -> bool:
     """Whether an equation has its operands and results in memory."""
     inner = called(equation)
-    if inner is not None:
-        return any(map(is_stored_by, inner.eqns))
-    return kinds.is_apart(equation)
+    if inner is None:
+        return kinds.is_apart(equation)
+    if inner not in _STORED_BY:
+        _STORED_BY[inner] = any(map(is_stored_by, inner.eqns))
+    return _STORED_BY[inner]
+
+
+_STORED_BY: weakref.WeakKeyDictionary[core.Jaxpr, bool] = weakref.WeakKeyDictionary()

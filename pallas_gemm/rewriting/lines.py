@@ -22,8 +22,16 @@ def _files(source: Any) -> Iterator[tuple[str, int]]:
 
 
 def is_ours(source: Any) -> bool:
-    """Whether this package made an equation, for a product that it leaves to XLA."""
-    return any(file.startswith(_PACKAGE) for file, _ in _files(source))
+    """Whether this package made an equation, for a product that it leaves to XLA.
+
+    The user's own function may have been called by this package.
+    """
+    for file, _ in _files(source):
+        if file.startswith(_PACKAGE):
+            return True
+        if not file.startswith(_LIBRARIES):
+            return False
+    return False
 
 
 def is_library(file: str) -> bool:

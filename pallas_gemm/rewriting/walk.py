@@ -73,7 +73,9 @@ class Rewriter:
     def _rewritten(self, jaxpr: core.Jaxpr) -> Rewritten:
         found: list[Found] = []
         inside = [self._inside(equation, found) for equation in jaxpr.eqns]
-        equations = self._with_products(Level(jaxpr, inside), found)
+        equations = inside
+        if any(equation.primitive.name in kinds.DOTS for equation in inside):
+            equations = self._with_products(Level(jaxpr, inside), found)
         if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
             return Rewritten(jaxpr, tuple(found))
         old = frozenset().union(*(e.effects for e in jaxpr.eqns))

@@ -9,6 +9,8 @@ import pytest
 from jax.extend import core
 
 from pallas_gemm import accelerate, target
+from pallas_gemm.flax import routed
+from pallas_gemm.rewriting import lines
 from tests.reference import integers
 from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
 
@@ -27,6 +29,12 @@ def names(jaxpr: Any) -> list[str]:
     others = [e for e in jaxpr.eqns if not e.primitive.name.startswith("pallas_gemm")]
     inner = (x for e in others for x in core.jaxprs_in_params(e.params))
     return own + [name for x in inner for name in names(x)]
+
+
+def inside(program: Any) -> Any:
+    """Returns the accelerated function, which is all of a program."""
+    (call,) = program.eqns
+    return call.params["jaxpr"]
 
 
 def derived(f: Any) -> Any:
@@ -53,7 +61,7 @@ def _accelerated(f: Any, *args: Any) -> Any:
     with target("h200"):
         program = jax.make_jaxpr(accelerate(f))(*args)
         core.check_jaxpr(program)
-        return program, jax.jit(accelerate(f))(*args)
+        return inside(program), jax.jit(accelerate(f))(*args)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -139,7 +147,7 @@ def test_only_what_changes_is_another_equation() -> None:
     args = operands()
     stock = jax.make_jaxpr(f)(*args)
     with target("h200"):
-        ours = jax.make_jaxpr(accelerate(f, numerics="exact"))(*args)
+        ours = inside(jax.make_jaxpr(accelerate(f, numerics="exact"))(*args))
     changed = [
         (a, b) for a, b in zip(ours.eqns, stock.eqns, strict=True) if a.primitive is not b.primitive
     ]
@@ -147,6 +155,7 @@ def test_only_what_changes_is_another_equation() -> None:
     assert ours.effects == stock.effects
     for a, b in zip(ours.eqns, stock.eqns, strict=True):
         assert str(a.source_info.name_stack) == str(b.source_info.name_stack)
+        assert lines.place(a.source_info) == lines.place(b.source_info)
         assert a.effects == b.effects
 
 
@@ -160,7 +169,7 @@ def test_shardings_donated_arguments_and_names_survive() -> None:
 
     inner = jax.jit(own, donate_argnums=0, out_shardings=rows)
     with target("h200"):
-        program = jax.make_jaxpr(accelerate(inner))(x, w)
+        program = inside(jax.make_jaxpr(accelerate(inner))(x, w))
     (call,) = (e for e in program.eqns if e.primitive.name == "jit")
     assert call.params["name"] == "own"
     assert call.params["donated_invars"] == (True, False)
@@ -193,3 +202,17 @@ def test_products_of_this_package_stay_what_they_are() -> None:
     args = operands()
     program, _ = _accelerated(lambda x, w: matmul(x.astype(jnp.int32), w.astype(jnp.int32)), *args)
     assert "pallas_gemm" not in names(program)
+
+
+def test_a_product_of_the_users_own_that_this_package_calls_is_replaced() -> None:
+    def compute(rows: Any, sizes: Any) -> Any:
+        return jax.lax.ragged_dot(rows, jnp.stack([rows[:N].T, rows[:N]]), sizes)
+
+    def f(x: Any, w: Any) -> Any:
+        group = (jnp.arange(N) > 99).astype(jnp.int32)
+        return routed.in_groups(x + w, group, 2, compute)
+
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert not [x for x in names(program) if x in DOTS]
