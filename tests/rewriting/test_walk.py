@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 from pallas_gemm import accelerate, target
-from pallas_gemm.flax import routed
+from pallas_gemm.layers import routed
 from pallas_gemm.rewriting import lines
 from tests.reference import integers
 from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
