@@ -104,6 +104,14 @@ def test_each_product_of_a_batch_has_its_own(
     _check(jax.vmap(lambda x: _gemm(x, implementation), axes)(x), expected)
 
 
+@pytest.mark.parametrize("shared", [("alpha", "bias"), ("beta", "row_scale"), ()], ids=str)
+def test_a_simulated_batch_reads_its_own_numbers_or_those_of_all(shared: tuple[str, ...]) -> None:
+    x = _drawn(jnp.bfloat16, (BATCH,))
+    x |= {name: x[name][0] for name in shared}
+    expected = _formula({name: v[None] if name in shared else v for name, v in x.items()})
+    _check(_gemm(x, "interpret"), expected)
+
+
 @pytest.mark.parametrize("shared", [("b", "bias", "col_scale"), ("b", "alpha", "bias"), ("a",), ()])
 def test_a_kernel_gets_what_belongs_to_each_product(shared: tuple[str, ...]) -> None:
     x = _drawn(jnp.float32, (BATCH,))

@@ -23,7 +23,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.dense import claims
 from pallas_gemm.kernels.hopper.groups import sum_walk, table
 from pallas_gemm.kernels.ptx import mailbox, words
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from tests import blackwell_simulator, group_products, ptx_simulator
 
@@ -43,6 +43,7 @@ GROUPS = Problem(
     shared_b=True,
     ragged_k=True,
 )
+SCALED = dataclasses.replace(GROUPS, epilogue=Epilogue(alpha=2.0))
 RELAYED = dataclasses.replace(CLAIMED, ctas=3)
 TWO_CONSUMERS = dataclasses.replace(RELAYED, tile=(128, 64), consumers=2)
 
@@ -50,6 +51,8 @@ Case = tuple[Problem, HopperConfig]
 CASES: dict[str, Case] = {
     "claimed": (TILES, CLAIMED),
     "claimed in clusters": (TILES, PAIRS),
+    # With an epilogue, no group is cut.
+    "claimed sums": (SCALED, RELAYED),
     "relayed": (GROUPS, RELAYED),
     "relayed by two consumers": (dataclasses.replace(GROUPS, m=128), TWO_CONSUMERS),
 }
@@ -65,12 +68,12 @@ class Simulated:
             problem, config, H200, interpret=blackwell_simulator.PARAMS
         )
         assert plan.claims_tiles
-        assert bool(plan.relay) == problem.ragged_k
+        assert bool(plan.relay) == (problem.ragged_k and problem is not SCALED)
         operands = products.small_integers(problem, np.random.default_rng(0))
         self._arrays: Sequence[Any] = operands.arrays
         if problem.ragged_k:
             self._arrays = (*operands[:2], jnp.array(SIZES))
-            exact = group_products.exact(problem, SIZES, *operands[:2])
+            exact = group_products.exact(problem, SIZES, *operands[:2]) * problem.epilogue.alpha
         else:
             exact = products.exact(problem, operands)
         self._expected = products.rounded(problem, exact)
@@ -97,6 +100,7 @@ ARRIVALS, CLAIMS, COUNTER = "red.release", "st.relaxed", "shfl.sync"
     [
         *itertools.product(("claimed",), ("", CLAIMS)),
         ("claimed in clusters", ""),
+        *itertools.product(("claimed sums",), ("", COUNTER)),
         *itertools.product(("relayed", "relayed by two consumers"), ("", ARRIVALS, COUNTER)),
     ],
 )
@@ -194,6 +198,11 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
         {"race", "wrong"},
     ),
     "pieces are counted twice": (say(words, "CLAIM", ", 1;", ", 2;"), "relayed", {"wrong"}),
+    "pieces of sums are counted twice": (
+        say(words, "CLAIM", ", 1;", ", 2;"),
+        "claimed sums",
+        {"wrong"},
+    ),
     "pieces are counted before they are claimed": (
         put(sum_walk, "_following", following_beyond_all_workers),
         "relayed",

@@ -22,7 +22,7 @@ from pallas_gemm.kernels.hopper.dense.product import Product
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
-from tests import covering, races
+from tests import covering, group_products, races
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and four CTAs make each
 # worker compute several tiles.
@@ -235,6 +235,18 @@ def test_summands_are_added_up_in_passes_and_a_rest(parts, passes, rng):
     check_exact(Problem(64, 64, 64 * parts), config, rng)
 
 
+@pytest.mark.parametrize("layout", ["NT", "TT"])
+@pytest.mark.parametrize("last", [None, 1], ids=["all", "last"])
+def test_summands_of_chunks_of_two_widths(layout, last, rng):
+    # Of 80 columns, 64 are one chunk and 16 another; the second tile has 8 of its own.
+    config = HopperConfig(
+        tile=(64, 80), consumers=1, stages=2, store_columns=64, split_k=3, late_store=False
+    )
+    config = dataclasses.replace(config, split_last=last)
+    problem = products.transposed(Problem(72, 88, 64 * 4), layout)
+    check_exact(problem, config, rng)
+
+
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
@@ -380,6 +392,17 @@ def test_crowded_groups_are_cut_along_k_and_their_sums_handed_on(rng):
     ]
     out = run_plan(plan, [*operands[:2], jnp.array(sizes)])
     np.testing.assert_array_equal(out, products.rounded(problem, np.stack(expected)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100, 136])
+def test_the_sum_over_one_group_of_one_tile(rows, rng):
+    shared = {"batch": 1, "shared_a": True, "shared_b": True}
+    problem = Problem(64, 64, 136, transpose_a=True, ragged_k=True, **shared)
+    operands = products.small_integers(problem, rng)
+    plan = HopperPlan(problem, dataclasses.replace(SMALL, ctas=2), H200, interpret=SIMULATOR)
+    out = run_plan(plan, [*operands[:2], jnp.array([rows])])
+    exact = group_products.exact(problem, [rows], *operands[:2])
+    np.testing.assert_array_equal(out.reshape(exact.shape), products.rounded(problem, exact))
 
 
 # The simulator multiplies with NumPy, which warns of what this test is about.

@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from schedules import Schedule, Triangle, hilbert
@@ -47,6 +51,20 @@ def run(problem: Problem, config: HopperConfig, rng: np.random.Generator) -> tup
 def test_half_the_tiles_make_all_of_the_result(problem, config, rng):
     assert config.tiles(problem) < np.prod(config.stacked_grid(problem))
     np.testing.assert_array_equal(*run(problem, config, rng))
+
+
+@pytest.mark.parametrize("columns", [16, 32])
+def test_what_chunks_write_twice_has_the_same_bits(columns, rng):
+    """Chunks that are no squares: of one on the diagonal, a part is mirrored into another."""
+    config = dataclasses.replace(SMALL, store_columns=columns, late_store=False)
+    plan = HopperPlan(GRAM, config, H200, interpret=plgpu.InterpretGPUParams())
+    assert not plan.chunks_are_squares
+    # Real numbers, which are rounded in the order in which they are added up.
+    a = products.normal(GRAM, rng).a
+    out = np.asarray(jax.jit(hopper.build(plan))(a, a)).astype(np.float64)
+    np.testing.assert_array_equal(out, out.T)
+    wide = np.asarray(a).astype(np.float64)
+    np.testing.assert_allclose(out, wide @ wide.T, rtol=0.01, atol=0.1)
 
 
 def test_the_order_is_the_triangle_of_any():
