@@ -25,6 +25,9 @@ from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, Memory, chunks
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue
 
+BLOCKS = 8
+"""In how many steps slopes take the place of all logits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -325,11 +328,45 @@ def _slopes_of(
     layer: Layer, with_bias: bool, own: Given, slopes: Slopes, kept: jax.Array | None
 ) -> list[jax.Array]:
     """Computes the slopes of some words, from the product that was kept or anew."""
+    if kept is not None:
+        return _in_the_place_of(kept, layer, with_bias, own, slopes)
     function = _slopes_of_sums(layer, own, with_bias, slopes)
     rest = (*slopes.leaves(), own.labels, *own.bias)
-    if kept is not None:
-        return function(kept.astype(layer.call.out_dtype), *rest)
     return fused(layer.call, layer.contraction, function, own.hidden, own.weight, *rest)
+
+
+def _in_the_place_of(
+    kept: jax.Array, layer: Layer, with_bias: bool, own: Given, slopes: Slopes
+) -> list[jax.Array]:
+    """Computes the slopes where the product lies, some tokens at a time: XLA then needs no other.
+
+    As one pass, XLA was seen to write the slopes of a kernel's result beside it.
+    """
+    tokens = kept.shape[0]
+    blocks = 1 if is_symbolic_dim(tokens) or tokens % BLOCKS else BLOCKS
+
+    def of(start: Any, size: int, g: jax.Array) -> list[jax.Array]:
+        def part(x: jax.Array) -> jax.Array:
+            return x if blocks == 1 else lax.dynamic_slice_in_dim(x, start, size, 0)
+
+        some = own._replace(hidden=part(own.hidden), labels=part(own.labels))
+        slopes_: Slopes = jax.tree.map(part, slopes)
+        function = _slopes_of_sums(layer, some, with_bias, slopes_)
+        sums = part(g).astype(layer.call.out_dtype)
+        return function(sums, *slopes_.leaves(), some.labels, *some.bias)
+
+    if blocks == 1:
+        return of(0, tokens, kept)
+    size = tokens // blocks
+
+    def step(found: Any, start: Any) -> Any:
+        g, *before = found
+        new, *of_bias = of(start, size, g)
+        total = [x + y for x, y in zip(before, of_bias, strict=True)]
+        return [lax.dynamic_update_slice_in_dim(g, new, start, 0), *total], None
+
+    zeros = [jnp.zeros_like(x, layer.call.out_dtype) for x in own.bias] if with_bias else []
+    return lax.scan(step, [kept, *zeros], size * jnp.arange(blocks, dtype=jnp.int32))[0]
 
 
 def _put(
