@@ -261,7 +261,7 @@ def _run(
     return functools.partial(found.run, kernel)
 
 
-ON_MESH = "on a mesh XLA computes the function that is the epilogue"
+ON_MESH = "nothing is promised on a mesh of a function that is the epilogue"
 """Why nothing is promised of its results."""
 
 
