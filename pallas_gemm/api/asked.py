@@ -16,7 +16,7 @@ from pallas_gemm.api.findings import Copy, Origin
 from pallas_gemm.api.program import Operation, Program, Value
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels import element_types
-from pallas_gemm.op import fused
+from pallas_gemm.op import fused, stored
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.fused import fused_p
@@ -38,28 +38,26 @@ _OF_JAX = ("dot_general", "ragged_dot_general")
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """An array that is in memory, and that a program turns.
+    """An array that a program turns.
 
     Attributes:
         operation: What turns it.
-        permutation: Of its dimensions.
-        stored: Its shape and type.
+        how: The permutation of its dimensions, and its shape before.
+        dtype: Its type.
+        is_copy: It is in memory as it was before, too.
     """
 
     operation: Operation
-    permutation: tuple[int, ...]
-    stored: tuple[Any, Any]
+    how: stored.Turned
+    dtype: np.dtype
+    is_copy: bool
 
     @property
     def copy(self) -> Copy:
         """What it takes."""
-        shape, dtype = self.stored
-        what = f"transpose{self.permutation} of {dtype}{list(shape)} by the program"
-        return Copy(what, int(2 * np.prod(shape) * dtype.itemsize), self.operation.times)
-
-    def letters(self, turned: str) -> str:
-        """Returns the letters of the dimensions as they are stored, of those that are turned."""
-        return "".join(turned[self.permutation.index(i)] for i in range(len(turned)))
+        shape = self.how.shape
+        what = f"transpose{self.how.permutation} of {self.dtype}{list(shape)} by the program"
+        return Copy(what, int(2 * np.prod(shape) * self.dtype.itemsize), self.operation.times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +88,20 @@ class Asked:
     turned: tuple[Turned, ...] = ()
 
 
-def products(program: Program) -> Iterator[Asked]:
-    """Yields each product of a program."""
+def products(program: Program, gpu: Any = None) -> Iterator[Asked]:
+    """Yields each product of a program.
+
+    An operand that is read as it is stored is one of its operation afterwards.
+
+    Args:
+        program: The program.
+        gpu: The GPU to plan for where none is targeted; None if there is none.
+    """
     users = program.users()
     for operation in program.operations:
-        if operation.equation.primitive in _OURS:
+        if operation.equation.primitive is product_p:
+            yield _of_product(operation, [_turned(x, users) for x in _inputs(operation)], gpu)
+        elif operation.equation.primitive in _OURS:
             yield from _of_ours(operation, [_turned(x, users) for x in _inputs(operation)])
         elif operation.name in _OF_JAX:
             yield _of_jax(operation)
@@ -116,18 +123,18 @@ def _inputs(operation: Operation) -> Iterator[tuple[Value, Any]]:
 
 
 def _turned(operand: tuple[Value, Any], users: Mapping[Value, list[Operation]]) -> Turned | None:
-    """Returns what is turned to make an operand, if it is in memory as it was before, too."""
+    """Returns what is turned to make an operand."""
     value, aval = operand
     own = value.made_by
     if own is None or own.name != "transpose" or own.equation.outvars[0].aval.shape != aval.shape:
         return None
     (before,) = own.inputs
     is_made = before.made_by is not None and not before.made_by.is_apart
-    if is_made and all(user is own for user in users[before]):
-        # What makes it writes it so.
-        return None
-    (stored,) = signature_of((own.equation.invars[0].aval,))
-    return Turned(own, tuple(own.equation.params["permutation"]), stored)
+    # If nothing else reads it, what makes it writes it so.
+    is_copy = not (is_made and all(user is own for user in users[before]))
+    ((shape, dtype),) = signature_of((own.equation.invars[0].aval,))
+    how = stored.Turned(tuple(own.equation.params["permutation"]), shape)
+    return Turned(own, how, dtype, is_copy)
 
 
 def _common(operation: Operation) -> dict[str, Any]:
@@ -136,6 +143,32 @@ def _common(operation: Operation) -> dict[str, Any]:
     source = operation.equation.source_info
     origin = Origin(lines.place(source), operation.gradient)
     return {"meshes": meshes, "origin": origin, "times": operation.times}
+
+
+def _of_product(operation: Operation, turned: list[Turned | None], gpu: Any) -> Asked:
+    """Returns one product, of operands as they are stored where it is lowered so."""
+    equation = operation.equation
+    call, dims = (equation.params[x] for x in ("call", "contraction"))
+    given = signature_of(tuple(v.aval for v in equation.invars))
+    common = _common(operation)
+    if not common["meshes"]:
+        # What another function turns, a product does not see.
+        seen = [
+            own.how if own is not None and own.operation.function is operation.function else None
+            for own in turned
+        ]
+        planned = call if call.options.target else call.with_target(gpu)
+        dims, given, places = stored.as_stored(planned, dims, given, seen)
+        operation.inputs = tuple(
+            own.operation.inputs[0] if i in places and own is not None else value
+            for i, (value, own) in enumerate(zip(operation.inputs, turned, strict=True))
+        )
+        turned = [None if i in places else own for i, own in enumerate(turned)]
+    matrices = merged(call, dims, given)
+    copies = tuple(_copies(call, matrices, given, operation.times))
+    needless = tuple(_needless(call, dims, given, turned))
+    own = (matrices.call, matrices.signature)
+    return Asked(*own, **common, copies=copies, turned=needless)
 
 
 def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Asked]:
@@ -148,14 +181,7 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         yield _of_function(equation, layer.call, layer.contraction, function, given, common)
         return
     call = equation.params["call"]
-    if equation.primitive is product_p:
-        dims = equation.params["contraction"]
-        matrices = merged(call, dims, given)
-        copies = tuple(_copies(call, matrices, given, operation.times))
-        needless = tuple(_needless(call, dims, given, turned))
-        own = (matrices.call, matrices.signature)
-        yield Asked(*own, **common, copies=copies, turned=needless)
-    elif equation.primitive is fused_p:
+    if equation.primitive is fused_p:
         dims, function = (equation.params[x] for x in ("contraction", "function"))
         yield _of_function(equation, call, dims, function, given, common)
     elif equation.primitive is projections_p:
@@ -170,7 +196,8 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     else:
         needless = ()
         if equation.primitive is grouped_p:
-            needless = tuple(x for x in turned if x is not None and x.permutation == (0, 2, 1))
+            copied = [x for x in turned if x is not None and x.is_copy]
+            needless = tuple(x for x in copied if x.how.permutation == (0, 2, 1))
         yield Asked(call, given, **common, turned=needless)
 
 
@@ -194,7 +221,8 @@ def _of_function(
     results = [v.aval for v in equation.outvars]
     moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in results)
     moved += function.sums * math.prod(function.types[0].shape) * np.dtype(np.float32).itemsize
-    copy = Copy(f"the rest of the epilogue by XLA: {left}", moved, common["times"])
+    text = f"the rest of the epilogue by XLA: {left}"
+    copy = Copy(text, moved, common["times"], is_epilogue=True)
     return Asked(call, signature, **common, copies=(copy,))
 
 
@@ -241,11 +269,10 @@ def _needless(
     """Yields what need not be turned: as it is stored, the product reads it without a copy."""
     for name, place in (("lhs", 0), ("rhs", 1)):
         operand = turned[place]
-        if operand is None or (place and call.epilogue.gated):
+        if operand is None or not operand.is_copy or (place and call.epilogue.gated):
             continue
-        stored = operand.letters(getattr(contraction, name))
-        dims = contraction.with_letters(**{name: stored})
-        operands = (*given[:place], operand.stored, *given[place + 1 :])
+        dims = contraction.with_letters(**{name: operand.how.letters(getattr(contraction, name))})
+        operands = (*given[:place], (operand.how.shape, operand.dtype), *given[place + 1 :])
         if not list(_copies(call, merged(call, dims, operands), operands, 1)):
             yield operand
 

@@ -119,7 +119,7 @@ def _explained(program: Program, outside: list[_Outside]) -> Explanation:
     """Explains a program of which some calls are known to be XLA's."""
     gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
     device = targeting.known_target() or gpu
-    asked = list(_with_reasons(products(program), outside))
+    asked = list(_with_reasons(products(program, gpu), outside))
     entries = [list(_entries(own, gpu, device)) for own in asked]
     # What is copied is copied once, however many products read it; XLA's own read what is stored.
     by_kernels = [

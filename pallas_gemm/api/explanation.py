@@ -48,7 +48,10 @@ class Explanation(Findings):
         if self.rewritten is not None:
             parts += [_row("accelerated" * (not i), text, 0) for i, text in enumerate(_fate(self))]
         parts += [_row("last layer", text, 0) for text in self.last_layers]
-        parts += [_row("before it", str(copy), 0) for copy in _together(self.all_copies)]
+        parts += [
+            _row("after it" if copy.is_epilogue else "before it", str(copy), 0)
+            for copy in _together(self.all_copies)
+        ]
         if self.by_jax:
             parts.append(_row("JAX's own", _by_jax_text(self), 0))
         parts += [_row("to change", hint, 0) for hint in hints(self)]
@@ -93,7 +96,7 @@ class Explanation(Findings):
 def hints(found: Findings) -> list[str]:
     """Returns what the caller could change for more of the products to be fast."""
     every = [hint for group in found.groups if group.entry.is_ours for hint in _hints(group)]
-    if found.copies:
+    if any(not copy.is_epilogue for copy in found.copies):
         every.append("keep contracted dimensions, and those of a batch, side by side in memory")
     if found.turned:
         every.append(
@@ -228,11 +231,11 @@ def _comparison(found: Findings) -> Iterator[tuple[str, str]]:
 
 def _together(copies: Iterable[Copy]) -> Iterator[Copy]:
     """Yields copies, equal ones as one that is made as often."""
-    times: dict[tuple[str, int], int] = {}
+    times: dict[Copy, int] = {}
     for copy in copies:
-        alike = copy.what, copy.bytes
+        alike = dataclasses.replace(copy, times=1)
         times[alike] = times.get(alike, 0) + copy.times
-    return (Copy(*alike, often) for alike, often in times.items())
+    return (dataclasses.replace(copy, times=often) for copy, often in times.items())
 
 
 def _is_told(group: Group, found: Findings) -> bool:

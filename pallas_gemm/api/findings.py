@@ -31,17 +31,19 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A pass over an operand that brings dimensions side by side, before any kernel is looked at.
+    """A pass over memory beside a product: before it, or for the rest of its epilogue.
 
     Attributes:
-        what: What is done to which operand.
+        what: What is done to which array.
         bytes: Bytes read and written, each time.
         times: How often it is made.
+        is_epilogue: It is the rest of an epilogue, and no copy that another layout would save.
     """
 
     what: str
     bytes: int
     times: int = 1
+    is_epilogue: bool = False
 
     def __str__(self) -> str:
         often = f", {self.times} times" if self.times > 1 else ""

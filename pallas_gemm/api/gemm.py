@@ -414,6 +414,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
         explanation.note(own)
     dims = tuple(own.contraction for own in asked)
     rights = tuple(own.operands.present()[1:] for own in asked)
+    # What JAX has traced before says nothing of the line that asks for it now.
     run = bind_projections if explanation.is_noting() else _projections
     return tuple(run(first.call, dims, first.operands.a, rights))
 
@@ -433,10 +434,8 @@ def answer(asked: Request) -> jax.Array:
     sharding = asked.result_sharding
     if sharding is not None:
         return explicit_product(asked.call, asked.contraction, sharding, *operands)
-    # What JAX has traced before says nothing of the line that asks for it now.
-    run = product if explanation.is_noting() else _product
-    return run(asked.call, asked.contraction, *operands)
+    # Not under a `jax.jit` of its own, where nobody would see what makes its operands.
+    return product(asked.call, asked.contraction, *operands)
 
 
-_product = jax.jit(product, static_argnums=(0, 1), inline=True)
 _projections = jax.jit(bind_projections, static_argnums=(0, 1), inline=True)

@@ -57,6 +57,7 @@ class Operation:
         outputs: What it makes.
         times: How often it runs.
         gradient: It is a part of a derivative in reverse mode.
+        function: Stands for the call of a function that it is in.
     """
 
     equation: Any
@@ -64,6 +65,7 @@ class Operation:
     outputs: tuple[Value, ...]
     times: int
     gradient: bool
+    function: object = None
 
     @property
     def name(self) -> str:
@@ -123,6 +125,7 @@ class _Writer:
         self.operations: list[Operation] = []
         self.left: list[Value] = []
         self._known: dict[Any, tuple[Value, ...]] = {}
+        self._function: object = None
 
     def write(
         self, jaxpr: core.Jaxpr, given: Sequence[Value], times: int, gradient: bool
@@ -132,11 +135,14 @@ class _Writer:
         # A function's constants may be left out where it is called.
         missing = [Value(var.aval) for var in names[: len(names) - len(given)]]
         values = dict(zip(names, (*missing, *given), strict=True))
+        caller, function = self._function, object()
         for equation in jaxpr.eqns:
+            self._function = function
             inputs = tuple(self._read(values, v) for v in equation.invars)
             backward = gradient or "transpose(" in str(equation.source_info.name_stack)
             outputs = self._outputs(equation, inputs, times, backward)
             values.update(zip(equation.outvars, outputs, strict=True))
+        self._function = caller
         return [self._read(values, v) for v in jaxpr.outvars]
 
     def _read(self, values: Mapping[Any, Value], v: Any) -> Value:
@@ -178,7 +184,7 @@ class _Writer:
     def _made(
         self, equation: Any, inputs: Any, avals: Any, times: int, gradient: bool
     ) -> tuple[Value, ...]:
-        own = Operation(equation, tuple(inputs), (), times, gradient)
+        own = Operation(equation, tuple(inputs), (), times, gradient, self._function)
         own.outputs = tuple(Value(aval, own) for aval in avals)
         self.operations.append(own)
         return own.outputs

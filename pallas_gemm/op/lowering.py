@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall
-from pallas_gemm.op import kept_kernels, mesh_context, partition
+from pallas_gemm.op import kept_kernels, mesh_context, partition, stored
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.parts import part_p
@@ -31,11 +32,14 @@ from pallas_gemm.planning import (
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.dispatch import Decision
 
+whole_p = core.Primitive("pallas_gemm_whole")
+"""A product whose operands are what they are; the primitive of all transformations becomes one."""
 kernel_p = core.Primitive("pallas_gemm_kernel")
 """What a kernel computes of the matrices that one device's part is merged into."""
 
 
 @part_p.def_effectful_abstract_eval
+@whole_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> Any:
     result = type_by(contraction.by_xla, call, avals)
@@ -91,6 +95,42 @@ def _lowered(
     else:
         run = functools.partial(partition.shared_product, call, contraction)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+def _lowered_in_place(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, contraction: Contraction, **how: Any
+) -> Any:
+    """Lowers a product where it stands, which shows what makes its operands.
+
+    A kernel reads an operand as it is stored, where the program transposes it just before.
+    """
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    given, places, gpu = _signature(ctx.avals_in), (), platforms == ("cuda",)
+    if mesh_context.is_one_devices(ctx.module_context.axis_context) and len(platforms) == 1:
+        turned = [_turned(x, shape) for x, (shape, _) in zip(operands, given, strict=True)]
+        if any(turned):
+            found = stored.as_stored(planned(call, gpu), contraction, given, turned)
+            contraction, given, places = found
+    if not places:
+        # Is lowered once for all of its kind.
+        run = functools.partial(whole_p.bind, call=call, contraction=contraction, **how)
+        return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+    read = [x.owner.operands[0] if i in places else x for i, x in enumerate(operands)]
+    inner = ctx.replace(avals_in=mesh_context.types_off_mesh(*given))
+    result = _lowered_part(inner, *read, call=call, contraction=contraction, gpu=gpu)
+    if inner.tokens_out is not None:
+        ctx.set_tokens_out(inner.tokens_out)
+    return result
+
+
+def _turned(operand: Any, shape: tuple[Any, ...]) -> stored.Turned | None:
+    """Returns how a value of the module was transposed; None if it was not."""
+    owner = operand.owner
+    if getattr(owner, "name", None) != "stablehlo.transpose":
+        return None
+    permutation = tuple(ir.DenseI64ArrayAttr(owner.attributes["permutation"]))
+    before = tuple(shape[permutation.index(i)] for i in range(len(shape)))
+    return stored.Turned(permutation, before)
 
 
 def refuse_unshared(call: Call, module: Any) -> None:
@@ -255,9 +295,11 @@ def _refuse_gpu_kernel(call: Call) -> None:
 
 
 for _primitive, _rule in (
-    (product_p, _lowered),
+    (whole_p, _lowered),
     (part_p, _lowered_part),
     (kernel_p, lowered_kernel),
 ):
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
     mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+# JAX lowers what it caches apart from the program, where nobody sees what makes the operands.
+mlir.register_lowering(product_p, _lowered_in_place, cacheable=False)
