@@ -405,8 +405,8 @@ def checked_order(value: Any) -> str | Schedule | OnlineSchedule:
         parse(value)
     elif isinstance(value, Pieces):
         raise TypeError(
-            "schedule of a config must be an order of whole tiles, got Pieces: split_k and"
-            " split_last cut them along k, or the schedule of a call"
+            "schedule of a config must be an order of whole tiles, got Pieces: set split_k and"
+            " split_last, or give the pieces to the call, as its schedule"
         )
     elif not isinstance(value, Schedule | OnlineSchedule):
         raise TypeError(

@@ -265,7 +265,7 @@ def _show(options: argparse.Namespace) -> None:
         _show_pieces(schedule, options)
         return
     if options.split_last is not None or options.steps is not None:
-        raise ValueError("--split-last and --steps need --split-k, into how many pieces")
+        raise ValueError("--split-last and --steps need --split-k, the number of pieces of a tile")
     if options.png is not None:
         draw.png(schedule, options.png, workers=options.workers)
         print(f"{schedule.name}, {schedule.rows} x {schedule.cols} tiles: {options.png}")
@@ -282,7 +282,7 @@ def _show(options: argparse.Namespace) -> None:
 
 def _show_pieces(schedule: Schedule, options: argparse.Namespace) -> None:
     if options.png is not None or options.style != "auto":
-        raise ValueError("--split-k draws a line for each tile: without --png and --style")
+        raise ValueError("--split-k draws a line for each tile, so leave out --png and --style")
     if schedule.triangle is not None:
         raise ValueError("--split-k cuts the tiles of a whole grid, not of a triangle")
     steps = options.steps or STEPS

@@ -198,7 +198,7 @@ def _option(spec: str, grammar: _Fields, field: str) -> tuple[str, object]:
     if grammar.number in ("GROUP", "LOG") and re.fullmatch(_NUMBER, field):
         return grammar.number.lower(), int(field)
     legal = ", ".join([*([grammar.number] if grammar.number else []), *grammar.words])
-    raise ValueError(f"schedule {spec!r}: {field!r} is no option of it; legal: {legal or 'none'}")
+    raise ValueError(f"schedule {spec!r}: {field!r} is no option; legal: {legal or 'none'}")
 
 
 def _parse_by_die(spec: str, rest: str) -> Builder:

@@ -270,7 +270,8 @@ def each_with_extras(weights: Any, biases: Any, activations: Any) -> list[tuple[
     for name, values in (("biases", biases), ("activations", activations)):
         if len(values) != len(weights):
             raise ValueError(
-                f"{name} must be as many as weights, {len(weights)}, or None, got {len(values)}"
+                f"{name} must have an entry for each of the {len(weights)} weights, or be None, got"
+                f" {len(values)}"
             )
     return list(zip(weights, biases, activations, strict=True))
 
@@ -288,7 +289,8 @@ def each_with_operands(weights: Any, operands: Any) -> list[tuple[Any, Any]]:
     if not isinstance(operands, list | tuple) or len(operands) != len(every):
         given = len(operands) if isinstance(operands, list | tuple) else type(operands).__name__
         raise ValueError(
-            f"operands must be a tuple of those of each of the weights, {len(every)}, got {given}"
+            f"operands must be a tuple with an entry for each of the {len(every)} weights, got"
+            f" {given}"
         )
     return list(zip(every, operands, strict=True))
 

@@ -139,8 +139,8 @@ def gemm_reduce_scatter(
     size = _axis_size(axis_name)
     if a.shape[-2] % size:
         raise ValueError(
-            f"a has {a.shape[-2]} rows, which the {size} devices along axis_name={axis_name!r} do"
-            " not divide"
+            f"the rows of a must be a multiple of the {size} devices along axis_name={axis_name!r},"
+            f" got {a.shape[-2]}"
         )
     dtype = arguments.result_type(a, b, preferred_element_type).dtype
     group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, b, dtype), precision)
@@ -164,8 +164,8 @@ def _check_factors(a: Any, b: Any, transpose_b: bool) -> int:
     contracted, columns = b.shape[::-1] if transpose_b else b.shape
     if a.shape[-1] != contracted:
         raise ValueError(
-            f"a has {a.shape[-1]} columns and b {contracted} rows"
-            f"{' (it is transposed)' if transpose_b else ''}; they must be as many"
+            f"a and b must agree in the contracted size, got {a.shape[-1]} columns of a and"
+            f" {contracted} {'columns' if transpose_b else 'rows'} of b"
         )
     return columns
 

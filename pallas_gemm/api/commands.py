@@ -104,8 +104,8 @@ def works(given: argparse.Namespace) -> list[Work]:
             found.append(_of_function(word, match[1], match[2], operands))
         else:
             raise ValueError(
-                f"{word!r} is no shape such as 4096x4096x4096, no module:function, and no operand"
-                " of a function before it such as bf16[8192,4096]"
+                f"{word!r} must be a shape such as 4096x4096x4096, a module:function, or an operand"
+                " of the function before it, such as bf16[8192,4096]"
             )
     return found
 
@@ -148,7 +148,7 @@ def _of_function(word: str, module: str, name: str, operands: Sequence[Any]) -> 
     made = f()
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise ValueError(
-            f"{word} has no operands, so that it must return a function and its arguments, got"
+            f"{word} is given no operands, so it must return a function and its arguments, got"
             f" {type(made).__name__}"
         )
     return Work(word, made[0], made[1:])
@@ -191,7 +191,7 @@ def run_precompile(given: argparse.Namespace) -> int:
             if decision.plan is not None
         ]
     if not problems:
-        raise ValueError(f"no kernel computes any of it on {target}; `explain` says why")
+        raise ValueError(f"no kernel computes these products on {target}; `explain` says why")
     with Progress(len(set(problems)), "compiling") as progress:
         found = precompile.precompile(
             dict.fromkeys(problems), target, progress=lambda own: progress.advance(str(own))
@@ -279,7 +279,7 @@ def _result_text(name: str, result: Result) -> str:
 
 def _meter() -> Meter:
     if targeting.first_gpu() is None:
-        raise RuntimeError("bench times kernels, and there is no GPU here")
+        raise RuntimeError("bench needs a GPU, because it times kernels")
     from pallas_gemm.tuning.timing import KernelMeter
 
     return KernelMeter()

@@ -94,12 +94,12 @@ def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]
         TypeError: It is none, or an operand is no array.
     """
     if epilogue is None:
-        raise ValueError("operands are what epilogue takes, and there is no epilogue")
+        raise ValueError("operands has no meaning without epilogue, the function that takes them")
     if words:
         names = ", ".join(f"{name}=" for name in words)
         raise ValueError(
-            f"epilogue says all that happens to the product: leave out {names}, and say it in the"
-            " function"
+            f"{names} has no meaning beside epilogue: the function says everything that happens to"
+            " the product"
         )
     if not callable(epilogue):
         raise TypeError(

@@ -403,7 +403,9 @@ def _up(x: Any, b: Any) -> Any:
     """
     x = arguments.array("up", x)
     if (x.shape, x.dtype) != (b.shape, b.dtype):
-        raise TypeError(f"up must be as b, {b.dtype}{list(b.shape)}, got {x.dtype}{list(x.shape)}")
+        raise TypeError(
+            f"up must be like b, {b.dtype}{list(b.shape)}, got {x.dtype}{list(x.shape)}"
+        )
     return x
 
 
@@ -444,8 +446,8 @@ def _check(
         )
     if not contracted and sizes.shape[0] != rhs.shape[0]:
         raise TypeError(
-            f"group_sizes must have a size for each group of {right}{list(rhs.shape)}, which are"
-            f" {rhs.shape[0]}, got {sizes.shape[0]}"
+            f"group_sizes must have {rhs.shape[0]} sizes, one for each matrix of"
+            f" {right}{list(rhs.shape)}, got {sizes.shape[0]}"
         )
 
 
@@ -463,7 +465,7 @@ def _check_values(sizes: Any, rows: int) -> None:
         )
     total = sizes.sum(dtype=np.int64)
     if total > rows:
-        raise ValueError(f"group_sizes must be at most all {rows} rows together, got {total}")
+        raise ValueError(f"group_sizes must add up to at most the {rows} rows, got {total}")
 
 
 def _known(sizes: Any) -> np.ndarray | None:

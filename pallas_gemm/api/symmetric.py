@@ -202,7 +202,9 @@ def _symmetric_matmul(
     a, b = _matrices("a", a), _matrices("b", b)
     for name, x in (("a", a), ("b", b)):
         if x.shape[-1] != x.shape[-2]:
-            raise ValueError(f"{name} must be symmetric, and so square, got shape {list(x.shape)}")
+            raise ValueError(
+                f"{name} must be square, because it must be symmetric, got shape {list(x.shape)}"
+            )
     if a.shape != b.shape:
         raise ValueError(
             f"a and b must have the same shape, got {list(a.shape)} and {list(b.shape)}"

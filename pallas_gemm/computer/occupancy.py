@@ -117,7 +117,9 @@ def resident_clusters(ordinal: int) -> tuple[str, tuple[tuple[int, int], ...]]:
     driver("cuDeviceGetName", name, ctypes.c_int(len(name)), device)
     kind = name.value.decode()
     if not _device_attribute(driver, device, _DEVICE_HAS_CLUSTERS):
-        raise DriverError(f"GPU {ordinal}, {kind}, has no clusters: that takes Hopper or newer")
+        raise DriverError(
+            f"GPU {ordinal}, {kind}, has no clusters: only Hopper and newer GPUs have them"
+        )
     shared_bytes = shared_bytes_per_block(driver, device)
     with current(driver, device), filling_kernel(driver, shared_bytes) as kernel:
         return kind, tuple((size, _ask(driver, kernel, shared_bytes, size)) for size in SIZES)

@@ -264,12 +264,13 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
     for i, layer in enumerate(layers):
         if type(layer).__call__ not in (nnx.Linear.__call__, Linear.__call__):
             raise ValueError(
-                f"layers[{i}] is a {type(layer).__name__}, whose product this would not compute;"
-                " legal are flax.nnx.Linear and pallas_gemm.flax.nnx.Linear"
+                f"layers[{i}] must be a flax.nnx.Linear or a pallas_gemm.flax.nnx.Linear, got a"
+                f" {type(layer).__name__}, which computes something else"
             )
         if layer.dot_general not in (jax.lax.dot_general, api.dot_general):
             raise ValueError(
-                f"layers[{i}] has dot_general={layer.dot_general!r}, which this would not call"
+                f"layers[{i}] must have no dot_general of its own, which projections would not"
+                f" call, got {layer.dot_general!r}"
             )
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
     biases = [_value(layer.bias) for layer in layers]

@@ -119,8 +119,8 @@ def _primitives(activation: Activation) -> frozenset[str]:
     results: list[Any] = jaxpr.out_avals
     if [(result.shape, result.dtype) for result in results] != [(_PROBE, jnp.float32)]:
         raise TypeError(
-            f"activation={activation!r} must turn a float32 array into one of the same shape, it"
-            f" turns float32{list(_PROBE)} into {', '.join(map(str, results)) or 'nothing'}"
+            f"activation={activation!r} must turn a float32 array into one of the same shape, but"
+            f" it turns float32{list(_PROBE)} into {', '.join(map(str, results)) or 'nothing'}"
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):
@@ -143,7 +143,7 @@ def _refuse_captured(activation: Activation, arrays: Sequence[Any]) -> None:
         shapes = ", ".join(str(list(jnp.shape(x))) for x in arrays)
         raise TypeError(
             f"activation={activation!r} captures arrays of shapes {shapes}; only Python numbers can"
-            " be built into a kernel: apply to the result of the product what needs an array"
+            " be built into a kernel: apply a function that needs an array to the result"
         )
 
 

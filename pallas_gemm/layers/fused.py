@@ -141,8 +141,8 @@ def check_alike(layers: Sequence[Any], fields: Sequence[str]) -> None:
                 )
         if (activation := getattr(layer, "activation", None)) is not None:
             raise ValueError(
-                f"layers[{i}] has activation={activation!r}; legal is None, and a call of"
-                " the layer itself"
+                f"layers[{i}] must have no activation, got activation={activation!r}; call that"
+                " layer by itself"
             )
 
 

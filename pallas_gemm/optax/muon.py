@@ -261,7 +261,8 @@ def _steps(ns_coeffs: Any, ns_steps: int, preconditioning: str, eps: float) -> _
         numbers = np.tile(numbers, (ns_steps, 1))
     if len(numbers) > ns_steps:
         raise ValueError(
-            f"ns_steps must be {len(numbers)} at least, the rows of ns_coeffs, got {ns_steps}"
+            f"ns_steps must be at least {len(numbers)}, the number of rows of ns_coeffs, got"
+            f" {ns_steps}"
         )
     each = tuple((float(first), float(second), float(third)) for first, second, third in numbers)
     return _Steps(each, preconditioning, eps)
@@ -335,7 +336,7 @@ class _Axes:
             for own in given
         )
         if {*rows} & {*cols}:
-            raise ValueError(f"a dimension must not be of rows and of columns, got {given}")
+            raise ValueError(f"a dimension must not be both a row and a column, got {given}")
         return cls(rows, cols, tuple(i for i in range(x.ndim) if i not in (*rows, *cols)))
 
     def sizes(self, x: Any) -> tuple[int, int]:

@@ -175,8 +175,8 @@ def _why_no_kernel(call: Call, problem: Problem) -> str | None:
             raise ValueError(numerics.why_not_kept(promised, why))
         if call.options.names_something:
             raise ValueError(
-                f"{problem} has sizes that are symbols, and a kernel is compiled for numbers: name"
-                " no implementation, config or schedule for it, or 'xla'"
+                f"{problem} has sizes that are symbols, and a kernel is compiled for numbers: leave"
+                " out implementation, config and schedule, or name 'xla'"
             )
         return "a size is a symbol, and a kernel is compiled for numbers"
     if call.options.target is None and not call.options.names_something:

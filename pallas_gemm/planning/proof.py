@@ -83,7 +83,7 @@ class Proof:
         """
         document: Any = json.loads(text)
         if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-            raise ValueError("it is none of this format")
+            raise ValueError("it has another format")
         try:
             stages = tuple(Stage(**stage) for stage in document.pop("stages"))
             found = cls(**document, stages=stages)

@@ -120,7 +120,7 @@ def autotune(
     architecture = architecture_of(device) if device else None
     if device is None or architecture is None:
         here = device.kind if device else "none"
-        raise RuntimeError(f"autotune needs a GPU that the kernels run on, and here is {here}")
+        raise RuntimeError(f"autotune needs a GPU that the kernels run on, got {here}")
     if why := proof.why_untrusted(architecture, device):
         raise RuntimeError(f"autotune runs the {architecture.name} kernel, {why}")
     wanted = [

@@ -53,7 +53,7 @@ class KernelMeter:
             self._cupti._cupti_init()  # noqa: SLF001
         except RuntimeError as error:
             raise TimingError(
-                f"CUPTI cannot be listened to, is a profiler running? ({error})"
+                f"CUPTI cannot be used, perhaps because a profiler is running ({error})"
             ) from error
 
     def joules(self, variant: Variant, seconds: float) -> float | None:  # noqa: ARG002 - no gauge

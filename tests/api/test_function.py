@@ -65,11 +65,15 @@ def test_transposed_operands() -> None:
     ("arguments", "error", "words"),
     [
         ({"epilogue": 3}, TypeError, "epilogue must be a function, got int"),
-        ({"operands": (A,)}, ValueError, "there is no epilogue"),
+        ({"operands": (A,)}, ValueError, "operands has no meaning without epilogue"),
         ({"epilogue": jnp.tanh, "operands": A}, TypeError, "operands must be a tuple"),
         ({"epilogue": jnp.tanh, "operands": ("x",)}, TypeError, r"operands\[0\] must be an array"),
-        ({"epilogue": jnp.tanh, "bias": jnp.ones(24)}, ValueError, "leave out bias="),
-        ({"epilogue": jnp.tanh, "alpha": 2.0}, ValueError, "leave out alpha="),
+        (
+            {"epilogue": jnp.tanh, "bias": jnp.ones(24)},
+            ValueError,
+            "bias= has no meaning beside epilogue",
+        ),
+        ({"epilogue": jnp.tanh, "alpha": 2.0}, ValueError, "alpha= has no meaning beside"),
         ({"epilogue": jnp.tanh, "preferred_element_type": "bf16"}, ValueError, "preferred_element"),
         (
             {"epilogue": lambda s: () if s.ndim else s},
@@ -88,9 +92,12 @@ def test_refusals(arguments: Any, error: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"epilogue": lambda x, y: x * y, "activation": "gelu"}, "leave out activation="),
-        ({"epilogue": lambda x, y: x * y, "up_bias": jnp.ones(24)}, "leave out up_bias="),
-        ({"operands": (A,)}, "there is no epilogue"),
+        (
+            {"epilogue": lambda x, y: x * y, "activation": "gelu"},
+            "activation= has no meaning beside",
+        ),
+        ({"epilogue": lambda x, y: x * y, "up_bias": jnp.ones(24)}, "up_bias= has no meaning"),
+        ({"operands": (A,)}, "operands has no meaning without epilogue"),
     ],
 )
 def test_refusals_of_gated_products(arguments: Any, words: str) -> None:
@@ -122,9 +129,9 @@ def test_a_function_for_each_of_several_projections() -> None:
         _check_both(own, _of_product(jnp.full((8, 24), 16.0) * w[0, 0], x))
     alone = projections(A, [B], epilogue=lambda s: s + 1)
     np.testing.assert_array_equal(alone[0], np.full((8, 24), 17.0))
-    with pytest.raises(ValueError, match="operands must be a tuple of those of each"):
+    with pytest.raises(ValueError, match="operands must be a tuple with an entry for each"):
         projections(A, [B, B], epilogue=_of_product, operands=(jnp.ones(24),))
-    with pytest.raises(ValueError, match="leave out biases="):
+    with pytest.raises(ValueError, match="biases= has no meaning beside"):
         projections(A, [B], epilogue=jnp.tanh, biases=[jnp.ones(24)])
 
 
@@ -149,7 +156,7 @@ def test_a_function_of_a_symmetric_product(transpose: bool) -> None:
         symmetric_matmul(square, square, epilogue=_of_product, operands=(scale,)),
         _of_product(square @ square, scale),
     )
-    with pytest.raises(ValueError, match="leave out alpha="):
+    with pytest.raises(ValueError, match="alpha= has no meaning beside"):
         gram(x, epilogue=_of_product, operands=(scale,), alpha=2)
 
 

@@ -388,7 +388,7 @@ def test_a_simulated_sum_of_products_is_rounded_once(layout: tuple[bool, bool]) 
             [jnp.ones((3, 4))],
             [],
             ValueError,
-            "biases must be as many as weights, 1, or None, got 0",
+            "biases must have an entry for each of the 1 weights, or be None, got 0",
         ),
         ([jnp.ones((3, 4))], jnp.ones(4), TypeError, "biases must be a list or tuple"),
         (

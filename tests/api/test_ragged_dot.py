@@ -34,7 +34,7 @@ def test_the_arguments_are_those_of_jax(name):
 @pytest.mark.parametrize(
     ("extras", "error", "words"),
     [
-        ({"up": RHS[:, :, :2]}, TypeError, r"up must be as b, float32\[2, 8, 4\], got .*8, 2\]"),
+        ({"up": RHS[:, :, :2]}, TypeError, r"up must be like b, float32\[2, 8, 4\], got .*8, 2\]"),
         ({"up_bias": jnp.ones(4)}, ValueError, "up_bias has no meaning without up"),
         ({"bias": jnp.ones(3)}, ValueError, r"bias must have .* \[4\] or \[2, 4\], got \[3\]"),
         ({"row_scale": jnp.ones((2, 6))}, ValueError, r"row_scale must .* \[6\], got \[2, 6\]"),
@@ -58,7 +58,7 @@ def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
         ((LHS[0], RHS, SIZES), TypeError, r"lhs must be \[m, k\], got shape \[8\]"),
         ((LHS, RHS[0], SIZES), TypeError, r"rhs must be \[groups, k, n\], got shape \[8, 4\]"),
         ((LHS[:, :3], RHS, SIZES), TypeError, r"got 3 in lhs\[6, 3\] \(dimension 1\) and 8 in rhs"),
-        ((LHS, RHS, SIZES[:1]), TypeError, "a size for each group .* which are 2, got 1"),
+        ((LHS, RHS, SIZES[:1]), TypeError, "2 sizes, one for each matrix of .* got 1"),
         ((LHS, RHS, SIZES[None]), TypeError, r"must be \[groups\], got shape \[1, 2\]"),
         ((LHS, RHS, LHS[0, :2]), TypeError, "group_sizes must be integers, got float32"),
         ((LHS, "b", SIZES), TypeError, "rhs must be"),
@@ -74,8 +74,8 @@ def test_errors_say_what_would_be_legal(operands, error, words):
     ("values", "words"),
     [
         ([2, -3], "group_sizes must not be negative, got -3 for group 1"),
-        ([2, 5], "group_sizes must be at most all 6 rows together, got 7"),
-        ([2**31 - 1] * 2, "group_sizes must be at most all 6 rows together, got 4294967294"),
+        ([2, 5], "group_sizes must add up to at most the 6 rows, got 7"),
+        ([2**31 - 1] * 2, "group_sizes must add up to at most the 6 rows, got 4294967294"),
     ],
 )
 @pytest.mark.parametrize(

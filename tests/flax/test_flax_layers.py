@@ -227,10 +227,10 @@ def test_nnx_projections_refuse_what_they_would_not_do() -> None:
         nnx.projections(x, [stock, stock_nnx.Linear(2, 2, dtype=jnp.bfloat16, rngs=rngs)])
     with pytest.raises(ValueError, match=r"layers must agree in schedule, got None .* 'raster'"):
         nnx.projections(x, [stock, nnx.Linear(2, 2, schedule="raster", rngs=rngs)])
-    with pytest.raises(ValueError, match=r"layers\[1\] has activation='relu'"):
+    with pytest.raises(ValueError, match=r"layers\[1\] .* no activation, got activation='relu'"):
         nnx.projections(x, [stock, nnx.Linear(2, 2, activation="relu", rngs=rngs)])
     other = stock_nnx.Linear(2, 2, dot_general=lambda *x, **_: x[0], rngs=rngs)
-    with pytest.raises(ValueError, match=r"layers\[0\] has dot_general="):
+    with pytest.raises(ValueError, match=r"layers\[0\] must have no dot_general of its own"):
         nnx.projections(x, [other])
     with pytest.raises(ValueError, match="features must name one layer or more"):
         linen.projections(x, {})

@@ -157,7 +157,7 @@ def test_several_models_are_changed_at_once() -> None:
         (lambda: muon(RATE, preconditioning="l2"), ValueError, "must be one of .* got 'l2'"),
         (lambda: muon(RATE, ns_coeffs="best"), ValueError, "'best' is unknown; legal: 'standard'"),
         (lambda: muon(RATE, ns_coeffs=(1, 2)), ValueError, r"must be \[3\] or \[n, 3\], got \[2\]"),
-        (lambda: muon(RATE, ns_coeffs="dion", ns_steps=2), ValueError, "5 at least, .* got 2"),
+        (lambda: muon(RATE, ns_coeffs="dion", ns_steps=2), ValueError, "at least 5, .* got 2"),
         (lambda: orthogonalized(jnp.ones((2, 2), jnp.complex64)), TypeError, "must be real"),
         (
             lambda: scale_by_muon().update(jnp.ones(3), scale_by_muon().init(jnp.ones(3))),
@@ -169,7 +169,7 @@ def test_several_models_are_changed_at_once() -> None:
                 weight_dimension_numbers=contrib.MuonDimensionNumbers(0, (0, 1))
             ).update(jnp.ones((3, 3)), scale_by_muon().init(jnp.ones((3, 3)))),
             ValueError,
-            "must not be of rows and of columns",
+            "must not be both a row and a column",
         ),
     ],
 )

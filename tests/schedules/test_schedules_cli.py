@@ -159,7 +159,7 @@ def test_predict_prints_what_the_model_says(capsys: pytest.CaptureFixture[str]) 
         (["show", "hilbrt"], "there is no order 'hilbrt'; did you mean 'hilbert'"),
         (["show", "hilbert", "--split-k", "65"], "parts must be at most the 64 steps of k, got 65"),
         (["show", "hilbert", "--steps", "8"], "--steps need --split-k"),
-        (["show", "hilbert", "--split-k", "2", "--png", "x"], "without --png and --style"),
+        (["show", "hilbert", "--split-k", "2", "--png", "x"], "so leave out --png and --style"),
         (["show", "triangle:raster", "--split-k", "2"], "not of a triangle"),
         (["show", "swizzle:0"], "group must be an integer of at least 1, got 0"),
         (["show", "hilbert", "--grid", "8"], "--grid: must be 2 positive integers .*, got '8'"),

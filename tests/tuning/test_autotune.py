@@ -484,7 +484,7 @@ def test_operands_of_a_symmetric_result_make_one(kind: str) -> None:
 def test_autotune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     a = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     monkeypatch.setattr(targeting, "first_gpu", lambda: None)
-    with pytest.raises(RuntimeError, match="a GPU that the kernels run on, and here is none"):
+    with pytest.raises(RuntimeError, match="a GPU that the kernels run on, got none"):
         pallas_gemm.autotune(pallas_gemm.matmul, a, a)
 
 

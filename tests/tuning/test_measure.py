@@ -238,8 +238,8 @@ class TakenCupti:
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
 
-def test_where_cupti_cannot_be_listened_to_the_error_says_so() -> None:
+def test_where_cupti_cannot_be_used_the_error_says_so() -> None:
     meter = timing.KernelMeter()
     meter._cupti = TakenCupti()
-    with pytest.raises(timing.TimingError, match="is a profiler running"):
+    with pytest.raises(timing.TimingError, match="a profiler is running"):
         meter.turn(variants("xla")[0], 1)
