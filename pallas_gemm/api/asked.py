@@ -1,7 +1,7 @@
 """The products of matrices in a program: what each is, who asks for it, and what is copied for it.
 
-Those that are asked of this package are its primitives. Those of JAX's own are told by what they
-would be if they were asked of it.
+A product that is asked of this package is one of its primitives. A product of JAX's own is
+described as the one that it would be if it were asked of this package.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Turned:
     """An array that a program turns.
 
     Attributes:
-        operation: What turns it.
+        operation: The operation that turns it.
         how: The permutation of its dimensions, and its shape before.
         dtype: Its type.
         is_copy: It is in memory as it was before, too.
@@ -54,7 +54,7 @@ class Turned:
 
     @property
     def copy(self) -> Copy:
-        """What it takes."""
+        """The copy that this is."""
         shape = self.how.shape
         what = f"transpose{self.how.permutation} of {self.dtype}{list(shape)} by the program"
         return Copy(what, int(2 * np.prod(shape) * self.dtype.itemsize), self.operation.times)
@@ -67,14 +67,14 @@ class Asked:
     Attributes:
         call: Everything about it but the operands; None of what no kernel is considered for.
         signature: The operands.
-        meshes: Of several devices, that the operands are on.
-        origin: Who asks for it.
+        meshes: The meshes of several devices that the operands are on.
+        origin: The line that asks for it.
         times: How often it runs.
         is_ours: It is asked of this package.
         outside: (problem, reason) of what no kernel is considered for; the reason is "" if only
             the call knew it.
-        copies: What is copied for it.
-        turned: What the program itself turns for it, and the product could read as it is stored.
+        copies: The copies that are made for it.
+        turned: The arrays that the program turns for it, and that it could read as they are stored.
     """
 
     call: Call | None

@@ -21,7 +21,7 @@ from pallas_gemm.planning.architectures import ARCHITECTURES
 
 SAMPLE = (4096, 4096, 4096)
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-"""Of JAX, for GPUs."""
+"""The plugins of JAX for GPUs."""
 CHECKED = (70, 136, 72)
 """Small enough for the simulator, and with an edge in every dimension."""
 

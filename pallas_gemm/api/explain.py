@@ -49,7 +49,7 @@ class _Outside(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is multiplied."""
+        """The operands and the result."""
         shapes = " x ".join(f"{dtype}{list(shape)}" for shape, dtype in self.factors)
         return f"{shapes} -> {self.out_dtype}"
 
@@ -91,7 +91,7 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
 
     Raises:
         TypeError: `f` is no function.
-        ValueError: What a call names cannot compute its product.
+        ValueError: A call names a config or a kernel that cannot compute its product.
     """
     if not callable(f):
         raise TypeError(
@@ -142,8 +142,8 @@ def _explained(program: Program, outside: list[_Outside]) -> Explanation:
 def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     """Says what one device of a mesh would compute, and how the mesh splits each product.
 
-    Only the compiler knows how arrays within a program are split, so this compiles the program,
-    for the devices that the arguments are on, which need not exist; it computes nothing.
+    Only the compiler knows how arrays within a program are split. So this compiles the program, and
+    computes nothing. The devices that the arguments are on need not exist.
 
     >>> print(explain_on_mesh(train_step, params, batch))  # doctest: +SKIP
 
@@ -185,7 +185,7 @@ def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
     If nobody did, it warns where the types of the operands are the reason, on a GPU.
 
     Args:
-        factors: Of the product.
+        factors: The operands of the product.
         out_dtype: Type of the result.
         why: Why.
     """

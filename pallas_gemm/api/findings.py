@@ -1,4 +1,4 @@
-"""What `explain` finds: products, what is copied and passed over, and how long it takes."""
+"""Records of what `explain` finds: products, copies, passes over memory, and times."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ UNKNOWN = "an unknown line"
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Who asks for a product.
+    """The line that asks for a product.
 
     Attributes:
         place: The line of the program, such as "model.py:41"; None if it is not known.
@@ -34,7 +34,7 @@ class Copy:
     """A pass over memory beside a product: before it, or for the rest of its epilogue.
 
     Attributes:
-        what: What is done to which array.
+        what: The operation, and its array.
         bytes: Bytes read and written, each time.
         times: How often it is made.
         is_epilogue: It is the rest of an epilogue, and no copy that another layout would save.
@@ -55,9 +55,9 @@ class Entry:
     """A product of a program.
 
     Attributes:
-        decision: What computes it; of one that is not asked of this package, what would.
+        decision: The implementation that computes it, or would if it were asked of this package.
         by_xla: Seconds that XLA is predicted to take; None if nobody knows.
-        origin: Who asks for it.
+        origin: The line that asks for it.
         times: How often it runs.
         is_ours: It is asked of this package.
         is_outside: So it is, and XLA computes it without a look at the kernels.
@@ -103,7 +103,7 @@ class Group:
 
     @property
     def decision(self) -> Decision:
-        """What computes each of them."""
+        """The decision about each of them."""
         return self.entry.decision
 
     @property
@@ -113,7 +113,7 @@ class Group:
 
     @property
     def implementation(self) -> str:
-        """What computes them."""
+        """The implementation that computes them."""
         return self.decision.implementation if self.entry.is_ours else "jax"
 
     @property
@@ -136,7 +136,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What there is to say of the products of a function.
+    """All findings about the products of a function.
 
     Attributes:
         entries: Every product of the program, in its order: those that are asked of this package,
@@ -147,7 +147,7 @@ class Findings:
         turned: Copies that the program makes of operands that a product would read as stored.
         passes: Over memory, between the products.
         device: The GPU that is planned for; None if there is none.
-        nothing: What is said where there is no product.
+        nothing: The words for a function without a product.
         rewritten: What became of the products that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
         last_layers: How `linear_cross_entropy` computes gradients, and what memory that takes.
@@ -176,12 +176,12 @@ class Findings:
 
     @property
     def all_copies(self) -> tuple[Copy, ...]:
-        """What is copied before products, by them or by the program."""
+        """All copies beside products, by them or by the program."""
         return (*self.copies, *self.turned)
 
     @property
     def implementation(self) -> str:
-        """What computes the first product; "none" if there is none."""
+        """The implementation of the first product; "none" if there is none."""
         if self.products:
             return self.products[0].implementation
         return "xla" if self.outside else "none"

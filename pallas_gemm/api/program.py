@@ -1,6 +1,6 @@
 """A traced function as one list of operations: those of the functions that it calls among them.
 
-What a loop repeats is there once, with how often it runs. Values that are equal by construction,
+The body of a loop is there once, with how often it runs. Values that are equal by construction,
 because the same operation makes them of the same operands, are one value; so is an array and what
 only has another shape.
 """
@@ -52,9 +52,9 @@ class Operation:
     """An equation of a program.
 
     Attributes:
-        equation: What JAX knows of it.
-        inputs: What it reads.
-        outputs: What it makes.
+        equation: The equation of JAX.
+        inputs: The values that it reads.
+        outputs: The values that it makes.
         times: How often it runs.
         gradient: It is a part of a derivative in reverse mode.
         function: Stands for the call of a function that it is in.
@@ -85,7 +85,7 @@ class Program:
     Attributes:
         operations: In an order in which they can run.
         given: Its arguments and constants.
-        results: What it returns, and what a round of a loop leaves behind.
+        results: The values that it returns, and those that a round of a loop leaves behind.
     """
 
     operations: tuple[Operation, ...]

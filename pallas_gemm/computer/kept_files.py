@@ -85,7 +85,8 @@ def why_not_trusted(inner: pathlib.Path) -> str | None:
     """Returns why nothing is read from a folder or written to it; None if it is trusted.
 
     Args:
-        inner: The folder of all kernels or one within. Those around it count, up to the user's.
+        inner: The folder of all kernels or one within. Each folder around it counts, up to the
+            user's.
     """
     top = user_folder.user_folder()
     for each in (inner, *inner.parents):

@@ -169,7 +169,7 @@ class GatedLinear(eqx.Module):
 def replaced(model: Any, **options: Any) -> Any:
     """Returns a model with a `Linear` for every `equinox.nn.Linear`, with the same arrays.
 
-    Layers of other types stay, and so do those with a size of "scalar".
+    Layers of other types stay, and layers with a size of "scalar" stay too.
 
     >>> model = replaced(eqx.nn.MLP(64, 32, 128, depth=2, key=key))  # doctest: +SKIP
 

@@ -35,7 +35,7 @@ from pallas_gemm.planning.dispatch import Decision
 whole_p = core.Primitive("pallas_gemm_whole")
 """A product whose operands are what they are; the primitive of all transformations becomes one."""
 kernel_p = core.Primitive("pallas_gemm_kernel")
-"""What a kernel computes of the matrices that one device's part is merged into."""
+"""The product of matrices that a kernel computes for one device."""
 
 
 @part_p.def_effectful_abstract_eval

@@ -18,8 +18,8 @@ class Turned(NamedTuple):
     """How an operand was transposed.
 
     Attributes:
-        permutation: Of its dimensions.
-        shape: Before.
+        permutation: The order of its dimensions.
+        shape: The shape before.
     """
 
     permutation: tuple[int, ...]

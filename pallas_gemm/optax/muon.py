@@ -1,7 +1,8 @@
 """Muon, whose symmetric products are computed by half.
 
-A step of Newton and Schulz is three products. The result of `x @ x.T` is symmetric, and so is its
-square: the kernels compute half of both. Matrices of one size are orthogonalized as one batch.
+A step of Newton and Schulz is three products. The result of `x @ x.T` is symmetric, and its square
+is symmetric too: the kernels compute half of both. Matrices of one size are orthogonalized as one
+batch.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class _Steps:
 
     Attributes:
         coefficients: Three numbers for each step.
-        preconditioning: What makes the singular values small enough before the first step.
+        preconditioning: The way to make singular values small enough before the first step.
         eps: The least number that is divided by.
     """
 
@@ -127,7 +128,7 @@ def scale_by_muon(  # noqa: PLR0913 - those of optax
         mu_dtype: The type of the mean.
         nesterov: The mean looks one step ahead.
         adaptive: Updates are scaled by their product with the mean.
-        preconditioning: What is done before the first step.
+        preconditioning: The way to scale a matrix before the first step.
         weight_dimension_numbers: Which dimensions are the rows and columns of a matrix.
 
     Raises:
@@ -293,7 +294,7 @@ def _dimensions(given: Any, params: Any) -> Any:
     """Returns the dimensions of each parameter; None of those that are no matrix.
 
     Args:
-        given: What the caller says of them; None leaves it to their rank.
+        given: The dimensions that the caller names; None leaves it to their rank.
         params: The parameters, or something of their shapes.
     """
     if given is None:
@@ -311,7 +312,7 @@ class _Axes:
 
     Attributes:
         rows: The dimensions that a product with it contracts.
-        cols: Those of its result.
+        cols: The dimensions that its result has.
         batch: All others.
     """
 
