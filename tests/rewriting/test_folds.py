@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from pallas_gemm import accelerate, target
+from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
 from pallas_gemm.rewriting import folds
 from pallas_gemm.rewriting.products import How
@@ -210,7 +210,9 @@ def test_two_products_that_would_read_each_other_are_in_an_order() -> None:
     _check(found, jax.jit(f)(*args), exact(f, args))
 
 
-def test_effects_keep_their_order() -> None:
+def test_effects_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first product waits for the second, which its kernel reads.
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     seen: list[int] = []
 
     def f(x: Any, w: Any, v: Any) -> Any:
@@ -224,6 +226,7 @@ def test_effects_keep_their_order() -> None:
 
     args = drawn(128, 256, 512)[:3]
     with target("h200"):
+        assert any(len(one.folded) > 1 for one in explain(accelerate(f), *args).rewritten or ())
         found = jax.jit(accelerate(f))(*args)
     jax.effects_barrier()
     assert seen == [1, 2, 3]
