@@ -218,8 +218,8 @@ def test_effects_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def f(x: Any, w: Any, v: Any) -> Any:
         one = x @ w
         jax.debug.callback(lambda _: seen.append(1), one[0, 0, 0], ordered=True)
+        jax.debug.callback(lambda _: seen.append(2), x[0, 0, 0], ordered=True)
         other = x @ (w + w)
-        jax.debug.callback(lambda _: seen.append(2), other[0, 0, 0], ordered=True)
         y = jnp.tanh(one) * other
         jax.debug.callback(lambda _: seen.append(3), y[0, 0, 0], ordered=True)
         return y @ v
