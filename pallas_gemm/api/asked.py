@@ -26,6 +26,7 @@ from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
+from pallas_gemm.planning import scheme
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Problem
@@ -239,7 +240,11 @@ def _of_jax(operation: Operation) -> Asked:
     given = signature_of(tuple(v.aval for v in equation.invars))
     own = _grouped(equation, given) if len(given) > 2 else _dense(equation, given)
     dtype = np.dtype(equation.outvars[0].aval.dtype)
-    why = element_types.why_no_kernel({kind for _, kind in given[:2]}, dtype)
+    types = {kind for _, kind in given[:2]}
+    precision = rewriting.precision_of(equation)
+    why = element_types.why_no_kernel(
+        scheme.multiplied(precision, types, groups=len(given) > 2), dtype
+    )
     if isinstance(own, Problem):
         return Asked(None, given, **common, outside=(own, why or NO_FORM))
     call, signature = own

@@ -22,7 +22,7 @@ from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped
 from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch, scheme, xla_groups
 from pallas_gemm.planning import numerics as planned
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
@@ -345,7 +345,8 @@ def _as_jax_says(*operands: Any) -> Iterator[None]:
 
 def _why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | None:
     """Returns why JAX's own function computes a product; None if it does not."""
-    if why := element_types.why_no_kernel(types, call.out_dtype):
+    multiplied = scheme.multiplied(call.precision, types, groups=True)
+    if why := element_types.why_no_kernel(multiplied, call.out_dtype):
         return why
     is_explicit = request.is_explicit(*operands)
     return "the types of the operands say how a mesh splits them" if is_explicit else None

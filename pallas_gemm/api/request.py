@@ -22,7 +22,7 @@ from pallas_gemm.op import canonical, contraction, mesh_context
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
-from pallas_gemm.planning import numerics, xla
+from pallas_gemm.planning import numerics, scheme, xla
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue, element_type
@@ -196,6 +196,7 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     if call.options.implementation == "xla":
         return "implementation='xla'"
     dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
+    dtypes = scheme.multiplied(call.precision, dtypes)
     if reason := element_types.why_no_kernel(dtypes, call.out_dtype):
         return reason
     return _outside_for_mesh(operands, out_sharding)

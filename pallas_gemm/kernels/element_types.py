@@ -53,7 +53,8 @@ def _cast(operands: AbstractSet[np.dtype]) -> str:
     if wide == SINGLE:
         # Products of float32 are XLA's for the most part.
         if narrow in FLOATS_16:
-            return f"cast float32 to {narrow}"
+            name = "BF16_BF16_F32" if narrow == np.dtype(jnp.bfloat16) else "F16_F16_F32"
+            return f"cast float32 to {narrow}, or let precision={name!r} do it"
         return f"cast both to bfloat16, with what {narrow} was divided by as row_scale or col_scale"
     return f"cast {narrow} to {wide}, with what it was divided by as row_scale or col_scale"
 

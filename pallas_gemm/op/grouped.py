@@ -134,7 +134,7 @@ def _transpose(
     wanted = (a if left else b).aval
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(wanted) if own else None for own in (*missing, False)]
-    g, other = linear.for_gradient(cotangent, b if left else a)
+    g, other = linear.for_gradient(cotangent, b if left else a, wanted.dtype)
 
     def product(a: Any, b: Any, **form: Any) -> jax.Array:
         plain = dataclasses.replace(call.plain(linear.kept_dtype(wanted.dtype)), **form)

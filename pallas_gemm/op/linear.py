@@ -127,7 +127,7 @@ def gradient(
     """
     if isinstance(cotangent, ad.Zero):
         return ad.Zero(wanted)
-    g, other = for_gradient(cotangent, other)
+    g, other = for_gradient(cotangent, other, wanted.dtype)
     plain = call.plain(kept_dtype(wanted.dtype), call.epilogue.alpha)
     dims, pair = (contraction.of_left, (g, other)) if left else (contraction.of_right, (other, g))
     sizes = dims.sizes(*(x.shape for x in pair))
@@ -140,7 +140,12 @@ def gradient(
     return result.astype(wanted.dtype)
 
 
-def for_gradient(g: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a cotangent and an operand in a type that both can be multiplied in."""
+def for_gradient(g: jax.Array, other: jax.Array, wanted: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns a cotangent and an operand in a type that both can be multiplied in.
+
+    The gradient of a float32 factor beside one of 16 bits has operands of float32, which are cast
+    as the precision of the product says.
+    """
     wide = other.astype(jnp.bfloat16) if other.dtype.itemsize == 1 else other
+    wide = wide.astype(jnp.float32) if wanted == jnp.float32 else wide
     return g.astype(wide.dtype), wide

@@ -152,7 +152,7 @@ def _left_gradient(
     every = [term for term in every if not isinstance(term[1], ad.Zero)]
     if not every:
         return ad.Zero(wanted)
-    terms = [linear.for_gradient(g, b) for _, g, b in every]
+    terms = [linear.for_gradient(g, b, wanted.dtype) for _, g, b in every]
     plain = call.plain(linear.kept_dtype(wanted.dtype), call.epilogue.alpha)
     dims = tuple(own.of_left for own, _, _ in every)
     operands = itertools.chain.from_iterable(terms)

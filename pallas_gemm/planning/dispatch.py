@@ -261,10 +261,14 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
-    if plan.realigned.scheme is not None:
+    scheme = plan.realigned.scheme
+    if scheme is not None and scheme.terms:
         return _why_not_scheme(call, problem, plan)
+    problem = problem if scheme is None else plan.realigned.problem
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
-    # XLA makes this pass as well.
+    # XLA makes these passes as well.
+    casts = dataclasses.replace(plan.realigned, steps=())
+    at_best += prediction.pass_seconds(casts, plan.device)
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
     if isinstance(call, FusedCall):
         at_best += prediction.program_seconds(problem, plan.device)

@@ -20,6 +20,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -192,3 +193,23 @@ def of_call(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
     # The error of tf32 or float32 would take kernels of other layouts, or other sums.
     is_split = own.dtype == BFLOAT16 and not own.longest_sum and call.epilogue.is_identity
     return dataclasses.replace(own, apart=True) if is_split else None
+
+
+def multiplied(
+    precision: Any, dtypes: AbstractSet[np.dtype], *, groups: bool = False
+) -> AbstractSet[np.dtype]:
+    """Returns the types that a kernel would multiply where operands of several types are cast.
+
+    Without a word about precision the narrower one is widened, and XLA is as fast with that: only
+    products of groups take a kernel then.
+
+    Args:
+        precision: As `precision.resolve` returns it.
+        dtypes: The types of the operands.
+        groups: It is a product of groups.
+    """
+    is_named = precision is not None and precision != _PRESET.DEFAULT
+    if isinstance(precision, tuple):
+        is_named = lax.Precision.HIGHEST in precision
+    own = scheme(precision, tuple(dtypes)) if len(dtypes) > 1 and (groups or is_named) else None
+    return dtypes if own is None else {own.dtype}

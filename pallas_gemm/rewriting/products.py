@@ -18,7 +18,7 @@ from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.reduction import reduction_dtype
-from pallas_gemm.planning import dispatch, xla_time
+from pallas_gemm.planning import dispatch, scheme, xla_time
 from pallas_gemm.problem import Problem
 
 
@@ -146,6 +146,7 @@ def _why_left(equation: Any) -> str | None:
     given = avals_of(equation.invars)
     result = equation.outvars[0].aval
     types = {np.dtype(x.dtype) for x in given[:2]}
+    types = scheme.multiplied(precision_of(equation), types, groups=len(given) > 2)
     if why := element_types.why_no_kernel(types, np.dtype(result.dtype)):
         return why
     if result.weak_type:
