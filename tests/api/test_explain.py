@@ -368,8 +368,8 @@ BATCH = "no kernel takes groups with batch dimensions"
 RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "types": (
         ragged_dot,
-        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.float32)),
-        "no kernel multiplies bfloat16 by float32; cast float32 to bfloat16",
+        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.int8)),
+        "no kernel multiplies bfloat16 by int8; cast int8 to bfloat16",
     ),
     "complex": (
         ragged_dot,
@@ -378,8 +378,8 @@ RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     ),
     "types of an epilogue": (
         lambda a, b, sizes: pallas_gemm.grouped_gemm(a, b, sizes, activation="gelu"),
-        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.float32)),
-        "no kernel multiplies bfloat16 by float32",
+        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.int8)),
+        "no kernel multiplies bfloat16 by int8",
     ),
     "a batch": (_ragged, (_shape(2, 512, 256), _shape(2, 4, 256, 128)), BATCH),
 }
