@@ -54,8 +54,6 @@ class Sums:
             added = str(problem.accumulator_dtype)
             return cls(None, "xla", None, types, added, 0, (), *end, whole=problem)
         own, config = plan.realigned.problem, plan.config
-        # Operands may be cast, or split into arrays.
-        types = _multiplied_as(own.a_dtype), _multiplied_as(own.b_dtype)
         if plan.realigned.unfused is not None:
             end = (problem.epilogue, (str(own.out_dtype), str(problem.out_dtype)))
         types = _multiplied_as(own.a_dtype), _multiplied_as(own.b_dtype)
@@ -63,7 +61,7 @@ class Sums:
         count = max(parts)
         least, longer = divmod(steps, count)
         is_plain = sorted(parts)[:-1] == [1] * (len(parts) - 1) and config.split_last is None
-        whole = None if is_plain and not own.ragged_k and not own.arrays else (own, config)
+        whole = None if is_plain and not own.ragged_k else (own, config)
         return cls(
             "rows" if own.parts else "run",
             decision.implementation,
