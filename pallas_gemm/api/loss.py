@@ -231,8 +231,8 @@ class _Found(NamedTuple):
     """The statistics of each token.
 
     Attributes:
-        log_sum_exp: The log-sum-exp of its logits; 0 where it does not count.
-        label_logits: Its label's logit, likewise.
+        log_sum_exp: The log-sum-exp of its logits.
+        label_logits: Its label's logit.
         total: The sum of its logits; None if it is not wanted.
         counts: Whether it counts.
         words: How many there are.
@@ -276,7 +276,7 @@ def _found(given: tuple[Any, ...], how: _How) -> _Found:
     results = _statistics(layer, hidden, weight, picked, bias)
     if how.axis_name is not None:
         results = over_words(results, how.axis_name)
-    log_sum_exp, of_label, *totals = (jnp.where(counts, x, 0) for x in results)
+    log_sum_exp, of_label, *totals = results
     of_label = jnp.where(is_word | ~counts, of_label, jnp.nan)
     return _Found(log_sum_exp, of_label, totals[0] if totals else None, counts, words)
 

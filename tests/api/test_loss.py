@@ -162,6 +162,22 @@ def _small(words: int = 40, tokens: int = 12) -> tuple[jax.Array, ...]:
     return h, w, b, jnp.asarray(rng.integers(0, words, tokens), jnp.int32)
 
 
+def test_slopes_of_a_confident_token_are_of_the_logits_that_were_kept():
+    # Its gradient is what is left of 1 - 1: a log-sum-exp of other logits would be all of it.
+    case = dict.fromkeys(OPTIONS, 0) | {"dtype": BF16, "tokens": (96,), "words": 301}
+    case |= {"memory": "fastest", "softcap": None, "ignore_index": None, "bias": False}
+    case |= {"scale": 1, "reduction": "sum", "transpose_weight": False}
+    (h, w), _ = _drawn(case)
+    h = 4 * h
+    labels = jnp.argmax(jnp.matmul(h.astype(F32), w.astype(F32)), axis=-1).astype(jnp.int32)
+    both = (_ours(case, labels), _stock(case, labels))
+    found, stock = (_value_and_gradients(f, (h, w), F32(1)) for f in both)
+    exact = _exact(case, (h, w), labels, F32(1))
+    for own, xlas, true in zip(found[1:], stock[1:], exact[1:], strict=True):
+        error, allowed = (np.max(np.abs(reference.wide(x) - true)) for x in (own, xlas))
+        assert error <= 1.2 * allowed, (error, allowed)
+
+
 def test_log_probs_and_their_gradients():
     h, w, b, labels = _small()
 
