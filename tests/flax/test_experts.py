@@ -13,7 +13,7 @@ from flax import nnx as stock_nnx
 
 import pallas_gemm
 from pallas_gemm import explain
-from pallas_gemm.flax import linen, nnx
+from pallas_gemm.flax import fused, linen, nnx
 from pallas_gemm.layers import routed
 from tests import layers, reference
 
@@ -185,6 +185,7 @@ def test_no_size_is_less_than_nothing(name: str) -> None:
     sizes = {"in_features": INPUTS, **SIZES, name: -1}
     with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0, got -1"):
         nnx.Experts(**sizes, rngs=stock_nnx.Rngs(0))
+    fused.check_sizes(**{name: 0})
 
 
 def test_the_router_begins_as_it_is_told() -> None:
