@@ -13,8 +13,8 @@ from flax import nnx as stock_nnx
 
 import pallas_gemm
 from pallas_gemm import explain
-from pallas_gemm.flax import fused, linen, nnx
-from pallas_gemm.layers import routed
+from pallas_gemm.flax import linen, nnx
+from pallas_gemm.layers import fused, routed
 from tests import layers, reference
 
 EXPERTS, INPUTS, HIDDEN, TOP_K = 4, 16, 24, 2

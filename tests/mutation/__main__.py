@@ -28,7 +28,7 @@ AREAS: Mapping[str, Sequence[str]] = {
     "op": ("pallas_gemm/op/*.py",),
     "api": ("pallas_gemm/api/*.py",),
     "planning": ("pallas_gemm/planning/**/*.py",),
-    "flax": ("pallas_gemm/flax/*.py",),
+    "flax": ("pallas_gemm/flax/*.py", "pallas_gemm/layers/*.py"),
     "schedules": ("schedules/*.py",),
     # What is decided before a kernel is traced, and what makes of it what the kernel computes.
     "kernels": (
