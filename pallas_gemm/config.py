@@ -306,7 +306,8 @@ class GemmConfig:
                 order = self._named_order(order, problem)
             except ValueError as error:
                 # Such as a grid with more rows than an entry of a table has bits for.
-                return (f"schedule: {error}",)
+                stacked = f"; rows are those of a batch of {problem.batch}"
+                return (f"schedule: {error}{stacked if problem.batch > 1 else ''}",)
         elif order.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {order.grid}",)
         elif problem.in_groups and not order.is_online:

@@ -411,6 +411,11 @@ CASES = {
     "many pieces": Case(
         ("a sum must have at most 8 products", "got 16"), problem=problem(terms=(256,) * 16)
     ),
+    "more in a batch than rows": Case(
+        ("schedule: rows must be at most 65535", "rows are those of a batch of 70000"),
+        config(schedule="swizzle:8"),
+        problem(m=64, n=64, k=64, batch=70_000),
+    ),
     "arrays cut along k": Case(
         ("operands that are sums of arrays need split_k=1", "got 2"),
         config(split_k=2),
