@@ -72,7 +72,7 @@ def _erfc(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1, 1 - _erf_inside(x), _erfc_outside(x))
 
 
-_DIVIDING = frozenset(("div",))
+_DIVIDING = frozenset(("div", "logistic"))
 _BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
 """What takes, like a division, branches for some numbers, across which the assembler moves nothing;
 and more instructions than a division."""

@@ -71,7 +71,7 @@ def finish(
     for number, step in enumerate(program.steps, first + len(program.operands)):
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         inputs = _alike(step, inputs, shape)
-        if step.primitive is lax.logistic_p:
+        if step.primitive is lax.logistic_p and program.is_coarse:
             made[number] = quick.sigmoid(plan, *inputs, strip.layout)
         else:
             made[number] = step.primitive.bind(*inputs, **dict(step.params))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels import beside_one, elementwise, exponentials, flat
+from pallas_gemm.kernels import elementwise, exponentials, flat
 from pallas_gemm.kernels.axes import ELEMENTWISE, FOREIGN, ONE, REDUCTIONS, Axes, Names
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Operand, Program, Result, Step
@@ -421,7 +421,7 @@ class _Builder:
         ]
         ends = tuple(result._replace(value=final(result.value)) for result in results)
         dtype = np.dtype(self._from.flat.types[self._from.sums[0]].dtype)
-        return beside_one.rewritten(Program(sums, dtype, tuple(operands), tuple(steps), ends))
+        return Program(sums, dtype, tuple(operands), tuple(steps), ends)
 
 
 STEPS = 1 << 20

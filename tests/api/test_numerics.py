@@ -306,12 +306,10 @@ def test_an_exported_program_has_the_kernel_that_keeps_the_promise() -> None:
     assert "pallas_gemm_hopper_join" in module or module.count("mosaic_gpu") >= 2
 
 
-MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
-
-
 def on_mesh(f: Callable[..., Any], *specs: Any) -> Any:
     """Compiles a product of X and W whose operands are split so."""
-    split = [jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec)) for spec in specs]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in specs]
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 64))]
     with target("h200"):
         return jax.jit(f, in_shardings=split).lower(*shapes).compile()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -322,6 +323,13 @@ def test_all_of_a_residual_is_loaded_while_its_tile_is_multiplied() -> None:
     other = heuristics.best(wide, H200, HOPPER)
     assert isinstance(other, HopperConfig)
     assert other.store_slots == 2
+
+
+def test_a_tile_too_narrow_to_store_is_no_candidate() -> None:
+    # Half of 16 columns are each sum's: no chunk of them is stored.
+    epilogue = Epilogue(activation=jax.nn.silu, gated=True, residual=True)
+    problem = Problem(256, 256, 256, transpose_b=True, epilogue=epilogue)
+    assert heuristics.rank(problem, H200, HOPPER)
 
 
 def test_bands_are_no_wider_than_neighbours_can_read() -> None:

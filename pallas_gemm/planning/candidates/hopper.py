@@ -142,9 +142,10 @@ def _loading_ahead(config: HopperConfig, problem: Problem, device: Device) -> Ho
     Then all that the epilogue loads arrives while the tile is multiplied. With a residual and the
     sum of squares of each row, 8192 cubed takes 1381 us so on an H200, and 1408 us with two slots.
     """
-    if not problem.loaded_dtypes or config.pingpong or not stored_by_tma(problem):
-        return config
     slots = config.stores_per_tile(problem)
+    few = slots <= config.store_slots
+    if few or not problem.loaded_dtypes or config.pingpong or not stored_by_tma(problem):
+        return config
     ahead = deepest(dataclasses.replace(config, store_slots=slots), problem, device)
     return ahead if ahead and ahead.stages >= FEWEST_STAGES else config
 

@@ -59,6 +59,10 @@ CASES = {
         ("schedule: ", "cols must be at most 65535, got 65537"),
         dataclasses.replace(NT, n=256 * 65536 + 8),
     ),
+    "schedule's batch": case(
+        ("schedule: rows must be at most 65535", "rows are those of a batch of 70000"),
+        dataclasses.replace(NT, m=256, n=256, batch=70_000),
+    ),
     "schedule's grid": case(
         ("schedule must be made for the grid (16, 16)", "got (32, 32)"),
         schedule=schedules.build("raster", 32, 32),
@@ -66,6 +70,10 @@ CASES = {
     "schedule of half": case(
         ("schedule must visit every tile", "got one of Triangle"),
         schedule=schedules.raster(16, 16).within(schedules.Triangle(16)),
+    ),
+    "other parts than are promised": case(
+        ("numerics promises", "has to be that, and nothing else may cut it, got split_k=1"),
+        dataclasses.replace(NT, parts=4),
     ),
     "computed order": case(
         ("persistence='dynamic' needs a schedule that is a table",),
