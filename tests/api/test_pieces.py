@@ -199,7 +199,7 @@ def test_a_config_that_cuts_otherwise_is_refused(
 
 def test_what_is_not_cut_along_k_has_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     untraced(monkeypatch)
-    message = "schedule of a config must be an order of whole tiles, got Pieces: split_k and"
+    message = "schedule of a config must be an order of whole tiles, got Pieces: set split_k"
     with pytest.raises(TypeError, match=message):
         HopperConfig(schedule=split_k(TILES, STEPS, 2))  # type: ignore[arg-type]
     a = jnp.ones((M, K), jnp.bfloat16)

@@ -59,8 +59,7 @@ def _kind(device: Device | None) -> str | None:
 
 def _planned(f: Any, *args: Any) -> list[Any]:
     """Returns the targets of the products in a function."""
-    equations = jax.make_jaxpr(f)(*args).jaxpr.eqns
-    inner = [e for eqn in equations for e in eqn.params["jaxpr"].jaxpr.eqns]
+    inner = jax.make_jaxpr(f)(*args).jaxpr.eqns
     return [e.params["call"].options.target for e in inner if e.primitive is product_p]
 
 
@@ -69,8 +68,7 @@ def test_a_function_that_was_traced_before_is_traced_anew_for_a_target() -> None
     f = jax.jit(pallas_gemm.gemm)
 
     def kinds() -> list[str | None]:
-        outer = jax.make_jaxpr(f)(a, a).jaxpr.eqns[0].params["jaxpr"].jaxpr.eqns
-        inner = [e for eqn in outer for e in eqn.params["jaxpr"].jaxpr.eqns]
+        inner = jax.make_jaxpr(f)(a, a).jaxpr.eqns[0].params["jaxpr"].jaxpr.eqns
         return [getattr(e.params["call"].options.target, "kind", None) for e in inner]
 
     assert kinds() == [None]
