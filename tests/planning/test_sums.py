@@ -75,6 +75,13 @@ def test_sums_do_not_depend_on_how_many_rows_there_are(
     assert (one.invariant, one.by, sum(one.parts)) == ("rows", "hopper", -(-k // one.step))
 
 
+def test_what_registers_do_not_suffice_for_is_refused_in_words() -> None:
+    highest = {"precision": PRECISIONS[1], "transpose_a": True, "transpose_b": False}
+    own = call(128, 576, jnp.float32, **highest, epilogue=EPILOGUES[3])
+    with pytest.raises(ValueError, match=r"promise of the kernels.* too few for gated and silu"):
+        sums(own, 8, 128, 576, jnp.float32)
+
+
 def test_without_a_promise_they_do() -> None:
     found = {sums(call(1152, 6912, asked=None), m, 1152, 6912) for m in (1, 64, 512, 4096)}
     assert len(found) > 1

@@ -376,6 +376,16 @@ def test_a_logistic_function_is_no_division():
     assert ptx.count("rcp.approx.ftz.f32") == ptx.count("ex2.approx.ftz.f32") > 0
 
 
+def test_a_float32_result_has_the_exact_logistic_function():
+    silu = Epilogue(activation=jax.nn.silu)
+    wide = dataclasses.replace(PROBLEM, out_dtype=jnp.float32, epilogue=silu)
+    config = dataclasses.replace(EARLY, tile=(64, 64), consumers=1, store_columns=32)
+    ptx = offline.compile_report(build((config, wide)), *operands(wide), target="h200").ptx
+    # The quick one flushes results below 2**-126 to 0.
+    assert "rcp.approx.ftz.f32" not in ptx
+    assert "rcp.approx.f32" in ptx
+
+
 def test_tiles_that_are_cut_along_k():
     wide = dataclasses.replace(EARLY, split_k=8, cluster=(2, 1), schedule="online_swizzle:4")
     tall = dataclasses.replace(EARLY, tile=(192, 192), consumers=3, store_columns=32, split_k=3)
