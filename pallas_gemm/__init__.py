@@ -44,6 +44,8 @@ from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
 from pallas_gemm.api.symmetric import gram as gram
 from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
+from pallas_gemm.api.weights import QuantizedWeight as QuantizedWeight
+from pallas_gemm.api.weights import quantize_weights as quantize_weights
 from pallas_gemm.computer.driver import skip_check_without_driver as _skip_check_without_driver
 from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
