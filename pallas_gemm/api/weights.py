@@ -140,8 +140,8 @@ class QuantizedWeight:
     def specs(self, spec: PartitionSpec) -> Self:
         """Returns a record of how its arrays are split where the values are split so.
 
-        Scales and zero points are split along n as the values are. Along k they are split where there
-        are several groups: every device then has the scales of its own rows.
+        Scales and zero points are split along n as the values are. Along k they are split where
+        there are several groups: every device then has the scales of its own rows.
 
         >>> QuantizedWeight.of(w, bits=4, group=8).specs(jax.P("x", "y")).scale
         P('x', 'y')

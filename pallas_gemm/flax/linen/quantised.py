@@ -1,0 +1,110 @@
+"""Dense layers for `flax.linen` whose weights are stored in few bits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax
+import jax
+from flax import linen as nn
+from flax import traverse_util
+
+from pallas_gemm.flax.linen.dense import Dense, promoted, refuse_dot_general
+from pallas_gemm.layers import fused, per_channel
+
+
+class QuantisedDense(Dense):
+    """`Dense` for serving, with weights of 8 bits and a scale for each column.
+
+    Inputs are quantised where they come in, with a scale for each row; both scales, bias,
+    activation and residual are applied in the kernel. The weights are no parameters: they are
+    `kernel` in the collection "quantised", which `quantised` makes of a stock layer's; only the
+    bias is one.
+
+    >>> QuantisedDense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
+
+    Attributes:
+        quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`.
+        quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
+    """
+
+    quantised_dtype: Any = jax.numpy.int8
+    quantized_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Computes what `Dense` does.
+
+        Args:
+            inputs: As for `Dense`.
+            residual: As for `Dense`.
+
+        Returns:
+            The result, of the type that the stock layer's has.
+        """
+        refuse_dot_general(self)
+        fused.check_sizes(features=self.features)
+        shape = (inputs.shape[-1], self.features)
+        param_dtype = fused.layer_type("param_dtype", self.param_dtype)
+
+        def made() -> dict[str, jax.Array]:
+            kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
+            dtype = per_channel.weight_type(self.quantised_dtype, self.quantized_dtype)
+            return _quantised(kernel, dtype)
+
+        kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        # The stock layer's kernel has a say in the type of its result.
+        stand_in = jax.numpy.zeros((), param_dtype)
+        operands = promoted(self, inputs, stand_in, bias)
+        options = fused.with_result(operands, residual, fused.options(self))
+        return per_channel.dense(operands[0], kernel, operands[2], **options)
+
+
+def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a trained model's variables for a model that has `QuantisedDense` in some places.
+
+    >>> abstract = jax.eval_shape(model.init, key, x)  # doctest: +SKIP
+    >>> model.apply(quantised(abstract, trained), x)  # doctest: +SKIP
+
+    Args:
+        model: Variables of the model that is quantised, or their shapes and types.
+        stock: Variables of the model that was trained, with stock layers of the same names.
+
+    Raises:
+        ValueError: A layer of the one is missing in the other, or is of another shape.
+    """
+    for name, variables, collection in (("model", model, "quantised"), ("stock", stock, "params")):
+        if collection not in variables:
+            raise ValueError(
+                f'{name} must have the collection "{collection}", got {sorted(variables)}'
+            )
+    stock = flax.core.unfreeze(flax.core.meta.unbox(stock))
+    params: dict[Any, Any] = traverse_util.flatten_dict(stock["params"])
+    wanted: dict[Any, Any] = traverse_util.flatten_dict(dict(model["quantised"]))
+    kernels: dict[Any, Any] = {}
+    for (*layer, name), values in wanted.items():
+        if name != "values":
+            continue
+        have, path = params.pop(tuple(layer), None), "/".join(layer)
+        if have is None or have.shape != values.shape[::-1]:
+            shape = None if have is None else list(have.shape)
+            raise ValueError(
+                f"{path} must be a kernel of shape {list(values.shape[::-1])} in the trained model,"
+                f" got {shape}"
+            )
+        kernels[tuple(layer)] = _quantised(have, values.dtype)
+    made = {
+        "params": traverse_util.unflatten_dict(params),
+        "quantised": traverse_util.unflatten_dict(kernels),
+    }
+    return stock | made
+
+
+def _quantised(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    return per_channel.quantise(kernel.T, dtype)._asdict()
+
+
+QuantizedDense, quantized = QuantisedDense, quantised
+"""American spellings of the same."""
