@@ -179,6 +179,31 @@ class _Inside:
             is_better = bytes_of(x) < bytes_of(base) or self.is_stored(x)
             self.base[x] = x if is_better and np.dtype(x.aval.dtype) in FLOATS else base
 
+    def settle(self, read: set[Any]) -> None:
+        """Has what others read computed again of the last value that all of it follows from.
+
+        A sum and its bias are rounded once then, as where XLA adds the bias within its product. If
+        the sum alone were rounded, the derivative of relu would see other signs.
+        """
+        for base in {self.base[x] for x in read}:
+            wanted = {x for x in read if self.base[x] is base}
+            last, needed = base, self._between(base, wanted)
+            while last not in wanted:
+                readers = [e for e in needed if last in variables(e)]
+                if len(readers) > 1 or not _may_stand_for(readers[0], last):
+                    break
+                (last,) = readers[0].outvars
+            self.base |= dict.fromkeys((last, *wanted), last)
+
+    def _between(self, base: Any, wanted: set[Any]) -> list[Any]:
+        """Returns the operations by which some values follow from one."""
+        values, found = set(wanted), []
+        for equation in reversed(self.equations):
+            if values & set(equation.outvars) and base not in equation.outvars:
+                found.append(equation)
+                values.update(variables(equation))
+        return found
+
     def is_stored(self, x: Any) -> bool:
         """Whether a value is in memory, whatever is computed with the product."""
         return x in self.level.results or any(map(is_stored_by, self.level.readers(x)))
@@ -219,7 +244,9 @@ def region_of(level: Level, product: Any, *, exact: bool, reduces: bool) -> Regi
         for reader in inside.others(x):
             if not is_stored_by(reader):
                 later.setdefault(level.depth_before(reader), set()).add(x)
-    again = {inside.base[x] for read in later.values() for x in read}
+    read = set().union(*later.values())
+    inside.settle(read)
+    again = {inside.base[x] for x in read}
     reduced = [x for x in inside.reduced if x in level.results or level.readers(x)]
     results = [x for x in inside.base if x in again or x in apart]
     if not reduced and set(results) <= {product}:
@@ -310,6 +337,12 @@ def _needed(inside: _Inside, results: list[Any]) -> list[Any]:
             found.append(equation)
             wanted.update(variables(equation))
     return found[::-1]
+
+
+def _may_stand_for(equation: Any, x: Any) -> bool:
+    """Whether a kernel may store what an operation makes of a value, and not the value."""
+    (y, *more) = equation.outvars
+    return not more and bytes_of(y) <= bytes_of(x) and np.dtype(y.aval.dtype) in FLOATS
 
 
 def _beside(inside: _Inside, equations: list[Any]) -> set[Any]:

@@ -186,6 +186,26 @@ def test_what_can_be_computed_again_is_not_stored() -> None:
     assert [x.aval.dtype for x in first.outvars] == [BF16] * 2
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_derivative_sees_the_sign_of_the_sum_with_its_bias(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each sum is 257, which bfloat16 rounds to 256: with the bias, that is 1 or 0.
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    x, v = jnp.ones((64, 64), BF16), jnp.ones((128, 64), BF16)
+    w = jnp.full((64, 128), 4, BF16).at[0].set(5)
+    bias = jnp.full((128,), -256, BF16)
+
+    def loss(bias: Any, v: Any) -> Any:
+        return jnp.sum(jnp.square(_wide(_relu(x, w, v, bias))))
+
+    derived = jax.grad(loss, (0, 1))
+    program, found = rewritten(derived, bias, v, exact=is_exact, implementation="interpret")
+    assert "add" in found[0].folded
+    gradient, _ = jax.jit(core.jaxpr_as_fun(program))(bias, v)
+    assert_same(gradient, jnp.full((128,), 0 if is_exact else 2**20, BF16))
+
+
 def test_what_only_reads_the_product_is_not_folded() -> None:
     # One pass reads it, whatever the kernel stores.
     program, _ = rewritten(lambda x, w: jnp.sum(jnp.tanh(_wide(x @ w))), *LARGE[:2])
