@@ -1,5 +1,8 @@
 """A product and what is around it as one kernel, where that is predicted to save time.
 
+Two products of one left operand, which something around them joins, are one kernel as well: that of
+a gated product.
+
 The function that the kernel computes is the program's own. Where sums are rounded to 16 bits in the
 program, and so is each step after them, a kernel goes on in float32: it rounds what it stores. With
 `exact`, it rounds after each step as the program says.
@@ -9,7 +12,7 @@ import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +24,9 @@ from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.fused import Function, Fused, fused_p
+from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import xla_time
+from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.level import Level, called
 from pallas_gemm.rewriting.products import Dense, How, avals_of
 from pallas_gemm.rewriting.regions import Region, bytes_of, region_of
@@ -32,18 +37,18 @@ squares for a norm, are predicted to save 1 to 4%, and nothing was measured for 
 
 
 class Fold(NamedTuple):
-    """A product and what is around it as one kernel.
+    """A product, or two, and what is around it as one kernel.
 
     Attributes:
         saved: Seconds that it is predicted to save.
-        product: The product.
-        region: What is around it.
+        products: The products, which have the left operand in common.
+        region: What is around them.
         function: The same as a function of the sums and of operands.
         call: The product, with float32 sums.
     """
 
     saved: float
-    product: Dense
+    products: tuple[Dense, ...]
     region: Region
     function: Function
     call: Call
@@ -54,10 +59,12 @@ class Fold(NamedTuple):
         return tuple(dict.fromkeys(e.primitive.name for e in self.region.inside))
 
     def apply(self, level: Level) -> None:
-        """Puts it in the place of the product and of the operations."""
+        """Puts it in the place of the products and of the operations."""
         region = self.region
-        equation = level.maker(self.product.out)
-        given = (*self.product.factors, *region.operands)
+        first, *others = self.products
+        equation = level.maker(first.out)
+        factors = _factors(self.products)
+        given = (*factors, *region.operands)
         stored = set(region.results)
         for old in region.inside:
             shared = [x for x in old.outvars if x in stored]
@@ -68,9 +75,12 @@ class Fold(NamedTuple):
                 level.rename(old, old.replace(outvars=outs))
         for old in region.gone:
             level.remove(old)
+        for other in others:
+            level.depends_more([other.out], given)
+            level.remove(level.maker(other.out))
         params = {
             "call": self.call,
-            "contraction": self.product.dims,
+            "contraction": first.dims,
             "function": self.function,
             "devices": mesh_context.device_request(self.call, given),
         }
@@ -79,10 +89,10 @@ class Fold(NamedTuple):
             invars=list(given),
             outvars=list(region.results),
             params=params,
-            effects=fused.effects(self.call, self.product.dims, self.function, avals_of(given)),
+            effects=fused.effects(self.call, first.dims, self.function, avals_of(given)),
         )
         level.replace(equation, new)
-        level.depends_more(region.results, region.operands)
+        level.depends_more(region.results, given)
         level.remove_unread(region.inside)
 
 
@@ -92,63 +102,88 @@ class Folder:
     def __init__(self, how: How) -> None:
         self._how = how
 
-    def fold(self, level: Level, own: Dense) -> Fold | None:
-        """Returns a product with what is around it, if that saves time."""
+    def fold(self, level: Level, own: Dense, ours: Mapping[Any, Dense]) -> Fold | None:
+        """Returns a product with what is around it, if that saves time.
+
+        Args:
+            level: The function that it is in.
+            own: The product.
+            ours: All products of the function, by their results.
+        """
         if not _may_be_folded(own):
             return None
+        best, read = self._best(level, (own,))
+        for other in (ours[x] for x in read if x in ours):
+            if _are_a_pair(level, own, other):
+                both, _ = self._best(level, (own, other))
+                if both is not None and (best is None or both.saved > best.saved):
+                    best = both
+        return best
+
+    def _best(
+        self, level: Level, products: tuple[Dense, ...]
+    ) -> tuple[Fold | None, Mapping[Any, None]]:
+        """Returns the fold that saves most, if one does, and what folds would read."""
+        own = products[0]
         best: Fold | None = None
+        read: dict[Any, None] = {}
         for reduces in (True, False):
-            region = region_of(level, own.out, exact=self._how.exact, reduces=reduces)
+            results = tuple(each.out for each in products)
+            region = region_of(level, results, exact=self._how.exact, reduces=reduces)
             if region is None:
                 break
+            read |= dict.fromkeys(region.operands)
             if any(_is_neither(x, own) for x in region.operands):
                 continue
-            call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32))
+            gate = Epilogue(gated=len(products) > 1)
+            call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32), epilogue=gate)
             function = self._function(level, region)
-            saved = self._saved(own, region, function, call)
-            least = best.saved if best else LEAST_SAVED * own.seconds
+            saved = self._saved(products, region, function, call)
+            least = best.saved if best else LEAST_SAVED * _seconds(products)
             if saved is not None and saved > least:
-                best = Fold(saved, own, region, function, call)
+                best = Fold(saved, products, region, function, call)
             if all(x.aval.shape == own.out.aval.shape for x in region.results):
                 # It reduces nothing.
                 break
-        return best
+        return best, read
 
-    def _saved(self, own: Dense, region: Region, function: Function, call: Call) -> float | None:
+    def _saved(
+        self, products: tuple[Dense, ...], region: Region, function: Function, call: Call
+    ) -> float | None:
         """Returns how many seconds it is predicted to save; None if no kernel takes it."""
         device = self._how.device
-        given = (*own.factors, *region.operands)
-        signature = signature_of(avals_of(given))
-        found = fused.plan(call.with_target(device), own.dims, function, signature)
+        signature = signature_of(avals_of((*_factors(products), *region.operands)))
+        dims = products[0].dims
+        found = fused.plan(call.with_target(device), dims, function, signature)
         if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
             return None
         moved = region.stock - region.left - sum(2 * bytes_of(x) for x in region.made)
         launch = xla_time.pass_seconds(0, device)
         passes = xla_time.pass_seconds(moved, device) - launch * (not region.is_pass)
-        return own.seconds + passes - found.decision.plan.seconds
+        return _seconds(products) + passes - found.decision.plan.seconds
 
     def _function(self, level: Level, region: Region) -> Function:
         """Returns the function of the sums and of the operands."""
         key = _key(region)
         function = None if key is None else _FUNCTIONS.get((key, self._how.exact))
         if function is None:
-            product = region.product
+            products = region.products
             program = level.jaxpr.replace(
                 constvars=[],
                 consts=(),
-                invars=[product, *region.operands],
+                invars=[*products, *region.operands],
                 outvars=list(region.results),
                 eqns=list(region.inside),
                 effects=frozenset(),
             )
-            dtype = product.aval.dtype
+            dtype = products[0].aval.dtype
             types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in region.operands]
-            sums = jax.ShapeDtypeStruct(product.aval.shape, np.float32)
+            sums = [jax.ShapeDtypeStruct(x.aval.shape, np.float32) for x in products]
             with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
-                wide = functools.partial(_wide, program, exact=self._how.exact)
-                closed = jax.make_jaxpr(wide)(sums, *types)
-            run = functools.partial(_as_written, program, dtype)
-            function = Function(run, closed, rounds_to=np.dtype(dtype))
+                wide = functools.partial(_wide, program, len(sums), exact=self._how.exact)
+                closed = jax.make_jaxpr(wide)(*sums, *types)
+            run = functools.partial(_as_written, program, dtype, len(sums))
+            function = Function(run, closed, len(sums), rounds_to=np.dtype(dtype))
             if key is not None:
                 _FUNCTIONS.put((key, self._how.exact), function)
         return function
@@ -164,6 +199,26 @@ def _may_be_folded(own: Dense) -> bool:
         or mesh_context.why_not_shared(x.aval.sharding.mesh) == mesh_context.ONE_DEVICES
         for x in own.factors
     )
+
+
+def _are_a_pair(level: Level, own: Dense, other: Dense) -> bool:
+    """Whether a gated product could compute two products."""
+    of_one = avals_of((own.factors[1], own.out)) == avals_of((other.factors[1], other.out))
+    same = (own.call, own.dims) == (other.call, other.dims) and of_one
+    if not same or own.factors[0] is not other.factors[0]:
+        return False
+    apart = not level.above(own.out) & level.bit(other.out)
+    apart = apart and not level.above(other.out) & level.bit(own.out)
+    return apart and level.maker(other.out).primitive is product_p
+
+
+def _factors(products: tuple[Dense, ...]) -> tuple[Any, ...]:
+    """Returns the left operand, and each right one."""
+    return (products[0].factors[0], *(own.factors[1] for own in products))
+
+
+def _seconds(products: tuple[Dense, ...]) -> float:
+    return sum(own.seconds for own in products)
 
 
 def _is_neither(x: Any, own: Dense) -> bool:
@@ -219,7 +274,7 @@ def _parts(region: Region) -> Any:
             return x.aval, repr(x.val)
         return numbers.setdefault(x, len(numbers)), x.aval
 
-    given = [number(x) for x in (region.product, *region.operands)]
+    given = [number(x) for x in (*region.products, *region.operands)]
     steps = [
         (
             e.primitive,
@@ -229,19 +284,19 @@ def _parts(region: Region) -> Any:
         )
         for e in region.inside
     ]
-    return tuple(given), tuple(steps), tuple(map(number, region.results))
+    return len(region.products), tuple(given), tuple(steps), tuple(map(number, region.results))
 
 
-def _as_written(program: core.Jaxpr, dtype: Any, sums: Any, *operands: Any) -> list[Any]:
+def _as_written(program: core.Jaxpr, dtype: Any, sums: int, *args: Any) -> list[Any]:
     """Computes the operations as the program has them."""
-    return core.jaxpr_as_fun(program)(sums.astype(dtype), *operands)
+    return core.jaxpr_as_fun(program)(*(x.astype(dtype) for x in args[:sums]), *args[sums:])
 
 
-def _wide(program: core.Jaxpr, sums: Any, *operands: Any, exact: bool) -> list[Any]:
+def _wide(program: core.Jaxpr, sums: int, *args: Any, exact: bool) -> list[Any]:
     """Computes the operations as a kernel does: in float32 what the program has in 16 bits."""
     taken, made = (avals_of(x) for x in (program.invars, program.outvars))
-    sums = _rounded(sums, taken[0].dtype) if exact else sums
-    values = _run(program, [sums, *operands], exact=exact)
+    totals = [_rounded(x, taken[0].dtype) if exact else x for x in args[:sums]]
+    values = _run(program, [*totals, *args[sums:]], exact=exact)
     return [x.astype(own.dtype) for x, own in zip(values, made, strict=True)]
 
 

@@ -1,14 +1,17 @@
 """The operations around a product that its kernel could compute, and how much that saves.
 
-From the product on, elementwise operations are *inside* as long as nothing else that they read
+So it is with two products of one left operand, whose kernel is that of a gated product. From the
+product on, elementwise operations are *inside* as long as nothing else that they read
 depends on the product. Some of what they make is read by others: that is stored. XLA computes again
 what follows from something stored that is no larger; so do we, and store that. The kernel also
 computes the operands of an operation, back to arrays that are in memory anyway.
 """
 
 import dataclasses
+import functools
 import heapq
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,21 +47,21 @@ def bytes_of(x: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A part of a program that a kernel could compute with a product.
+    """A part of a program that a kernel could compute with a product, or with two.
 
     Attributes:
-        product: The result of the product.
+        products: The results of the products.
         inside: The operations, in their order; those on operands among them.
         operands: The values that they read beside the product.
         results: The values that are stored.
         gone: The operations that nothing else needs.
-        stock: Bytes that XLA's passes move for it, without what the product itself writes.
+        stock: Bytes that XLA's passes move for it, without what the products themselves write.
         left: Bytes that the passes move that are left.
         is_pass: A whole pass is no longer made.
         made: Operands that would have to be stored for it.
     """
 
-    product: Any
+    products: tuple[Any, ...]
     inside: tuple[Any, ...]
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
@@ -129,23 +132,28 @@ class _Operands:
 class _Inside:
     """The operations that follow a product, and what is known of what they make."""
 
-    def __init__(self, level: Level, product: Any, *, exact: bool, reduces: bool) -> None:
-        self.level, self.product = level, product
-        self.shape = product.aval.shape
+    def __init__(
+        self, level: Level, products: tuple[Any, ...], *, exact: bool, reduces: bool
+    ) -> None:
+        self.level, self.products = level, products
+        self.shape = products[0].aval.shape
+        self.depth = max(map(level.depth, products))
         self.allowed = EXACT if exact else ELEMENTWISE - {"custom_jvp_call", "jit"}
         known = EXACT_REDUCTIONS if exact else frozenset(REDUCTIONS)
         self.reductions = known if reduces else frozenset()
         self.operands = _Operands(level, self.shape, self.allowed)
         self.equations: list[Any] = []
         self.reduced: list[Any] = []
-        # What each value is computed of again, and what is read for that beside it.
-        self.base: dict[Any, Any] = {product: product}
-        self.reads: dict[Any, frozenset[Any]] = {product: frozenset()}
+        # What each value is computed of again, and what is read for it.
+        self.base: dict[Any, Any] = {x: x for x in products}
+        self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
         self._grow()
 
     def _grow(self) -> None:
-        bit, seen = self.level.bit(self.product), set()
-        heap = [(self.level.place(e), id(e), e) for e in self.level.readers(self.product)]
+        seen: set[int] = set()
+        bits = functools.reduce(operator.or_, map(self.level.bit, self.products))
+        readers = (e for x in self.products for e in self.level.readers(x))
+        heap = [(self.level.place(e), id(e), e) for e in readers]
         heapq.heapify(heap)
         while heap and len(seen) < LARGEST:
             _, number, equation = heapq.heappop(heap)
@@ -153,7 +161,7 @@ class _Inside:
                 continue
             seen.add(number)
             others = [x for x in variables(equation) if x not in self.base]
-            if any(self.level.above(x) & bit for x in others):
+            if any(self.level.above(x) & bits for x in others):
                 continue
             if self._is_reduction(equation):
                 self.equations.append(equation)
@@ -216,22 +224,32 @@ class _Inside:
         is_float = np.issubdtype(np.dtype(x.aval.dtype), np.floating) or x.aval.dtype.itemsize == 2
         return is_float and 0 < len(axes) < rank
 
+    def reads_of(self, x: Any) -> frozenset[Any]:
+        """Returns what a pass reads for a value, or for the reduction that makes it."""
+        return self.reads[x] if x in self.reads else self.reads[self.level.maker(x).invars[0]]
+
+    def of(self, x: Any) -> frozenset[Any]:
+        """Returns the products that a value depends on."""
+        return self.reads_of(x).intersection(self.products)
+
     def others(self, x: Any) -> list[Any]:
         """Returns the operations outside that read a value."""
         own = set(map(id, self.equations))
         return [e for e in self.level.readers(x) if id(e) not in own]
 
 
-def region_of(level: Level, product: Any, *, exact: bool, reduces: bool) -> Region | None:
-    """Returns what a kernel could compute with a product; None if there is nothing to save.
+def region_of(
+    level: Level, products: tuple[Any, ...], *, exact: bool, reduces: bool
+) -> Region | None:
+    """Returns what a kernel could compute with products; None if there is nothing to save.
 
     Args:
-        level: The function that it is in.
-        product: Its result.
+        level: The function that they are in.
+        products: Their results, of which none depends on the other.
         exact: No operation may be rounded otherwise.
         reduces: It may reduce what it makes.
     """
-    inside = _Inside(level, product, exact=exact, reduces=reduces)
+    inside = _Inside(level, products, exact=exact, reduces=reduces)
     if not inside.equations:
         return None
     stored = [x for x in inside.base if inside.is_stored(x)]
@@ -239,7 +257,7 @@ def region_of(level: Level, product: Any, *, exact: bool, reduces: bool) -> Regi
     later: dict[int, set[Any]] = {}
     if others := set(stored) - set(apart):
         # A kernel stores no truth values and integers.
-        later[level.depth(product)] = others
+        later[inside.depth] = others
     for x in inside.base:
         for reader in inside.others(x):
             if not is_stored_by(reader):
@@ -249,7 +267,9 @@ def region_of(level: Level, product: Any, *, exact: bool, reduces: bool) -> Regi
     again = {inside.base[x] for x in read}
     reduced = [x for x in inside.reduced if x in level.results or level.readers(x)]
     results = [x for x in inside.base if x in again or x in apart]
-    if not reduced and set(results) <= {product}:
+    if not reduced and set(results) <= set(products):
+        return None
+    if all(len(inside.of(x)) < len(products) for x in (*results, *reduced)):
         return None
     return _priced(inside, results, reduced, apart, later)
 
@@ -262,7 +282,7 @@ def _priced(
     later: dict[int, set[Any]],
 ) -> Region | None:
     """Returns the region that computes some values, with what XLA moves for them."""
-    level, product = inside.level, inside.product
+    level = inside.level
     needed = _needed(inside, [*results, *reduced])
     read = frozenset().union(*(inside.operands.of(x)[0] for x in _beside(inside, needed)))
     full = [x for x in read if x.aval.shape == inside.shape]
@@ -271,12 +291,11 @@ def _priced(
     pulled = frozenset().union(*(inside.operands.of(x)[1] for x in _beside(inside, needed)))
     every = [*needed, *map(inside.operands.equation, pulled)]
     kept = _kept(inside, set(results) | set(reduced))
-    first = level.depth(product)
-    written = [x for x in apart if x is not product]
-    is_pass = bool(written or reduced) and first not in later
+    written = [x for x in apart if x not in inside.products]
+    is_pass = bool(written or reduced) and inside.depth not in later
     left = {depth: _bytes({inside.base[x] for x in read}) for depth, read in later.items()}
     return Region(
-        product,
+        inside.products,
         tuple(sorted(every, key=level.place)),
         tuple(sorted(read, key=lambda x: (x.aval.shape != inside.shape, _place(level, x)))),
         (*results, *reduced),
@@ -296,25 +315,18 @@ def _stock(inside: _Inside, first: list[Any], later: dict[int, set[Any]]) -> int
         first: The values that the first pass after the product makes.
         later: The values that others read, by how deep these are.
     """
-    product, start = inside.product, inside.level.depth(inside.product)
+    start = inside.depth
     again: dict[int, set[Any]] = {depth: set(read) for depth, read in later.items()}
     if first:
         again.setdefault(start, set()).update(first)
-    every = ({product, *(y for x in own for y in _reads(inside, x))} for own in again.values())
+    every = ({y for x in own for y in inside.reads_of(x)} for own in again.values())
     kept = {inside.base[x] for depth, own in later.items() for x in own if depth > start}
-    written = [x for x in kept if x is not product and not inside.is_stored(x)]
+    written = [x for x in kept if x not in inside.products and not inside.is_stored(x)]
     # Or the first pass stores what the others read.
-    once = {product, *(y for x in (*first, *kept) for y in _reads(inside, x))}
-    once |= {y for x in later.get(start, ()) for y in _reads(inside, x)}
+    once = {y for x in (*first, *kept, *later.get(start, ())) for y in inside.reads_of(x)}
     bases = ({inside.base[x] for x in own} for depth, own in later.items() if depth > start)
     stored = _bytes(once) + _bytes(written) + sum(map(_bytes, bases))
     return min(sum(map(_bytes, every)), stored)
-
-
-def _reads(inside: _Inside, x: Any) -> Iterable[Any]:
-    if x in inside.reads:
-        return inside.reads[x]
-    return inside.reads[inside.level.maker(x).invars[0]]
 
 
 def _place(level: Level, x: Any) -> int:

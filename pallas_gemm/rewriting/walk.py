@@ -5,6 +5,7 @@ and the user's lines survive.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -133,24 +134,28 @@ class Rewriter:
     def _combine(self, level: Level, ours: list[tuple[Dense, Found]], found: list[Found]) -> None:
         """Lets products be kernels with what is around them, or with each other."""
         by_result = {own.out: own for own, _ in ours}
-        added: set[Any] = set()
+        folded: dict[Any, tuple[str, ...]] = {}
         for own, record in ours:
-            folded: tuple[str, ...] = ()
-            if own.out not in added:
+            if own.out not in folded:
                 equation = level.maker(own.out)
                 with equation.ctx.manager:
-                    fold = self._folder.fold(level, own)
-                    together = sum_of(level, own, by_result, self._how)
-                    least = 0.0 if fold is None else fold.saved
-                    if together is not None and together.saved > least:
-                        together.apply(level)
-                        added |= {one.out for one in together.members}
-                    elif fold is not None:
-                        fold.apply(level)
-                        folded = fold.names
-            if own.out in added:
-                folded = ("the others that are added to it",)
-            found.append(dataclasses.replace(record, folded=folded))
+                    folded |= self._combined(level, own, by_result)
+            found.append(dataclasses.replace(record, folded=folded.get(own.out, ())))
+
+    def _combined(
+        self, level: Level, own: Dense, ours: Mapping[Any, Dense]
+    ) -> dict[Any, tuple[str, ...]]:
+        """Lets a product be a kernel with others; returns what it is with, by their results."""
+        fold = self._folder.fold(level, own, ours)
+        together = sum_of(level, own, ours, self._how)
+        if together is not None and together.saved > (0.0 if fold is None else fold.saved):
+            together.apply(level)
+            return {one.out: ("the others that are added to it",) for one in together.members}
+        if fold is None:
+            return {}
+        fold.apply(level)
+        more = ("the other of its gate",) * (len(fold.products) > 1)
+        return {one.out: more + fold.names for one in fold.products}
 
     def _is_meant(self, place: str | None) -> bool:
         only = self._how.only

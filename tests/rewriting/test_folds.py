@@ -239,6 +239,42 @@ def test_two_products_that_would_read_each_other_are_in_an_order() -> None:
     _check(found, jax.jit(f)(*args), exact(f, args))
 
 
+def _kept_gate(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    gate, up = x @ w, x @ (w + bias)
+    return (jax.nn.silu(gate) * up + bias) @ v, gate
+
+
+def _of_the_gate(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    # What is multiplied second depends on what is multiplied first.
+    gate = x @ w
+    up = x @ (w + gate.reshape(-1, w.shape[0], w.shape[1])[0])
+    return (jax.nn.silu(gate) * up) @ v, bias
+
+
+@pytest.mark.parametrize(
+    ("f", "sums", "results"), [(_swiglu, 2, 1), (_kept_gate, 2, 2), (_of_the_gate, 1, 1)]
+)
+def test_gate_and_up_are_one_kernel(
+    f: Callable[..., Any], sums: int, results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    args = drawn(64, 64, 128)
+    program, found = rewritten(f, *args, implementation="interpret")
+    fused = next(e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    assert fused.params["function"].sums == sums
+    assert len(fused.outvars) == results
+    assert sum("the other of its gate" in one.folded for one in found) == 2 * (sums == 2)
+    given, expected = jax.jit(core.jaxpr_as_fun(program))(*args), jax.jit(f)(*args)
+    _check(given, jax.tree.leaves(expected), jax.tree.leaves(exact(f, args)))
+
+
+def test_gate_and_up_are_two_kernels_where_both_are_kept() -> None:
+    # One kernel would store three results with no product left to store them beside.
+    program, found = rewritten(step(_swiglu), *LARGE, SHAPE((4096,), BF16))
+    assert not any("the other of its gate" in one.folded for one in found)
+    assert count(program, "pallas_gemm_fused") == FOLDED["swiglu"]
+
+
 def test_effects_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first product waits for the second, which its kernel reads.
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
