@@ -1,6 +1,7 @@
 """What the layers of all interfaces share: the product with all that follows it."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gated_gemm, gemm
+from pallas_gemm.api.weights import QuantizedWeight
 from pallas_gemm.kernels import activations
 from pallas_gemm.problem import element_type
 
@@ -39,6 +41,22 @@ def gated(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -
     inputs, gate, up, *biases = operands
     named = dict(zip(("gate_bias", "up_bias"), biases, strict=True))
     return gated_gemm(inputs, gate, up, **named, **with_result(operands, residual, options))
+
+
+def promoted(promote: Callable[[list[Any]], Any], operands: Sequence[Any]) -> list[Any]:
+    """Returns operands of the type in which a layer computes; None for what it has not.
+
+    Weights of few bits stay as they are: they take part with the type of what they stand for.
+
+    Args:
+        promote: Takes arrays and returns them in one type, as `promote_dtype` of the layer.
+        operands: Inputs, kernels and biases, or None.
+    """
+    given = [jnp.zeros((), x.dtype) if isinstance(x, QuantizedWeight) else x for x in operands]
+    return [
+        dataclasses.replace(x, dtype=own.dtype) if isinstance(x, QuantizedWeight) else own
+        for x, own in zip(operands, promote(given), strict=True)
+    ]
 
 
 def with_result(

@@ -17,7 +17,7 @@ class Dense(nn.Dense):
     """`flax.linen.Dense` with its bias, an activation and a residual computed in the kernel.
 
     It has the parameters of the stock layer, `kernel` and `bias`, and all its fields but
-    `dot_general` and `dot_general_cls`.
+    `dot_general` and `dot_general_cls`. The kernel may be a `pallas_gemm.QuantizedWeight`.
 
     >>> Dense(4096, activation="gelu", dtype=jnp.bfloat16)  # doctest: +SKIP
 
@@ -63,7 +63,8 @@ def refuse_dot_general(layer: nn.Dense) -> None:
 
 def promoted(layer: Any, *arrays: Any) -> Any:
     """Returns arrays of the type in which a layer computes; None for what it has not."""
-    return layer.promote_dtype(*arrays, dtype=fused.layer_type("dtype", layer.dtype))
+    dtype = fused.layer_type("dtype", layer.dtype)
+    return fused.promoted(lambda given: layer.promote_dtype(*given, dtype=dtype), arrays)
 
 
 class Parameters(nn.Dense):
@@ -140,8 +141,9 @@ def projections(  # noqa: PLR0913 - each is a keyword
     }
     made = [Parameters(size, name=name, **options)(inputs) for name, size in features.items()]
     kernels, biases = zip(*made, strict=True)
-    inputs, *ready = promote_dtype(
-        inputs, *kernels, *biases, dtype=fused.layer_type("dtype", dtype)
+    dtype = fused.layer_type("dtype", dtype)
+    inputs, *ready = fused.promoted(
+        lambda given: promote_dtype(*given, dtype=dtype), (inputs, *kernels, *biases)
     )
     kernels, biases = ready[: len(made)], ready[len(made) :]
     return api.projections(inputs, kernels, biases=biases, precision=precision, **how)

@@ -9,26 +9,37 @@ from flax import linen as nn
 from flax import traverse_util
 
 from pallas_gemm.flax.linen.dense import Dense, promoted, refuse_dot_general
-from pallas_gemm.layers import fused, per_channel
+from pallas_gemm.layers import few_bits, fused, per_channel
 
 
 class QuantisedDense(Dense):
-    """`Dense` for serving, with weights of 8 bits and a scale for each column.
+    """`Dense` for serving, with weights of 8 or 4 bits.
 
-    Inputs are quantised where they come in, with a scale for each row; both scales, bias,
-    activation and residual are applied in the kernel. The weights are no parameters: they are
-    `kernel` in the collection "quantised", which `quantised` makes of a stock layer's; only the
-    bias is one.
+    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantised where
+    they come in, with a scale for each row; both scales, bias, activation and residual are applied
+    in the kernel. With `bits`, only the weights are quantised, in groups if you like: for few rows
+    that is as fast as the memory, and it errs less.
+
+    The weights are no parameters: they are `kernel` in the collection "quantised", which
+    `quantised` makes of a stock layer's; only the bias is one.
 
     >>> QuantisedDense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
+    >>> QuantisedDense(4096, bits=4, group=128, dtype=jnp.bfloat16)  # doctest: +SKIP
 
     Attributes:
-        quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`.
+        quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`;
+            with `bits` any that `pallas_gemm.QuantizedWeight` takes.
         quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
+        bits: 8 or 4, where inputs keep their type.
+        group: Then, how many inputs share a scale; None for all.
+        zero_points: Then, whether the values are uint4 with zero points.
     """
 
     quantised_dtype: Any = jax.numpy.int8
     quantized_dtype: Any = None
+    bits: int | None = None
+    group: int | None = None
+    zero_points: bool = False
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -49,17 +60,25 @@ class QuantisedDense(Dense):
         def made() -> dict[str, jax.Array]:
             kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
             dtype = per_channel.weight_type(self.quantised_dtype, self.quantized_dtype)
-            return _quantised(kernel, dtype)
+            if self.bits is None:
+                return _quantised(kernel, dtype)
+            return few_bits.stored(kernel, self.bits, self.group, self.zero_points, dtype)
 
-        kernel = per_channel.Quantised(**self.variable("quantised", "kernel", made).value)
+        weights_alone = few_bits.check(self.bits, self.group, self.zero_points)
+        stored = self.variable("quantised", "kernel", made).value
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
+        if weights_alone:
+            operands = promoted(self, inputs, few_bits.record(stored, param_dtype), bias)
+            return fused.dense(operands, residual, **fused.options(self))
         # The stock layer's kernel has a say in the type of its result.
         stand_in = jax.numpy.zeros((), param_dtype)
         operands = promoted(self, inputs, stand_in, bias)
         options = fused.with_result(operands, residual, fused.options(self))
-        return per_channel.dense(operands[0], kernel, operands[2], **options)
+        return per_channel.dense(
+            operands[0], per_channel.Quantised(**stored), operands[2], **options
+        )
 
 
 def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,13 +107,17 @@ def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
         if name != "values":
             continue
         have, path = params.pop(tuple(layer), None), "/".join(layer)
-        if have is None or have.shape != values.shape[::-1]:
-            shape = None if have is None else list(have.shape)
+        arrays = {own[-1]: x for own, x in wanted.items() if own[:-1] == tuple(layer)}
+        weights_alone = few_bits.is_stored(arrays)
+        shape = values.shape if weights_alone else values.shape[::-1]
+        if have is None or have.shape != shape:
+            found = None if have is None else list(have.shape)
             raise ValueError(
-                f"{path} must be a kernel of shape {list(values.shape[::-1])} in the trained model,"
-                f" got {shape}"
+                f"{path} must be a kernel of shape {list(shape)} in the trained model, got {found}"
             )
-        kernels[tuple(layer)] = _quantised(have, values.dtype)
+        kernels[tuple(layer)] = (
+            few_bits.stored_as(arrays, have) if weights_alone else _quantised(have, values.dtype)
+        )
     made = {
         "params": traverse_util.unflatten_dict(params),
         "quantised": traverse_util.unflatten_dict(kernels),

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from pallas_gemm.api.gemm import Activation
+from pallas_gemm.flax.nnx.linear import promoted
 from pallas_gemm.layers import fused, routed
 
 
@@ -97,7 +98,7 @@ class Experts(routed.Mixture, nnx.Module):
         """
         logits = self.router(routed.wide(inputs))
         kernels = (layer.kernel[...] for layer in (self.gate, self.up, self.down))
-        operands = self.promote_dtype((inputs, *kernels), dtype=self.dtype)
+        operands = promoted(self, inputs, *kernels)
         return self.mixed(logits, operands, with_logits=with_logits)
 
 

@@ -16,7 +16,7 @@ class Linear(nnx.Linear):
     """`flax.nnx.Linear` with its bias, an activation and a residual computed in the kernel.
 
     It has the parameters of the stock layer, `kernel` and `bias`, and takes all its arguments but
-    `dot_general`.
+    `dot_general`. The kernel may be a `pallas_gemm.QuantizedWeight`.
 
     >>> Linear(4096, 14336, activation="gelu", dtype=jnp.bfloat16, rngs=rngs)  # doctest: +SKIP
     """
@@ -69,9 +69,9 @@ class Linear(nnx.Linear):
         operands = self._operands(inputs, self.kernel[...])
         return fused.dense(operands, residual, **self._options(out_sharding))
 
-    def _operands(self, inputs: jax.Array, kernel: jax.Array) -> Any:
+    def _operands(self, inputs: jax.Array, kernel: Any) -> Any:
         """Returns inputs, kernel, and bias or None, of the type of the computation."""
-        return self.promote_dtype((inputs, kernel, value_of(self.bias)), dtype=self.dtype)
+        return promoted(self, inputs, kernel, value_of(self.bias))
 
     def _options(self, out_sharding: Any) -> dict[str, Any]:
         """Returns those of the product that do not depend on its operands."""
@@ -82,6 +82,11 @@ class Linear(nnx.Linear):
 def value_of(bias: Any) -> Any:
     """Returns the array of a layer's bias, or None if it has none."""
     return None if bias is None else bias[...]
+
+
+def promoted(layer: Any, *arrays: Any) -> list[Any]:
+    """Returns arrays of the type in which a layer computes; None for what it has not."""
+    return fused.promoted(lambda given: layer.promote_dtype(given, dtype=layer.dtype), arrays)
 
 
 Dense = Linear
@@ -124,11 +129,11 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
             )
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
     biases = [value_of(layer.bias) for layer in layers]
-    promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)
+    inputs, *ready = promoted(first, inputs, *kernels, *biases)
     return api.projections(
-        promoted[0],
-        promoted[1 : 1 + len(layers)],
-        biases=promoted[1 + len(layers) :],
+        inputs,
+        ready[: len(layers)],
+        biases=ready[len(layers) :],
         precision=first.precision,
         preferred_element_type=first.preferred_element_type,
         **fused.how(first),
@@ -204,7 +209,7 @@ class GatedDense(nnx.Module):
         layer, up = self.gate, self.up
         kernels = (layer.kernel[...], up.kernel[...])
         biases = [value_of(own.bias) for own in (layer, up)]
-        operands = layer.promote_dtype((inputs, *kernels, *biases), dtype=layer.dtype)
+        operands = promoted(layer, inputs, *kernels, *biases)
         return fused.gated(
             operands,
             residual,

@@ -6,21 +6,26 @@ import jax
 from flax import nnx
 
 from pallas_gemm.flax.nnx.linear import Linear, value_of
-from pallas_gemm.layers import fused, per_channel
+from pallas_gemm.layers import few_bits, fused, per_channel
 
 
 class Quantised(nnx.Variable):
-    """Weights of 8 bits, or their scales: what no optimiser changes."""
+    """Weights of few bits, their scales or zero points: what no optimiser changes."""
 
 
 class QuantisedLinear(Linear):
-    """`Linear` for serving, with weights of 8 bits and a scale for each column.
+    """`Linear` for serving, with weights of 8 or 4 bits.
 
-    Inputs are quantised where they come in, with a scale for each row; both scales, bias,
-    activation and residual are applied in the kernel. The weights, `kernel_values` and
-    `kernel_scale`, are no parameters: the bias is one.
+    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantised where
+    they come in, with a scale for each row; both scales, bias, activation and residual are applied
+    in the kernel. With `bits`, only the weights are quantised, in groups if you like: for few rows
+    that is as fast as the memory, and it errs less.
+
+    The weights, `kernel_values` and `kernel_scale`, with zero points `kernel_zero`, are no
+    parameters: the bias is one.
 
     >>> block.up = QuantisedLinear.of(block.up)  # doctest: +SKIP
+    >>> block.up = QuantisedLinear.of(block.up, bits=4, group=128)  # doctest: +SKIP
     """
 
     def __init__(
@@ -30,6 +35,9 @@ class QuantisedLinear(Linear):
         *,
         quantised_dtype: Any = jax.numpy.int8,
         quantized_dtype: Any = None,
+        bits: int | None = None,
+        group: int | None = None,
+        zero_points: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -38,8 +46,12 @@ class QuantisedLinear(Linear):
         Args:
             in_features: As for `Linear`.
             out_features: As for `Linear`.
-            quantised_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`.
+            quantised_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`; with `bits` any that
+                `pallas_gemm.QuantizedWeight` takes.
             quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
+            bits: 8 or 4, where inputs keep their type.
+            group: Then, how many inputs share a scale; None for all.
+            zero_points: Then, whether the values are uint4 with zero points.
             rngs: As for `Linear`.
             **options: All else that `Linear` takes.
 
@@ -48,9 +60,16 @@ class QuantisedLinear(Linear):
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
         dtype = per_channel.weight_type(quantised_dtype, quantized_dtype)
-        made = per_channel.quantise(self.kernel[...].T, dtype)
+        kernel = self.kernel[...]
+        self.weights_alone = few_bits.check(bits, group, zero_points)
+        if bits is None:
+            made = per_channel.quantise(kernel.T, dtype)._asdict()
+        else:
+            made = few_bits.stored(kernel, bits, group, zero_points, dtype)
         del self.kernel
-        self.kernel_values, self.kernel_scale = map(Quantised, made)
+        self.kernel_values, self.kernel_scale = Quantised(made["values"]), Quantised(made["scale"])
+        if "zero" in made:
+            self.kernel_zero = Quantised(made["zero"])
 
     @classmethod
     def of(
@@ -62,7 +81,8 @@ class QuantisedLinear(Linear):
             layer: A stock layer or one of ours.
             quantised_dtype: As for the class.
             **options: `activation`, `schedule`, `config` or `implementation`, where they are to be
-                other than those of `layer`; `quantized_dtype` as for the class.
+                other than those of `layer`; `quantized_dtype`, `bits`, `group` and `zero_points` as
+                for the class.
 
         Raises:
             TypeError: `layer` has no weights to quantise.
@@ -74,8 +94,8 @@ class QuantisedLinear(Linear):
             )
         kernel, bias = layer.kernel, layer.bias
         fields = ("use_bias", "precision", "promote_dtype", *fused.TYPES_OF_LAYERS)
-        stock = {name: getattr(layer, name) for name in fields}
-        own = {"activation": getattr(layer, "activation", None), **fused.how(layer)}
+        stock: dict[str, Any] = {name: getattr(layer, name) for name in fields}
+        own: dict[str, Any] = {"activation": getattr(layer, "activation", None), **fused.how(layer)}
         return cls(
             layer.in_features,
             layer.out_features,
@@ -90,6 +110,12 @@ class QuantisedLinear(Linear):
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
     ) -> jax.Array:
         """Computes what `Linear` does; the arguments are its."""
+        if self.weights_alone:
+            stored = {"values": self.kernel_values[...], "scale": self.kernel_scale[...]}
+            if hasattr(self, "kernel_zero"):
+                stored["zero"] = self.kernel_zero[...]
+            operands = self._operands(inputs, few_bits.record(stored, self.param_dtype))
+            return fused.dense(operands, residual, **self._options(out_sharding))
         # The stock layer's kernel has a say in the type of its result.
         operands = self._operands(inputs, jax.numpy.zeros((), self.param_dtype))
         options = fused.with_result(operands, residual, self._options(out_sharding))

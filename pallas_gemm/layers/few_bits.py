@@ -1,0 +1,86 @@
+"""Weights that a layer stores in few bits, for serving a model: inputs keep their type.
+
+A layer stores the arrays of a `QuantizedWeight`, by their names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_gemm.api.weights import QuantizedWeight
+from pallas_gemm.layers import fused
+from pallas_gemm.op import widening
+
+INT8 = jnp.dtype(jnp.int8)
+
+
+def check(bits: Any, group: Any, zero_points: Any) -> bool:
+    """Returns whether a layer's weights alone are of few bits, and not its inputs, too.
+
+    Raises:
+        ValueError: There are groups or zero points without bits.
+    """
+    if bits is None and (group is not None or zero_points):
+        raise ValueError(
+            "group and zero_points are for weights alone: they need bits=4 or bits=8, got"
+            f" group={group!r}, zero_points={zero_points!r}, bits=None"
+        )
+    return bits is not None
+
+
+def stored(
+    kernel: jax.Array, bits: int, group: int | None, zero_points: bool, dtype: Any
+) -> dict[str, Any]:
+    """Returns what a layer stores of a kernel `[inputs, features]`.
+
+    Args:
+        kernel: The kernel.
+        bits: As for `QuantizedWeight.of`.
+        group: As for `QuantizedWeight.of`.
+        zero_points: As for `QuantizedWeight.of`.
+        dtype: The layer's type of weights; int8 leaves it to `bits`.
+
+    Raises:
+        ValueError: The type has another number of bits.
+    """
+    if dtype == INT8:
+        dtype = None
+    elif widening.bits(dtype) != bits:
+        raise ValueError(
+            f"quantised_dtype must be a type of bits={bits}, or be left out, got {jnp.dtype(dtype)}"
+        )
+    how: Any = {"bits": bits, "group": group, "zero_points": zero_points, "dtype": dtype}
+    made = QuantizedWeight.of(kernel, **how)
+    arrays = {"values": made.values, "scale": made.scale, "zero": made.zero}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def stored_as(other: Mapping[str, Any], kernel: jax.Array) -> dict[str, Any]:
+    """Returns what a layer stores of a kernel, of the types and groups of what it stores."""
+    values, scale = other["values"], other["scale"]
+    made = QuantizedWeight.of(
+        kernel,
+        bits=widening.bits(values.dtype),
+        group=values.shape[-2] // scale.shape[-2] if scale.shape[-2] > 1 else None,
+        dtype=None if "zero" in other else values.dtype,
+        zero_points="zero" in other,
+        scale_dtype=scale.dtype,
+    )
+    return {name: getattr(made, name) for name in other}
+
+
+def is_stored(arrays: Mapping[str, Any]) -> bool:
+    """Whether these are arrays of a record, and not of weights whose inputs are quantised, too."""
+    return len(arrays["scale"].shape) == len(arrays["values"].shape)
+
+
+def record(arrays: Mapping[str, Any], dtype: Any) -> QuantizedWeight:
+    """Returns the record of what a layer stores.
+
+    Args:
+        arrays: The arrays that it stores, by name.
+        dtype: The type of the kernel that it stands for.
+    """
+    return QuantizedWeight(**arrays, dtype=fused.layer_type("param_dtype", dtype))
