@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import KINDS, Epilogue, Problem
+from pallas_gemm.problem import BLOCKS, KINDS, Blocks, Epilogue, Problem
 from pallas_gemm.program import Program
 from schedules import OnlineSchedule, Pieces, Schedule
 
@@ -33,6 +33,9 @@ class Operands(NamedTuple):
     a: Any
     b: Any
     up: Any = None
+    row_blocks: Any = None
+    col_blocks: Any = None
+    up_blocks: Any = None
     bias: Any = None
     residual: Any = None
     alpha: Any = None
@@ -162,7 +165,8 @@ class Call:
         """Returns the problem that operands of these shapes and types pose."""
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
         m, n = self.matrix_shape(a_shape, b_shape)
-        deep, residual = -2 if self.transpose_a else -1, self.unpack(signature).residual
+        deep, given = -2 if self.transpose_a else -1, self.unpack(signature)
+        residual = given.residual
         batches = [shape[0] for shape in (a_shape, b_shape) if len(shape) == 3]
         batch = batches[0] if batches else 1
         # A symbolic size is no kernel's, and may not be compared.
@@ -177,12 +181,22 @@ class Call:
             transpose_a=self.transpose_a,
             transpose_b=self.transpose_b,
             batch=batch,
-            epilogue=self.epilogue,
+            epilogue=self.epilogue.of_whole_sums,
             shared_a=many and len(a_shape) == 2,
             shared_b=many and len(b_shape) == 2,
             residual_dtype=residual and residual[1],
             parts=self.options.parts,
+            blocks=self.blocks(given, m, n, a_shape[deep]),
         )
+
+    def blocks(self, given: Operands, m: int, n: int, k: int) -> Blocks | None:
+        """Returns the blocks that the shapes of scales say, of a product of these sizes."""
+        if not self.epilogue.blocks:
+            return None
+        left, right = given.row_blocks, given.col_blocks
+        deep = left[0][-1] if left else right[0][-2]
+        rows, columns = left and left[0][-2], right and right[0][-1]
+        return Blocks(k // deep, m // rows if rows else 0, n // columns if columns else 0)
 
     def with_target(self, device: Device | None) -> Self:
         """Returns the call with the GPU to plan for."""
@@ -209,8 +223,13 @@ class Call:
         return dataclasses.replace(self, precision=self.precision[::-1])
 
     def sums(self, out_dtype: Any) -> "Call":
-        """Returns the call for the sums alone, of the same operands and computed as told."""
-        return dataclasses.replace(self, out_dtype=np.dtype(out_dtype), epilogue=NO_EPILOGUE)
+        """Returns the call for the sums alone, of the same operands and computed as told.
+
+        Blocks of the factors are scaled in them.
+        """
+        return dataclasses.replace(
+            self, out_dtype=np.dtype(out_dtype), epilogue=self.epilogue.of_blocks
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,3 +377,5 @@ def signature_of(operands: tuple[Any, ...]) -> Signature:
 
 EXTRAS = tuple(name for name in DIMENSIONS if name not in ("a", "b", "up"))
 """Names of the operands that the epilogue takes."""
+OF_RESULT = tuple(name for name in EXTRAS if name not in BLOCKS)
+"""Names of those whose dimensions are the result's."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,9 @@ def element_type(value: Any) -> Any:
 
 KINDS = MappingProxyType(
     {
+        "row_blocks": "mk",
+        "col_blocks": "kn",
+        "up_blocks": "kn",
         "bias": "n",
         "residual": "mn",
         "alpha": "",
@@ -47,8 +50,11 @@ KINDS = MappingProxyType(
         "up_bias": "n",
     }
 )
-"""The operands of an epilogue in words, in their order, with the dimensions of the result that each
-has: rows (m), columns (n), both or none."""
+"""The operands of an epilogue in words, in their order, with the dimensions that each has: rows (m)
+and columns (n) of the result, both or none; or some of those of a factor, in blocks (`BLOCKS`)."""
+BLOCKS = ("row_blocks", "col_blocks", "up_blocks")
+"""Those of them that scale a factor block by block: each has a value for each block of it, and so
+it is smaller than the factor."""
 SCALES = ("row_scale", "col_scale", "up_scale")
 """Those of them that are vectors by which sums are multiplied."""
 
@@ -71,6 +77,9 @@ class Epilogue:
         residual: There is an array of the result's shape to add.
         activation: A traceable elementwise function of a float32 array.
         gated: There are two right operands, gate and up.
+        row_blocks: There is one value per block of the left operand to scale it with.
+        col_blocks: There is one value per block of the right operand to scale it with.
+        up_blocks: There is one value per block of the other right operand to scale it with.
         row_scale: There is one value per row to scale the sum with.
         col_scale: There is one value per column to scale the sum with.
         up_scale: There is one value per column to scale the sum of up with.
@@ -84,6 +93,9 @@ class Epilogue:
     residual: bool = False
     activation: Callable[[Any], Any] | None = None
     gated: bool = False
+    row_blocks: bool = False
+    col_blocks: bool = False
+    up_blocks: bool = False
     row_scale: bool = False
     col_scale: bool = False
     up_scale: bool = False
@@ -103,6 +115,23 @@ class Epilogue:
         return tuple(name for name, value in given.items() if value is None or value is True)
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """The operands that scale factors block by block, by their names and in their order."""
+        return tuple(name for name in BLOCKS if getattr(self, name))
+
+    @property
+    def of_whole_sums(self) -> "Epilogue":
+        """The rest of it, without the scales of blocks."""
+        return (
+            dataclasses.replace(self, **dict.fromkeys(self.blocks, False)) if self.blocks else self
+        )
+
+    @property
+    def of_blocks(self) -> "Epilogue":
+        """Nothing but the scales of blocks, of the factors of one sum."""
+        return Epilogue(row_blocks=self.row_blocks, col_blocks=self.col_blocks)
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """What it consists of, in words: for those who read what is computed, or why not."""
         found = [*self.operands, *(["gated"] if self.gated else [])]
@@ -118,6 +147,28 @@ class Epilogue:
     def scales(self) -> "Epilogue":
         """What of it scales the sum, and nothing else."""
         return Epilogue(self.alpha, row_scale=self.row_scale, col_scale=self.col_scale)
+
+
+class Blocks(NamedTuple):
+    """The blocks of the factors, each with a scale; one that is as long as the factor is one block.
+
+        sum over blocks of  left[row block, block of k] * right[block of k, column block]
+                            * (a in this block @ b in this block)
+
+    Attributes:
+        k: Contracted elements of each.
+        rows: Rows of each block of the left operand; 0 if its blocks have no scales.
+        columns: Columns of each block of the right operand, or of each of both; 0 likewise.
+    """
+
+    k: int
+    rows: int = 0
+    columns: int = 0
+
+    def __str__(self) -> str:
+        left = f"{self.rows} x {self.k} of a" if self.rows else ""
+        right = f"{self.k} x {self.columns} of b" if self.columns else ""
+        return "blocks of " + " and ".join(filter(None, (left, right)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +213,8 @@ class Problem:
         residual_dtype: Element type of the residual, where it is not the result's; else None.
         parts: In how many parts of k, one after the other, each sum has to be made: see
             `planning/numerics.py`. 0 if any way will do.
+        blocks: The blocks of the factors that have a scale each, which come before the operands of
+            the epilogue; None if there are none.
     """
 
     m: int
@@ -186,6 +239,7 @@ class Problem:
     symmetric: Literal["", "gram", "product"] = ""
     residual_dtype: Any = None
     parts: int = 0
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -305,7 +359,7 @@ class Problem:
 
     @property
     def accumulator_dtype(self) -> Any:
-        """The type of the sum: float32, or int32 for integers."""
+        """The type of the sum, or of a block's: float32, or int32 for integers."""
         integer = np.issubdtype(self.a_dtype, np.integer)
         return np.dtype(np.int32 if integer else np.float32)
 
@@ -329,4 +383,5 @@ def _mirrored(problem: Problem) -> Problem:
         shared_a=problem.shared_b,
         shared_b=problem.shared_a,
         arrays=tuple((left, right) for right, left in problem.arrays),
+        blocks=problem.blocks and Blocks(problem.blocks.k, *problem.blocks[:0:-1]),
     )

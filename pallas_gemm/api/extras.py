@@ -5,17 +5,20 @@ or what the result has there: then each product of a batch has its own.
 """
 
 import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments
+from pallas_gemm.api import arguments, blocks
+from pallas_gemm.api.blocks import Factor
 from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
-from pallas_gemm.problem import SCALES, Epilogue
+from pallas_gemm.problem import BLOCKS, SCALES, Epilogue
 
 OF_GATE = {"bias": "gate_bias", "col_scale": "gate_scale"}
 """What a caller of a gated product calls them."""
@@ -43,6 +46,24 @@ class Result(NamedTuple):
             b.shape[-2 if transpose_b else -1] if b.ndim > 1 else None,
         )
 
+    def factors(self, left: Any, right: Any, k: int, name: str) -> dict[str, Factor]:
+        """Returns the factor that each scale of blocks belongs to, of operands that are matrices.
+
+        Args:
+            left: The left operand.
+            right: The right operand.
+            k: Contracted elements.
+            name: The caller's name for the right operand.
+        """
+        of_left, of_right, of_up = SCALES
+        found = {}
+        if self.rows is not None:
+            found[of_left] = Factor("a", tuple(left.shape[:-2]), self.rows, k)
+        if self.columns is not None:
+            own = Factor(name, tuple(right.shape[:-2]), self.columns, k)
+            found |= {of_right: own, of_up: own._replace(name="w_up")}
+        return found
+
     @property
     def is_matrices(self) -> bool:
         """Whether it has rows and columns."""
@@ -61,13 +82,19 @@ class Result(NamedTuple):
         return fits and all(own in (1, size) for own, size in zip(lead, self.lead, strict=True))
 
 
-def checked(given: Operands, epilogue: Epilogue, result: Result) -> tuple[Epilogue, Operands]:
+def checked(
+    given: Operands,
+    epilogue: Epilogue,
+    result: Result,
+    factors: Mapping[str, Factor] = MappingProxyType({}),
+) -> tuple[Epilogue, Operands]:
     """Checks what an epilogue takes.
 
     Args:
         given: The operands that the caller gives; factors do not count but for `up`.
         epilogue: The rest of the caller's epilogue; alpha and beta may be arrays.
         result: The result's shape.
+        factors: The factor of each scale that may be one of blocks.
 
     Returns:
         The epilogue, and its operands without the factors.
@@ -83,24 +110,57 @@ def checked(given: Operands, epilogue: Epilogue, result: Result) -> tuple[Epilog
         value = _number(name, getattr(epilogue, name), result)
         fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
     for name in ("bias", "up_bias", *SCALES):
-        called = OF_GATE.get(name, name) if gated else name
-        found[name] = vector(called, getattr(given, name), DIMENSIONS[name], result)
+        called, x = OF_GATE.get(name, name) if gated else name, getattr(given, name)
+        if name in factors and _has_blocks(x, factors[name], result):
+            left, x = name == "row_scale", _floating(called, arguments.array(called, x))
+            x = blocks.checked(called, x, factors[name], left=left)
+            if x.shape[-1 if left else -2] > 1:
+                found[blocks.OF_SCALES[name]] = x
+                continue
+            x = blocks.as_vector(x, factors[name].size, result.lead, left=left)
+        found[name] = vector(called, x, DIMENSIONS[name], result)
     found["residual"] = _residual(given.residual, result)
     if found["residual"] is None and fixed["beta"] != 1:
         ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
         fixed["beta"], found["beta"] = fixed["beta"] or 1.0, None
-    flags: dict[str, Any] = {
-        name: found[name] is not None for name in ("bias", "residual", "up_bias", *SCALES)
-    }
+    if gated:
+        _both_in_blocks(found)
+    of_sums = ("bias", "residual", "up_bias", *SCALES, *BLOCKS)
+    flags: dict[str, Any] = {name: found.get(name) is not None for name in of_sums}
     made = Epilogue(activation=epilogue.activation, gated=gated, **fixed, **flags)
     return made, Operands(None, None, **found)
+
+
+def _has_blocks(scale: Any, factor: Factor, result: Result) -> bool:
+    """Whether a scale has a dimension along k: more than one, and not as one of each product."""
+    shape = tuple(getattr(scale, "shape", ()))
+    if len(shape) < 2 or (shape[-1] == factor.size and result.is_front(shape[:-1])):
+        return False
+    # Of several products, a row of scales for each is the likelier mistake.
+    is_row = result.lead and len(shape) == 2 and shape[-1] == factor.size
+    return not is_row or bool(blocks.block(factor.k, shape[-2], blocks.SHORTEST))
+
+
+def _both_in_blocks(found: Mapping[str, Any]) -> None:
+    """Refuses gated products of which one sum alone has blocks with scales."""
+    shapes = []
+    for own in ("col", "up"):
+        given = (found.get(f"{own}_{kind}") for kind in ("blocks", "scale"))
+        shapes.append(next((tuple(x.shape) for x in given if x is not None), ()))
+    in_blocks = any(found.get(name) is not None for name in ("col_blocks", "up_blocks"))
+    if in_blocks and shapes[0] != shapes[1]:
+        gate, up = (list(own) or None for own in shapes)
+        raise ValueError(
+            f"{OF_GATE['col_scale']} and {SCALES[-1]} must have one shape where one has a dimension"
+            f" along k, got {gate} and {up}"
+        )
 
 
 def letters(extras: Operands, out: str, result: Result) -> dict[str, str]:
     """Returns the dimensions of each operand of the epilogue, of a result with dimensions `out`."""
     found = {}
     for name, own in DIMENSIONS.items():
-        if (x := getattr(extras, name)) is None:
+        if (x := getattr(extras, name)) is None or name in BLOCKS:
             continue
         front = x.ndim - len(own)
         if name == "residual":

@@ -54,7 +54,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     """Computes `activation(scales * (a @ b) + bias) + beta * residual`, rounded once.
 
     The scales are `alpha * row_scale[:, None] * col_scale[None, :]`, as far as there are any: what
-    quantised operands were divided by, for one.
+    quantised operands were divided by, for one. A scale with a dimension along k scales the blocks
+    of an operand, and the sum of each block is scaled before it is added up.
 
     Shapes are as in `jnp.matmul`: operands may be vectors, and leading dimensions broadcast. The
     sum and everything after it is in float32; the sum of int8 is in int32. Where there are leading
@@ -91,8 +92,11 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         alpha: Scales the sum: a number, which is built into the kernel, or a floating-point array
             of no dimension, which is not.
         beta: Scales the residual, likewise.
-        row_scale: Scales the rows of the sum: one floating-point value for each.
-        col_scale: Scales the columns of the sum: one floating-point value for each.
+        row_scale: Scales the rows of the sum: one floating-point value for each. Or the blocks of
+            the left operand: `[m, k / g]` for g contracted elements of each row, `[m / r, k / g]`
+            for those of r rows.
+        col_scale: Scales the columns of the sum, likewise. Or the blocks of the right operand:
+            `[k / g, n]`, or `[k / g, n / c]`.
         preferred_element_type: Type of the result, such as `jnp.bfloat16` or "bf16"; by default
             what JAX promotes the operands to.
         precision: As in `jnp.matmul`. Float32 operands are multiplied as TF32 on a GPU, as JAX
@@ -263,8 +267,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         up_bias: The same for `a @ w_up`.
         alpha: As for `gemm`; it scales both sums.
         row_scale: As for `gemm`; it scales both sums.
-        gate_scale: Scales the columns of `a @ w_gate`.
-        up_scale: Scales the columns of `a @ w_up`.
+        gate_scale: Scales the columns of `a @ w_gate`, or blocks of `w_gate`.
+        up_scale: Scales the columns of `a @ w_up`, or blocks of `w_up`.
         residual: As for `gemm`.
         beta: As for `gemm`.
         preferred_element_type: As for `gemm`.
@@ -425,7 +429,7 @@ def answer(asked: Request) -> jax.Array:
     operands = asked.operands.present()
     if asked.outside is not None:
         ignored.warn_of_options(asked.call.options, asked.outside)
-        return asked.by_xla(*operands)
+        return asked.answered(asked.by_xla(*operands))
     options = asked.call.options
     per_part = options.config is not None or options.schedule is not None
     if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
@@ -433,9 +437,10 @@ def answer(asked: Request) -> jax.Array:
         dispatch.check(asked.merged.call, asked.merged.signature)
     sharding = asked.result_sharding
     if sharding is not None:
-        return explicit_product(asked.call, asked.contraction, sharding, *operands)
+        result = explicit_product(asked.call, asked.contraction, sharding, *operands)
+        return asked.answered(result)
     # Not under a `jax.jit` of its own, where nobody would see what makes its operands.
-    return product(asked.call, asked.contraction, *operands)
+    return asked.answered(product(asked.call, asked.contraction, *operands))
 
 
 _projections = jax.jit(bind_projections, static_argnums=(0, 1), inline=True)

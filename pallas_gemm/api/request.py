@@ -15,10 +15,10 @@ from jax.lax import dot, dot_general
 from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments, extras
+from pallas_gemm.api import arguments, blocks, extras
 from pallas_gemm.call import Call, Operands, Options, signature_of
 from pallas_gemm.kernels import activations, element_types
-from pallas_gemm.op import canonical, contraction, mesh_context
+from pallas_gemm.op import canonical, contraction, mesh_context, product
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
@@ -38,6 +38,7 @@ class Request:
         operands: As they were given.
         by_xla: Computes the same from the operands that there are without the primitive.
         outside: Why no kernel is considered; None if one is.
+        shape: The shape of the result, where its dimensions are cut into blocks; else None.
     """
 
     call: Call
@@ -45,6 +46,11 @@ class Request:
     operands: Operands
     by_xla: Callable[..., jax.Array]
     outside: str | None
+    shape: tuple[int, ...] | None = None
+
+    def answered(self, result: jax.Array) -> jax.Array:
+        """Returns the result as it was asked for."""
+        return result if self.shape is None else blocks.joined(result, self.shape)
 
     @property
     def merged(self) -> canonical.Merged:
@@ -110,7 +116,9 @@ def of_gemm(
     up = arguments.up(operands.up, b)
     shape = extras.Result.of(a, b, transpose_a, transpose_b)
     activation = activations.resolve(epilogue.activation)
-    epilogue, given = extras.checked(operands, epilogue, shape)
+    k = a.shape[-2 if transpose_a and a.ndim > 1 else -1]
+    factors = shape.factors(a, b, k, right)
+    epilogue, given = extras.checked(operands, epilogue, shape, factors)
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     dims = dims.with_letters(**extras.letters(given, dims.out, shape))
@@ -118,7 +126,13 @@ def of_gemm(
     if result.get("preferred_element_type") is not None:
         a = _strong(a)
     given = given._replace(a=a, b=b, up=up)
-    return _request(given, dims, epilogue, options, multiply, **result)
+    asked = functools.partial(_request, epilogue=epilogue, options=options)
+    if not epilogue.blocks:
+        return asked(given, dims, multiply=multiply, **result)
+    dims, given = blocks.cut(dims, given)
+    in_blocks = functools.partial(_in_blocks, dims)
+    whole = asked(given, dims, multiply=in_blocks, **result)
+    return dataclasses.replace(whole, shape=shape.whole)
 
 
 def _strong(x: Any) -> Any:
@@ -163,7 +177,7 @@ def _request(
     out_sharding: Any = None,
 ) -> Request:
     resolved = precisions.resolve(precision)
-    rules = matmul if multiply.func is _matmul else dot
+    rules = dot if multiply.func is _dot_general else matmul
     wanted = element_type(preferred_element_type)
     dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
@@ -234,6 +248,8 @@ def _by_xla(
 ) -> jax.Array:
     """Computes a request by XLA's product, which JAX derives and partitions itself."""
     given = call.unpack(operands)
+    if call.epilogue.blocks:
+        return multiply(call, *operands)
     if call.epilogue.is_identity:
         # Without a preferred type it is JAX's to say that the result is weakly typed.
         return multiply(given.a, given.b, preferred_element_type=wanted)
@@ -247,6 +263,15 @@ def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) ->
     a = jnp.swapaxes(a, -1, -2) if transpose_a and a.ndim > 1 else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b and b.ndim > 1 else b
     return matmul(a, b, **how)
+
+
+def _in_blocks(
+    dims: Contraction, call: Call, *operands: Any, out_sharding: Any = None, precision: Any
+) -> jax.Array:
+    del precision  # The call has it.
+    squeezed, given = product.squeezed(call, dims, operands)
+    result = squeezed.by_xla(call, *given)
+    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:

@@ -16,13 +16,16 @@ INT32 = np.dtype(np.int32)
 FLOATS = FLOATS_16 | FLOATS_8 | {SINGLE}
 
 
-def refusals(problem: Problem, *, single: bool) -> Iterator[str]:
+def refusals(problem: Problem, *, single: bool, blocks: bool) -> Iterator[str]:
     """Yields every reason why a kernel cannot take the types of a problem.
 
     Args:
         problem: What is to be computed.
         single: The kernel multiplies float32.
+        blocks: It scales blocks of the factors.
     """
+    if problem.blocks is not None and not blocks:
+        yield f"scales of {problem.blocks} are multiplied in on Hopper alone"
     a, b = problem.a_dtype, problem.b_dtype
     if not (a == b or {a, b} <= FLOATS_8):
         yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"

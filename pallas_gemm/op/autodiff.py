@@ -15,6 +15,8 @@ Both right operands of a gated product have one left operand, so its gradient is
   pass over it is made; inside `round_once` the kernel stores both. Computing the pre-activation
   again would cost a third of the backward pass; the elementwise part after it is computed again,
   and nothing of it is kept.
+
+Where blocks of the factors have scales, XLA computes all of the derivative.
 """
 
 import dataclasses
@@ -41,6 +43,8 @@ from pallas_gemm.problem import SCALES, Epilogue
 def _jvp(
     primals: Any, tangents: Any, *, call: Call, contraction: Contraction, **_: Any
 ) -> tuple[Any, Any]:
+    if call.epilogue.blocks:
+        return _jvp_in_blocks(call, contraction, primals, linear.changes(tangents))
     given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
     if needs_pre_activation(call.epilogue, moved):
         of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
@@ -65,6 +69,25 @@ def _jvp(
     if call.epilogue.activation is not None:
         change = jnp.where(result > 0, change, jnp.zeros_like(change))
     return result, change
+
+
+def _jvp_in_blocks(
+    call: Call, contraction: Contraction, primals: Any, tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Derives a product of factors whose blocks are scaled as XLA computes it.
+
+    Nothing but the operands is kept for it.
+    """
+    places = [i for i, change in enumerate(tangents) if change is not None]
+
+    @jax.checkpoint
+    def of_moving(*moving: jax.Array) -> jax.Array:
+        every = dict(enumerate(primals)) | dict(zip(places, moving, strict=True))
+        return contraction.by_xla(call, *every.values())
+
+    moving, changes = ([of[i] for i in places] for of in (primals, tangents))
+    _, change = jax.jvp(of_moving, moving, changes)
+    return linear.named(product(call, contraction, *primals)), change
 
 
 def _at_once(

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from pallas_gemm.call import DIMENSIONS, EXTRAS, Call, Operands
+from pallas_gemm.call import DIMENSIONS, EXTRAS, OF_RESULT, Call, Operands
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.candidates.cuts import SMALLEST_TILE
+from pallas_gemm.problem import BLOCKS
 
 
 def _batch(
@@ -30,11 +31,12 @@ def _batch(
 ) -> tuple[Any, Any]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     given, mapped = call.unpack(operands), call.unpack(dims)
-    promised = call.options.numerics is not None
-    if promised and (mapped.a, mapped.b, mapped.up) == (None, None, None):
-        # What is promised is that of a kernel that applies the epilogue.
+    given, mapped = _with_their_factors(given, mapped, size)
+    # What is promised is that of a kernel that applies the epilogue; so are sums of blocks scaled.
+    together = call.options.numerics is not None or call.epilogue.blocks
+    if together and (mapped.a, mapped.b, mapped.up) == (None, None, None):
         given, mapped = given._replace(a=fronted(given.a, None, size)), mapped._replace(a=0)
-    if not promised and _is_finished_apart(contraction, given, mapped):
+    if not together and _is_finished_apart(contraction, given, mapped):
         return _finished_apart(call, contraction, given, mapped), 0
     if mapped.b != mapped.up and given.up is not None:
         # Both right operands have the same dimensions.
@@ -54,6 +56,15 @@ def _batch(
         lettered=contraction.lettered,
     )
     return product(call, whole, *given.present()), 0
+
+
+def _with_their_factors(given: Operands, mapped: Operands, size: int) -> tuple[Operands, Operands]:
+    """Lets a factor be mapped wherever the scales of its blocks are: they have its dimensions."""
+    for factor, blocks in zip(("a", "b", "up"), BLOCKS, strict=True):
+        if getattr(mapped, blocks) is not None and getattr(mapped, factor) is None:
+            given = given._replace(**{factor: fronted(getattr(given, factor), None, size)})
+            mapped = mapped._replace(**{factor: 0})
+    return given, mapped
 
 
 def with_dimension(letters: str, dim: int | None, letter: str) -> str:
@@ -81,7 +92,7 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
     sizes = dict(zip(with_dimension(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
     rows = math.prod(sizes[x] for x in contraction.rows)
     differs = any(
-        getattr(mapped, name) is not None and "m" not in DIMENSIONS[name] for name in EXTRAS
+        getattr(mapped, name) is not None and "m" not in DIMENSIONS[name] for name in OF_RESULT
     )
     return differs and not contraction.batch and rows < SMALLEST_TILE
 

@@ -217,7 +217,7 @@ def _candidates(
             yield Form(
                 _side(own.lhs, (lead, rows, contracted), sizes, free_first=True),
                 _side(own.rhs, (lead, columns, contracted), sizes, free_first=False),
-                _extras(contraction, epilogue, (lead, rows, columns), sizes),
+                _extras(contraction, epilogue, (lead, rows, columns, contracted), sizes),
                 *_apart(lead + rows + columns, own.out, sizes),
                 swapped,
             )
@@ -236,18 +236,32 @@ def _differing(contraction: Contraction, epilogue: Epilogue) -> str:
 def _extras(
     contraction: Contraction,
     epilogue: Epilogue,
-    groups: tuple[str, str, str],
+    groups: tuple[str, str, str, str],
     sizes: Mapping[str, Any],
 ) -> Mapping[str, Side]:
-    """Merges the dimensions of each operand of the epilogue."""
-    lead, rows, columns = groups
-    merged_of = {"m": rows, "n": columns}
-    return {
-        name: _late(
-            getattr(contraction, name), (lead, *(merged_of[x] for x in DIMENSIONS[name])), sizes
-        )
-        for name in epilogue.operands
-    }
+    """Merges the dimensions of each operand of the epilogue.
+
+    What of a factor lies within blocks comes last in each group: else there is a scale for each of
+    its rows, columns or contracted elements.
+    """
+    lead, rows, columns, contracted = groups
+    merged_of = {"m": rows, "n": columns, "k": contracted}
+    # Both factors are cut into blocks of as many contracted elements.
+    scales = [getattr(contraction, name) for name in epilogue.blocks]
+    deep = _first_of(contracted, "".join(scales))
+    found = {}
+    for name in epilogue.operands:
+        own, parts = getattr(contraction, name), {x: merged_of[x] for x in DIMENSIONS[name]}
+        if name in epilogue.blocks:
+            parts = {x: deep if x == "k" else _first_of(y, own) for x, y in parts.items()}
+        found[name] = _late(own, (lead, *parts.values()), sizes)
+    return found
+
+
+def _first_of(group: str, letters: str) -> str:
+    """Returns the first dimensions of a group that are merged: with the others, those of blocks."""
+    own = sum(x in letters for x in group)
+    return group[:own] if all(x in letters for x in group[:own]) else group
 
 
 def _more_batch(contraction: Contraction, forced: str) -> Iterator[str]:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import dot_general
 
-from pallas_gemm.call import DIMENSIONS, EXTRAS, Call, Operands
+from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import BLOCKS, Epilogue
 
 Shape = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
@@ -49,6 +49,10 @@ class Contraction:
         col_scale: The dimensions of the scales of columns.
         up_scale: The dimensions of the scales of columns of the second sum of a gated product.
         up_bias: The dimensions of its bias.
+        row_blocks: The dimensions of the scales of the left operand's blocks, all of that operand.
+            A block is of the others.
+        col_blocks: The dimensions of the scales of the right operand's blocks.
+        up_blocks: The same for the second right operand of a gated product.
         lettered: The letters are those of the caller's einsum.
     """
 
@@ -63,6 +67,9 @@ class Contraction:
     col_scale: str = ""
     up_scale: str = ""
     up_bias: str = ""
+    row_blocks: str = ""
+    col_blocks: str = ""
+    up_blocks: str = ""
     lettered: bool = False
 
     @functools.cached_property
@@ -157,7 +164,7 @@ class Contraction:
 
     def aligned(self, given: Operands) -> Operands:
         """Gives what the epilogue takes the result's dimensions, of size 1 where it has none."""
-        named = {name: getattr(given, name) for name in EXTRAS}
+        named = {name: getattr(given, name) for name in OF_RESULT}
         return given._replace(
             **{
                 name: _aligned(x, getattr(self, name), self.out)
@@ -173,7 +180,9 @@ class Contraction:
     @property
     def of_up(self) -> "Contraction":
         """The second product of a gated one."""
-        return dataclasses.replace(self, bias=self.up_bias, col_scale=self.up_scale)
+        return dataclasses.replace(
+            self, bias=self.up_bias, col_scale=self.up_scale, col_blocks=self.up_blocks
+        )
 
     def finish(self, epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
         """Applies an epilogue as `xla.finish` does."""
@@ -182,12 +191,27 @@ class Contraction:
     def by_xla(self, call: Call, *operands: jax.Array) -> jax.Array:
         """Computes a call by XLA, of operands as they are."""
         given = call.unpack(operands)
-        if call.epilogue.is_identity:
+        if call.epilogue.blocks:
+            call, given = self._without_blocks(call, given)
+        elif call.epilogue.is_identity:
             return self._dot(call, given.a, given.b, call.out_dtype)
         wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
         rights = [b for b in (given.b, given.up) if b is not None]
         sums = [self._dot(call, given.a, b, wide) for b in rights]
         return self.finish(call.epilogue, sums, given).astype(call.out_dtype)
+
+    def _without_blocks(self, call: Call, given: Operands) -> tuple[Call, Operands]:
+        """Returns the call for factors whose blocks are scaled, and its operands."""
+
+        def scaled(name: str, letters: str, x: jax.Array) -> jax.Array:
+            scale = getattr(given, name)
+            if scale is None:
+                return x
+            return x * _aligned(scale.astype(x.dtype), getattr(self, name), letters)
+
+        each = zip(BLOCKS, (self.lhs, self.rhs, self.rhs), strict=True)
+        scalings = [functools.partial(scaled, *own) for own in each]
+        return xla.scaled_factors(call, given, *scalings)
 
     def _dot(self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
         free = [x for x in self.out if x not in self.batch]

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_gemm.call import EXTRAS, NO_EPILOGUE, Call, Operands
+from pallas_gemm.call import NO_EPILOGUE, OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, fused, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, run_as_jax_does
@@ -196,7 +196,7 @@ def _shardings(jaxpr: core.ClosedJaxpr) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -> Any:
     shardings = _shardings(jaxpr)
-    if isinstance(f, _Product):
+    if isinstance(f, _Product) and not f.call.epilogue.blocks:
         result, change = _product_jvp(f, shardings[0], primals, linear.changes(tangents))
         return [result], [change]
     if isinstance(f, _Fused):
@@ -249,7 +249,7 @@ def _like_result(x: Operands, sharding: Any) -> Operands:
         ]
         return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
-    named = {name: getattr(x, name) for name in EXTRAS}
+    named = {name: getattr(x, name) for name in OF_RESULT}
     return x._replace(**{name: resharded(y) for name, y in named.items() if y is not None})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm.call import EXTRAS, Call, Signature
+from pallas_gemm.call import OF_RESULT, Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.reduction import travelling_dtype
 from pallas_gemm.op.resharding import Axes, Placement
@@ -39,7 +39,7 @@ def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     """Returns the type in which partial sums of a product travel."""
     wide = dispatch.sums_only(call, signature).out_dtype
     # What follows the sum is computed in float32.
-    result = call.out_dtype if call.epilogue.is_identity else wide
+    result = call.out_dtype if call.epilogue.of_whole_sums.is_identity else wide
     return travelling_dtype(wide, result, call.options.reduced)
 
 
@@ -94,7 +94,7 @@ class Split:
         """Returns how operands have to be split, and how the result is."""
         *letters, out = self.contraction.of_operands(call)
         named = call.unpack(range(len(letters)))
-        late = {getattr(named, name) for name in EXTRAS}
+        late = {getattr(named, name) for name in OF_RESULT}
         operands = (self.placement(own, scattered=i in late) for i, own in enumerate(letters))
         return (*operands, self.placement(out, scattered=True))
 

@@ -142,12 +142,19 @@ class _Share:
         given = call.unpack(operands)
         a = self._without_padding(given.a, dims.lhs)
         rights = [self._without_padding(b, dims.rhs) for b in (given.b, given.up) if b is not None]
+        scales = {
+            name: self._without_padding(getattr(given, name), getattr(dims, name))
+            for name in call.epilogue.blocks
+        }
         plain = dispatch.sums_only(call, self.whole.signature)
         dtype = mesh_axes.sums_dtype(call, self.whole.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
-        sums = [self._added_up(plain, a, right) for right in rights]
+        sums = []
+        for right, own in zip(rights, ("col_blocks", "up_blocks"), strict=False):
+            mine = (scales[name] for name in ("row_blocks", own) if name in scales)
+            sums.append(self._added_up(plain, a, right, *mine))
         result = sums[0]
-        if not call.epilogue.is_identity:
+        if not call.epilogue.of_whole_sums.is_identity:
             result = dims.finish(call.epilogue, sums, given)
         return result.astype(call.out_dtype)
 
@@ -185,12 +192,12 @@ class _Share:
                 x = jnp.where(inside, x, jnp.zeros_like(x))
         return x
 
-    def _added_up(self, plain: Call, a: jax.Array, b: jax.Array) -> jax.Array:
+    def _added_up(self, plain: Call, a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
         """Computes what this device is to have of a sum over devices."""
-        matrices = merged(plain, self.whole.contraction, signature_of((a, b)))
-        if self._is_of_rows(matrices.form, a, b):
+        matrices = merged(plain, self.whole.contraction, signature_of((a, b, *scales)))
+        if not scales and self._is_of_rows(matrices.form, a, b):
             return self._scattered(matrices, a, b)
-        total, scattered = self._multiply(plain, a, b), ()
+        total, scattered = self._multiply(plain, a, b, *scales), ()
         for dimension, letter in enumerate(self.whole.contraction.out):
             if axes := self.split.scattered[letter]:
                 total = lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)

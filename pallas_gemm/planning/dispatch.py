@@ -387,7 +387,11 @@ def _way(call: Call, signature: Signature, refusals: Refusals) -> Realigned | Re
         # A sum of products has no epilogue.
         if (fused and unfused) or (not fused and problem.terms):
             continue
-        variant, own = (call, signature) if fused else (sums_only(call, signature), signature[:2])
+        variant, own = (call, signature)
+        if not fused:
+            variant, given = sums_only(call, signature), call.unpack(signature)
+            scales = (getattr(given, name) for name in variant.epilogue.blocks)
+            own = (*signature[:2], *scales)
         realigned = realign(variant, own, refusals)
         if realigned is not None:
             why = None if fused else unfused or "; ".join(dict.fromkeys(reasons))
@@ -402,7 +406,8 @@ def sums_only(call: Call, signature: Signature) -> Call:
 
 
 def _sums(call: Call, signature: Signature) -> np.dtype:
-    return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype)
+    blocks = bool(call.epilogue.blocks)
+    return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype, blocks=blocks)
 
 
 class _Chosen(NamedTuple):

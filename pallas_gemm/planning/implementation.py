@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_gemm.call import Call, FusedCall, GroupedCall
+from pallas_gemm.call import Call, FusedCall, GroupedCall, Operands
 from pallas_gemm.planning import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
@@ -53,11 +53,15 @@ def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operan
 def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     given = call.unpack(operands)
     sums = []
-    for b in (given.b, given.up):
+    for b, blocks in ((given.b, given.col_blocks), (given.up, given.up_blocks)):
         if b is not None:
-            ready = realigned.prepare(type(given)(given.a, b))
-            sums.append(realigned.restore(kernel(ready.a, ready.b)))
-    result = sums[0] if call.epilogue.is_identity else xla.finish(call.epilogue, sums, given)
+            own = Operands(given.a, b, row_blocks=given.row_blocks, col_blocks=blocks)
+            sums.append(realigned.restore(kernel(*realigned.prepare(own).present())))
+    result = (
+        sums[0]
+        if call.epilogue.of_whole_sums.is_identity
+        else xla.finish(call.epilogue, sums, given)
+    )
     return result.astype(call.out_dtype)
 
 

@@ -268,6 +268,9 @@ def _more_rows(problem: Problem) -> Realigned:
         steps.append(Step("residual", "reshape", rows.out_shape))
     if problem.epilogue.row_scale:
         steps.append(Step("row_scale", "reshape", (batch * m,)))
+    if problem.blocks and problem.blocks.rows:
+        scales = batch * m // problem.blocks.rows, k // problem.blocks.k
+        steps.append(Step("row_blocks", "reshape", scales))
     steps.append(Step("result", "reshape", (batch, m, n)))
     return Realigned(rows, tuple(steps))
 

@@ -87,6 +87,7 @@ class Key:
             "gated": epilogue.gated,
             problem.symmetric: bool(problem.symmetric),
             f"parts:{problem.parts}": problem.parts > 0,
+            f"{problem.blocks}".replace(" ", "_"): problem.blocks is not None,
         }
         return cls(
             problem.batch,

@@ -2,9 +2,13 @@
 
 The sum is kept in float32 (int32 for integers), the epilogue follows in float32, and one rounding
 ends it. Without an epilogue it is a single `lax.dot_general` whose result XLA rounds itself.
+
+Where blocks of the factors have scales, both factors are scaled in float32 and then multiplied.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +18,22 @@ from jax import lax
 from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import BLOCKS, Epilogue
+
+TF32_BITS = 10
+"""Bits that a number of TF32 has after its first one."""
+Scaled = Callable[[jax.Array], jax.Array]
+"""Scales the blocks of a factor."""
 
 
 def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call's result from its operands."""
     given = call.unpack(operands)
-    wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
-    if call.epilogue.is_identity:
+    if call.epilogue.blocks:
+        call, given = _without_blocks(call, given)
+    elif call.epilogue.is_identity:
         return dot(call, given.a, given.b, call.out_dtype)
+    wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
     result = finish(call.epilogue, sums, given)
     return result.astype(call.out_dtype)
@@ -80,9 +91,63 @@ def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:
     return lax.expand_dims(x, range(ndim - whole))
 
 
-def wide_dtype(a_dtype: Any, b_dtype: Any, out_dtype: Any) -> np.dtype:
-    """The type that sums are kept in: float32, int32 for integers, float64 for float64."""
-    if jnp.issubdtype(a_dtype, jnp.integer) and jnp.issubdtype(b_dtype, jnp.integer):
+def _without_blocks(call: Call, given: Operands) -> tuple[Call, Operands]:
+    """Returns the call for factors whose blocks are scaled, and its operands: matrices."""
+
+    def scaled(name: str, transposed: bool, x: jax.Array) -> jax.Array:
+        scale = getattr(given, name)
+        if scale is None:
+            return x
+        scale = jnp.swapaxes(scale, -1, -2) if transposed else scale
+        for axis in (-2, -1):
+            scale = jnp.repeat(scale, x.shape[axis] // scale.shape[axis], axis)
+        return x * scale.astype(x.dtype)
+
+    sides = (call.transpose_a, call.transpose_b, call.transpose_b)
+    each = zip(BLOCKS, sides, strict=True)
+    return scaled_factors(call, given, *(functools.partial(scaled, *own) for own in each))
+
+
+def scaled_factors(call: Call, given: Operands, *scaled: Scaled) -> tuple[Call, Operands]:
+    """Returns the call for factors that are scaled, and its operands.
+
+    For a result of 16 bits they are rounded to TF32, which it hardly shows, and which tensor cores
+    take: they would cut off the rest. All others are multiplied as they are.
+
+    Args:
+        call: A product with blocks of scales.
+        given: Its operands.
+        *scaled: Functions that scale the left operand, and each right one, in a wide type.
+    """
+    wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype, blocks=True)
+    epilogue, precision = call.epilogue.of_whole_sums, call.precision
+    coarse = isinstance(precision, tuple) and call.out_dtype.itemsize < wide.itemsize
+    coarse = coarse and lax.Precision.HIGHEST not in precision
+
+    def ready(x: jax.Array, scale: Scaled) -> jax.Array:
+        whole = scale(x.astype(wide))
+        return lax.reduce_precision(whole, 8, TF32_BITS) if coarse else whole
+
+    pairs = zip(given[:3], scaled, strict=True)
+    factors = (x if x is None else ready(x, scale) for x, scale in pairs)
+    extras = {name: getattr(given, name) for name in epilogue.operands}
+    if not coarse:
+        precision = (lax.Precision.HIGHEST,) * 2
+    whole = dataclasses.replace(call, epilogue=epilogue, precision=precision)
+    return whole, Operands(*factors, **extras)
+
+
+def wide_dtype(a_dtype: Any, b_dtype: Any, out_dtype: Any, *, blocks: bool = False) -> np.dtype:
+    """The type that sums are kept in: float32, int32 for integers, float64 for float64.
+
+    Args:
+        a_dtype: Type of the left operand.
+        b_dtype: Type of the right operand.
+        out_dtype: Type of the result.
+        blocks: Blocks of the factors have scales: then their sums are added up in floats.
+    """
+    integers = jnp.issubdtype(a_dtype, jnp.integer) and jnp.issubdtype(b_dtype, jnp.integer)
+    if integers and not blocks:
         return np.dtype(np.int32)
     any_wide = jnp.float64 in (a_dtype, b_dtype, out_dtype)
     return np.dtype(np.float64 if any_wide else np.float32)

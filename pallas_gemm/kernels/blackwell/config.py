@@ -276,7 +276,7 @@ def _is_hoppers(problem: Problem) -> bool:
 
 def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
     """Yields every reason why the Blackwell kernel cannot take a problem, whatever the config."""
-    yield from element_types.refusals(problem, single=False)
+    yield from element_types.refusals(problem, single=False, blocks=False)
     major, minor = device.compute_capability
     if problem.a_dtype == element_types.INT8 and (major, minor) != (10, 0):
         yield (

@@ -33,7 +33,9 @@ def refusals(problem: Problem) -> tuple[str, ...]:
 
 def layout_refusals(problem: Problem) -> Iterator[str]:
     """Yields every reason why the kernel cannot take a problem as it is computed."""
-    yield from element_types.refusals(problem, single=True)
+    yield from element_types.refusals(problem, single=True, blocks=True)
+    if problem.blocks is not None:
+        yield "scales of blocks are XLA's"
     yield from _transposed_refusals(problem) if problem.transpose_out else ()
     yield from symmetric.refusals(problem) if problem.symmetric else ()
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
