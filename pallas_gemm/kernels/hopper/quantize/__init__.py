@@ -1,0 +1,1 @@
+"""A matrix quantized in blocks, in one read."""

@@ -1,0 +1,293 @@
+"""The kernel that quantizes blocks of a matrix on Hopper, along both axes from one read.
+
+    TMA ──▶ ring of slots ──▶ registers ──▶ a store slot for each axis ──▶ TMA
+
+A CTA is one warpgroup, which takes tile after tile of 128 x 128; several share an SM. It loads a
+tile once for each axis into registers, as it lies or transposed. A thread then holds elements of a
+few lines: it reduces them, and the three threads beside it do with it what is left.
+
+Timeline
+    before      TMA loads the first tiles, one into each slot
+    per tile    wait for its slot; for each axis and half of the lines: registers, largest
+                magnitudes, scales ──▶ memory, values ──▶ store slot; commit; TMA stores it
+                when all threads have read the slot, TMA loads the tile after next into it
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels import launch, smem
+from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.quantize import ACROSS, Quantization, Scales, scales_of, values_of
+from pallas_gemm.kernels.traced import Ref, Scalar, Values
+
+TILE = 128
+"""Rows and columns of a tile."""
+HALF = 64
+"""Rows and columns of what a warpgroup holds in registers at a time, side by side."""
+WGMMA = plgpu.Layout.WGMMA
+LINES = WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizePlan:
+    """Everything about a launch.
+
+    Attributes:
+        how: How the matrix is quantized.
+        shape: Batch, rows and columns.
+        dtype: The type of the matrix, of 16 bits.
+        device: The GPU.
+        interpret: The simulator, or False.
+        stages: Slots that tiles are loaded into.
+        stores: Store slots of each axis.
+        resident: CTAs of an SM.
+        band: Rows of tiles that are walked together.
+    """
+
+    how: Quantization
+    shape: tuple[int, int, int]
+    dtype: Any
+    device: Device
+    interpret: Any = False
+    stages: int = 2
+    stores: int = 1
+    resident: int = 2
+    band: int = 8
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernel is simulated."""
+        return bool(self.interpret)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        return -(-self.shape[1] // TILE), -(-self.shape[2] // TILE)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return self.shape[0] * math.prod(self.grid)
+
+    @property
+    def workers(self) -> int:
+        """CTAs."""
+        return min(self.tiles, self.device.sms * self.resident)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a block is a whole tile."""
+        return self.how.block.across > 1
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of each axis, k last."""
+        batch, rows, cols = self.shape
+        shapes = [(cols, rows) if axis == ACROSS else (rows, cols) for axis in self.how.axes]
+        return [jax.ShapeDtypeStruct((batch, *shape), self.how.dtype) for shape in shapes]
+
+    @property
+    def scales(self) -> list[Any]:
+        """The scales of whole tiles, those of lines that lie side by side next to each other.
+
+        Blocks of whole tiles have the same along both axes.
+        """
+        batch, (down, along) = self.shape[0], self.grid
+        if self.is_square:
+            return [jax.ShapeDtypeStruct((batch, down, along), jnp.float32)]
+        each = TILE // self.how.block.along
+        shapes = [
+            (down * each, along * TILE) if axis == ACROSS else (along * each, down * TILE)
+            for axis in self.how.axes
+        ]
+        return [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in shapes]
+
+
+class Tile(NamedTuple):
+    """Where a tile lies: the product of a batch, its row and column of tiles."""
+
+    batch: Scalar
+    row: Scalar
+    col: Scalar
+
+
+def tile_at(plan: QuantizePlan, index: Scalar) -> Tile:
+    """The tile of a number: bands of rows, walked column by column."""
+    rows, cols = plan.grid
+    batch, index = _divided(index, rows * cols)
+    band, within = _divided(index, plan.band * cols)
+    height = lax.min(jnp.int32(plan.band), jnp.int32(rows) - band * plan.band)
+    col, row = lax.div(within, height), lax.rem(within, height)
+    return Tile(batch, band * plan.band + row, col)
+
+
+def _divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
+    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
+
+
+class Smem(NamedTuple):
+    """Slots of tiles, and a store slot for each axis."""
+
+    tiles: Any
+    out: Any
+
+
+def scratch(plan: QuantizePlan) -> Sequence[Any]:
+    """The buffers and the barriers of a CTA."""
+    tile = (plan.stages, TILE // HALF, TILE, HALF)
+    boxed = functools.partial(smem.boxed, simulated=plan.simulated)
+    out = tuple(boxed([(plan.stores, TILE, TILE)], plan.how.dtype) for _ in plan.how.axes)
+    full = plgpu.Barrier(num_arrivals=TILE // HALF, num_barriers=plan.stages)
+    return Smem(boxed([tile], plan.dtype), out), full
+
+
+class Results(NamedTuple):
+    """What a kernel computes: see `QuantizePlan`."""
+
+    values: Sequence[Any]
+    scales: Sequence[Any]
+
+
+def _body(
+    plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, full: Ref
+) -> None:
+    """What the warpgroup of a CTA does."""
+    views = functools.partial(smem.views, simulated=plan.simulated)
+    (tiles,) = views(buffers.tiles)
+    slots = [views(slot)[0] for slot in buffers.out]
+    worker = lax.axis_index(launch.WORKER)
+    count = lax.div(jnp.int32(plan.tiles - 1) - worker, jnp.int32(plan.workers)) + 1
+
+    def fetch(turn: Scalar) -> None:
+        at = tile_at(plan, worker + turn * plan.workers)
+        slot = lax.rem(turn, jnp.int32(plan.stages))
+        for half in range(TILE // HALF):
+            here = pl.ds(at.row * TILE, TILE), pl.ds(at.col * TILE + half * HALF, HALF)
+            box = tiles.box.at[slot, half]
+            plgpu.copy_gmem_to_smem(x.at[at.batch].at[here], box, full.at[slot])
+
+    for turn in range(plan.stages):
+        pl.when(turn < count)(functools.partial(fetch, jnp.int32(turn)))
+
+    @pl.loop(0, count)
+    def _one_tile(turn: Scalar) -> None:
+        at = tile_at(plan, worker + turn * plan.workers)
+        slot = lax.rem(turn, jnp.int32(plan.stages))
+        plgpu.barrier_wait(full.at[slot])
+        in_flight = (plan.stores - 1) * len(slots)
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        plgpu.commit_smem()
+        mine = lax.rem(turn, jnp.int32(plan.stores))
+        stored = [slot.tile.at[mine] for slot in slots]
+        _quantize(plan, tiles.tile.at[slot], at, stored, scales)
+        plgpu.commit_smem()
+
+        @pl.when(turn + plan.stages < count)
+        def _next() -> None:
+            fetch(turn + plan.stages)
+
+        for axis, store, target in zip(plan.how.axes, slots, values, strict=True):
+            places = pl.ds(at.row * TILE, TILE), pl.ds(at.col * TILE, TILE)
+            here = places[::-1] if axis == ACROSS else places
+            plgpu.copy_smem_to_gmem(store.box.at[mine], target.at[at.batch].at[here])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _quantize(
+    plan: QuantizePlan, tile: Ref, at: Tile, stored: Sequence[Ref], scales: Sequence[Ref]
+) -> None:
+    """Quantizes a tile along each axis: values to store slots, scales to memory."""
+    if plan.is_square:
+        squares = [_square(tile, -1, half, other) for half in (0, 1) for other in (0, 1)]
+        every = scales_of(jnp.max(_largest(squares), axis=0), plan.how)
+        scales[0].at[at.batch, at.row, at.col][...] = every.scale
+    for number, (axis, store) in enumerate(zip(plan.how.axes, stored, strict=True)):
+        for half in range(TILE // HALF):
+            lines = [_square(tile, axis, half, other) for other in range(TILE // HALF)]
+            if plan.is_square:
+                values = [values_of(x, every.reciprocal, plan.how) for x in lines]
+            else:
+                values = _quantize_lines(plan, lines, _Place(at, axis, half), scales[number])
+            store.at[half * HALF : (half + 1) * HALF, :][...] = lax.concatenate(values, 1)
+
+
+class _Place(NamedTuple):
+    """Half of the lines of a tile along an axis."""
+
+    at: Tile
+    axis: int
+    half: int
+
+
+def _quantize_lines(
+    plan: QuantizePlan, lines: Sequence[Values], place: _Place, scales: Ref
+) -> list[Values]:
+    """Quantizes lines block by block: returns their values, and stores their scales."""
+    at, width, values = place.at, plan.how.block.along, []
+    line, first = (at.col, at.row) if place.axis == ACROSS else (at.row, at.col)
+    for number, block in enumerate(_blocks(plan, lines, width)):
+        found = scales_of(_largest(block), plan.how)
+        mine = scales.at[at.batch, first * (TILE // width) + number]
+        here = pl.ds(line * TILE + place.half * HALF, HALF)
+        arrays.write_directly(plan, mine.at[here], found.scale, LINES)
+        values += [values_of(x, _beside(found.reciprocal, x), plan.how) for x in block]
+    return values
+
+
+def _largest(squares: Sequence[Values]) -> Values:
+    """The largest magnitude of each line of what lies side by side."""
+    return jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, squares)), axis=1)
+
+
+def _beside(lines: Values, x: Values) -> Values:
+    """A value for each line, for each element of it."""
+    return lax.broadcast_in_dim(lines, x.shape, (0,))
+
+
+def _square(tile: Ref, axis: int, half: int, other: int) -> Values:
+    """A square of a tile in registers, whose rows are lines along an axis."""
+    if axis == ACROSS:
+        square = tile.at[half, other * HALF : (other + 1) * HALF, :].transpose((1, 0))
+    else:
+        square = tile.at[other, half * HALF : (half + 1) * HALF, :]
+    return plgpu.load(square, layout=WGMMA, optimized=False)
+
+
+def _blocks(plan: QuantizePlan, squares: Sequence[Values], width: int) -> list[list[Values]]:
+    """The squares that share scales, or parts of them: those of each block."""
+    if width >= HALF:
+        each = width // HALF
+        return [list(squares[i : i + each]) for i in range(0, len(squares), each)]
+    places = [(slice(0, HALF), slice(i, i + width)) for i in range(0, HALF, width)]
+    taken = [arrays.taken_apart(plan, square, places, WGMMA) for square in squares]
+    return [[x] for strips in taken for x in strips]
+
+
+def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
+    """Returns the kernel of a plan: a function of a batch of matrices."""
+    kernel = launch.kernel(
+        functools.partial(_body, plan),
+        name="pallas_gemm_quantize",
+        grid=launch.Grid(plan.workers, {"cta": 1}, 1),
+        results=(plan.values, plan.scales),
+        scratch=scratch(plan),
+        operations=launch.Operations(math.prod(plan.shape) * 2 * len(plan.how.axes)),
+        interpret=plan.interpret,
+    )
+
+    def run(x: jax.Array) -> Results:
+        return Results(*kernel(launch.on_its_own(x)))
+
+    return run

@@ -1,0 +1,126 @@
+"""What it is to quantize blocks of a matrix: the scale of a block, and its values in 8 bits."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ALONG, ACROSS = -1, -2
+"""The axes whose elements blocks may follow."""
+INT8_MAX = 127
+"""The largest magnitude, the same for both signs."""
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest scale, whose reciprocal is a number, too."""
+INFINITE = 0x7F800000
+MANTISSA = 0x7FFFFF
+
+
+class Block(NamedTuple):
+    """The elements that share a scale.
+
+    Attributes:
+        across: How many lie side by side, along the axis that is kept.
+        along: How many follow each other, along the axis that a product contracts.
+    """
+
+    across: int
+    along: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How a matrix is quantized.
+
+    Attributes:
+        dtype: The type of the values, of 8 bits.
+        block: The elements that share a scale.
+        axes: The axes along which blocks follow each other: -1, -2 or both.
+        power_of_two: Each scale is a power of two.
+    """
+
+    dtype: np.dtype
+    block: Block
+    axes: tuple[int, ...]
+    power_of_two: bool = False
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a value."""
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            return INT8_MAX
+        return float(jnp.finfo(self.dtype).max)
+
+    def blocks(self, shape: tuple[int, ...], axis: int) -> tuple[int, int]:
+        """Returns how many blocks a matrix has, down and along its rows."""
+        block = self.block[::-1] if axis == ACROSS else self.block
+        rows, cols = (-(-size // length) for size, length in zip(shape[-2:], block, strict=True))
+        return rows, cols
+
+
+class Scales(NamedTuple):
+    """Scales of blocks, in float32, and their reciprocals."""
+
+    scale: Any
+    reciprocal: Any
+
+
+def scales_of(amax: jax.Array, how: Quantization) -> Scales:
+    """Returns the scales of blocks from their largest magnitudes.
+
+    That of zeros is 1. That of a block with an infinity or a NaN is one, too.
+    """
+    wide = amax.astype(jnp.float32)
+    if how.power_of_two:
+        found = _powers_of_two(wide, how.largest)
+    else:
+        scale = jnp.maximum(wide * jnp.float32(1 / how.largest), jnp.float32(SMALLEST))
+        found = Scales(scale, 1 / scale)
+    ones = jnp.ones_like(wide)
+    return Scales(*(jnp.where(wide == 0, ones, x) for x in found))
+
+
+def _powers_of_two(amax: jax.Array, largest: float) -> Scales:
+    """Returns the smallest powers of two by which no value is too large, without a division."""
+    one, most = (int(np.float32(x).view(np.int32)) for x in (1, largest))
+    least = jnp.float32(SMALLEST * largest)
+    bits = lax.bitcast_convert_type(jnp.maximum(amax, least), jnp.int32)
+    bits = (bits + jnp.int32(one - most + MANTISSA)) & jnp.int32(INFINITE)
+    found = (bits, jnp.int32(2 * one) - bits)
+    scale, reciprocal = (lax.bitcast_convert_type(x, jnp.float32) for x in found)
+    finite = amax < jnp.float32(math.inf)
+    return Scales(jnp.where(finite, scale, amax), jnp.where(finite, reciprocal, 1 / amax))
+
+
+def values_of(x: jax.Array, reciprocal: jax.Array, how: Quantization) -> jax.Array:
+    """Returns the values of blocks, from the reciprocals of their scales."""
+    values = x.astype(jnp.float32) * reciprocal
+    if not jnp.issubdtype(how.dtype, jnp.integer):
+        return values.astype(how.dtype)
+    values = jnp.clip(jnp.round(values), -how.largest, how.largest)
+    return jnp.where(jnp.isnan(values), 0, values).astype(how.dtype)
+
+
+def by_xla(x: jax.Array, how: Quantization) -> list[Any]:
+    """Computes what is asked for: values, then scales, of each axis."""
+    found: list[Any] = []
+    for axis in how.axes:
+        found += _along(x, how, axis)
+    return found
+
+
+def _along(x: jax.Array, how: Quantization, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Quantizes blocks along an axis; returns the values, k last, and the scales as `x` lies."""
+    block = how.block[::-1] if axis == ACROSS else how.block
+    *lead, rows, cols = x.shape
+    counts = how.blocks(x.shape, axis)
+    padding = [(0, n * length - size) for n, length, size in zip(counts, block, (rows, cols), strict=True)]
+    whole = jnp.pad(x, [(0, 0)] * len(lead) + padding)
+    tiles = whole.reshape(*lead, counts[0], block[0], counts[1], block[1])
+    scale, reciprocal = scales_of(jnp.max(jnp.abs(tiles), axis=(-3, -1)), how)
+    values = values_of(tiles, reciprocal[..., :, None, :, None], how)
+    values = values.reshape(whole.shape)[..., :rows, :cols]
+    return jnp.swapaxes(values, -1, -2) if axis == ACROSS else values, scale
