@@ -79,8 +79,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[Any]:
     """What kernels were asked for, of which none is lowered."""
     found: list[Any] = []
 
-    def noted(ctx: Any, operands: Any, call: Any, decision: Any, signature: Any) -> Any:
-        found.append((call, decision, signature))
+    def noted(ctx: Any, operands: Any, kernel: Any, signature: Any) -> Any:
+        found.append((*kernel, signature))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kept_kernels, "lower", noted)
@@ -109,7 +109,7 @@ def test_a_kept_kernel_is_filed_under_all_that_makes_it(name: str, asked: list[A
     ((call, decision, signature),) = asked
 
     def filed(call: Any, decision: Any, signature: Any) -> Any:
-        return kept_kernels._path(call, decision, signature, "settings")
+        return kept_kernels._path(kept_kernels.Product(call, decision), signature, "settings")
 
     whole = {"call": call, "decision": decision, "signature": signature}
     before, paths = filed(**whole), set()
@@ -134,7 +134,8 @@ def test_a_kept_kernel_is_filed_under_what_jax_reads(
     ((call, decision, signature),) = asked
 
     def filed(settings: str | None = None) -> Any:
-        return kept_kernels._path(call, decision, signature, settings or kept_kernels._settings())
+        product = kept_kernels.Product(call, decision)
+        return kept_kernels._path(product, signature, settings or kept_kernels._settings())
 
     found = [filed()]
     known = {name: getattr(jax.config, name, None) for name in kept_kernels.SETTINGS}

@@ -152,10 +152,13 @@ def kernel(
     operations: Operations,
     interpret: Any,
     approx_math: bool = False,
-) -> Callable[[Inputs], Any]:
-    """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup."""
+) -> Callable[[Any], Any]:
+    """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup.
 
-    def run(given: Inputs) -> Any:
+    It is given `Inputs`, or an array.
+    """
+
+    def run(given: Any) -> Any:
         launched = plgpu.kernel(
             body,
             out_type=results,

@@ -71,7 +71,7 @@ class Scales(NamedTuple):
 def scales_of(amax: jax.Array, how: Quantization) -> Scales:
     """Returns the scales of blocks from their largest magnitudes.
 
-    That of zeros is 1. That of a block with an infinity or a NaN is one, too.
+    The scale of zeros is 1. A block with an infinity has an infinite one, a block with a NaN a NaN.
     """
     wide = amax.astype(jnp.float32)
     if how.power_of_two:
@@ -117,7 +117,9 @@ def _along(x: jax.Array, how: Quantization, axis: int) -> tuple[jax.Array, jax.A
     block = how.block[::-1] if axis == ACROSS else how.block
     *lead, rows, cols = x.shape
     counts = how.blocks(x.shape, axis)
-    padding = [(0, n * length - size) for n, length, size in zip(counts, block, (rows, cols), strict=True)]
+    padding = [
+        (0, n * length - size) for n, length, size in zip(counts, block, (rows, cols), strict=True)
+    ]
     whole = jnp.pad(x, [(0, 0)] * len(lead) + padding)
     tiles = whole.reshape(*lead, counts[0], block[0], counts[1], block[1])
     scale, reciprocal = scales_of(jnp.max(jnp.abs(tiles), axis=(-3, -1)), how)

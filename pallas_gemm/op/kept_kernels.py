@@ -16,7 +16,7 @@ import importlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -56,18 +56,42 @@ def is_lowered_as_it_runs(module: Any) -> bool:
     return not parameters.for_export or parameters.export_ignore_forward_compatibility
 
 
+class Kernel(Protocol):
+    """A kernel, as what it is made of; equal ones are one kernel."""
+
+    def run(self) -> Callable[..., Any]:
+        """Returns the kernel, with what is done before and after it."""
+
+    def made_of(self) -> tuple[Any, ...]:
+        """Returns all that it depends on but its operands' shapes and types."""
+
+
+class Product(NamedTuple):
+    """The kernel of a decision about a product."""
+
+    call: Call
+    decision: Decision
+
+    def run(self) -> Callable[..., Any]:
+        """Returns what the decision stands for."""
+        return implementation.of(self.decision, self.call)
+
+    def made_of(self) -> tuple[Any, ...]:
+        """Returns the call and how it is computed."""
+        plan: Any = self.decision.plan
+        how = (plan.architecture.name, plan.device, plan.realigned, plan.config)
+        # Where the plan comes from, and what was named for it, makes no difference any more.
+        return (dataclasses.replace(self.call, options=Options()), *how)
+
+
 def lower(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    call: Call,
-    decision: Decision,
-    signature: Signature,
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], kernel: Kernel, signature: Signature
 ) -> Any:
-    """Lowers what a decision for a kernel stands for, or takes what it became before."""
+    """Lowers a kernel, or takes what it became before."""
     # A program that takes a kernel from a file must tell the compiler where its library is, too.
     importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     whole = ctx.module_context
-    module = ir.Module.parse(_lowered(call, decision, signature, _settings()), whole.context)
+    module = ir.Module.parse(_lowered(kernel, signature, _settings()), whole.context)
     name = mlir.merge_mlir_modules(
         whole.module, "pallas_gemm", module, dst_symtab=whole.symbol_table
     )
@@ -77,12 +101,12 @@ def lower(
 
 
 @functools.lru_cache(maxsize=1024)
-def _lowered(call: Call, decision: Decision, signature: Signature, settings: str) -> bytes:
+def _lowered(kernel: Kernel, signature: Signature, settings: str) -> bytes:
     """Returns the module of a kernel, with what is done before and after it, as bytecode."""
-    path = _path(call, decision, signature, settings)
+    path = _path(kernel, signature, settings)
     if path is not None and (kept := _read(path)):
         return kept
-    made = _lowered_anew(implementation.of(decision, call), signature)
+    made = _lowered_anew(kernel.run(), signature)
     if path is not None:
         kept_files.keep(path, hashlib.sha256(made).digest() + made)
     return made
@@ -109,13 +133,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _what_is_lowered(call: Call, decision: Decision, signature: Signature) -> tuple[Any, ...]:
-    plan: Any = decision.plan
-    how = (plan.architecture.name, plan.device, plan.realigned, plan.config)
-    # Where the plan comes from, and what was named for it, makes no difference any more.
-    return (dataclasses.replace(call, options=Options()), signature, *how)
 
 
 def _text(value: Any) -> str:
@@ -159,12 +176,12 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _path(call: Call, decision: Decision, signature: Signature, settings: str) -> Any:
+def _path(kernel: Kernel, signature: Signature, settings: str) -> Any:
     """Returns the file of a kernel; None where nothing can be kept."""
     made_by = versions.of_sources("pallas_gemm/**/*.py", "schedules/**/*.py")
     # What a function of the caller's computes is known in this process alone.
     with contextlib.suppress(TypeError, OSError):
-        name = _digest(_text(_what_is_lowered(call, decision, signature)))
+        name = _digest(_text((*kernel.made_of(), signature)))
         return kept_files.folder() / _digest(made_by, settings)[:16] / name
     return None
 

@@ -275,7 +275,8 @@ def lowered_kernel(
 ) -> Any:
     """Lowers what a kernel computes."""
     if gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
-        return kept_kernels.lower(ctx, operands, call, decision, _signature(ctx.avals_in))
+        product = kept_kernels.Product(call, decision)
+        return kept_kernels.lower(ctx, operands, product, _signature(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, _traced_once(call, decision), operands)
 
 

@@ -5,19 +5,29 @@ A block of PTX is a `Program`, which a kernel has as data. JAX's simulator runs 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.plan import KernelPlan
-
 INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 """A number that all threads have."""
 NUMBER = plgpu.Layout.WG_SPLAT
 REF = plgpu.RefType()
+
+
+class Plan(Protocol):
+    """The plan of a kernel, as far as an operation has to know it."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+
+    @property
+    def shares_words(self) -> bool:
+        """Whether CTAs may share words of global memory."""
 
 
 class Operation:
@@ -33,21 +43,21 @@ class Operation:
         self._meaning = function
         return self
 
-    def __call__(self, plan: KernelPlan, *args: Any, **options: Any) -> Any:
+    def __call__(self, plan: Plan, *args: Any, **options: Any) -> Any:
         """Does it."""
         if not self._is_simulated(plan):
             return self._on_gpu(*args, **options)
         assert self._meaning is not None, "nothing simulated comes here"
         return self._meaning(*args, **options)
 
-    def _is_simulated(self, plan: KernelPlan) -> bool:
+    def _is_simulated(self, plan: Plan) -> bool:
         return plan.simulated
 
 
 class BetweenCtas(Operation):
     """One on a word of global memory that CTAs share, which another may change at any time."""
 
-    def _is_simulated(self, plan: KernelPlan) -> bool:
+    def _is_simulated(self, plan: Plan) -> bool:
         return not plan.shares_words
 
 

@@ -13,7 +13,6 @@ Timeline
                 when all threads have read the slot, TMA loads the tile after next into it
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,93 +24,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.device import Device
 from pallas_gemm.kernels import launch, smem
+from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.quantize import ACROSS, Quantization, Scales, scales_of, values_of
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, scales_of, values_of
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
-TILE = 128
-"""Rows and columns of a tile."""
 HALF = 64
 """Rows and columns of what a warpgroup holds in registers at a time, side by side."""
 WGMMA = plgpu.Layout.WGMMA
 LINES = WGMMA.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizePlan:
-    """Everything about a launch.
-
-    Attributes:
-        how: How the matrix is quantized.
-        shape: Batch, rows and columns.
-        dtype: The type of the matrix, of 16 bits.
-        device: The GPU.
-        interpret: The simulator, or False.
-        stages: Slots that tiles are loaded into.
-        stores: Store slots of each axis.
-        resident: CTAs of an SM.
-        band: Rows of tiles that are walked together.
-    """
-
-    how: Quantization
-    shape: tuple[int, int, int]
-    dtype: Any
-    device: Device
-    interpret: Any = False
-    stages: int = 2
-    stores: int = 1
-    resident: int = 2
-    band: int = 8
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the kernel is simulated."""
-        return bool(self.interpret)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of tiles."""
-        return -(-self.shape[1] // TILE), -(-self.shape[2] // TILE)
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return self.shape[0] * math.prod(self.grid)
-
-    @property
-    def workers(self) -> int:
-        """CTAs."""
-        return min(self.tiles, self.device.sms * self.resident)
-
-    @property
-    def is_square(self) -> bool:
-        """Whether a block is a whole tile."""
-        return self.how.block.across > 1
-
-    @property
-    def values(self) -> list[Any]:
-        """The values of each axis, k last."""
-        batch, rows, cols = self.shape
-        shapes = [(cols, rows) if axis == ACROSS else (rows, cols) for axis in self.how.axes]
-        return [jax.ShapeDtypeStruct((batch, *shape), self.how.dtype) for shape in shapes]
-
-    @property
-    def scales(self) -> list[Any]:
-        """The scales of whole tiles, those of lines that lie side by side next to each other.
-
-        Blocks of whole tiles have the same along both axes.
-        """
-        batch, (down, along) = self.shape[0], self.grid
-        if self.is_square:
-            return [jax.ShapeDtypeStruct((batch, down, along), jnp.float32)]
-        each = TILE // self.how.block.along
-        shapes = [
-            (down * each, along * TILE) if axis == ACROSS else (along * each, down * TILE)
-            for axis in self.how.axes
-        ]
-        return [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in shapes]
 
 
 class Tile(NamedTuple):
@@ -159,10 +81,8 @@ class Results(NamedTuple):
     scales: Sequence[Any]
 
 
-def _body(
-    plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, full: Ref
-) -> None:
-    """What the warpgroup of a CTA does."""
+def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, full: Ref) -> None:
+    """Runs the warpgroup of a CTA."""
     views = functools.partial(smem.views, simulated=plan.simulated)
     (tiles,) = views(buffers.tiles)
     slots = [views(slot)[0] for slot in buffers.out]
@@ -209,18 +129,23 @@ def _quantize(
     plan: QuantizePlan, tile: Ref, at: Tile, stored: Sequence[Ref], scales: Sequence[Ref]
 ) -> None:
     """Quantizes a tile along each axis: values to store slots, scales to memory."""
-    if plan.is_square:
-        squares = [_square(tile, -1, half, other) for half in (0, 1) for other in (0, 1)]
-        every = scales_of(jnp.max(_largest(squares), axis=0), plan.how)
-        scales[0].at[at.batch, at.row, at.col][...] = every.scale
+    whole = _quantize_whole(plan, tile, at, scales[0]) if plan.is_square else None
     for number, (axis, store) in enumerate(zip(plan.how.axes, stored, strict=True)):
         for half in range(TILE // HALF):
             lines = [_square(tile, axis, half, other) for other in range(TILE // HALF)]
-            if plan.is_square:
-                values = [values_of(x, every.reciprocal, plan.how) for x in lines]
-            else:
+            if whole is None:
                 values = _quantize_lines(plan, lines, _Place(at, axis, half), scales[number])
+            else:
+                values = [values_of(x, whole, plan.how) for x in lines]
             store.at[half * HALF : (half + 1) * HALF, :][...] = lax.concatenate(values, 1)
+
+
+def _quantize_whole(plan: QuantizePlan, tile: Ref, at: Tile, scales: Ref) -> Scalar:
+    """Stores the scale of a tile that is a block; returns its reciprocal."""
+    squares = [_square(tile, ALONG, half, other) for half in (0, 1) for other in (0, 1)]
+    found = scales_of(jnp.max(_largest(squares), axis=0), plan.how)
+    scales.at[at.batch, at.row, at.col][...] = found.scale
+    return found.reciprocal
 
 
 class _Place(NamedTuple):

@@ -1,0 +1,132 @@
+"""`QuantizePlan`: everything about the launch of the kernel that quantizes blocks of a matrix."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, INT8
+from pallas_gemm.kernels.quantize import ACROSS, Block, Quantization
+from pallas_gemm.problem import ROW_BYTES
+
+TILE = 128
+"""Rows and columns of a tile."""
+BLOCKS = (*(Block(1, along) for along in (32, 64, TILE)), Block(TILE, TILE))
+"""The blocks that a tile consists of."""
+Shape = tuple[int, int, int]
+
+
+def refusals(how: Quantization, shape: Shape, dtype: Any) -> Iterator[str]:
+    """Yields every reason why the kernel cannot quantize a matrix, or several.
+
+    Args:
+        how: How it is quantized.
+        shape: Batch, rows and columns.
+        dtype: Its type.
+    """
+    if dtype not in FLOATS_16:
+        yield f"the kernel quantizes bfloat16 and float16, got {dtype}"
+    if how.dtype not in FLOATS_8 | {INT8}:
+        names = ", ".join(sorted(map(str, FLOATS_8 | {INT8})))
+        yield f"the kernel quantizes to {names}, got {how.dtype}"
+    if how.block not in BLOCKS:
+        legal = ", ".join(str(tuple(block)) for block in BLOCKS)
+        yield f"the kernel takes blocks of {legal}, got {tuple(how.block)}"
+    if 0 in shape:
+        yield f"there is nothing to quantize, got shape {list(shape[1:])}"
+    names = [("columns", shape[2], np.dtype(dtype))]
+    for axis in how.axes:
+        names.append(
+            ("rows", shape[1], how.dtype) if axis == ACROSS else ("columns", shape[2], how.dtype)
+        )
+    for name, size, own in names:
+        if size * own.itemsize % ROW_BYTES:
+            needed = ROW_BYTES // own.itemsize
+            yield f"the number of {name} must be a multiple of {needed} for {own}, got {size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizePlan:
+    """Everything about a launch.
+
+    Attributes:
+        how: How the matrix is quantized.
+        shape: Batch, rows and columns.
+        dtype: The type of the matrix, of 16 bits.
+        device: The GPU.
+        interpret: The simulator, or False.
+        stages: Slots that tiles are loaded into.
+        stores: Store slots of each axis.
+        resident: CTAs of an SM.
+        band: Rows of tiles that are walked together.
+        ctas: CTAs at most; None for those that run at the same time.
+    """
+
+    how: Quantization
+    shape: tuple[int, int, int]
+    dtype: Any
+    device: Device
+    interpret: Any = False
+    stages: int = 2
+    stores: int = 1
+    resident: int = 2
+    band: int = 8
+    ctas: int | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return bool(self.interpret)
+
+    @property
+    def shares_words(self) -> bool:
+        """Whether CTAs share words of global memory."""
+        return False
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        return -(-self.shape[1] // TILE), -(-self.shape[2] // TILE)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return self.shape[0] * math.prod(self.grid)
+
+    @property
+    def workers(self) -> int:
+        """CTAs."""
+        return min(self.tiles, self.ctas or self.device.sms * self.resident)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a block is a whole tile."""
+        return self.how.block.across > 1
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of each axis, k last."""
+        batch, rows, cols = self.shape
+        shapes = [(cols, rows) if axis == ACROSS else (rows, cols) for axis in self.how.axes]
+        return [jax.ShapeDtypeStruct((batch, *shape), self.how.dtype) for shape in shapes]
+
+    @property
+    def scales(self) -> list[Any]:
+        """The scales of whole tiles, those of lines that lie side by side next to each other.
+
+        Blocks of whole tiles have the same along both axes.
+        """
+        batch, (down, along) = self.shape[0], self.grid
+        if self.is_square:
+            return [jax.ShapeDtypeStruct((batch, down, along), jnp.float32)]
+        each = TILE // self.how.block.along
+        shapes = [
+            (down * each, along * TILE) if axis == ACROSS else (along * each, down * TILE)
+            for axis in self.how.axes
+        ]
+        return [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in shapes]

@@ -1,0 +1,119 @@
+"""The kernel that quantizes blocks: simulated, with races recorded, and compiled."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm import Quantized
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.quantize import kernel
+from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals
+from pallas_gemm.kernels.quantize import Block, Quantization
+from pallas_gemm.planning import quantize as planning
+from tests import races, summaries
+from tests.quantized import assert_quantized
+
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+BOTH = (-1, -2)
+SHAPE = (208, 272)
+"""Two rows and three columns of tiles, the last of which reach beyond the matrix."""
+
+
+def how(
+    *, dtype: Any = E4M3, block: tuple[int, int] = (1, 128), axes: Any = BOTH, power: bool = False
+) -> Quantization:
+    return Quantization(np.dtype(dtype), Block(*block), axes, power)
+
+
+def simulated(own: Quantization, x: jax.Array, **options: Any) -> list[Any]:
+    """Simulates the kernel; fails if it raced."""
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    plan = QuantizePlan(own, (1, *x.shape), x.dtype, H200, interpret, **options)
+    run = functools.partial(
+        planning.by_kernel, planning.Quantizer(own, x.shape, plan, ""), kernel.build(plan)
+    )
+    with races.recorded() as raced:
+        found = jax.block_until_ready(run(x))
+        assert not raced()
+    return found
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        how(),
+        how(block=(1, 32), dtype=E5M2, power=True),
+        how(block=(1, 64), axes=(-1,)),
+        how(block=(128, 128)),
+        how(block=(128, 128), axes=(-2,), power=True),
+        how(dtype=jnp.int8, axes=(-2,)),
+    ],
+    ids=lambda own: f"{own.dtype}-{own.block}-{own.axes}-{own.power_of_two}",
+)
+def test_blocks_are_what_numpy_computes(own: Quantization, rng: np.random.Generator) -> None:
+    x = rng.standard_normal(SHAPE) * 2.0 ** rng.integers(-6, 6, (SHAPE[0], 1))
+    x[:, 130:140] = 0
+    x = jnp.asarray(x, jnp.bfloat16)
+    found = simulated(own, x)
+    for number, axis in enumerate(own.axes):
+        pair = Quantized(*found[2 * number : 2 * number + 2])
+        rest = {"axis": axis, "power_of_two": own.power_of_two}
+        assert_quantized(pair, x, own.block, own.dtype.type, **rest)
+
+
+def test_a_ring_of_one_slot_and_several_store_slots_are_as_good(rng: np.random.Generator) -> None:
+    """One CTA takes all tiles, in slots that are used again."""
+    x = jnp.asarray(rng.standard_normal(SHAPE), jnp.float16)
+    for stages, stores in ((1, 1), (1, 2), (3, 1)):
+        options = {"stages": stages, "stores": stores, "band": 1, "ctas": 1}
+        found = simulated(how(), x, **options)
+        for pair, axis in ((found[:2], -1), (found[2:], -2)):
+            assert_quantized(Quantized(*pair), x, (1, 128), jnp.float8_e4m3fn, axis=axis)
+
+
+def test_every_tile_is_taken_once() -> None:
+    for band in (1, 2, 3, 8):
+        plan = QuantizePlan(how(), (2, 600, 300), jnp.bfloat16, H200, band=band)
+        found = [kernel.tile_at(plan, jnp.int32(i)) for i in range(plan.tiles)]
+        every = {tuple(map(int, at)) for at in found}
+        assert every == {(b, i, j) for b in range(2) for i in range(5) for j in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("own", "dtype"),
+    [
+        (how(), jnp.bfloat16),
+        (how(axes=(-1,)), jnp.bfloat16),
+        (how(axes=(-2,), dtype=E5M2), jnp.float16),
+        (how(block=(1, 32), power=True), jnp.bfloat16),
+        (how(block=(128, 128)), jnp.bfloat16),
+        (how(dtype=jnp.int8), jnp.bfloat16),
+    ],
+    ids=lambda own: str(own)[:60],
+)
+def test_nothing_is_spilled(own: Quantization, dtype: Any) -> None:
+    plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200)
+    x = jax.ShapeDtypeStruct(plan.shape, dtype)
+    (found,) = summaries.KEPT.of(kernel.build(plan), x, target="h200")
+    assert found.spill_bytes == 0
+    # As many CTAs share an SM as the plan says.
+    assert found.shared_memory_bytes * plan.resident <= H200.shared_memory
+    assert found.registers * 128 * plan.resident <= 65536
+
+
+def test_a_kernel_says_what_it_cannot_do() -> None:
+    def why(own: Quantization, shape: Any = (1, 256, 256), dtype: Any = jnp.bfloat16) -> str:
+        return "; ".join(refusals(own, shape, np.dtype(dtype)))
+
+    assert not why(how())
+    assert "got float32" in why(how(), dtype=jnp.float32)
+    assert "got (2, 128)" in why(how(block=(2, 128)))
+    assert "nothing to quantize" in why(how(), (1, 0, 256))
+    assert "rows must be a multiple of 16 for float8_e4m3fn, got 100" in why(how(), (1, 100, 256))
+    assert not why(how(axes=(-1,)), (1, 100, 256))
+    assert "columns must be a multiple of 8 for bfloat16, got 100" in why(how(), (1, 256, 100))
