@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import quantize
+from pallas_gemm import gemm, quantize
 from pallas_gemm.op import kept_kernels
-from tests.quantized import assert_quantized
+from tests.quantized import assert_quantized, quantized
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BLOCKS = ((1, 128), (128, 128), (1, 32), (3, 40))
@@ -172,3 +172,22 @@ def test_a_kernel_is_filed_under_what_makes_it() -> None:
     paths = {kept_kernels._path(own[0], own[1], "settings") for own in found}
     assert None not in paths
     assert len(paths) == 4
+
+
+def test_quantized_operands_are_multiplied() -> None:
+    a, b = drawn(32, 256), drawn(256, 48, seed=1)
+    left, right = quantize(a), quantize(b, axis=-2)
+    wide = quantized(a, (1, 128), E4M3, axis=-1), quantized(b, (1, 128), E4M3, axis=-2)
+    expected = (wide[0].values * np.repeat(wide[0].scale, 128, 1)) @ (
+        wide[1].values * np.repeat(wide[1].scale, 128, 0)
+    )
+    result = gemm(
+        left.values,
+        right.values,
+        transpose_b=True,
+        row_scale=left.scale,
+        col_scale=right.scale,
+        preferred_element_type=jnp.float32,
+    )
+    error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
+    assert error < 5e-3
