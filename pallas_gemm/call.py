@@ -222,6 +222,17 @@ class Call:
             return self
         return dataclasses.replace(self, precision=self.precision[::-1])
 
+    def with_program(self, program: Program) -> Self:
+        """Returns the call for what a program computes of the sums.
+
+        The operands are then the factors, and those of the program: a value for each element as
+        `[m, n]`, a vector as `[m]` or `[n]`, a number as `[]`, each with one dimension more if each
+        product of a batch, or each group, has its own.
+        """
+        dtype = next((result.dtype for result in program.arrays), self.out_dtype)
+        epilogue = dataclasses.replace(self.epilogue, program=program)
+        return dataclasses.replace(self, out_dtype=dtype, epilogue=epilogue)
+
     def sums(self, out_dtype: Any) -> "Call":
         """Returns the call for the sums alone, of the same operands and computed as told.
 
@@ -334,36 +345,6 @@ class SymmetricCall(Call):
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
         return dataclasses.replace(super().problem(signature), symmetric=self.symmetric)
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedCall(Call):
-    """A product whose epilogue is a program.
-
-    The operands are the factors, then those of the program: a value for each element as `[m, n]`, a
-    vector as `[m]` or `[n]`, a number as `[]`, each with one dimension more if each product of a
-    batch has its own.
-
-    Attributes:
-        program: What becomes of the sums.
-    """
-
-    program: Program | None = None
-
-    @classmethod
-    def of(cls, call: Call, program: Program) -> "FusedCall":
-        """Returns the call of a product for this program."""
-        first = next((result.dtype for result in program.arrays), call.out_dtype)
-        return cls(**_fields(call) | {"out_dtype": first}, program=program)
-
-    def unpack(self, operands: Sequence[Any]) -> Operands:
-        """Gives the factors their names."""
-        return Operands(*operands[: 2 + self.epilogue.gated])
-
-    def problem(self, signature: Signature) -> Problem:
-        """Returns the problem that operands of these shapes and types pose."""
-        epilogue = dataclasses.replace(self.epilogue, program=self.program)
-        return dataclasses.replace(super().problem(signature), epilogue=epilogue)
 
 
 def _fields(call: Call) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from pallas_gemm.api.findings import Copy, Origin
 from pallas_gemm.api.program import Operation, Program, Value
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels import element_types
-from pallas_gemm.op import fused, stored
+from pallas_gemm.op import fused, fused_groups, stored
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.fused import fused_p
+from pallas_gemm.op.fused_groups import fused_groups_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
 from pallas_gemm.op.loss import function_of, statistics_p
 from pallas_gemm.op.product import product_p
@@ -33,7 +34,10 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import lines
 from pallas_gemm.rewriting import products as rewriting
 
-_OURS = (product_p, fused_p, sum_p, projections_p, grouped_p, symmetric_p, statistics_p)
+_OURS = (
+    *(product_p, fused_p, sum_p, projections_p, symmetric_p, statistics_p),
+    *(grouped_p, fused_groups_p),
+)
 _OF_JAX = ("dot_general", "ragged_dot_general")
 
 
@@ -179,12 +183,17 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     if equation.primitive is statistics_p:
         layer, keep = (equation.params[x] for x in ("layer", "keep"))
         function = function_of(layer, keep, [v.aval for v in equation.invars])
-        yield _of_function(equation, layer.call, layer.contraction, function, given, common)
+        yield _of_dense_function(equation, layer.call, layer.contraction, function, given, common)
         return
     call = equation.params["call"]
     if equation.primitive is fused_p:
         dims, function = (equation.params[x] for x in ("contraction", "function"))
-        yield _of_function(equation, call, dims, function, given, common)
+        yield _of_dense_function(equation, call, dims, function, given, common)
+    elif equation.primitive is fused_groups_p:
+        of_rows = equation.params["function"]
+        found = fused_groups.plan(call, of_rows, given)
+        alone = call, given[: 2 + of_rows.sums]
+        yield _of_function(equation, found, alone, of_rows.function, common)
     elif equation.primitive is projections_p:
         each = operands_of_each(call, given[1:])
         for dims, own in zip(equation.params["contractions"], each, strict=True):
@@ -202,7 +211,7 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
         yield Asked(call, given, **common, turned=needless)
 
 
-def _of_function(
+def _of_dense_function(
     equation: Any,
     call: Call,
     dims: Contraction,
@@ -210,13 +219,33 @@ def _of_function(
     given: Signature,
     common: Mapping[str, Any],
 ) -> Asked:
-    """Returns a product whose epilogue is a function, and what XLA does of it."""
+    """Returns a product of dense factors, likewise."""
     found = fused.plan(call, dims, function, given)
-    if isinstance(found, fused.Fused) and found.decision.plan is not None:
-        call, signature, left = found.call, found.signature, found.split.left
+    alone = merged(call, dims, given[: 1 + function.sums])[:2]
+    return _of_function(equation, found, alone, function, common)
+
+
+def _of_function(
+    equation: Any,
+    found: Any,
+    alone: tuple[Call, Signature],
+    function: fused.Function,
+    common: Mapping[str, Any],
+) -> Asked:
+    """Returns a product whose epilogue is a function, and what XLA does of it.
+
+    Args:
+        equation: The operation.
+        found: How a kernel computes the function, or why none does.
+        alone: The product without the function.
+        function: The function.
+        common: As of `_common`.
+    """
+    if isinstance(found, str) or found.decision.plan is None:
+        call, signature = alone
+        left = found if isinstance(found, str) else _why_apart(found.decision)
     else:
-        call, signature = merged(call, dims, given[: 1 + function.sums])[:2]
-        left = _why_apart(found.decision) if isinstance(found, fused.Fused) else found
+        call, signature, left = found.call, found.signature, found.split.left
     if not left:
         return Asked(call, signature, **common)
     results = [v.aval for v in equation.outvars]

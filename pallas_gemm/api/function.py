@@ -6,19 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Numerics, Operands, Options
-from pallas_gemm.kernels import flat
-from pallas_gemm.kernels.axes import ONE, Axes, Names
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.explicit import explicit_fused
-from pallas_gemm.op.fused import Function, Fused
-from pallas_gemm.planning import dispatch, numerics, xla_groups
+from pallas_gemm.op.fused import Function
+from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting import lines
 
@@ -81,7 +77,8 @@ def answer(
         return jax.tree.unflatten(tree, function(*products, *given))
     dims, own = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
     if options.names_something and not mesh_context.is_on_mesh(*everything):
-        _check(asked, function, (*own, *given), dims)
+        signature = fused.signature_of((*own, *given))
+        check_named(options, fused.plan(asked.call, dims, function, signature))
     run = explicit_fused if request.is_explicit(*everything) else fused.fused
     return jax.tree.unflatten(tree, run(asked.call, dims, function, *own, *given))
 
@@ -140,64 +137,6 @@ def after(
     return jax.tree.unflatten(tree, function(product, *given))
 
 
-def of_groups(sums: Sequence[jax.Array], sizes: Any, epilogue: Any, given: Sequence[Any]) -> Any:
-    """Computes a function of products of rows in groups by XLA.
-
-    Args:
-        sums: The float32 products, `[m, n]`.
-        sizes: How many rows each group has.
-        epilogue: The function.
-        given: The arrays that it takes besides. A row gets the values of its group.
-
-    Raises:
-        ValueError: An operand may be of rows or of groups, or a result has no value for each row.
-    """
-    (rows, columns), (groups,) = sums[0].shape, np.shape(sizes)
-    group = xla_groups.group_of_rows(jnp.asarray(sizes), rows)
-    of_row = jnp.minimum(group, max(groups - 1, 0))
-    every = []
-    for i, x in enumerate(given):
-        is_of_groups = x.ndim == 2 and x.shape[0] == groups > 1 and x.shape[1] in (1, columns)
-        if is_of_groups and groups == rows:
-            raise ValueError(
-                f"operands[{i}] of shape {list(x.shape)} has a row for each of {rows} rows, and for"
-                " each group: give those of groups as those of their rows, by x[group of each row]"
-            )
-        every.append(xla_groups.taken(x, of_row) if is_of_groups else x)
-    function, tree = traced(epilogue, sums, every)
-    _check_rows(function, rows)
-
-    # So that reverse mode keeps the products alone, as for the words of an epilogue.
-    @jax.checkpoint
-    def finish(*args: Any) -> list[Any]:
-        def of_rows_in_groups(x: Any) -> Any:
-            is_any = lax.broadcast_in_dim(group < groups, x.shape, (0,))
-            return jnp.where(is_any, x, jnp.zeros_like(x))
-
-        return list(map(of_rows_in_groups, function(*args)))
-
-    return jax.tree.unflatten(tree, finish(*sums, *every))
-
-
-def _check_rows(function: Function, rows: int) -> None:
-    """Refuses a function of rows in groups whose results are not those of rows.
-
-    Raises:
-        ValueError: One is not.
-    """
-    whole = flat.flat(function.closed)
-    axes = Axes(whole, function.sums, Names("mn", "m", "n"))
-    types: Any = function.closed.out_avals
-    for i, (output, x) in enumerate(zip(whole.outputs, types, strict=True)):
-        shape = x.shape
-        named = axes.of(output) if isinstance(output, int) else ""
-        if named[:1] not in ("m", ONE) or shape[0] != rows or "m" in named[1:]:
-            raise ValueError(
-                f"result {i} of epilogue, of shape {list(shape)}, must have a value, or values, for"
-                f" each of the {rows} rows: what reduces rows would mix groups"
-            )
-
-
 def traced(
     epilogue: Callable[..., Any], sums: Sequence[Any], given: Sequence[Any]
 ) -> tuple[Function, Any]:
@@ -254,16 +193,20 @@ def _raised(error: Exception) -> str:
     return f", at {pathlib.Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
-def _check(asked: request.Request, function: Function, operands: Any, dims: Any) -> None:
+def check_named(options: Options, found: Any) -> None:
     """Refuses what is named and cannot compute the function.
+
+    Args:
+        options: What is named.
+        found: How a kernel computes it, or why none does.
 
     Raises:
         ValueError: The message has the reason.
     """
-    found = fused.plan(asked.call, dims, function, fused.signature_of(operands))
-    if isinstance(found, Fused):
+    if not isinstance(found, str):
         dispatch.check(found.call, found.signature)
         return
-    named = asked.call.options
-    what = f"implementation={named.implementation!r}" if named.implementation else "what is named"
+    what = (
+        f"implementation={options.implementation!r}" if options.implementation else "what is named"
+    )
     raise ValueError(f"{what} cannot compute this epilogue: {found}; None computes it")

@@ -9,28 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.lax import dot
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import arguments, extras, function, request
+from pallas_gemm.api import arguments, extras, function, function_of_groups, groups
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
-from pallas_gemm.call import GroupedCall, Numerics, Operands, Options, signature_of
+from pallas_gemm.call import Numerics, Operands, signature_of
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels import activations, element_types
+from pallas_gemm.kernels import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped
 from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import dispatch, scheme, xla_groups
+from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import numerics as planned
-from pallas_gemm.planning import precision as precisions
-from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.planning.xla_groups import ROWS
 from pallas_gemm.problem import Epilogue, element_type
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
-OF_LAX = ("lhs", "rhs")
 GROUPED_GEMM = (
     *("a", "b", "group_sizes", "up", "operands", "bias", "up_bias"),
     *("row_scale", "col_scale", "up_scale"),
@@ -47,7 +43,7 @@ def _check_started(given: Mapping[str, Any]) -> None:
     left, right = ("lhs", "rhs") if "lhs" in given else ("a", "b")
     numbers = given.get("ragged_dot_dimension_numbers", ROWS)
     if form_of(numbers, given[left].ndim, given[right].ndim):
-        _check_values(given["group_sizes"], given[left].shape[0])
+        groups.check_values(given["group_sizes"], given[left].shape[0])
 
 
 @compiled(*ARRAYS, check=_check_started)
@@ -90,7 +86,7 @@ def ragged_dot(
             tracer are not known; outside of `jax.jit`, a call waits for those of a `jax.Array`.
     """
     with _as_jax_says(lhs, rhs, group_sizes, ROWS):
-        _check_ranks(("lhs", lhs), ("rhs", rhs))
+        groups.check_ranks(("lhs", lhs), ("rhs", rhs))
     given = (lhs, rhs, group_sizes, ROWS, precision, preferred_element_type)
     return _general(*given, group_offset, out_sharding, numerics=numerics)
 
@@ -177,8 +173,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     >>> y = grouped_gemm(x, experts, sizes, bias=bias, activation="gelu")
 
     With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32, or
-    `f(s, s_up, *operands)` with up. XLA computes the function. Each result has a value, or values,
-    for each row, which are zeros for rows in no group.
+    `f(s, s_up, *operands)` with up. Each result has a value, or values, for each row. They are
+    zeros for rows in no group, whatever f makes of zeros.
 
     Args:
         a: The rows, `[m, k]`, those of a group together, one group after the other.
@@ -211,41 +207,32 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
         ValueError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
     """
-    if epilogue is not None or len(operands):
-        said = function.said(
-            {
-                "bias": bias,
-                "up_bias": up_bias,
-                "activation": activation,
-                "alpha": alpha,
-                "row_scale": row_scale,
-                "col_scale": col_scale,
-                "up_scale": up_scale,
-                "preferred_element_type": preferred_element_type,
-            }
-        )
-        planned.refuse(function.BY_XLA, numerics)
-        given = function.checked(epilogue, operands, said)
-        how = {
-            "preferred_element_type": jnp.float32,
-            "precision": precision,
-            "transpose_b": transpose_b,
-            "schedule": schedule,
-            "config": config,
-            "implementation": implementation,
-        }
-        rights = [x for x in (b, up) if x is not None]
-        sums = [grouped_gemm(a, x, group_sizes, **how) for x in rights]
-        return function.of_groups(sums, group_sizes, epilogue, given)
-    a, b, sizes = _arrays(a, b, group_sizes, ("a", "b"))
-    _check_ranks(("a", a), ("b", b))
+    a, b, sizes = groups.arrays(a, b, group_sizes, ("a", "b"))
+    groups.check_ranks(("a", a), ("b", b))
     transpose_b = arguments.flag("transpose_b", transpose_b)
-    _check(a, b, sizes, contracted=False, transposed=transpose_b, names=("a", "b"))
-    _check_values(group_sizes, a.shape[0])
+    groups.check(a, b, sizes, contracted=False, transposed=transpose_b, names=("a", "b"))
+    groups.check_values(group_sizes, a.shape[0])
+    up = None if up is None else groups.up(up, b)
+    options = planned.stated(arguments.options(implementation, config, schedule, numerics))
+    if epilogue is not None or len(operands):
+        words = {
+            "bias": bias,
+            "up_bias": up_bias,
+            "activation": activation,
+            "alpha": alpha,
+            "row_scale": row_scale,
+            "col_scale": col_scale,
+            "up_scale": up_scale,
+            "preferred_element_type": preferred_element_type,
+        }
+        taken = function.checked(epilogue, operands, function.said(words))
+        call = groups.call_of(a, b, sizes, np.float32, precision, options)
+        call = dataclasses.replace(call, transpose_b=transpose_b)
+        factors = (a, b) if up is None else (a, b, up)
+        return function_of_groups.answer(call, factors, sizes, epilogue, taken)
     for name, x in (("up_bias", up_bias), ("up_scale", up_scale)):
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
-    up = None if up is None else _up(up, b)
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
     given = Operands(a, b, up, bias, None, None, None, None, col_scale, up_scale, up_bias)
     formula, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
@@ -253,15 +240,14 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     formula = dataclasses.replace(
         formula, activation=activations.resolve(activation), row_scale=row_scale is not None
     )
-    options = planned.stated(arguments.options(implementation, config, schedule, numerics))
-    call = _call(a, b, sizes, preferred_element_type, precision, options)
+    call = groups.call_of(a, b, sizes, preferred_element_type, precision, options)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     named = taken._replace(row_scale=row_scale)
     last = [getattr(named, name) for name in formula.operands]
     every = (a, b, *([] if up is None else [up]), sizes, *last)
     types = {np.dtype(a.dtype), np.dtype(b.dtype)}
-    if why := _why_jax(types, call, every):
-        _refuse_promised(call.options, why)
+    if why := groups.why_jax(types, call, every):
+        groups.refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
     call = planned.resolved_groups(call, a, b)
@@ -284,42 +270,36 @@ def _general(  # noqa: PLR0913 - as of what calls it
     """Computes either."""
     options = planned.stated(arguments.options(None, None, None, numerics))
     with _as_jax_says(lhs, rhs, group_sizes, numbers):
-        lhs, rhs, sizes = _arrays(lhs, rhs, group_sizes)
+        lhs, rhs, sizes = groups.arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)
     form = form_of(numbers, lhs.ndim, rhs.ndim)
     if group_offset is not None:
         if form is None or form[0]:
             raise NotImplementedError("group_offset must be None where groups have no matrices")
-        _check_values(group_sizes, lhs.shape[0])
+        groups.check_values(group_sizes, lhs.shape[0])
         lhs, sizes, places = _from_group(lhs, sizes, group_offset, rhs.shape[0])
         last = numbers, precision, preferred, None, out_sharding
         return permuted(_general(lhs, rhs, sizes, *last, numerics=numerics), *places)
     if form is None or out_sharding is not None:
         why = "out_sharding is given" if form else NO_FORM
         dtype = lhs.dtype if preferred is None else preferred
-        _refuse_promised(options, why)
+        groups.refuse_promised(options, why)
         explanation.note_outside((lhs, rhs), np.dtype(dtype), why)
         return stock_ragged_dot_general(
             *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
         )
     contracted, transposed = form
     with _as_jax_says(lhs, rhs, sizes, numbers):
-        _check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
-    _check_values(group_sizes, lhs.shape[0])
+        groups.check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
+    groups.check_values(group_sizes, lhs.shape[0])
     operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
-    call = _call(lhs, rhs, sizes, preferred, precision, options)
+    call = groups.call_of(lhs, rhs, sizes, preferred, precision, options)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
-    if why := _why_jax(operands, call, (lhs, rhs)):
-        _refuse_promised(options, why)
+    if why := groups.why_jax(operands, call, (lhs, rhs)):
+        groups.refuse_promised(options, why)
         explanation.note_outside((lhs, rhs), call.out_dtype, why)
         return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
     return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
-
-
-def _refuse_promised(options: Options, why: str) -> None:
-    """Raises an error if something is promised of what no kernel computes."""
-    if options.numerics is not None:
-        raise ValueError(planned.why_not_kept(options.numerics, why))
 
 
 @contextlib.contextmanager
@@ -343,26 +323,7 @@ def _as_jax_says(*operands: Any) -> Iterator[None]:
         raise
 
 
-def _why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | None:
-    """Returns why JAX's own function computes a product; None if it does not."""
-    multiplied = scheme.multiplied(call.precision, types, groups=True)
-    if why := element_types.why_no_kernel(multiplied, call.out_dtype):
-        return why
-    is_explicit = request.is_explicit(*operands)
-    return "the types of the operands say how a mesh splits them" if is_explicit else None
-
-
-def _call(
-    a: Any, b: Any, sizes: Any, preferred: Any, precision: Any, options: Options
-) -> GroupedCall:
-    """Returns the call for operands of these types."""
-    resolved = precisions.resolve(precision)
-    options = dataclasses.replace(options, target=known_target(a, b, sizes))
-    dtype = arguments.result_type(a, b, element_type(preferred), dot, resolved).dtype
-    return GroupedCall(dtype, precision=resolved, options=options)
-
-
-def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[Any, Any, Any]:
+def _from_group(lhs: Any, sizes: Any, group_offset: Any, count: int) -> tuple[Any, Any, Any]:
     """Returns rows with those of some groups first, these groups' sizes, and the way back.
 
     Raises:
@@ -373,105 +334,10 @@ def _from_group(lhs: Any, sizes: Any, group_offset: Any, groups: int) -> tuple[A
         raise TypeError(
             f"group_offset must be an integer of shape [1], got {offset.dtype}{list(offset.shape)}"
         )
-    if sizes.shape[0] < groups:
+    if sizes.shape[0] < count:
         raise TypeError(
-            f"group_sizes must have a size for each of {groups} groups of rhs, got {sizes.shape[0]}"
+            f"group_sizes must have a size for each of {count} groups of rhs, got {sizes.shape[0]}"
         )
-    first = jnp.clip(offset[0], 0, sizes.shape[0] - groups)
-    own, there, back = rows_of_groups(sizes, lhs.shape[0], first, groups)
+    first = jnp.clip(offset[0], 0, sizes.shape[0] - count)
+    own, there, back = rows_of_groups(sizes, lhs.shape[0], first, count)
     return permuted(lhs, there, back), own, (back, there)
-
-
-def _arrays(
-    lhs: Any, rhs: Any, group_sizes: Any, names: tuple[str, str] = OF_LAX
-) -> tuple[Any, Any, Any]:
-    """Returns the operands as arrays.
-
-    Raises:
-        TypeError: One is none, or the sizes are no integers.
-    """
-    sizes = arguments.array("group_sizes", group_sizes)
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be integers, got {sizes.dtype}")
-    return arguments.array(names[0], lhs), arguments.array(names[1], rhs), sizes
-
-
-def _up(x: Any, b: Any) -> Any:
-    """Checks the second matrices: like the first.
-
-    Raises:
-        TypeError: They are of another shape or type.
-    """
-    x = arguments.array("up", x)
-    if (x.shape, x.dtype) != (b.shape, b.dtype):
-        raise TypeError(
-            f"up must be like b, {b.dtype}{list(b.shape)}, got {x.dtype}{list(x.shape)}"
-        )
-    return x
-
-
-def _check_ranks(*operands: tuple[str, Any]) -> None:
-    """Checks that there are rows, and a matrix for each group.
-
-    Raises:
-        TypeError: There are not.
-    """
-    for (name, x), rank, like in zip(operands, (2, 3), ("[m, k]", "[groups, k, n]"), strict=True):
-        if np.ndim(x) != rank:
-            raise TypeError(f"{name} must be {like}, got shape {list(np.shape(x))}")
-
-
-def _check(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    *,
-    contracted: bool,
-    transposed: bool,
-    names: tuple[str, str] = OF_LAX,
-) -> None:
-    """Checks shapes.
-
-    Raises:
-        TypeError: They have no such product.
-    """
-    left, right = names
-    if sizes.ndim != 1:
-        raise TypeError(f"group_sizes must be [groups], got shape {list(sizes.shape)}")
-    axes = (0, 0) if contracted else (1, 2 if transposed else 1)
-    if lhs.shape[axes[0]] != rhs.shape[axes[1]]:
-        raise TypeError(
-            f"{left} and {right} must agree in the contracted size, got"
-            f" {lhs.shape[axes[0]]} in {left}{list(lhs.shape)} (dimension {axes[0]}) and"
-            f" {rhs.shape[axes[1]]} in {right}{list(rhs.shape)} (dimension {axes[1]})"
-        )
-    if not contracted and sizes.shape[0] != rhs.shape[0]:
-        raise TypeError(
-            f"group_sizes must have {rhs.shape[0]} sizes, one for each matrix of"
-            f" {right}{list(rhs.shape)}, got {sizes.shape[0]}"
-        )
-
-
-def _check_values(sizes: Any, rows: int) -> None:
-    """Checks sizes that are known, which those of a tracer are not.
-
-    Raises:
-        ValueError: One is negative, or they are more than all rows.
-    """
-    if (sizes := _known(sizes)) is None:
-        return
-    if sizes.size and sizes.min() < 0:
-        raise ValueError(
-            f"group_sizes must not be negative, got {sizes.min()} for group {sizes.argmin()}"
-        )
-    total = sizes.sum(dtype=np.int64)
-    if total > rows:
-        raise ValueError(f"group_sizes must add up to at most the {rows} rows, got {total}")
-
-
-def _known(sizes: Any) -> np.ndarray | None:
-    """Returns sizes as an array of NumPy, for which a GPU may be waited for; None if unknown."""
-    if isinstance(sizes, jax.Array) and not isinstance(sizes, jax.core.Tracer):
-        is_here = sizes.is_fully_addressable or sizes.is_fully_replicated
-        return np.asarray(sizes) if is_here else None
-    return sizes if isinstance(sizes, np.ndarray) else None

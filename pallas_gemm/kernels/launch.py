@@ -169,8 +169,9 @@ def kernel(
             num_threads=grid.warpgroups,
             thread_name=WARPGROUP,
             scratch_types=scratch,
+            # Values are reduced within warps alone, which takes no shared memory.
             compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, approx_math=approx_math
+                unsafe_no_auto_barriers=True, approx_math=approx_math, reduction_scratch_bytes=0
             ),
             kernel_name=name,
             interpret=interpret,

@@ -73,6 +73,13 @@ class Split:
             found.append(own if batched else own.removeprefix(self.names.batch))
         return found
 
+    @property
+    def stored(self) -> frozenset[int]:
+        """Which results of the function the kernel stores as they are, with all their elements."""
+        pairs = zip(self.results, self.program.results, strict=True)
+        whole = {number for number, own in pairs if own.kind == "mn"}
+        return frozenset(i for i, x in enumerate(self.flat.outputs) if x in whole)
+
     def spread(self, given: Sequence[Any]) -> list[Any]:
         """Computes the kernel's operands of those of the function, each with its dimensions."""
         values, found = _Values(self, given), []

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Signature
+from pallas_gemm.call import NO_EPILOGUE, Call, Signature
 from pallas_gemm.call import signature_of as signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.split import Split, split
@@ -91,7 +91,7 @@ class Function:
 
         def change(*args: Any) -> Any:
             own, changes = args[: len(moved)], args[len(moved) :]
-            return _jvp_of(self, own, moved, changes)[1]
+            return changed(self, own, moved, changes)[1]
 
         whole = flat.flat(jax.make_jaxpr(change)(*self.types, *moving))
         needed = {x for x in whole.outputs if isinstance(x, int)}
@@ -160,7 +160,7 @@ class Fused(NamedTuple):
     """
 
     split: Split
-    call: FusedCall
+    call: Call
     signature: Signature
     form: Form
     decision: Decision
@@ -197,7 +197,8 @@ def plan(
         ValueError: Something is promised of the results that is not kept.
     """
     found = _plan(call, contraction, function, signature)
-    if (promised := call.options.numerics) is not None and (why := _why_not_kept(found)):
+    parts = found if isinstance(found, str) else found.split
+    if (promised := call.options.numerics) is not None and (why := why_not_kept(parts)):
         raise ValueError(numerics.why_not_kept(promised, why))
     return found
 
@@ -212,7 +213,7 @@ def _plan(
     matrices = merged(call, contraction, _factors(function, signature)[0])
     if is_turned(matrices.form):
         return NOT_IN_ORDER
-    fused_call = FusedCall.of(matrices.call, parts.program)
+    fused_call = matrices.call.with_program(parts.program)
     own = (*matrices.signature, *signature_of(tuple(parts.types())))
     decision = dispatch.decide(fused_call, own)
     return Fused(parts, fused_call, own, matrices.form, decision)
@@ -242,12 +243,9 @@ def _by_xla(contraction: Contraction, function: Function, call: Call, *operands:
 
 def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
     """Returns the effects of a product: the simulator calls back into Python."""
-    if call.options.implementation != "interpret":
-        return set()
-    run = _run(call, contraction, function, signature_of(avals), gpu=False)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    inside = jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
-    return jax.make_jaxpr(run)(*shapes).effects - inside
+    given = signature_of(avals)
+    run = functools.partial(_run, call, contraction, function, given, gpu=False)
+    return lowering.effects_of(call, run, given)
 
 
 def _run(
@@ -265,12 +263,16 @@ ON_MESH = "nothing is promised on a mesh of a function that is the epilogue"
 """Why nothing is promised of its results."""
 
 
-def _why_not_kept(found: Fused | str) -> str | None:
-    """Returns why the rows of a function's results may change their bits, None if they do not."""
-    if isinstance(found, str) or found.split.left:
-        left = found if isinstance(found, str) else found.split.left
+def why_not_kept(parts: Split | str) -> str | None:
+    """Returns why the rows of a function's results may change their bits, None if they do not.
+
+    Args:
+        parts: The function, or why XLA computes all of it.
+    """
+    if left := parts if isinstance(parts, str) else parts.left:
         return f"XLA computes the epilogue, or a part of it: {left}"
-    along_rows = {own.reduction for own in found.split.program.reductions if own.kind == "m"}
+    assert isinstance(parts, Split)
+    along_rows = {own.reduction for own in parts.program.reductions if own.kind == "m"}
     if not along_rows <= {"max", "min"}:
         return "the epilogue adds up along rows, in an order that depends on the tiles"
     return None
@@ -344,7 +346,7 @@ def _jvp(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def change(sums: Any, own: Any, moves: Any) -> Any:
         own = (*(x.astype(function.types[0].dtype) for x in sums), *own)
-        return _jvp_of(function, own, moved, moves)[1]
+        return changed(function, own, moved, moves)[1]
 
     moving = [x for x in moves if x is not None]
     return list(map(linear.named, results)), change(sums, tuple(given), moving)
@@ -356,8 +358,11 @@ def _sum(terms: Sequence[Any]) -> Any:
     return sum(there[1:], there[0]) if there else None
 
 
-def _jvp_of(
-    function: Function, own: Sequence[Any], moved: Sequence[bool], changes: Sequence[Any]
+def changed(
+    function: Callable[..., list[Any]],
+    own: Sequence[Any],
+    moved: Sequence[bool],
+    changes: Sequence[Any],
 ) -> tuple[Any, Any]:
     """Returns the function's results, and how they change with those of its arguments that move."""
     still = [None if is_moved else x for x, is_moved in zip(own, moved, strict=True)]

@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from pallas_gemm.call import NO_EPILOGUE, Call, FusedCall, Signature, signature_of
+from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
 from pallas_gemm.kernels import exponentials
 from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split as Parts
@@ -260,14 +260,15 @@ def _abstract_part(*avals: Any, shared: Shared) -> Any:
 
 
 @program_kernel_p.def_effectful_abstract_eval
-def _abstract_kernel(*avals: Any, call: FusedCall, decision: Decision, **_: Any) -> Any:
+def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
     problem = decision.problem
     batch = (problem.batch,) if problem.batch > 1 else ()
     shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
-    assert call.program is not None
+    program = call.epilogue.program
+    assert program is not None
     results = [
         ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], own.dtype)
-        for own in call.program.results
+        for own in program.results
     ]
     return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
 
@@ -289,14 +290,14 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared,
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
-def _of_device(shared: Shared, signature: Signature) -> tuple[FusedCall, Signature, Form]:
+def _of_device(shared: Shared, signature: Signature) -> tuple[Call, Signature, Form]:
     """Returns what a kernel computes of a device's operands, and how they become matrices."""
     factors, given = shared.factors(signature)
     matrices = merged(shared.call, shared.contraction, tuple(factors))
     each = zip(shared.program.operands, shared.letters, given, strict=True)
     names = shared.names
     others = [(names.merged(own.kind, of, shape), dtype) for own, of, (shape, dtype) in each]
-    call = FusedCall.of(matrices.call, shared.program)
+    call = matrices.call.with_program(shared.program)
     return call, (*matrices.signature, *others), matrices.form
 
 

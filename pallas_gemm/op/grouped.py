@@ -10,6 +10,7 @@ Its derivatives are products of groups again, of both modes and any order:
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -154,15 +155,22 @@ def _transpose(
 def _batch(
     operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: GroupedCall, **_: Any
 ) -> tuple[jax.Array, int]:
-    """Maps it: one after the other, for each has groups of its own."""
+    return one_by_one(functools.partial(grouped, call), operands, dims), 0
+
+
+def one_by_one(
+    compute: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[Any]
+) -> Any:
+    """Maps a product of groups: one after the other, for each has groups of its own."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
 
-    def one(own: list[jax.Array]) -> jax.Array:
+    def one(own: list[jax.Array]) -> Any:
         left = iter(own)
-        given = [x if d is None else next(left) for x, d in zip(operands, dims, strict=True)]
-        return grouped(call, *given)
+        return compute(
+            *(x if d is None else next(left) for x, d in zip(operands, dims, strict=True))
+        )
 
-    return lax.map(one, mapped), 0
+    return lax.map(one, mapped)
 
 
 run_as_jax_does(grouped_p)

@@ -65,12 +65,18 @@ def effects(call: Call, signature: Signature) -> Any:
 
     That several kernels write into one result is nobody else's business.
     """
+    return effects_of(
+        call, lambda: implementation.of(dispatch.decide(call, signature), call), signature
+    )
+
+
+def effects_of(call: Call, made: Callable[[], Callable[..., Any]], signature: Signature) -> Any:
+    """Returns the effects of what `made` returns, which computes a call: none if none simulates."""
     if call.options.implementation != "interpret":
         return set()
-    run = implementation.of(dispatch.decide(call, signature), call)
     operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
     inside = jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
-    return jax.make_jaxpr(run)(*operands).effects - inside
+    return jax.make_jaxpr(made())(*operands).effects - inside
 
 
 def _signature(avals: Any) -> Signature:
@@ -215,7 +221,7 @@ def lower_symmetric(
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
-def planned(call: Call, gpu: bool) -> Call:
+def planned[C: Call](call: C, gpu: bool) -> C:
     """Returns a call with the GPU to plan for.
 
     Raises:

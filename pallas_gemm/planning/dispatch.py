@@ -18,7 +18,6 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import (
     NO_EPILOGUE,
     Call,
-    FusedCall,
     Options,
     Order,
     Signature,
@@ -270,7 +269,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     casts = dataclasses.replace(plan.realigned, steps=())
     at_best += prediction.pass_seconds(casts, plan.device)
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
-    if isinstance(call, FusedCall):
+    if call.epilogue.program is not None:
         at_best += prediction.program_seconds(problem, plan.device)
     has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
     seconds = plan.seconds + heuristics.more_beside_xla(
@@ -376,12 +375,13 @@ def _way(call: Call, signature: Signature, refusals: Refusals) -> Realigned | Re
     """Returns what a kernel that says what it refuses computes of a call, or why it cannot."""
     unfused = activations.kernel_refusal(call.epilogue.activation)
     problem = call.problem(signature)
-    if isinstance(call, FusedCall):
-        refused = tuple(refusals(problem))
-        return refused or Realigned(problem)
     if problem.in_groups:
-        bare = dataclasses.replace(problem, epilogue=NO_EPILOGUE, out_dtype=_sums(call, signature))
+        sums = {"epilogue": NO_EPILOGUE, "out_dtype": _sums(call, signature)}
+        has_program = call.epilogue.program is not None
+        bare = None if has_program else dataclasses.replace(problem, **sums)
         return realign_groups(problem, bare, unfused, refusals)
+    if call.epilogue.program is not None:
+        return tuple(refusals(problem)) or Realigned(problem)
     reasons: list[str] = []
     for fused in (True, False):
         # A sum of products has no epilogue.

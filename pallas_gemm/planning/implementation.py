@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_gemm.call import Call, FusedCall, GroupedCall, Operands
+from pallas_gemm.call import Call, GroupedCall, Operands
 from pallas_gemm.planning import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
@@ -26,7 +26,7 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
             kernel = functools.partial(_turned, realigned, kernel)
         whole = realigned.unfused is None
         return kernel if whole else functools.partial(_unfused_groups, call, kernel)
-    if decision.problem.terms or isinstance(call, FusedCall):
+    if decision.problem.terms or call.epilogue.program is not None:
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)

@@ -155,7 +155,7 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
 
 
 def realign_groups(
-    problem: Problem, bare: Problem, unfused: str | None, refusals: Refusals
+    problem: Problem, bare: Problem | None, unfused: str | None, refusals: Refusals
 ) -> Realigned | tuple[str, ...]:
     """Returns what a kernel computes of a product of groups, or why it cannot.
 
@@ -163,13 +163,13 @@ def realign_groups(
 
     Args:
         problem: The product.
-        bare: Its sums alone, to which XLA would apply the epilogue.
+        bare: Its sums alone, to which XLA would apply the epilogue; None if it is not to.
         unfused: Why XLA has to; None if it need not.
         refusals: What the kernel refuses.
     """
     refused = (unfused,) if unfused else tuple(refusals(problem))
     ways: list[tuple[Problem, str | None]] = [] if unfused else [(problem, None)]
-    if not problem.epilogue.is_identity:
+    if bare is not None and not problem.epilogue.is_identity:
         ways.append((bare, "; ".join(refused)))
     for own, why in ways:
         if not tuple(refusals(own)):

@@ -81,8 +81,10 @@ def _program_refusals(problem: Problem) -> Iterator[str]:
     if problem.epilogue.program is None:
         return
     arrays, loaded = problem.result_dtypes, problem.loaded_dtypes
-    if problem.in_groups or problem.terms or problem.symmetric:
+    if problem.ragged_k or problem.terms or problem.symmetric:
         yield "a function as epilogue is for one product of two operands"
+    if problem.groups and any(own.kind != "m" for own in problem.reductions):
+        yield "rows in groups are reduced along each row alone"
     if len(arrays) + len(loaded) > MOST_ARRAYS:
         yield (
             f"a function may have at most {MOST_ARRAYS} results and operands of the product's"

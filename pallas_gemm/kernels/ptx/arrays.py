@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import arith, memref
 
 from pallas_gemm.kernels import smem
-from pallas_gemm.kernels.ptx.operation import REF, Operation
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
 from pallas_gemm.kernels.traced import Ref, Values
 
 Place = tuple[slice, slice]
@@ -156,6 +158,33 @@ def write_directly(out: Any, values: Values, layout: Any) -> None:
 def _(out: Any, values: Values, layout: Any) -> None:
     del layout
     out[...] = values
+
+
+@Operation
+def write_first(out: Any, values: Values, count: Any, layout: Any) -> None:
+    """Stores the first `count` values of a vector: what follows them is somebody else's."""
+
+    @plgpu.inline_mgpu(arg_types=(REF, layout, NUMBER))
+    def inline(_: Any, out: Any, values: Values, count: Any) -> None:
+        end = arith.index_cast(utils.ir.IndexType.get(), word_of(count))
+
+        def store(x: Any, place: tuple[Any, ...]) -> None:
+            is_own = arith.cmpi(arith.CmpIPredicate.slt, place[0], end)
+            with utils.when(is_own):
+                memref.store(x, out, place)
+
+        values.foreach(store)
+
+    inline(out, values, count)
+
+
+@write_first.meaning
+def _(out: Any, values: Values, count: Any, layout: Any) -> None:
+    del layout
+
+    @pl.loop(0, jnp.clip(count, 0, values.shape[0]))
+    def _each(i: Any) -> None:
+        out.at[pl.ds(i, 1)][...] = lax.dynamic_slice_in_dim(values, i, 1)
 
 
 @Operation

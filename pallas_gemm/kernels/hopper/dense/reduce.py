@@ -122,8 +122,11 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
     left = itertools.chain(*(targets for targets, own in pairs if own.kind == "m"))
     for target, x in zip(left, itertools.chain(*rows), strict=True):
         mine = place.vector(target.at[lax.div(at.col, jnp.int32(width))], at.batch)
-        rows_of_tile = mine.at[pl.ds(at.row, height)]
-        arrays.write_directly(plan, rows_of_tile, x, plgpu.Layout.WGMMA.reduce(1))
+        rows_of_tile, layout = mine.at[pl.ds(at.row, height)], plgpu.Layout.WGMMA.reduce(1)
+        if at.end is None:
+            arrays.write_directly(plan, rows_of_tile, x, layout)
+        else:
+            arrays.write_first(plan, rows_of_tile, x, at.end - at.row, layout)
 
 
 def _leave_columns(

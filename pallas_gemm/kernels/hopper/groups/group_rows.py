@@ -69,11 +69,12 @@ def zero_the_rest(cta: Cta, me: Scalar) -> None:
 
     @pl.when(consumer < blocks)
     def _zero() -> None:
-        view = cta.slots.out[0][plan.store_widths.index(width)]
-        slot = smem.Boxed(*(one.at[me, 0] for one in view))
+        views = [own[plan.store_widths.index(width)] for own in cta.slots.out]
+        slots = [smem.Boxed(*(one.at[me, 0] for one in view)) for view in views]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        nothing = jnp.zeros((height, width), plan.problem.out_dtype)
-        slot.tile[...] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+        for slot, dtype in zip(slots, plan.problem.result_dtypes, strict=True):
+            nothing = jnp.zeros((height, width), dtype)
+            slot.tile[...] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         mine = lax.div(blocks - consumer + consumers - 1, jnp.int32(consumers))
 
@@ -82,4 +83,5 @@ def zero_the_rest(cta: Cta, me: Scalar) -> None:
             block = consumer + i * consumers
             row, col = lax.div(block, jnp.int32(across)), lax.rem(block, jnp.int32(across))
             here = pl.ds(end + row * height, height), pl.ds(col * width, width)
-            plgpu.copy_smem_to_gmem(slot.box, cta.out[0].at[here])
+            for slot, out in zip(slots, cta.out, strict=True):
+                plgpu.copy_smem_to_gmem(slot.box, out.at[here])

@@ -1,0 +1,107 @@
+"""The caller's function as the epilogue of rows in groups: checked, and traced as one of rows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import function, groups
+from pallas_gemm.call import GroupedCall, signature_of
+from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.axes import ONE, Axes
+from pallas_gemm.op import fused, fused_groups, mesh_context
+from pallas_gemm.op.fused import Function
+from pallas_gemm.op.fused_groups import OfRows
+from pallas_gemm.planning import numerics, xla_groups
+from pallas_gemm.problem import Epilogue
+
+
+def answer(
+    call: GroupedCall, factors: Sequence[Any], sizes: Any, epilogue: Any, given: Sequence[Any]
+) -> Any:
+    """Computes a function of products of rows in groups.
+
+    Args:
+        call: One of the products, in the type of the sums.
+        factors: The rows, and the one or two matrices of each group.
+        sizes: How many rows each group has.
+        epilogue: The function.
+        given: The arrays that it takes besides. A row gets the values of its group.
+
+    Raises:
+        ValueError: An operand may be of rows or of groups, or a result has no value for each row.
+    """
+    a, *rights = factors
+    call = dataclasses.replace(call, epilogue=Epilogue(gated=len(rights) > 1))
+    shape = call.matrix_shape(a.shape, rights[0].shape)
+    of_groups = _of_groups(given, shape, sizes.shape[0])
+    every = zip(given, of_groups, strict=True)
+    of_rows = [
+        jax.ShapeDtypeStruct((shape[0], *x.shape[1:]), x.dtype) if many else x for x, many in every
+    ]
+    sums = [jax.ShapeDtypeStruct(shape, call.out_dtype)] * len(rights)
+    own, tree = function.traced(epilogue, sums, of_rows)
+    _check_rows(own, shape[0])
+    results = _computed(call, OfRows(own, of_groups), (*factors, sizes, *given))
+    return jax.tree.unflatten(tree, results)
+
+
+def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> list[jax.Array]:
+    """Computes the results.
+
+    Raises:
+        ValueError: Something is named, or promised, that cannot be.
+    """
+    a, b, *_ = operands
+    if why := groups.why_jax({np.dtype(a.dtype), np.dtype(b.dtype)}, call, operands):
+        groups.refuse_promised(call.options, why)
+        explanation.note_outside((a, b), call.out_dtype, why)
+        return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)
+    call = numerics.resolved_groups(call, a, b)
+    on_mesh = mesh_context.is_on_mesh(*operands)
+    if on_mesh:
+        groups.refuse_promised(call.options, fused.ON_MESH)
+    if call.options.names_something and call.options.implementation != "xla" and not on_mesh:
+        found = fused_groups.plan(call, of_rows, signature_of(operands))
+        function.check_named(call.options, found)
+    return fused_groups.fused_groups(call, of_rows, *operands)
+
+
+def _of_groups(given: Sequence[Any], shape: tuple[int, int], count: int) -> tuple[bool, ...]:
+    """Returns which operands have a row for each group, and not for each row.
+
+    Raises:
+        ValueError: One may have either.
+    """
+    (rows, columns), found = shape, []
+    for i, x in enumerate(given):
+        many = x.ndim == 2 and x.shape[0] == count > 1 and x.shape[1] in (1, columns)
+        if many and count == rows:
+            raise ValueError(
+                f"operands[{i}] of shape {list(x.shape)} has a row for each of {rows} rows, and for"
+                " each group: give those of groups as those of their rows, by x[group of each row]"
+            )
+        found.append(many)
+    return tuple(found)
+
+
+def _check_rows(own: Function, rows: int) -> None:
+    """Refuses a function of rows in groups whose results are not those of rows.
+
+    Raises:
+        ValueError: One is not.
+    """
+    whole = flat.flat(own.closed)
+    axes = Axes(whole, own.sums, fused_groups.NAMES)
+    types: Any = own.closed.out_avals
+    for i, (output, x) in enumerate(zip(whole.outputs, types, strict=True)):
+        shape = x.shape
+        named = axes.of(output) if isinstance(output, int) else ""
+        if named[:1] not in ("m", ONE) or shape[0] != rows or "m" in named[1:]:
+            raise ValueError(
+                f"result {i} of epilogue, of shape {list(shape)}, must have a value, or values, for"
+                f" each of the {rows} rows: what reduces rows would mix groups"
+            )

@@ -1,0 +1,315 @@
+"""Rows in groups whose epilogue is a function of the caller's.
+
+    s = a @ b[group]                     float32; of a gated product the sums of gate and of up
+    results = function(s, *operands)     each row with what its group has; zeros of rows in no group
+
+A kernel computes what `kernels/split.py` says, as of one product. XLA computes the rest, and on
+several devices all of the function. An operand that groups have comes to the kernel as it is: to it
+a group is one product of a batch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_gemm.call import NO_EPILOGUE, GroupedCall, Signature, signature_of
+from pallas_gemm.kernels.axes import Names
+from pallas_gemm.kernels.split import Split, split
+from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.fused import Function, changed, kept_dtype, why_not_kept
+from pallas_gemm.op.fused_partition import program_kernel_p
+from pallas_gemm.op.grouped import grouped, one_by_one
+from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.planning import dispatch, numerics, xla_groups
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.program import Operand
+
+fused_groups_p = core.Primitive("pallas_gemm_fused_groups")
+fused_groups_p.multiple_results = True
+
+NAMES = Names("mn", "m", "n")
+"""The dimensions of the sums."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfRows:
+    """A function of rows in groups.
+
+    Attributes:
+        function: It takes operands whose rows are those of the sums.
+        of_groups: Which of its operands have a row for each group instead.
+    """
+
+    function: Function
+    of_groups: tuple[bool, ...]
+
+    @property
+    def sums(self) -> int:
+        """How many sums it takes first."""
+        return self.function.sums
+
+    @functools.cache  # noqa: B019 - a function lives as long as the program that holds it
+    def keeping_sums(self, dtype: Any) -> "OfRows":
+        """Returns the function with the sums, rounded, as more results."""
+        return OfRows(self.function.keeping_sums(dtype), self.of_groups)
+
+    def spread(self, group: jax.Array, groups: int, given: Sequence[Any]) -> list[Any]:
+        """Returns operands whose rows are those of the sums."""
+        of_row = jnp.minimum(group, max(groups - 1, 0))
+        every = zip(given, self.of_groups, strict=True)
+        return [xla_groups.taken(x, of_row) if many else x for x, many in every]
+
+    def finished(self, sums: Sequence[Any], sizes: jax.Array, given: Sequence[Any]) -> list[Any]:
+        """Computes the results from the sums by XLA."""
+        group = xla_groups.group_of_rows(sizes, sums[0].shape[0])
+        groups = sizes.shape[0]
+        results = self.function(*sums, *self.spread(group, groups, given))
+        return [of_rows_in_groups(x, group < groups) for x in results]
+
+
+def of_rows_in_groups(x: Any, is_in_group: jax.Array) -> jax.Array:
+    """Returns an array with zeros for rows in no group."""
+    is_any = lax.broadcast_in_dim(is_in_group, x.shape, (0,))
+    return jnp.where(is_any, x, jnp.zeros_like(x))
+
+
+class Given(NamedTuple):
+    """The operands of such a product: its factors, the sizes, and what the function takes."""
+
+    a: Any
+    rights: tuple[Any, ...]
+    sizes: Any
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: OfRows, operands: Sequence[Any]) -> "Given":
+        """Returns operands by their names."""
+        (a, *left), sums = operands, function.sums
+        return cls(a, tuple(left[:sums]), left[sums], tuple(left[sums + 1 :]))
+
+
+def fused_groups(call: GroupedCall, function: OfRows, *operands: jax.Array) -> list[jax.Array]:
+    """Computes a function of rows in groups.
+
+    Args:
+        call: The product, with float32 sums and no epilogue but a gate.
+        function: The function of the sums.
+        *operands: The factors, the sizes, then what the function takes.
+    """
+    devices = mesh_context.device_request(call, operands)
+    given = equally_varying(operands)
+    return fused_groups_p.bind(*given, call=call, function=function, devices=devices)
+
+
+def apart(
+    call: GroupedCall,
+    function: OfRows,
+    *operands: jax.Array,
+    multiply: Callable[..., jax.Array] = grouped,
+) -> list[jax.Array]:
+    """Computes the products, then the function by XLA."""
+    given, plain = Given.of(function, operands), _plain(call)
+    sums = [multiply(plain, given.a, b, given.sizes) for b in given.rights]
+    return function.finished(sums, given.sizes, given.others)
+
+
+def _plain(call: GroupedCall) -> GroupedCall:
+    return dataclasses.replace(call, epilogue=NO_EPILOGUE)
+
+
+class FusedGroups(NamedTuple):
+    """How a kernel computes a function of rows in groups.
+
+    Attributes:
+        function: The function.
+        split: Its parts, of operands whose rows are those of the sums.
+        places: Of which operand of groups each operand of the kernel is; None if of none.
+        call: What the kernel computes.
+        signature: Of which operands.
+        decision: What computes it, and why.
+    """
+
+    function: OfRows
+    split: Split
+    places: tuple[int | None, ...]
+    call: GroupedCall
+    signature: Signature
+    decision: Decision
+
+    def run(self, compute: Callable[..., Any], *operands: jax.Array) -> list[jax.Array]:
+        """Computes the results; `compute` is the kernel."""
+        given = Given.of(self.function, operands)
+        groups, group = given.sizes.shape[0], _group(given)
+        every = self.function.spread(group, groups, given.others)
+        ready = _prepared(self.split, self.places, given.others, every)
+        results = compute(given.a, *given.rights, given.sizes, *ready)
+        finished = self.split.finished(every, results)
+        # Rows of no group are zeros in what the kernel stores.
+        return [
+            x if i in self.split.stored else of_rows_in_groups(x, group < groups)
+            for i, x in enumerate(finished)
+        ]
+
+
+def _group(given: Given) -> jax.Array:
+    return xla_groups.group_of_rows(given.sizes, given.a.shape[0])
+
+
+def _prepared(
+    parts: Split, places: Sequence[int | None], given: Sequence[Any], of_rows: Sequence[Any]
+) -> list[Any]:
+    """Computes the kernel's operands; those of groups come as they are, without a dimension of 1.
+
+    What is not used of the operands of rows, XLA does not compute.
+    """
+    found = []
+    for place, own, x in zip(places, parts.program.operands, parts.prepared(of_rows), strict=True):
+        if place is None:
+            found.append(x)
+        else:
+            found.append(given[place] if own.kind == "mn" else given[place].reshape(-1))
+    return found
+
+
+def plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGroups | str:
+    """Returns how a kernel computes a function of rows in groups, or why none does.
+
+    Raises:
+        ValueError: Something is promised of the results that is not kept.
+    """
+    found = _plan(call, function, signature)
+    if (promised := call.options.numerics) is not None:
+        parts = found if isinstance(found, str) else found.split
+        if why := why_not_kept(parts):
+            raise ValueError(numerics.why_not_kept(promised, why))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGroups | str:
+    parts = split(function.function.closed, NAMES, function.sums)
+    if isinstance(parts, str):
+        return parts
+    if not (parts.program.steps or parts.program.reductions):
+        return parts.left or "the function computes nothing"
+    inputs = parts.flat.inputs[function.sums :]
+    of_groups = {inputs[i]: i for i, many in enumerate(function.of_groups) if many}
+    places = tuple(of_groups.get(number) for number in parts.operands)
+    operands = tuple(
+        own if place is None else Operand(own.kind.removeprefix("m"), own.dtype)
+        for own, place in zip(parts.program.operands, places, strict=True)
+    )
+    program = dataclasses.replace(parts.program, operands=operands)
+    given = Given.of(function, signature)
+    shapes = [jax.ShapeDtypeStruct(*x) for x in given.others]
+    of_rows = function.function.types[function.sums :]
+    ready = jax.eval_shape(functools.partial(_prepared, parts, places), shapes, of_rows)
+    own = (given.a, *given.rights, given.sizes, *signature_of(tuple(ready)))
+    fused_call = call.with_program(program)
+    decision = dispatch.decide(fused_call, own)
+    return FusedGroups(function, parts, places, fused_call, own, decision)
+
+
+@fused_groups_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, call: GroupedCall, function: OfRows, **_: Any) -> Any:
+    given = signature_of(avals)
+    run = functools.partial(_run, call, function, given, gpu=False)
+    return _types(call, function, avals), lowering.effects_of(call, run, given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _types(call: GroupedCall, function: OfRows, avals: tuple[Any, ...]) -> list[Any]:
+    by_jax = functools.partial(apart, call, function, multiply=xla_groups.by_jax)
+    return jax.make_jaxpr(by_jax)(*avals).out_avals
+
+
+def _run(
+    call: GroupedCall, function: OfRows, signature: Signature, *, gpu: bool
+) -> Callable[..., list[jax.Array]]:
+    """Returns what computes a function of rows in groups on one device."""
+    found = plan(lowering.planned(call, gpu), function, signature)
+    if isinstance(found, str) or found.decision.plan is None:
+        return functools.partial(apart, call, function)
+    kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
+    return functools.partial(found.run, kernel)
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: GroupedCall,
+    function: OfRows,
+    devices: Any,
+    gpu: bool,
+) -> Any:
+    del devices  # The products learn them.
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        run = _run(call, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+        return mesh_context.lower_off_mesh(ctx, run, operands)
+    lowering.refuse_simulation(call)
+    run = functools.partial(apart, call, function)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _jvp(
+    primals: Any, tangents: Any, *, call: GroupedCall, function: OfRows, **_: Any
+) -> tuple[Any, Any]:
+    given = Given.of(function, primals)
+    moves = Given.of(function, linear.changes(tangents))
+    plain = call.plain(np.float32)
+
+    def of_sum(b: Any, db: Any) -> Any:
+        terms = [] if moves.a is None else [grouped(plain, moves.a, b, given.sizes)]
+        terms += [] if db is None else [grouped(plain, given.a, db, given.sizes)]
+        return sum(terms[1:], terms[0]) if terms else None
+
+    changes = [*map(of_sum, given.rights, moves.rights), *moves.others]
+    moved = tuple(change is not None for change in changes)
+    if function.function.derivative_needs_sums(moved):
+        keeping = function.keeping_sums(kept_dtype(given.a.dtype))
+        every = fused_groups(call, keeping, *primals)
+        results, sums = every[: -function.sums], every[-function.sums :]
+        sums = list(map(linear.named, sums))
+    else:
+        results = fused_groups(call, function, *primals)
+        sums = [jnp.zeros(x.shape, x.dtype) for x in function.function.types[: function.sums]]
+
+    # What the derivative computes of the sums again is not kept beside them.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def change(sums: Any, sizes: Any, others: Any, moving: Any) -> Any:
+        wide = [x.astype(function.function.types[0].dtype) for x in sums]
+
+        def run(*args: Any) -> list[Any]:
+            return function.finished(args[: function.sums], sizes, args[function.sums :])
+
+        return changed(run, (*wide, *others), moved, moving)[1]
+
+    moving = [x for x in changes if x is not None]
+    return list(map(linear.named, results)), change(sums, given.sizes, given.others, moving)
+
+
+def _batch(
+    operands: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    *,
+    call: GroupedCall,
+    function: OfRows,
+    **_: Any,
+) -> tuple[list[jax.Array], list[int]]:
+    results = one_by_one(functools.partial(fused_groups, call, function), operands, dims)
+    return results, [0] * len(results)
+
+
+run_as_jax_does(fused_groups_p)
+ad.primitive_jvps[fused_groups_p] = _jvp
+batching.primitive_batchers[fused_groups_p] = _batch
+mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=False))
+mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=True), platform="cuda")
