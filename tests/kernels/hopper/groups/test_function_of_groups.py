@@ -1,4 +1,4 @@
-"""Functions of rows in groups in the simulated Hopper kernel: exact numbers, no races, no spills."""
+"""Functions of rows in groups in the simulated Hopper kernel: exact numbers, no races or spills."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
