@@ -225,9 +225,9 @@ class Call:
     def with_program(self, program: Program) -> Self:
         """Returns the call for what a program computes of the sums.
 
-        The operands are then the factors, and those of the program: a value for each element as
-        `[m, n]`, a vector as `[m]` or `[n]`, a number as `[]`, each with one dimension more if each
-        product of a batch, or each group, has its own.
+        The operands are then the factors, and those of the program. A value for each element comes
+        as `[m, n]`, a vector as `[m]` or `[n]`, a number as `[]`. There is one dimension more if
+        each product of a batch, or each group, has its own.
         """
         dtype = next((result.dtype for result in program.arrays), self.out_dtype)
         epilogue = dataclasses.replace(self.epilogue, program=program)

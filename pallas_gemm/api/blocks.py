@@ -224,7 +224,7 @@ def _cut_of(
 
 
 def _first_parts(own: Cut | None, letter: str, count: int) -> tuple[str, Shape]:
-    """Returns the letters and sizes that a scale has of a dimension, by the number of its blocks."""
+    """Returns the letters and sizes of a dimension that a scale has, by the number of blocks."""
     if own is None:
         return (letter if count > 1 else ONE), (count,)
     letters, sizes, total = "", (), 1

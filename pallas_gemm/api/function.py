@@ -197,7 +197,7 @@ def check_named(options: Options, found: Any) -> None:
     """Refuses what is named and cannot compute the function.
 
     Args:
-        options: What is named.
+        options: The options with the names.
         found: How a kernel computes it, or why none does.
 
     Raises:

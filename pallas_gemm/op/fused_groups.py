@@ -131,10 +131,11 @@ class FusedGroups(NamedTuple):
     Attributes:
         function: The function.
         split: Its parts, of operands whose rows are those of the sums.
-        places: Of which operand of groups each operand of the kernel is; None if of none.
-        call: What the kernel computes.
-        signature: Of which operands.
-        decision: What computes it, and why.
+        places: The number of the operand of groups that each operand of the kernel is; None of
+            other operands.
+        call: The product and its program.
+        signature: The operands of that.
+        decision: The kernel that computes it, and the reason.
     """
 
     function: OfRows
@@ -168,7 +169,7 @@ def _prepared(
 ) -> list[Any]:
     """Computes the kernel's operands; those of groups come as they are, without a dimension of 1.
 
-    What is not used of the operands of rows, XLA does not compute.
+    XLA computes no operand of rows that is not used.
     """
     found = []
     for place, own, x in zip(places, parts.program.operands, parts.prepared(of_rows), strict=True):
