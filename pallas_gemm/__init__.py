@@ -44,6 +44,8 @@ from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
 from pallas_gemm.api.quantize import Quantized as Quantized
 from pallas_gemm.api.quantize import quantize as quantize
+from pallas_gemm.api.recipe import Cast as Cast
+from pallas_gemm.api.recipe import Recipe as Recipe
 from pallas_gemm.api.symmetric import gram as gram
 from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
 from pallas_gemm.api.weights import QuantizedWeight as QuantizedWeight

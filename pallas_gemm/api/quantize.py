@@ -92,7 +92,7 @@ def quantize(
         raise ValueError(
             f"x must be a matrix, or several, got shape {list(x.shape)}; a vector is x[None]"
         )
-    own = Block(*_block(block))
+    own = Block(*checked_block(block))
     how = Quantization(
         _dtype(dtype), own, _axes(axis, x.ndim), arguments.flag("power_of_two", power_of_two)
     )
@@ -101,8 +101,12 @@ def quantize(
     return tuple(pairs) if axis == BOTH else pairs[0]
 
 
-def _block(value: Any) -> tuple[int, int]:
-    """Returns the sizes of a block."""
+def checked_block(value: Any) -> tuple[int, int]:
+    """Returns the sizes of a block.
+
+    Raises:
+        ValueError: It is none.
+    """
     try:
         across, along = map(operator.index, value)
     except (TypeError, ValueError):

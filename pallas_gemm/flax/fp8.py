@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
-from jax.sharding import AxisType
 
 from pallas_gemm.api.gemm import dot_general, gemm
-from pallas_gemm.kernels import activations
-from pallas_gemm.op.product import equally_varying
+from pallas_gemm.api.recipe import Recipe, named
+from pallas_gemm.layers.eight_bits import split_as
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SCALINGS = ("current", "delayed")
@@ -44,18 +43,6 @@ class States(NamedTuple):
     output_grad: State | None = None
 
 
-class _Saved(NamedTuple):
-    """The values of the forward pass that the backward pass needs."""
-
-    inputs: Any
-    kernel: Any
-    scales: tuple[Any, Any]
-    bias: Any
-    before: Any
-    residual: Any
-    states: States
-
-
 def check_scaling(value: Any) -> bool:
     """Returns whether a layer has states.
 
@@ -65,6 +52,22 @@ def check_scaling(value: Any) -> bool:
     if value not in SCALINGS:
         raise ValueError(f"scaling={value!r} is unknown; legal: {', '.join(map(repr, SCALINGS))}")
     return value == "delayed"
+
+
+def recipe_of(recipe: Any, scaling: str) -> Recipe | None:
+    """Returns the recipe of a layer; None where a scale is of a tensor.
+
+    Raises:
+        ValueError: There is none of that name, or there is delayed scaling, too.
+    """
+    if recipe is None:
+        return None
+    if scaling != "current":
+        raise ValueError(
+            f"scaling={scaling!r} has no meaning with a recipe, whose scales are of blocks of the"
+            " tensor itself"
+        )
+    return named(recipe)
 
 
 def quantise(x: jax.Array, dtype: Any, state: State | None) -> tuple[Any, Any, State | None]:
@@ -100,123 +103,54 @@ def first_states(length: int) -> dict[str, jax.Array]:
     return found
 
 
-def dense(
-    operands: Sequence[Any], states: States, *, residual: Any, activation: Any, **options: Any
-) -> jax.Array:
-    """Computes `activation(inputs @ kernel + bias) + residual` in 8-bit floats.
+class _Factors(NamedTuple):
+    """Inputs and kernel in 8 bits, and their scales."""
 
-    Args:
-        operands: Inputs, kernel, and bias or None, of the type of the computation.
-        states: The states of delayed scaling.
-        residual: As for `gemm`.
-        activation: As for `gemm`.
-        **options: As for `gemm`.
-    """
-    result = options.pop("preferred_element_type")
-    layer = _Dense(activation, operands[0].dtype, result, options)
-    quantised = jax.custom_vjp(layer.run)
-    quantised.defvjp(layer.forward, layer.backward)
-    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
-    given, tree = jax.tree.flatten((tuple(operands), residual))
-    return quantised(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
+    inputs: Any
+    kernel: Any
+    scales: tuple[Any, Any]
 
 
-class _Dense(NamedTuple):
-    """The rules of `dense`.
+class PerTensor:
+    """A scale for each tensor: see `eight_bits.Scheme`."""
 
-    Attributes:
-        activation: As for `gemm`.
-        dtype: Type of the computation, and of the gradients.
-        result: Type of the result.
-        options: As for `gemm`.
-    """
+    def quantised(
+        self, operands: Sequence[Any], states: States, *, derived: bool
+    ) -> tuple[_Factors, States]:
+        """Quantises the factors; the states are those of the next step but for the gradient's."""
+        del derived
+        inputs, kernel = operands
+        x8, x_scale, x_state = quantise(inputs, E4M3, states.input)
+        k8, k_scale, k_state = quantise(kernel, E4M3, states.kernel)
+        new = States(x_state, k_state, states.output_grad)
+        return _Factors(x8, k8, (x_scale, k_scale)), new
 
-    activation: Any
-    dtype: Any
-    result: Any
-    options: dict[str, Any]
+    def multiply(self, factors: _Factors, **options: Any) -> jax.Array:
+        """Returns the product of the factors."""
+        alpha = factors.scales[0] * factors.scales[1]
+        return gemm(factors.inputs, factors.kernel, alpha=alpha, **options)
 
-    def run(self, operands: Sequence[Any], residual: Any, states: States) -> jax.Array:
-        """What no derivative is asked of: one kernel."""
-        return self._multiply(_saved(operands, residual, states), residual, self.activation)
-
-    def forward(
-        self, operands: Sequence[Any], residual: Any, states: States
-    ) -> tuple[jax.Array, _Saved]:
-        """Keeps what is before an activation, which its derivative needs."""
-        saved = _saved(operands, residual, states)
-        if self.activation is None:
-            return self._multiply(saved, residual, None), saved
-        before = self._multiply(saved, None, None)
-        return self._follow(before, residual), saved._replace(before=before)
-
-    def backward(self, saved: _Saved, g: jax.Array) -> tuple[Any, Any, States]:
-        """Returns the gradients of the operands and the residual, and the states."""
-        # Without an activation, nothing depends on what was before.
-        before = g if saved.before is None else saved.before
-        g, of_residual = jax.vjp(self._follow, before.astype(self.result), saved.residual)[1](g)
-        g8, scale, new = quantise(g, E5M2, saved.states.output_grad)
+    def gradients(
+        self, factors: _Factors, g: jax.Array, states: States, *, dtype: Any, **options: Any
+    ) -> tuple[Any, Any, States]:
+        """Returns the gradients of inputs and kernel, and the states."""
+        g8, scale, new = quantise(g, E5M2, states.output_grad)
         of_inputs = gemm(
             g8,
-            saved.kernel,
-            alpha=scale * saved.scales[1],
+            factors.kernel,
+            alpha=scale * factors.scales[1],
             transpose_b=True,
-            preferred_element_type=self.dtype,
-            implementation=self.options.get("implementation"),
-            out_sharding=_split_as(saved.inputs),
+            preferred_element_type=dtype,
+            out_sharding=split_as(factors.inputs),
+            **options,
         )
         rows = tuple(range(g.ndim - 1))
         of_kernel = dot_general(
-            saved.inputs,
+            factors.inputs,
             g8,
             ((rows, rows), ((), ())),
             preferred_element_type=jnp.float32,
-            out_sharding=_split_as(saved.kernel),
+            out_sharding=split_as(factors.kernel),
         )
-        of_kernel = (of_kernel * (scale * saved.scales[0])).astype(self.dtype)
-        of_bias = None if saved.bias is None else _summed(g, rows, saved.bias)
-        return (of_inputs, of_kernel, of_bias), of_residual, saved.states._replace(output_grad=new)
-
-    def _multiply(self, saved: _Saved, residual: Any, activation: Any) -> jax.Array:
-        return gemm(
-            saved.inputs,
-            saved.kernel,
-            alpha=saved.scales[0] * saved.scales[1],
-            bias=saved.bias,
-            residual=residual,
-            activation=activation,
-            preferred_element_type=self.result,
-            **self.options,
-        )
-
-    def _follow(self, before: jax.Array, residual: Any) -> jax.Array:
-        function = activations.resolve(self.activation)
-        wide = before.astype(jnp.float32)
-        wide = wide if function is None else function(wide)
-        wide = wide if residual is None else wide + residual.astype(jnp.float32)
-        return wide.astype(self.result)
-
-
-def _summed(g: jax.Array, rows: tuple[int, ...], bias: jax.Array) -> jax.Array:
-    """Returns the gradient of a bias, split as the bias."""
-    summed = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(bias.dtype)
-    spec = _split_as(bias)
-    return summed if spec is None else jax.sharding.reshard(summed, spec)
-
-
-def _split_as(x: jax.Array) -> Any:
-    """Returns how an array is split on an explicit mesh, as its gradient is to be; None elsewhere.
-
-    Both gradients are sums over what may be split.
-    """
-    sharding = jax.typeof(x).sharding
-    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
-
-
-def _saved(operands: Sequence[Any], residual: Any, states: States) -> _Saved:
-    """Quantises the factors; the states are those of the next step but for the gradient's."""
-    inputs, kernel, bias = operands
-    x8, x_scale, x_state = quantise(inputs, E4M3, states.input)
-    k8, k_scale, k_state = quantise(kernel, E4M3, states.kernel)
-    new = States(x_state, k_state, states.output_grad)
-    return _Saved(x8, k8, (x_scale, k_scale), bias, None, residual, new)
+        of_kernel = (of_kernel * (scale * factors.scales[0])).astype(dtype)
+        return of_inputs, of_kernel, states._replace(output_grad=new)

@@ -4,9 +4,10 @@ import jax
 from flax import linen as nn
 from flax.linen import fp8_ops
 
+from pallas_gemm.api.recipe import Recipe
 from pallas_gemm.flax import fp8
 from pallas_gemm.flax.linen.dense import Dense, parameters, promoted, refuse_dot_general
-from pallas_gemm.layers import fused
+from pallas_gemm.layers import blocks, eight_bits, fused
 
 
 class Fp8Dense(Dense):
@@ -23,10 +24,13 @@ class Fp8Dense(Dense):
         scaling: "current": a scale is of its tensor; "delayed": of what earlier steps saw, which
             saves a pass over each tensor.
         amax_history_length: How many earlier steps count.
+        recipe: "blocks", or a `pallas_gemm.Recipe`: a scale for each block instead. There are no
+            states.
     """
 
     scaling: str = "current"
     amax_history_length: int = 1024
+    recipe: Recipe | str | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -41,10 +45,12 @@ class Fp8Dense(Dense):
         """
         refuse_dot_general(self)
         kernel, bias = parameters(self, inputs)
-        states = fp8.States()
+        states, recipe = fp8.States(), fp8.recipe_of(self.recipe, self.scaling)
         if fp8.check_scaling(self.scaling):
             own = fp8_ops.Fp8DirectDotGeneralOp(self.amax_history_length)
             states = fp8.states(lambda name: getattr(own, name).value)
         operands = promoted(self, inputs, kernel, bias)
         options = fused.with_result(operands, residual, fused.options(self))
-        return fp8.dense(operands, states, **options)
+        if recipe is not None:
+            return blocks.dense(recipe, operands, **options)
+        return eight_bits.dense(fp8.PerTensor(), operands, states, **options)

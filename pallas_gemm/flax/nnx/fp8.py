@@ -5,9 +5,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pallas_gemm.api.recipe import Recipe
 from pallas_gemm.flax import fp8
 from pallas_gemm.flax.nnx.linear import Linear
-from pallas_gemm.layers import fused
+from pallas_gemm.layers import blocks, eight_bits, fused
 
 
 class OverwriteWithGradient(nnx.Variable):
@@ -30,6 +31,7 @@ class Fp8Linear(Linear):
         *,
         scaling: str = "current",
         amax_history_length: int = 1024,
+        recipe: Recipe | str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -41,13 +43,16 @@ class Fp8Linear(Linear):
             scaling: "current": a scale is of its tensor; "delayed": of what earlier steps saw,
                 which saves a pass over each tensor.
             amax_history_length: How many earlier steps count.
+            recipe: "blocks", or a `pallas_gemm.Recipe`: a scale for each block instead. There are
+                no states.
             rngs: As for `Linear`.
             **options: All else that `Linear` takes.
 
         Raises:
-            ValueError: `dot_general` is given, or there is no such scaling.
+            ValueError: `dot_general` is given, or there is no such scaling or recipe.
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.recipe = fp8.recipe_of(recipe, scaling)
         self.is_delayed = fp8.check_scaling(scaling)
         if self.is_delayed:
             for name, value in fp8.first_states(amax_history_length).items():
@@ -62,4 +67,6 @@ class Fp8Linear(Linear):
         if self.is_delayed:
             states = fp8.states(lambda name: getattr(self, name)[...])
         options = fused.with_result(operands, residual, self._options(out_sharding))
-        return fp8.dense(operands, states, **options)
+        if self.recipe is not None:
+            return blocks.dense(self.recipe, operands, **options)
+        return eight_bits.dense(fp8.PerTensor(), operands, states, **options)

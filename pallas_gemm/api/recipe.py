@@ -1,0 +1,240 @@
+"""`Recipe`: products of 8 bits for training, as data: which operand, which block, which type.
+
+    forward             inputs [m, k] along k        @  kernel [k, n] along k
+    gradient of inputs  output gradient along n      @  kernel transposed, along n
+    gradient of kernel  inputs along m, transposed   @  output gradient along m
+
+Each operand is quantized along the axis that its product contracts. Each of the three arrays is
+read once for both of its products.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_gemm.api import arguments
+from pallas_gemm.api.gemm import gemm
+from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
+from pallas_gemm.kernels.quantize import Block
+from pallas_gemm.op.product import equally_varying
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+
+
+class Cast(NamedTuple):
+    """How an operand is quantized.
+
+    >>> gradients = Cast(jnp.float8_e5m2, (1, 128))
+
+    Attributes:
+        dtype: As for `pallas_gemm.quantize`.
+        block: As for `pallas_gemm.quantize`.
+    """
+
+    dtype: Any = E4M3
+    block: tuple[int, int] = (1, 128)
+
+
+OF_ROWS, OF_SQUARES = Cast(), Cast(block=(128, 128))
+OPERANDS = ("inputs", "kernel", "output_grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How layers are trained in 8 bits: the type and the blocks of each operand.
+
+    The default is the recipe of DeepSeek-V3: e4m3, a scale for each 1 x 128 of inputs and of output
+    gradients, and for each 128 x 128 of a kernel. Its name is "blocks".
+
+    >>> recipe = Recipe(output_grad=Cast(jnp.float8_e5m2))
+    >>> y = recipe.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    Attributes:
+        inputs: How the inputs of a layer are quantized, for the result and for the gradient of the
+            kernel.
+        kernel: How its kernel is quantized, for the result and for the gradient of the inputs.
+        output_grad: How the gradient of its result is quantized.
+        power_of_two: As for `pallas_gemm.quantize`.
+
+    Raises:
+        ValueError: A block is none, or blocks are not equally long along what a product contracts.
+        TypeError: A type is none of 8 bits.
+    """
+
+    inputs: Cast = OF_ROWS
+    kernel: Cast = OF_SQUARES
+    output_grad: Cast = OF_ROWS
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.flag("power_of_two", self.power_of_two)
+        for name in OPERANDS:
+            given = getattr(self, name)
+            try:
+                dtype, block = given
+            except (TypeError, ValueError):
+                raise TypeError(f"{name} must be a Cast(dtype, block), got {given!r:.80}") from None
+            own = Cast(arguments.number_type(f"{name}.dtype", dtype), Block(*checked_block(block)))
+            if own.dtype.itemsize != 1:
+                raise TypeError(f"{name}.dtype must be of 8 bits, got {own.dtype}")
+            object.__setattr__(self, name, own)
+        lengths = {
+            name: getattr(self, name).block[1] for name in OPERANDS
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                "blocks must be equally long along what a product contracts, the second number of"
+                f" each, got {', '.join(f'{name} {x}' for name, x in lengths.items())}"
+            )
+
+    def dot_general(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiplies as `jax.lax.dot_general`, in 8 bits, and so do its gradients.
+
+        A layer of others takes it: `flax.linen.Dense(4096, dot_general=Recipe().dot_general)`.
+
+        Args:
+            lhs: The inputs.
+            rhs: The kernel.
+            dimension_numbers: As for `jax.lax.dot_general`. There is no batch dimension.
+            precision: Has no meaning, and is None.
+            preferred_element_type: Type of the result.
+            out_sharding: As for `gemm`.
+
+        Raises:
+            ValueError: There are batch dimensions, or a precision.
+        """
+        numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
+        (left, right), (batch, _) = numbers
+        if batch:
+            raise ValueError(
+                "a recipe is for products of inputs and a kernel: dimension_numbers must name no"
+                f" batch dimensions, got {dimension_numbers}"
+            )
+        if precision is not None:
+            raise ValueError(f"precision has no meaning for products of 8 bits, got {precision!r}")
+        lhs = jnp.moveaxis(lhs, left, range(-len(left), 0))
+        rhs = jnp.moveaxis(rhs, right, range(len(right)))
+        shape = (*lhs.shape[: lhs.ndim - len(left)], *rhs.shape[len(right) :])
+        k = math.prod(rhs.shape[: len(right)])
+        dtype = jnp.result_type(lhs, rhs)
+        wanted = dtype if preferred_element_type is None else preferred_element_type
+        found = product(
+            self,
+            lhs.reshape(-1, k).astype(dtype),
+            rhs.reshape(k, -1).astype(dtype),
+            preferred_element_type=wanted,
+        )
+        found = found.reshape(shape)
+        return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
+
+
+def named(value: Any) -> Recipe:
+    """Returns a recipe that a caller names.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if isinstance(value, Recipe):
+        return value
+    if value == "blocks":
+        return Recipe()
+    raise ValueError(f"recipe={value!r:.80} is unknown; legal: 'blocks', or a pallas_gemm.Recipe")
+
+
+class Factors(NamedTuple):
+    """What the products of a layer multiply: None where no derivative is asked for.
+
+    Attributes:
+        inputs: Along k.
+        kernel: Along k, transposed.
+        inputs_along_rows: Along m, transposed.
+        kernel_along_columns: Along n.
+    """
+
+    inputs: Quantized
+    kernel: Quantized
+    inputs_along_rows: Any = None
+    kernel_along_columns: Any = None
+
+
+def factors(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, *, derived: bool) -> Factors:
+    """Quantizes matrices of inputs and a kernel, for their gradients too if these are asked for."""
+    if not derived:
+        return Factors(
+            _quantized(recipe, recipe.inputs, inputs, -1),
+            _quantized(recipe, recipe.kernel, kernel, -2),
+        )
+    x, x_along_rows = _quantized(recipe, recipe.inputs, inputs, BOTH)
+    k_along_columns, k = _quantized(recipe, recipe.kernel, kernel, BOTH)
+    return Factors(x, k, x_along_rows, k_along_columns)
+
+
+def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any) -> Any:
+    return quantize(
+        x, block=cast.block, dtype=cast.dtype, axis=axis, power_of_two=recipe.power_of_two
+    )
+
+
+def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:
+    """Returns the product of inputs and kernel; options are as for `gemm`."""
+    return _scaled(given.inputs, given.kernel.values, given.kernel.scale, recipe, **options)
+
+
+def gradients(
+    given: Factors, recipe: Recipe, g: jax.Array, dtype: Any, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of inputs and kernel, in a type, from that of their product."""
+    rows, columns = _quantized(recipe, recipe.output_grad, g, BOTH)
+    options = options | {"preferred_element_type": dtype}
+    kernel, inputs = given.kernel_along_columns, given.inputs_along_rows
+    turned = Quantized(inputs.values, inputs.scale.T)
+    return (
+        _scaled(rows, kernel.values, kernel.scale.T, recipe, **options),
+        _scaled(turned, columns.values, columns.scale, recipe, **options),
+    )
+
+
+def _scaled(
+    left: Quantized, values: jax.Array, scale: jax.Array, recipe: Recipe, **options: Any
+) -> jax.Array:
+    """Multiplies operands that are stored with the contracted dimension last.
+
+    Blocks of zeros fill up the last one, where there are several.
+    """
+    along = recipe.inputs.block[1]
+    k = values.shape[1]
+    rest = -k % along if k > along else 0
+    a, b = (jnp.pad(x, ((0, 0), (0, rest))) if rest else x for x in (left.values, values))
+    return gemm(a, b, transpose_b=True, row_scale=left.scale, col_scale=scale, **options)
+
+
+def product(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, **options: Any) -> jax.Array:
+    """Multiplies matrices in 8 bits; gradients are of the type of the operands."""
+
+    @jax.custom_vjp
+    def run(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+        return multiply(factors(recipe, inputs, kernel, derived=False), recipe, **options)
+
+    def forward(inputs: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Factors]:
+        found = factors(recipe, inputs, kernel, derived=True)
+        return multiply(found, recipe, **options), found
+
+    def backward(found: Factors, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gradients(found, recipe, g.astype(inputs.dtype), inputs.dtype)
+
+    run.defvjp(forward, backward)
+    # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
+    return run(*equally_varying((inputs, kernel)))

@@ -1,0 +1,66 @@
+"""A scale for each block of the factors of a layer, as a recipe says."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_gemm.api import recipe as recipes
+from pallas_gemm.api.recipe import Factors, Recipe
+from pallas_gemm.layers import eight_bits
+
+
+def dense(
+    recipe: Recipe,
+    operands: Sequence[Any],
+    *,
+    residual: Any,
+    out_sharding: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """Computes `activation(inputs @ kernel + bias) + residual` of factors quantized in blocks.
+
+    Args:
+        recipe: The types and blocks.
+        operands: Inputs, kernel, and bias or None, of the type of the computation.
+        residual: As for `gemm`.
+        out_sharding: As for `gemm`.
+        **options: As for `gemm`.
+    """
+    inputs, kernel, bias = operands
+    # Rows follow each other, so that blocks of them cross the examples of a batch.
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    own = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    result = eight_bits.dense(InBlocks(recipe), (rows, kernel, bias), None, residual=own, **options)
+    result = result.reshape(*inputs.shape[:-1], kernel.shape[-1])
+    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class InBlocks:
+    """The blocks of a recipe: see `eight_bits.Scheme`. It has no states.
+
+    Attributes:
+        recipe: The recipe.
+    """
+
+    recipe: Recipe
+
+    def quantised(
+        self, operands: Sequence[Any], states: Any, *, derived: bool
+    ) -> tuple[Factors, Any]:
+        """Quantizes the factors."""
+        inputs, kernel = operands
+        return recipes.factors(self.recipe, inputs, kernel, derived=derived), states
+
+    def multiply(self, factors: Factors, **options: Any) -> jax.Array:
+        """Returns the product of the factors."""
+        return recipes.multiply(factors, self.recipe, **options)
+
+    def gradients(
+        self, factors: Factors, g: jax.Array, states: Any, *, dtype: Any, **options: Any
+    ) -> tuple[Any, Any, Any]:
+        """Returns the gradients of inputs and kernel."""
+        found = recipes.gradients(factors, self.recipe, g.astype(dtype), dtype, **options)
+        return (*found, states)
