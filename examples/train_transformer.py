@@ -5,6 +5,8 @@
     python examples/train_transformer.py --api=nnx --op=pallas_gemm
     python examples/train_transformer.py --preset=1b
         a billion parameters, one GPU
+    python examples/train_transformer.py --layers=fp8_blocks
+        products of 8 bits, with a scale for each block
     python examples/train_transformer.py --loss=fused
         the last layer and its loss without an array of logits
     python examples/train_transformer.py --preset=small --mesh=data:2,model:2
@@ -49,8 +51,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "layers",
         "fused",
-        ["fused", "hooks"],
-        "What pallas_gemm is: our layers, or stock layers with dot_general= as a hook.",
+        ["fused", "hooks", "fp8_blocks"],
+        "What pallas_gemm is: our layers, or stock layers with dot_general= as a hook, in"
+        " 16 bits or in blocks of 8 bits.",
         flag_values=values,
     )
     flags.DEFINE_enum(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import pallas_gemm
+from examples.hooks import hook_of
 from examples.settings import Attention, Settings
 from pallas_gemm.flax import linen as fused
 
@@ -31,7 +32,8 @@ class Block(nn.Module):
 
     Attributes:
         settings: The sizes.
-        layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), or "fused".
+        layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), "fp8_blocks" (stock
+            layers with that of a `pallas_gemm.Recipe`), or "fused".
         attention: The implementation that computes it.
     """
 
@@ -75,8 +77,7 @@ class Block(nn.Module):
         return nn.Dense(features, name=name, **self._hooked(options))(inputs)
 
     def _hooked(self, options: dict[str, Any]) -> dict[str, Any]:
-        hook = {"dot_general": pallas_gemm.dot_general} if self.layers == "hooks" else {}
-        return {**options, **hook}
+        return options | hook_of(self.layers)
 
 
 class Loss(nn.Module):
@@ -119,7 +120,8 @@ class Transformer(nn.Module):
         if labels is not None:
             return Loss(settings, name="logits")(x, labels)
         dense: Any = nn.Dense if self.layers != "fused" else fused.Dense
-        hook = {"dot_general": pallas_gemm.dot_general} if self.layers == "hooks" else {}
+        # Logits are of 16 bits, whatever the blocks are.
+        hook = {} if self.layers in ("stock", "fused") else hook_of("hooks")
         return dense(settings.vocabulary, use_bias=False, name="logits", **types, **hook)(x)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_gemm
+from examples.hooks import hook_of
 from examples.settings import Attention, Settings
 from pallas_gemm.flax import nnx as fused
 
@@ -26,10 +27,10 @@ class Gated(nnx.Module):
 
 
 def _kinds(layers: str) -> tuple[Any, Any]:
-    """Returns how a layer and a gated layer of "stock", "hooks" or "fused" are made."""
+    """Returns how a layer and a gated layer of a kind are made."""
     if layers == "fused":
         return fused.Linear, fused.GatedDense
-    hook: dict[str, Any] = {"dot_general": pallas_gemm.dot_general} if layers == "hooks" else {}
+    hook = hook_of(layers)
     return functools.partial(nnx.Linear, **hook), functools.partial(Gated, **hook)
 
 
@@ -43,7 +44,8 @@ class Block(nnx.Module):
 
         Args:
             settings: The sizes.
-            layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), or "fused".
+            layers: "stock", "hooks" (stock layers with `pallas_gemm.dot_general`), "fp8_blocks"
+                (stock layers with that of a `pallas_gemm.Recipe`), or "fused".
             attention: The implementation that computes it.
             rngs: Where initial values come from.
         """
@@ -94,7 +96,8 @@ class Transformer(nnx.Module):
             [Block(settings, layers, attention, rngs=rngs) for _ in range(settings.blocks)]
         )
         self.norm = nnx.RMSNorm(settings.width, **options)
-        self.logits = _kinds(layers)[0](
+        # Logits are of 16 bits, whatever the blocks are.
+        self.logits = _kinds("hooks" if layers == "fp8_blocks" else layers)[0](
             settings.width, settings.vocabulary, use_bias=False, **options
         )
 

@@ -10,6 +10,8 @@ read once for both of its products.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +43,20 @@ class Cast(NamedTuple):
 
 OF_ROWS, OF_SQUARES = Cast(), Cast(block=(128, 128))
 OPERANDS = ("inputs", "kernel", "output_grad")
+QWIX: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "act_static_scale": (None, False),
+        "act_calibration_method": (None, "absmax"),
+        "weight_calibration_method": ("absmax",),
+        "bwd_calibration_method": ("absmax",),
+        "bwd_weight_grad_tile_size": (None,),
+        "bwd_stochastic_rounding": (None,),
+        "disable_channelwise_axes": (False,),
+        "sparsity_rule": (None,),
+        "additional_qt_config": (None,),
+    }
+)
+"""Fields of a rule of Qwix, and what they may be; a size of blocks may be that of the rule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +98,47 @@ class Recipe:
             if own.dtype.itemsize != 1:
                 raise TypeError(f"{name}.dtype must be of 8 bits, got {own.dtype}")
             object.__setattr__(self, name, own)
-        lengths = {
-            name: getattr(self, name).block[1] for name in OPERANDS
-        }
+        lengths = {name: getattr(self, name).block[1] for name in OPERANDS}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 "blocks must be equally long along what a product contracts, the second number of"
                 f" each, got {', '.join(f'{name} {x}' for name, x in lengths.items())}"
             )
+
+    @classmethod
+    def from_qwix(cls, rule: Any) -> "Recipe":
+        """Returns the recipe of a rule of Qwix for training (`qwix.QtRule`).
+
+        Qwix gives both operands of a product a scale for each `tile_size` contracted elements. It
+        multiplies the gradient of a result by what the forward pass has quantized. This recipe
+        quantizes that anew, along what the product contracts.
+
+        >>> recipe = Recipe.from_qwix(rule)  # doctest: +SKIP
+
+        Raises:
+            ValueError: The rule asks for what no recipe has; the message says what.
+        """
+        names = {"inputs": "act_qtype", "kernel": "weight_qtype", "output_grad": "bwd_qtype"}
+        types = {name: getattr(rule, field, None) for name, field in names.items()}
+        for name, dtype in types.items():
+            if dtype is None:
+                raise ValueError(
+                    f"{names[name]}=None leaves the {name} as they are, but a recipe quantizes all"
+                    " three operands to 8 bits"
+                )
+        tile = rule.tile_size
+        if not isinstance(tile, int):
+            raise ValueError(
+                f"tile_size must be how many contracted elements share a scale, got {tile!r}; a"
+                " scale for each row and column is what QuantizedDense has, to serve"
+            )
+        for field, legal in QWIX.items():
+            if (value := getattr(rule, field, legal[0])) not in (*legal, tile):
+                raise ValueError(
+                    f"{field} must be {' or '.join(map(repr, legal))}, got {value!r}: scales are of"
+                    " the largest magnitude of each block, and values are rounded to the nearest"
+                )
+        return cls(*(Cast(dtype, (1, tile)) for dtype in types.values()))
 
     def dot_general(
         self,

@@ -13,7 +13,7 @@ from flax.linen import fp8_ops
 from jax.sharding import AxisType
 
 import pallas_gemm
-from pallas_gemm import explain
+from pallas_gemm import Cast, Recipe, explain
 from pallas_gemm.flax import linen, nnx
 from pallas_gemm.layers import per_channel
 from tests import layers, reference
@@ -165,9 +165,12 @@ def test_delayed_scaling_is_flaxs() -> None:
     ]
 
 
-@pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_zeros_stay_zeros_in_8_bits_and_their_gradients_are_finite(scaling: str) -> None:
-    layer = nnx.Fp8Linear(INPUTS, FEATURES, scaling=scaling, rngs=stock_nnx.Rngs(0))
+HOW: Any = ({"scaling": "current"}, {"scaling": "delayed"}, {"recipe": "blocks"})
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_zeros_stay_zeros_in_8_bits_and_their_gradients_are_finite(how: Any) -> None:
+    layer = nnx.Fp8Linear(INPUTS, FEATURES, **how, rngs=stock_nnx.Rngs(0))
     result, pull = jax.vjp(layer, jnp.zeros((3, INPUTS)))
     np.testing.assert_array_equal(result, jnp.zeros((3, FEATURES)))
     assert np.isfinite(pull(result + 1)[0]).all()
@@ -188,9 +191,9 @@ def test_the_residual_widens_the_result_of_8_bits_and_no_gradient() -> None:
     assert [g.dtype for g in pull(result)] == [jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_fp8_layers_of_both_interfaces_agree(scaling: str) -> None:
-    options: dict[str, Any] = {"scaling": scaling, "activation": "gelu"}
+@pytest.mark.parametrize("how", HOW)
+def test_fp8_layers_of_both_interfaces_agree(how: Any) -> None:
+    options: dict[str, Any] = {**how, "activation": "gelu"}
     x, rest = layers.normal(*ROWS, INPUTS), layers.normal(*ROWS, FEATURES, seed=1)
     of_linen = linen.Fp8Dense(FEATURES, **options)
     of_nnx = nnx.Fp8Linear(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **options)
@@ -226,6 +229,33 @@ def test_fp8_layers_of_both_interfaces_agree(scaling: str) -> None:
     for value, wanted in ((ours[0] - rest, exact), (ours[1][1], pull(rest)[0])):
         assert jnp.linalg.norm(value - wanted) < 0.15 * jnp.linalg.norm(wanted)
     np.testing.assert_array_equal(ours[1][2], rest)
+
+
+def test_a_layer_of_a_recipe_is_its_product_and_what_follows() -> None:
+    """Rows of several examples are those of one matrix; the bias and the residual are exact."""
+    recipe = Recipe(output_grad=Cast(jnp.float8_e5m2))
+    layer = linen.Fp8Dense(FEATURES, recipe=recipe, activation="silu", **BIAS)
+    x, rest = layers.normal(2, 70, 260), layers.normal(2, 70, FEATURES, seed=1)
+    variables = nn.Dense(FEATURES, **BIAS).init(KEY, x)
+    layers.assert_same_structure(jax.eval_shape(layer.init, KEY, x), variables)
+
+    def ours(variables: Any, x: Any, rest: Any) -> Any:
+        return layer.apply(variables, x, residual=rest)
+
+    def expected(variables: Any, x: Any, rest: Any) -> Any:
+        params = variables["params"]
+        product = recipe.dot_general(x, params["kernel"], (((2,), (0,)), ((), ())))
+        return jax.nn.silu(product + params["bias"][None, None]) + rest
+
+    (result, pull), (wanted, pull_wanted) = (
+        jax.vjp(f, variables, x, rest) for f in (ours, expected)
+    )
+    np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ours(variables, x, rest), result, rtol=1e-5, atol=1e-5)
+    g = layers.normal(2, 70, FEATURES, seed=2)
+    for own, other in zip(*map(jax.tree.leaves, (pull(g), pull_wanted(g))), strict=True):
+        # A gradient that is rounded the other way once in a while differs by a step.
+        assert jnp.linalg.norm(own - other) < 1e-2 * jnp.linalg.norm(other)
 
 
 def test_each_product_is_one_kernel_of_8_bits() -> None:
@@ -268,6 +298,11 @@ def test_what_has_no_meaning_is_refused() -> None:
         nnx.Fp8Linear(2, 2, scaling="late", rngs=rngs)
     with pytest.raises(ValueError, match="scaling='late' is unknown"):
         jax.eval_shape(linen.Fp8Dense(2, scaling="late").init, KEY, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="recipe='block' is unknown; legal: 'blocks', or a"):
+        nnx.Fp8Linear(2, 2, recipe="block", rngs=rngs)
+    both = linen.Fp8Dense(2, recipe="blocks", scaling="delayed")
+    with pytest.raises(ValueError, match="scaling='delayed' has no meaning with a recipe"):
+        jax.eval_shape(both.init, KEY, jnp.ones((2, 2)))
     layer = nnx.QuantisedLinear(2, 2, rngs=rngs)
     with pytest.raises(ValueError, match=r"layers\[0\] must be .* got a QuantisedLinear"):
         nnx.projections(jnp.ones((3, 2)), [layer])
