@@ -138,7 +138,8 @@ class Recipe:
                     f"{field} must be {' or '.join(map(repr, legal))}, got {value!r}: scales are of"
                     " the largest magnitude of each block, and values are rounded to the nearest"
                 )
-        return cls(*(Cast(dtype, (1, tile)) for dtype in types.values()))
+        inputs, kernel, output_grad = (Cast(dtype, (1, tile)) for dtype in types.values())
+        return cls(inputs, kernel, output_grad)
 
     def dot_general(
         self,
