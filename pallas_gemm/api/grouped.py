@@ -234,7 +234,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
-    given = Operands(a, b, up, bias, None, None, None, None, col_scale, up_scale, up_bias)
+    given = Operands(a, b, up, bias=bias, col_scale=col_scale, up_scale=up_scale, up_bias=up_bias)
     formula, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
     row_scale = extras.vector("row_scale", row_scale, "m", matrices._replace(lead=()))
     formula = dataclasses.replace(
