@@ -38,12 +38,12 @@ def worker_count(value: object) -> int:
     return workers
 
 
-def grid_size(rows: object, cols: object) -> tuple[int, int]:
-    """Returns the checked size of a grid of tiles."""
+def grid_size(rows: object, cols: object, most: int = SIDE_LIMIT) -> tuple[int, int]:
+    """Returns the checked size of a grid of tiles, whose sides are all less than `most`."""
     sides = positive_int("rows", rows), positive_int("cols", cols)
     for argument, side in zip(("rows", "cols"), sides, strict=True):
-        if side >= SIDE_LIMIT:
-            raise ValueError(f"{argument} must be at most {SIDE_LIMIT - 1}, got {side}")
+        if side >= most:
+            raise ValueError(f"{argument} must be at most {most - 1}, got {side}")
     if sides[0] * sides[1] >= TILE_LIMIT:
         raise ValueError(
             f"rows x cols must be below {TILE_LIMIT} tiles, got rows={sides[0]}, cols={sides[1]}"

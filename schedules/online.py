@@ -22,7 +22,7 @@ class OnlineSchedule:
     The index may be a Python int, a NumPy array or a traced int32, and the row and column are of
     the same type: only operators are applied to it. It must be at least 0 and below the number of
     tiles; nothing checks that. Instances are hashable, and everything but the index is known when
-    a kernel is traced.
+    a kernel is traced. A side may be longer than that of a table, whose entries have 16 bits for it.
 
     >>> online_swizzle(4, 4, group=2)(5)
     (1, 2)
@@ -100,7 +100,7 @@ def online_raster(rows: int, cols: int, *, along: Along = "rows") -> OnlineSched
     Raises:
         ValueError: An argument is not legal; the message names it.
     """
-    grid = _check.grid_size(rows, cols)
+    grid = _check.grid_size(rows, cols, _check.TILE_LIMIT)
     _check.one_of("along", along, ("rows", "cols"))
     name = "raster" if along == "rows" else "raster:cols"
     return OnlineSchedule(grid, name, 1, along, serpentine=False)
@@ -124,7 +124,7 @@ def online_swizzle(
     Raises:
         ValueError: An argument is not legal; the message names it.
     """
-    grid = _check.grid_size(rows, cols)
+    grid = _check.grid_size(rows, cols, _check.TILE_LIMIT)
     group = _check.positive_int("group", group)
     _check.one_of("along", along, ("rows", "cols"))
     _check.true_or_false("serpentine", serpentine)

@@ -306,6 +306,25 @@ def test_tiles_with_a_residual_are_stored_while_others_are_multiplied(
     assert (best.tile, best.late_store) == ((128, 256), True)
 
 
+@pytest.mark.parametrize("size", [(8192, 32000, 4096), (8192, 128256, 2048), (8192, 32000, 1024)])
+def test_wide_float32_results_are_stored_while_others_are_multiplied(
+    size: tuple[int, int, int],
+) -> None:
+    wide = dataclasses.replace(Problem(*size), out_dtype=np.dtype(np.float32))
+    best = heuristics.rank(wide, H200, HOPPER)[0]
+    assert (best.tile, best.overlap, best.store_slots) == ((128, 192), "turns", 1)
+    # Rounded, they are stored late.
+    assert heuristics.rank(Problem(*size), H200, HOPPER)[0].overlap != "turns"
+
+
+def test_a_batch_of_more_tiles_than_a_table_numbers_is_computed_in_an_order_without_one() -> None:
+    many = Problem(128, 128, 128, batch=70_000)
+    best = heuristics.rank(many, H200, HOPPER)[0]
+    assert best.is_online and not best.refusals(many, H200)
+    few = dataclasses.replace(many, batch=60_000)
+    assert not heuristics.rank(few, H200, HOPPER)[0].is_online
+
+
 def test_a_long_k_with_a_residual_takes_large_tiles() -> None:
     problem = Problem(8192, 8192, 8192, transpose_b=True, epilogue=Epilogue(residual=True))
     best = heuristics.best(problem, H200, HOPPER)

@@ -74,6 +74,15 @@ def test_the_largest_index_does_not_overflow_int32() -> None:
     assert expected == (46_339, 0)
 
 
+def test_a_side_may_be_longer_than_that_of_a_table() -> None:
+    for grid in ((100_000, 3), (3, 100_000)):
+        tiles = np.stack(online_swizzle(*grid, group=4)(np.arange(300_000)), axis=1)
+        assert tiles.min() == 0 and tuple(tiles.max(0) + 1) == grid
+        assert len(np.unique(tiles, axis=0)) == 300_000
+    with pytest.raises(ValueError, match="rows must be at most 65535, got 100000"):
+        online_raster(100_000, 3).table()
+
+
 def test_hashable_so_that_a_kernel_can_take_it_as_a_static_argument() -> None:
     assert online_swizzle(8, 8, group=3) == online_swizzle(8, 8, group=3)
     assert (
@@ -89,7 +98,8 @@ def test_hashable_so_that_a_kernel_can_take_it_as_a_static_argument() -> None:
     [
         (online_raster, (0, 4), {}, "rows must be an integer of at least 1, got 0"),
         (online_raster, (4, 4), {"along": "x"}, "along must be 'rows' or 'cols', got 'x'"),
-        (online_swizzle, (4, 65_536), {}, "cols must be at most 65535, got 65536"),
+        (online_swizzle, (4, 2**31), {}, "cols must be at most 2147483647, got 2147483648"),
+        (online_swizzle, (2**16, 2**15), {}, "rows x cols must be below 2147483648 tiles"),
         (online_swizzle, (4, 4), {"group": 0}, "group must be an integer of at least 1, got 0"),
         (online_swizzle, (4, 4), {"along": "x"}, "along must be 'rows' or 'cols', got 'x'"),
         (online_swizzle, (4, 4), {"serpentine": 1}, "serpentine must be True or False, got 1"),

@@ -14,6 +14,7 @@ from pallas_gemm.kernels.hardware import MAX_BARRIERS
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import PANEL
+from pallas_gemm.kernels.work import TABLE_BITS
 from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.problem import Problem
 from schedules import Split
@@ -34,6 +35,11 @@ store under its next tile. 24 products of 1024 x 4096 x 1024 with a residual tak
 H200, and 321 and 334 us in tiles of 128 x 256 and 256 x 192. A symmetric result is stored twice,
 and in larger tiles a third of 4096 cubed would be beyond the diagonal or in a wave that is not
 full."""
+WIDE_IN_TURNS = (128, 192)
+"""The same for float32 results of 16-bit operands, which take fewer bytes of the L2 so. On an H200,
+logits of 8192 x 32000 with K=4096 take 2644 us so, 3089 in tiles of 128 x 128 in turns, and 2731
+and 2753 in tiles of 128 x 256 and 256 x 192 that are stored at once; with K=1024 711, 749 and 791.
+A tile of 128 x 256 is 128 KB, as much as four slots of operands."""
 FILLING = (240, 224)
 """Columns of tiles of 128 rows that only count where they are few waves, of which they fill the
 last one: 2688 cubed takes 51.0 us on an H200 in tiles of 128 x 224, 54.0 in those of 128 x 160."""
@@ -166,6 +172,8 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
                 yield {"tile": (rows, columns), "consumers": consumers, "mirrored": mirrored}
     if problem.symmetric or _is_stored_early(problem):
         yield {"tile": IN_TURNS, "pingpong": True}
+    if _is_wide(problem):
+        yield {"tile": WIDE_IN_TURNS, "pingpong": True}
 
 
 def _ways(
@@ -289,9 +297,12 @@ def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
     """Stores late where that is possible, and computes the order where nothing is gained by it.
 
     With a tile per CTA there is no next tile to store it under, and half a microsecond is gained by
-    not waiting for the first entry of a table (2048 cubed on an H200: 23.5 us instead of 24.0).
+    not waiting for the first entry of a table (2048 cubed on an H200: 23.5 us instead of 24.0). A
+    large batch has more rows of tiles than an entry has bits for.
     """
-    if config.tiles(problem) <= device.sms and not problem.symmetric:
+    few = config.tiles(problem) <= device.sms
+    many = max(config.stacked_grid(problem)) >= 1 << TABLE_BITS
+    if (few or many) and not problem.symmetric:
         return dataclasses.replace(config, schedule="online_swizzle:8")
     if _is_short(problem) or not config.allows_late_store(config.as_computed(problem)):
         return config
@@ -302,6 +313,13 @@ def _is_stored_early(problem: Problem) -> bool:
     """Whether no tile is small enough to be stored under the next one by the same consumer."""
     smallest = HopperConfig(tile=(64, 128), consumers=1)
     return not smallest.allows_late_store(problem)
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether results take twice the bytes of operands, and nothing else is loaded or stored."""
+    widths = problem.a_dtype.itemsize, problem.out_dtype.itemsize
+    is_one = len(problem.stored_dtypes) == 1 and not problem.symmetric and not problem.in_groups
+    return widths == (2, 4) and is_one
 
 
 def _is_short(problem: Problem) -> bool:
@@ -322,5 +340,7 @@ def deepest(
     for stages in range(min(most, fit), fewest - 1, -1):
         # Barriers take a little more.
         if config.shared_memory_bytes(problem, stages) <= device.shared_memory:
-            return dataclasses.replace(config, stages=stages)
+            found = dataclasses.replace(config, stages=stages)
+            if not found.unrolls_the_ring(problem):
+                return found
     return None
