@@ -22,7 +22,7 @@ class OnlineSchedule:
     The index may be a Python int, a NumPy array or a traced int32, and the row and column are of
     the same type: only operators are applied to it. It must be at least 0 and below the number of
     tiles; nothing checks that. Instances are hashable, and everything but the index is known when
-    a kernel is traced. A side may be longer than that of a table, whose entries have 16 bits for it.
+    a kernel is traced. A side may be longer than a table's, whose entries have 16 bits for it.
 
     >>> online_swizzle(4, 4, group=2)(5)
     (1, 2)

@@ -77,7 +77,8 @@ def test_the_largest_index_does_not_overflow_int32() -> None:
 def test_a_side_may_be_longer_than_that_of_a_table() -> None:
     for grid in ((100_000, 3), (3, 100_000)):
         tiles = np.stack(online_swizzle(*grid, group=4)(np.arange(300_000)), axis=1)
-        assert tiles.min() == 0 and tuple(tiles.max(0) + 1) == grid
+        assert tiles.min() == 0
+        assert tuple(tiles.max(0) + 1) == grid
         assert len(np.unique(tiles, axis=0)) == 300_000
     with pytest.raises(ValueError, match="rows must be at most 65535, got 100000"):
         online_raster(100_000, 3).table()
