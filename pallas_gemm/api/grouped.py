@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.call import Numerics, Operands, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations
-from pallas_gemm.op.grouped import NO_FORM, form_of, grouped
+from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
 from pallas_gemm.op.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
@@ -106,8 +107,8 @@ def ragged_dot_general(  # noqa: PLR0913 - each is that of `lax`, or a keyword
 ) -> jax.Array:
     """Computes `lax.ragged_dot_general`, with the same arguments.
 
-    The products of matrices that `ragged_dot` and its gradients are of may be a kernel's; those
-    with batch dimensions, and several dimensions of a kind, are JAX's.
+    The products of matrices that `ragged_dot` and its gradients are of may be a kernel's, and
+    batches of them. Those with several dimensions of a kind are JAX's.
 
     >>> over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     >>> ragged_dot_general(x, x, sizes, over_rows).shape
@@ -273,6 +274,16 @@ def _general(  # noqa: PLR0913 - as of what calls it
         lhs, rhs, sizes = groups.arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)
     form = form_of(numbers, lhs.ndim, rhs.ndim)
+    batch = mapped_form(numbers, lhs.ndim, rhs.ndim)
+    if batch is not None and group_offset is out_sharding is None:
+        last = batch.numbers, precision, preferred, None, None
+        with _as_jax_says(lhs, rhs, sizes, numbers):
+            jax.eval_shape(lambda *own: stock_ragged_dot_general(*own, numbers), lhs, rhs, sizes)
+        lhs, rhs = jnp.moveaxis(lhs, batch.lhs, 0), jnp.moveaxis(rhs, batch.rhs, 0)
+        if sizes.ndim == 1:
+            sizes = jnp.broadcast_to(sizes, (lhs.shape[0], *sizes.shape))
+        run = functools.partial(_of_one, last, numerics)
+        return jax.vmap(run, out_axes=batch.out)(lhs, rhs, sizes)
     if group_offset is not None:
         if form is None or form[0]:
             raise NotImplementedError("group_offset must be None where groups have no matrices")
@@ -300,6 +311,13 @@ def _general(  # noqa: PLR0913 - as of what calls it
         explanation.note_outside((lhs, rhs), call.out_dtype, why)
         return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
     return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
+
+
+def _of_one(
+    last: tuple[Any, ...], numerics: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Computes one of those that are mapped."""
+    return _general(lhs, rhs, sizes, *last, numerics=numerics)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ Its derivatives are products of groups again, of both modes and any order:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import GroupedCall, signature_of
+from pallas_gemm.kernels import groups
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
@@ -30,6 +31,50 @@ grouped_p = core.Primitive("pallas_gemm_grouped")
 
 NO_FORM = "no kernel takes groups with batch dimensions, or with several dimensions of a kind"
 """Why JAX computes what `form_of` has no answer for."""
+
+
+class Mapped(NamedTuple):
+    """A product of groups with a batch dimension, as one without it that is mapped.
+
+    Attributes:
+        numbers: Those of the product without it.
+        lhs: Which dimension of the left operand is mapped.
+        rhs: The same of the right operand.
+        out: The same of the result.
+    """
+
+    numbers: Any
+    lhs: int
+    rhs: int
+    out: int
+
+
+def mapped_form(numbers: Any, lhs_rank: int, rhs_rank: int) -> Mapped | None:
+    """Returns numbers of `lax.ragged_dot_general` without their first batch dimension.
+
+    None if they have none, or `form_of` has no answer for what is mapped.
+    """
+    contracting, (lefts, rights) = normal_dimension_numbers(numbers.dot_dimension_numbers)
+    if not lefts or set(numbers.lhs_ragged_dimensions) <= set(lefts):
+        return None
+
+    def without(gone: int, dims: Any) -> tuple[int, ...]:
+        return tuple(d - (d > gone) for d in dims)
+
+    (left, *more_left), (right, *more_right) = lefts, rights
+    own = lax.RaggedDotDimensionNumbers(
+        (
+            (without(left, contracting[0]), without(right, contracting[1])),
+            (without(left, more_left), without(right, more_right)),
+        ),
+        without(left, numbers.lhs_ragged_dimensions),
+        without(right, numbers.rhs_group_dimensions),
+    )
+    ranks = lhs_rank - 1, rhs_rank - 1
+    if form_of(own, *ranks) is None and mapped_form(own, *ranks) is None:
+        return None
+    # A result whose groups are contracted has them first.
+    return Mapped(own, left, right, int(not numbers.rhs_group_dimensions))
 
 
 def form_of(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | None:
@@ -155,6 +200,12 @@ def _transpose(
 def _batch(
     operands: tuple[Any, ...], dims: tuple[Any, ...], *, call: GroupedCall, **_: Any
 ) -> tuple[jax.Array, int]:
+    """Maps it: as groups of groups where each has matrices of its own; else one after the other."""
+    # What is promised of sums over rows is said of the rows of one.
+    is_promised = call.contracted and call.options.numerics is not None
+    if None not in dims and len(dims) == 3 and call.epilogue.is_identity and not is_promised:
+        mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+        return _groups_of_groups(call, *mapped), 0
     return one_by_one(functools.partial(grouped, call), operands, dims), 0
 
 
@@ -171,6 +222,26 @@ def one_by_one(
         )
 
     return lax.map(one, mapped)
+
+
+def _groups_of_groups(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes a batch of products of groups as one, with the groups of all of them.
+
+    Rows in no group are between those of two products then. They count as those of the last group,
+    and are zeros afterwards; where they are summed up, they have a group of their own.
+    """
+    batch, rows = a.shape[:2]
+    last = jnp.int32(rows)
+    ends = jax.vmap(lambda own: lax.min(groups.bounds(own, rows, rows).end, last))(sizes)
+    to_last = jnp.full((batch, 1), last)
+    every = jnp.concatenate([ends if call.contracted else ends[:, :-1], to_last], axis=1)
+    own = jnp.diff(every, axis=1, prepend=jnp.zeros_like(to_last))
+    result = grouped(call, *(x.reshape(-1, *x.shape[2:]) for x in (a, b, own)))
+    result = result.reshape(batch, -1, *result.shape[1:])
+    if call.contracted:
+        return result[:, :-1]
+    row = lax.broadcasted_iota(jnp.int32, result.shape, 1)
+    return jnp.where(row < ends[:, -1:, None], result, jnp.zeros_like(result))
 
 
 run_as_jax_does(grouped_p)

@@ -117,6 +117,46 @@ def test_a_map_computes_each_example_with_its_own_groups():
         np.testing.assert_array_equal(own, _exact(groups, lhs, RHS, G)[0])
 
 
+BATCH_SIZES = jnp.array([[7, 0, 9], [20, 0, 0], [0, 0, 0], [1, 3, 30]])
+
+
+def _of_batch(f: Any, shared: bool) -> Any:
+    """Products of a batch, in both modes and with the batch in the middle."""
+    sizes = BATCH_SIZES[0] if shared else BATCH_SIZES
+    rows, matrices, other = _integers(8, 4, 20), _integers(3, 4, 8, 5, seed=1), _integers(4, 20, 6)
+    over_rows = lax.RaggedDotDimensionNumbers((((0,), (2,)), ((1,), (1,))), [2], [0])
+    over_k = lax.RaggedDotDimensionNumbers((((0,), (1,)), ((1,), (0,))), [0], [])
+    return f(rows, matrices, sizes, over_rows), f(rows.T, other, sizes, over_k)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own sizes", "shared sizes"])
+def test_a_batch_is_groups_of_groups(shared):
+    ours, stock = (_of_batch(f, shared) for f in (ragged_dot_general, lax.ragged_dot_general))
+    assert [x.shape for x in ours] == [(4, 20, 5), (3, 4, 8, 6)]
+    for own, other, sizes in zip(ours[0], stock[0], BATCH_SIZES, strict=True):
+        count = int(BATCH_SIZES[0].sum() if shared else sizes.sum())
+        np.testing.assert_array_equal(own[:count], other[:count])
+        assert not own[count:].any()
+    np.testing.assert_array_equal(ours[1], stock[1])
+
+
+def test_what_is_in_no_group_shows_in_no_batch():
+    rows = jnp.full((3, 8, 8), jnp.nan).at[:, :5].set(1.0)
+    sizes = jnp.array([[2, 3], [5, 0], [0, 4]])
+    mapped = jax.jit(jax.vmap(ragged_dot))(rows, jnp.ones((3, 2, 8, 8)), sizes)
+    np.testing.assert_array_equal(mapped.sum((1, 2)), 64 * sizes.sum(1))
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    sums = jax.vmap(lambda a, s: ragged_dot_general(a, a, s, numbers))(rows, sizes)
+    np.testing.assert_array_equal(sums[..., 0, 0], sizes)
+
+
+def test_a_batch_of_products_of_groups_is_one_kernel():
+    both = jnp.stack([LHS, 2 * LHS]), jnp.stack([RHS, RHS]), jnp.array([SIZES["uneven"]] * 2)
+    with target("h200"):
+        (product,) = explain(jax.vmap(ragged_dot), *both).products
+    assert (product.problem.groups, product.problem.m) == (2 * GROUPS, 2 * M)
+
+
 def test_layers_that_are_scanned_and_computed_again_have_the_gradients_of_each():
     layers, rows = _integers(2, 3, 8, 8), _integers(20, 8, seed=1)
     # Each layer has groups of its own, in the same program.
