@@ -411,11 +411,6 @@ CASES = {
     "many pieces": Case(
         ("a sum must have at most 8 products", "got 16"), problem=problem(terms=(256,) * 16)
     ),
-    "a loop that goes around the ring evenly": Case(
-        ("4 stages and 8 steps of k leave too few registers", "stages=3 fits"),
-        config(late_store=True, stages=4),
-        problem(k=512),
-    ),
     "more in a batch than rows": Case(
         ("schedule: rows must be at most 65535", "rows are those of a batch of 70000"),
         config(schedule="swizzle:8"),

@@ -13,7 +13,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals
-from pallas_gemm.kernels.hopper.tiling import UNROLLED_STEPS, HopperTiling
+from pallas_gemm.kernels.hopper.tiling import HopperTiling
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS
 from pallas_gemm.problem import Problem
@@ -23,8 +23,6 @@ USUAL_STAGES = 4
 """What the tile that is usual has room for, and more is hardly faster."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096, transpose_b=True)
 """What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
-MOST_LATE_ACCUMULATORS = 128
-"""Registers of an accumulator beside which a rounded tile has room."""
 CLAIM_LIMIT = (1 << CLAIM_BITS) - 1
 """Rows and columns of claimed tiles, less the value that says "none left"."""
 
@@ -201,11 +199,6 @@ class HopperConfig(HopperTiling):
             )
 
     def _steps_refusals(self, problem: Problem) -> Iterator[str]:
-        if self.unrolls_the_ring(problem):
-            yield (
-                f"{self.stages} stages and {UNROLLED_STEPS} steps of k leave too few registers to"
-                f" store tile={self.tile} late; stages={self.stages - 1} fits"
-            )
         most = max(1, -(-problem.large_k // self.tile_k(problem)) // self.split_k)
         if self.partial_sums > most:
             yield (
@@ -257,16 +250,6 @@ class HopperConfig(HopperTiling):
         if self.stages > (most := CLAIM_SLOTS // 2 - 1):
             yield f"persistence='dynamic' takes at most {most} stages, got stages={self.stages}"
 
-    def unrolls_the_ring(self, problem: Problem) -> bool:
-        """Whether the compiler keeps the addresses of all slots, and spills for it.
-
-        It unrolls a loop of so few steps. Where they go around the ring a whole number of times,
-        each has a slot that it knows.
-        """
-        steps = -(-problem.k // self.tile_k(problem))
-        evenly = steps == UNROLLED_STEPS and steps % self.stages == 0 and self.stages > 2
-        return evenly and self.late_store and self.accumulator_registers == MOST_LATE_ACCUMULATORS
-
     def allows_late_store(self, problem: Problem) -> bool:
         """Whether the registers of a consumer hold a rounded tile beside the accumulator."""
         return (
@@ -280,7 +263,7 @@ class HopperConfig(HopperTiling):
             and not problem.loaded_dtypes
             and len(problem.result_dtypes) == 1
             and not (problem.epilogue.gated and problem.out_dtype.itemsize == 1)
-            and self.accumulator_registers <= MOST_LATE_ACCUMULATORS
+            and self.accumulator_registers <= 128
             and self.stores_per_tile(problem) <= 4
         )
 

@@ -36,7 +36,6 @@ from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels import protocol
 from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
-from pallas_gemm.kernels.hopper import tiling
 from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import warp_loop
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -236,19 +235,6 @@ def test_every_other_candidate():
     compiled_small = {tile_of(case) for case in small_cases()}
     cases = one_of_each_tile(in_every_layout(PROBLEM))
     check_sound([case for case in cases if tile_of(case) not in compiled_small])
-
-
-def test_loops_that_the_compiler_unrolls():
-    steps = tiling.UNROLLED_STEPS
-    unrolled = dataclasses.replace(PROBLEM, k=64 * steps)
-    chosen = crowded(one_of_each_tile(in_every_layout(unrolled)))
-    cases = [case for case in chosen if case[0].late_store]
-    assert {config.stages for config, _ in cases if config.tile == (128, 256)} == {3}
-    (reason,) = LATE.refusals(unrolled, H200)
-    assert "too few registers to store tile=(128, 256) late; stages=3 fits" in reason
-    for near in (steps - 1, steps + 1):
-        cases.append((LATE, dataclasses.replace(PROBLEM, k=64 * near)))
-    check_sound(cases)
 
 
 def test_float32_results_in_turns():
