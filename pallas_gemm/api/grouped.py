@@ -278,7 +278,10 @@ def _general(  # noqa: PLR0913 - as of what calls it
     if batch is not None and group_offset is out_sharding is None:
         last = batch.numbers, precision, preferred, None, None
         with _as_jax_says(lhs, rhs, sizes, numbers):
-            jax.eval_shape(lambda *own: stock_ragged_dot_general(*own, numbers), lhs, rhs, sizes)
+            stock = functools.partial(
+                stock_ragged_dot_general, ragged_dot_dimension_numbers=numbers
+            )
+            jax.eval_shape(stock, lhs, rhs, sizes)
         lhs, rhs = jnp.moveaxis(lhs, batch.lhs, 0), jnp.moveaxis(rhs, batch.rhs, 0)
         if sizes.ndim == 1:
             sizes = jnp.broadcast_to(sizes, (lhs.shape[0], *sizes.shape))
