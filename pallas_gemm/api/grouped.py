@@ -108,7 +108,7 @@ def ragged_dot_general(  # noqa: PLR0913 - each is that of `lax`, or a keyword
     """Computes `lax.ragged_dot_general`, with the same arguments.
 
     The products of matrices that `ragged_dot` and its gradients are of may be a kernel's, and
-    batches of them. Those with several dimensions of a kind are JAX's.
+    batches of them. JAX computes products with several dimensions of a kind.
 
     >>> over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     >>> ragged_dot_general(x, x, sizes, over_rows).shape

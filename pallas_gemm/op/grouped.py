@@ -37,7 +37,7 @@ class Mapped(NamedTuple):
     """A product of groups with a batch dimension, as one without it that is mapped.
 
     Attributes:
-        numbers: Those of the product without it.
+        numbers: The numbers of the product without it.
         lhs: Which dimension of the left operand is mapped.
         rhs: The same of the right operand.
         out: The same of the result.

@@ -43,10 +43,6 @@ BAND_IN_TURNS = 4
 one store slot and six stages, 16384 x 4096 x 2048 takes 365 us in bands of 4 rows of tiles, 409 of
 8; 8192 x 6144 x 1536 216 and 231, 8192 x 4096 x 4096 365 and 393; 24 of 1024 x 4096 x 1024 and 8192
 x 8192 x 1024 as long in either. Bands of columns are slower."""
-BAND_OF_WIDE = 8
-"""The same of tiles wider than high in turns. Logits in float32 of 8192 x 32000 with K=4096 take
-2766 us on an H200 in bands of 4, 2687 of 8 and 2682 of 16; of 8192 x 128256 11218 us in bands of 4
-and 11885 of 16."""
 ROWS_ALLOWED = 0.08
 """For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
 a step. With 0.12 (490 bytes, and 4096 multiplications of two bytes, each cycle) the way to the L2
@@ -74,6 +70,10 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     where no band of rows is as narrow as neighbours want it, columns do: 938 x 14080 x 3072 in
     tiles of 128 x 160 (mirrored) takes 104 us in a band of 6 columns, 108 us in bands of 16 rows.
 
+    Wide tiles in turns lie in the widest band that the L2 holds. Logits in float32 of 8192 x 128256
+    with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of 8192 x
+    32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
+
     Rows in groups share the right operand as far as their group goes: 64 and 32 groups of 256 rows
     take 1% longer on an H200 in bands of 8 rows of tiles than of 4, and 8 groups of 2048 rows as
     long in bands of 8 as of 16.
@@ -87,8 +87,9 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     if in_turns and config.tiles(problem) > config.workers(problem, device):
         if problem.symmetric:
             return f"swizzle:{BAND_OF_TRIANGLE}"
-        is_wide = config.tile[1] > config.tile[0]
-        return f"swizzle:{BAND_OF_WIDE if is_wide else BAND_IN_TURNS}"
+        if config.tile[1] > config.tile[0]:
+            return f"swizzle:{_walks(problem, config, device)[0].held_groups()[-1]}"
+        return f"swizzle:{BAND_IN_TURNS}"
     walks = _walks(problem, config, device)
     first = walks[0]
     one_wave = first.under_way == first.across * first.along

@@ -36,10 +36,10 @@ H200, and 321 and 334 us in tiles of 128 x 256 and 256 x 192. A symmetric result
 and in larger tiles a third of 4096 cubed would be beyond the diagonal or in a wave that is not
 full."""
 WIDE_IN_TURNS = (128, 192)
-"""The same for float32 results of 16-bit operands, which take fewer bytes of the L2 so. On an H200,
-logits of 8192 x 32000 with K=4096 take 2644 us so, 3089 in tiles of 128 x 128 in turns, and 2731
-and 2753 in tiles of 128 x 256 and 256 x 192 that are stored at once; with K=1024 711, 749 and 791.
-A tile of 128 x 256 is 128 KB, as much as four slots of operands."""
+"""The same for float32 results of 16-bit operands: it reads less of the L2. Logits of 8192 x 32000
+with K=4096 take 2644 us so on an H200, and 3089 us in tiles of 128 x 128 in turns. Stored at once,
+they take 2731 us in tiles of 128 x 256 and 2753 us in 256 x 192. With K=1024, it is 711, 749 and
+791 us. A tile of 128 x 256 takes 128 KB, as much as four slots of operands."""
 FILLING = (240, 224)
 """Columns of tiles of 128 rows that only count where they are few waves, of which they fill the
 last one: 2688 cubed takes 51.0 us on an H200 in tiles of 128 x 224, 54.0 in those of 128 x 160."""
