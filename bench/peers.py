@@ -350,6 +350,9 @@ def fused(case: Case) -> Callable[[Operands], Results]:
         "transpose_b": case.problem.transpose_b,
         "preferred_element_type": dtype,
     }
+    if case.scales == "blocks":
+        names = tuple(case.scale_shapes)
+        return lambda x: (op.gemm(x["a"], x["b"], **{own: x[own] for own in names}, **where),)
     if case.epilogue in ("none", "residual", "bias", "bias_gelu") and case.direction == "forward":
         activation = "gelu" if case.epilogue == "bias_gelu" else None
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bench.shapes import Case
+from bench.shapes import BLOCK, Case
 from pallas_gemm.tuning import accuracy
 
 Operands = dict[str, jax.Array]
@@ -33,6 +33,7 @@ def operand_shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["up"] = (problem.b_shape, b)
     if case.groups:
         shapes["sizes"] = ((case.groups,), jnp.int32)
+    shapes |= {name: (shape, jnp.float32) for name, shape in case.scale_shapes.items()}
     if case.direction != "forward":
         shapes["cotangent"] = (problem.out_shape, out)
     return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
@@ -46,14 +47,15 @@ def operand_bytes(case: Case) -> int:
 def make_operands(case: Case, key: jax.Array) -> Operands:
     """Returns operands drawn from N(0, 1), for the power that a GPU draws depends on its data.
 
-    Sizes of groups are the case's.
+    Sizes of groups are the case's. Scales of blocks are positive.
     """
     shapes = operand_shapes(case)
     keys = jax.random.split(key, len(shapes))
-    return {
+    found = {
         name: jnp.asarray(case.sizes) if name == "sizes" else normal(key, shape.shape, shape.dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
+    return found | {name: jnp.exp(found[name]) for name in case.scale_shapes}
 
 
 def plain(case: Case, by_groups: Callable[..., jax.Array] = lax.ragged_dot) -> Formula:
@@ -111,6 +113,8 @@ def formula(case: Case, product: Callable[..., jax.Array]) -> Formula:
 
     def forward(operands: Operands) -> jax.Array:
         sizes = [operands["sizes"]] if case.groups else []
+        if case.scales == "blocks":
+            return product(*_scaled(case, operands))
         total = product(operands["a"], operands.get("b", operands["a"]), *sizes)
         match case.epilogue:
             case "bias":
@@ -133,6 +137,21 @@ def formula(case: Case, product: Callable[..., jax.Array]) -> Formula:
         return gradients if case.direction == "backward" else (result, *gradients)
 
     return run
+
+
+def _scaled(case: Case, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns what operands with scales of blocks stand for, in the type of the result or wider."""
+    rows, cols = operands["row_scale"], operands["col_scale"].T
+    pairs = (("a", jnp.repeat(rows, BLOCK, 1)), ("b", _repeated(cols, (case.n, case.k))))
+    narrow = operands["a"].dtype.itemsize == 1
+    dtype = case.problem.out_dtype if narrow else operands["a"].dtype
+    a, b = ((operands[name].astype(jnp.float32) * scale).astype(dtype) for name, scale in pairs)
+    return a, b
+
+
+def _repeated(scale: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns the scale of each element of blocks in both dimensions."""
+    return jnp.repeat(jnp.repeat(scale, BLOCK, 0), BLOCK, 1)[: shape[0], : shape[1]]
 
 
 def _upright(case: Case, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ The text of a case is `MxNxK`, followed by what is not the default:
     16384x4096x4096:g8           rows in 8 groups, each with a right operand of its own
     16384x4096x4096:g8:zipf      of which group r has 1/r of the rows
     2048x2048x8192:NT:gram       x @ x.T, whose result is symmetric; TN for x.T @ x
+    8192x8192x8192:e4m3:NT:blocks    a scale for each 1 x 128 on the left, 128 x 128 on the right
 """
 
 import dataclasses
@@ -40,6 +41,9 @@ EPILOGUES = ("none", "bias", "bias_gelu", "residual", "swiglu")
 DIRECTIONS = ("forward", "backward", "both")
 ROUTINGS = ("uniform", "zipf", "one", "empty")
 FACTORS = ("two", "gram")
+SCALES = ("unscaled", "blocks")
+BLOCK = 128
+"""Elements that share a scale, along each dimension that has blocks."""
 NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dtype": tuple(DTYPES),
@@ -48,6 +52,7 @@ NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "direction": DIRECTIONS,
         "routing": ROUTINGS,
         "factors": FACTORS,
+        "scales": SCALES,
     }
 )
 """The fields of a case that are one of a few words, each of which is an option of its text."""
@@ -72,6 +77,8 @@ class Case:
             all), "empty" (every other group is, and the others are alike).
         factors: "two", or "gram" where one array is both, of which one is transposed; XLA computes
             the whole of that, and its work is what counts.
+        scales: "unscaled", or "blocks" where a row of the left operand has a scale for each 128
+            elements, and the right operand for each 128 x 128.
         source: The model that it comes from, or what it is there to show.
     """
 
@@ -86,6 +93,7 @@ class Case:
     groups: int = 0
     routing: str = "uniform"
     factors: str = "two"
+    scales: str = "unscaled"
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -113,8 +121,22 @@ class Case:
                 "gram is measured in the layouts NT and TN, for a square result that is forward and"
                 f" has no epilogue or groups, got {self.name}"
             )
+        if self.scales == "blocks":
+            self._check_blocks()
         if self.routing != "uniform" and not self.groups:
             raise ValueError(f"routing={self.routing!r} is one of groups, of which there are none")
+
+    def _check_blocks(self) -> None:
+        """Raises `ValueError` if a case with scales of blocks is not what is measured of them."""
+        rest = (self.dtype, self.layout, self.batch, self.factors)
+        rest += (self.groups, self.epilogue, self.direction)
+        if rest != ("e4m3", "NT", 1, "two", 0, "none", "forward"):
+            raise ValueError(
+                "blocks are measured of one product of e4m3 in the layout NT that is forward and"
+                f" has no epilogue or groups, got {self.name}"
+            )
+        if self.k % (4 * BLOCK):
+            raise ValueError(f"with blocks, k must be a multiple of {4 * BLOCK}, got {self.k}")
 
     @property
     def name(self) -> str:
@@ -126,6 +148,7 @@ class Case:
             (f"g{self.groups}", "g0"),
             (self.routing, "uniform"),
             (self.factors, "two"),
+            (self.scales, "unscaled"),
             (self.epilogue, "none"),
             (self.direction, "forward"),
         ]
@@ -152,8 +175,8 @@ class Case:
     @property
     def is_bare(self) -> bool:
         """Whether it is a product of two operands and nothing more."""
-        words = self.epilogue, self.direction, self.factors
-        return words == ("none", "forward", "two") and not self.groups
+        words = self.epilogue, self.direction, self.factors, self.scales
+        return words == ("none", "forward", "two", "unscaled") and not self.groups
 
     @property
     def sizes(self) -> np.ndarray:
@@ -167,6 +190,14 @@ class Case:
         }[self.routing]
         ends = np.round(self.m * np.cumsum(share) / share.sum())
         return np.diff(ends, prepend=0).astype(np.int32)
+
+    @property
+    def scale_shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the scales of blocks, by their names in `gemm`; empty without blocks."""
+        if self.scales != "blocks":
+            return {}
+        deep = self.k // BLOCK
+        return {"row_scale": (self.m, deep), "col_scale": (deep, -(-self.n // BLOCK))}
 
     @property
     def products(self) -> int:
@@ -187,6 +218,8 @@ class Case:
         b = int(np.prod(problem.b_shape)) * problem.b_dtype.itemsize
         out = int(np.prod(problem.out_shape)) * problem.out_dtype.itemsize
         forward = a + out if self.factors == "gram" else a + b + out
+        if self.scales == "blocks":
+            forward += 4 * sum(rows * cols for rows, cols in self.scale_shapes.values())
         if self.epilogue == "swiglu":
             forward += b
         if self.epilogue == "residual":
@@ -400,6 +433,28 @@ _SYMMETRIC = tuple(
         (512, 512, 1, "NT"),
     )
 )
+# Those that DeepSeek-V3 and Llama 3 8B have of a few thousand tokens, a few tokens, and a square.
+_BLOCKS = tuple(
+    dataclasses.replace(case, dtype="e4m3", layout="NT", scales="blocks")
+    for case in (
+        _square(4096),
+        _square(8192),
+        *(
+            Case(m, n, 7168, source="DeepSeek-V3")
+            for m, n in ((4096, 2048), (4096, 18432), (64, 18432))
+        ),
+        *_layers(
+            "DeepSeek-V3",
+            (4096,),
+            {name: _DEEPSEEK_V3[name] for name in ("q up", "attention out", "down")},
+        ),
+        *_layers(
+            "Llama 3 8B",
+            (8192,),
+            {name: _LLAMA_8B[name] for name in ("qkv", "attention out", "gate and up", "down")},
+        ),
+    )
+)
 _SHORT = (
     _square(1024),
     _square(2048),
@@ -434,6 +489,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = MappingProxyType(
         "gradients": _GRADIENTS,
         "grouped": _GROUPED,
         "symmetric": _SYMMETRIC,
+        "blocks": _BLOCKS,
     }
 )
 """The suites by name; "short" is the one that a person runs first."""

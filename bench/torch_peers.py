@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from bench.peer import Candidate, Runner, missing
@@ -29,6 +30,8 @@ class Torch:
         """Returns why it cannot compute a case, or None."""
         if case.groups and case.dtype != "bf16":
             return "its grouped product takes bfloat16 only"
+        if case.scales == "blocks":
+            return None
         if case.dtype not in ("bf16", "f16", "f32"):
             return "its @ takes no 8-bit types"
         return None
@@ -43,7 +46,11 @@ class Torch:
 
         # XLA multiplies float32 in TF32 unless told otherwise; so does torch then.
         torch.backends.cuda.matmul.allow_tf32 = True
-        tensors = {name: torch.from_dlpack(x) for name, x in operands.items()}
+        tensors = {name: _tensor(x) for name, x in operands.items()}
+        if "row_scale" in tensors:
+            # It takes scales whose rows follow each other, and of those of blocks whose columns do.
+            for name in ("row_scale", "col_scale"):
+                tensors[name] = tensors[name].t().contiguous().t()
         if "sizes" in tensors:
             # It takes where groups end.
             tensors["ends"] = torch.cumsum(tensors["sizes"], 0, dtype=torch.int32)
@@ -71,6 +78,8 @@ class Triton(Torch):
 
     def refusal(self, case: Case) -> str | None:
         """Returns why it cannot compute a case, or None."""
+        if case.scales == "blocks":
+            return "its products take no scales of blocks"
         return "no groups" if case.groups else super().refusal(case)
 
     def candidates(self, case: Case) -> Sequence[Candidate]:
@@ -131,6 +140,13 @@ def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
 
     def forward(operands: Mapping[str, Any]) -> Any:
         a, b = _upright_tensors(case, operands["a"], operands.get("b", operands["a"]))
+        if case.scales == "blocks":
+            return torch._scaled_mm(  # noqa: SLF001 - its only name
+                *(a, b),
+                scale_a=operands["row_scale"],
+                scale_b=operands["col_scale"],
+                out_dtype=torch.bfloat16,
+            )
         match case.epilogue:
             case "bias":
                 return torch.matmul(a, b) + operands["bias"]
@@ -162,6 +178,16 @@ def torch_formula(case: Case) -> Callable[[Mapping[str, Any]], Any]:
         return (forward(operands), *backward(operands))
 
     return run
+
+
+def _tensor(x: jax.Array) -> Any:
+    """Returns an array as a tensor, of 8-bit floats by way of their bits."""
+    torch = _torch()
+
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
+        return torch.from_dlpack(bits).view(getattr(torch, str(x.dtype)))
+    return torch.from_dlpack(x)
 
 
 def _torch() -> Any:

@@ -236,6 +236,42 @@ def test_one_array_is_both_operands_of_a_symmetric_product(layout: str) -> None:
     assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
 
 
+def test_blocks_have_scales_of_their_own() -> None:
+    case = shapes.parse("72x200x512:e4m3:NT:blocks")
+    assert case in {shapes.parse(case.name)}
+    operands = products.make_operands(case, jax.random.key(1))
+    assert {name: x.shape for name, x in operands.items() if "scale" in name} == {
+        "row_scale": (72, 4),
+        "col_scale": (4, 2),
+    }
+    a, b, rows, cols = (np.asarray(x).astype(np.float64) for x in operands.values())
+    expected = sum(
+        (a[:, block] @ b[:, block].T) * rows[:, [i]] * np.repeat(cols[i], 128)[:200]
+        for i, block in enumerate(np.arange(512).reshape(4, 128))
+    )
+    (exact,) = products.exact(case)(operands)
+    np.testing.assert_allclose(exact, expected, rtol=1e-5, atol=1e-3)
+    for formula in (products.plain(case), peers.fused(case)):
+        (result,) = formula(operands)
+        assert result.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(result, np.float64) - expected)
+        assert error < 0.01 * np.linalg.norm(expected)
+    assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("256x384x1024:NT:blocks", "one product of e4m3 in the layout NT"),
+        ("256x384x1024:e4m3:blocks", "one product of e4m3 in the layout NT"),
+        ("256x384x1000:e4m3:NT:blocks", "k must be a multiple of 512, got 1000"),
+    ],
+)
+def test_blocks_are_measured_of_what_all_peers_take(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        shapes.parse(text)
+
+
 def test_rows_are_dealt_to_groups_as_the_case_says() -> None:
     dealt = {
         routing: Case(100, 8, 8, groups=4, routing=routing).sizes.tolist()
