@@ -23,10 +23,12 @@ class Operand(NamedTuple):
     Attributes:
         kind: Which dimensions of the result it has.
         dtype: Its element type in the program.
+        counts: Its values count up by one, so that the first of some says what the others are.
     """
 
     kind: str
     dtype: np.dtype
+    counts: bool = False
 
     @property
     def loaded(self) -> np.dtype:
@@ -115,6 +117,12 @@ class Program:
     def tiles(self) -> tuple[Operand, ...]:
         """The operands with a value for each element."""
         return tuple(operand for operand in self.operands if operand.kind == "mn")
+
+    @property
+    def compared(self) -> tuple[Operand, ...]:
+        """The vectors of rows, if the numbers of columns are known beside them."""
+        counts = any(operand.counts for operand in self.operands)
+        return tuple(own for own in self.operands if own.kind == "m") if counts else ()
 
     @property
     def arrays(self) -> tuple[Result, ...]:

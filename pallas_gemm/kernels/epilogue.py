@@ -101,7 +101,12 @@ def _load(problem: Problem, strip: Strip, vector: Any, operand: Operand) -> Any:
         return _of_type(place.scalar(vector, strip.batch), operand.dtype)
     # Rows of the result are columns of a kernel that keeps its sums transposed.
     axis = "mn".index(operand.kind) ^ problem.transpose_out
-    here = pl.ds(*(strip.rows, strip.cols)[axis])
+    first, length = (strip.rows, strip.cols)[axis]
+    if operand.counts:
+        shape = (strip.rows[1], strip.cols[1])
+        counted = plgpu.broadcasted_iota(operand.dtype, shape, axis, layout=strip.layout)
+        return counted + place.vector(vector, strip.batch)[first]
+    here = pl.ds(first, length)
     # The layout that a sum over the other axis would have.
     layout = strip.layout.reduce(1 - axis)
     values = plgpu.load(place.vector(vector, strip.batch).at[here], layout=layout, optimized=False)

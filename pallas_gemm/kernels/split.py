@@ -277,6 +277,18 @@ class _Splitter:
             return dtype in FLOATS | CARRIED
         return dtype.itemsize <= 4 and not np.issubdtype(dtype, np.complexfloating)
 
+    def counts(self, number: int) -> bool:
+        """Whether a value is the number of each column, which a kernel counts without loading."""
+        equation = self.made.get(number)
+        columns = "".join(x for x in self.names.columns if self.sizes[x] != 1)
+        is_int = self.flat.types[number].dtype == np.int32
+        return (
+            equation is not None
+            and equation.primitive.name == "iota"
+            and is_int
+            and self.axes[number] == columns
+        )
+
     def split(self) -> Split | str:
         """Returns the parts of the function."""
         wanted: dict[int, Result] = {}
@@ -423,7 +435,11 @@ class _Builder:
 
         steps = [x._replace(inputs=tuple(map(final, x.inputs))) for x in self._steps]
         operands = [
-            Operand(self._from.kind(x), np.dtype(self._from.flat.types[x].dtype))
+            Operand(
+                self._from.kind(x),
+                np.dtype(self._from.flat.types[x].dtype),
+                self._from.counts(x),
+            )
             for x in self.operands
         ]
         ends = tuple(result._replace(value=final(result.value)) for result in results)

@@ -219,6 +219,40 @@ def test_equal_operations_are_computed_once() -> None:
     assert names.count("tanh") == names.count("add") == 1
 
 
+def test_numbers_of_columns_are_counted_by_a_kernel_and_not_loaded() -> None:
+    parts = _split(_picked, _type(M, dtype=jnp.int32))
+    assert isinstance(parts, Split)
+    assert [(own.kind, own.counts) for own in parts.program.operands] == [
+        ("m", False),
+        ("n", True),
+    ]
+    assert [own.kind for own in parts.program.compared] == ["m"]
+
+
+def _numbered(axis: int, dtype: Any, times: int = 1) -> Callable[[Any], Any]:
+    return lambda s: s * (times * lax.broadcasted_iota(dtype, s.shape, axis))
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (_numbered(0, jnp.int32), Names("mn", "m", "n")),
+        (_numbered(1, F32), Names("mn", "m", "n")),
+        (_numbered(1, jnp.int32, 2), Names("mn", "m", "n")),
+        # In columns of two dimensions, the numbers of the second begin anew.
+        (_numbered(2, jnp.int32), Names("mnh", "m", "nh")),
+        (_numbered(1, jnp.int32), Names("mnh", "m", "nh")),
+    ],
+)
+def test_other_numbers_are_loaded(function: Callable[[Any], Any], names: Names) -> None:
+    types = _type(*(M, N, 4)[: len(names.out)])
+    parts = split(jax.make_jaxpr(function)(types), names)
+    assert isinstance(parts, Split)
+    assert len(parts.program.operands) == 1
+    assert not parts.program.operands[0].counts
+    assert not parts.program.compared
+
+
 def test_a_sum_over_some_rows_only_is_left_to_xla() -> None:
     found = _split(lambda s: jnp.sum(s * 2, 0), shape=(3, M, N), out="tmn")
     assert isinstance(found, Split)

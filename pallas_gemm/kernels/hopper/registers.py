@@ -38,15 +38,15 @@ def _arrays(problem: Problem) -> int:
 def _vectors(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
-    One vector of columns is part of what is left for the assembler. Sums of exp of rows count too.
+    One vector of columns is part of what is left for the assembler. Reductions along rows count
+    for two strips: that of the tile so far, and the next one.
     """
     program = words.program(problem)
     kinds = [operand.kind for operand in program.operands]
     of_rows, of_columns = kinds.count("m"), kinds.count("n") - problem.epilogue.bias
     across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    # Of a tile so far, and of its next strip.
-    exponentials = 2 * along * sum(own.vectors for own in program.reductions if own.vectors > 1)
-    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + exponentials
+    reduced = 2 * along * sum(own.vectors for own in program.reductions if own.kind == "m")
+    return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + reduced
 
 
 def reordered_registers(program: Program, addresses: int) -> int:

@@ -21,9 +21,12 @@ from pallas_gemm.problem import Problem
 
 SPARE_REGISTERS = 64
 """What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
-SPARE_OF_REDUCTIONS = 16
+SPARE_OF_REDUCTIONS = 12
 """The same where every result is reduced. Wide strips are shuffled less: log-sum-exp of 128 x 256
 takes 2,267 instructions of a kernel in strips of 32 columns, and 4,619 in strips of 8."""
+MOST_COMPARED = 3
+"""Vectors of rows of a mirrored product stored late, beside the numbers of its columns. Four spill
+14 registers of a tile of 128 x 256, and none without the numbers."""
 UNROLLED_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
@@ -141,9 +144,13 @@ class HopperTiling(GemmConfig):
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
         # The parts of a division are too many, with panels of a transposed left operand above all.
-        short = self.consumer_tile[0] == WGMMA_ROWS and not problem.transpose_a
+        alone = self.consumers == 1 or not problem.transpose_a
+        short = self.consumer_tile[0] == WGMMA_ROWS and alone
+        program = words.program(problem)
         early = not self.late_store and self.sum_registers > (128 if short else 104)
-        if early and divides(words.program(problem).primitives):
+        if early and divides(program.primitives):
+            return False
+        if self.late_store and problem.transpose_out and len(program.compared) > MOST_COMPARED:
             return False
         free = self._free_registers(problem, self.finished_columns(problem))
         return free >= self._needed_registers(problem)

@@ -243,6 +243,57 @@ def test_log_sum_exp_spills_nothing_and_has_no_array_in_memory(keeps: bool, shap
     assert ("cp.async.bulk.tensor.2d.global.shared" in report.ptx) == keeps
 
 
+def _loss_and_total(s: Any, label: Any) -> Any:
+    return *_loss(s, label)[:1], jnp.sum(s, -1)
+
+
+def _slopes(s: Any, lse: Any, of_lse: Any, of_label: Any, label: Any) -> Any:
+    g = jnp.exp(s - lse[:, None]) * of_lse[:, None]
+    position = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    return (g + jnp.where(position == label[:, None], of_label[:, None], 0)).astype(BF16)
+
+
+def _report_of(function: Any, shape: Any, vectors: int, config: Any = None) -> offline.Report:
+    m, n, k = shape
+    shapes = [jax.ShapeDtypeStruct(x, BF16) for x in ((m, k), (k, n))]
+    given = [jax.ShapeDtypeStruct((m,), F32)] * vectors + [jax.ShapeDtypeStruct((m,), jnp.int32)]
+
+    def f(a: Any, b: Any, *operands: Any) -> Any:
+        return gemm(a, b, epilogue=function, operands=operands, config=config)
+
+    with target("h200"):
+        (report,) = offline.compile_reports(f, *shapes, *given, target="h200")
+    return report
+
+
+@pytest.mark.parametrize(
+    ("function", "vectors", "shape"),
+    [
+        # The last tile reaches beyond the edge, so that values are masked.
+        (_loss_and_total, 0, (8192, 151936, 2048)),
+        # In mirrored tiles that are stored late, this spilled.
+        (_slopes, 3, (8192, 4480, 2048)),
+    ],
+)
+def test_many_vectors_of_rows_spill_nothing(function: Any, vectors: int, shape: Any) -> None:
+    report = _report_of(function, shape, vectors)
+    assert report.spill_bytes == 0
+    assert not report.serialized
+
+
+def test_rows_that_are_compared_with_columns_are_not_stored_late_and_mirrored() -> None:
+    config = HopperConfig(tile=(128, 256), late_store=True, mirrored=True)
+    with pytest.raises(ValueError, match="a consumer has at most 232 registers"):
+        _report_of(_slopes, (8192, 4480, 2048), 3, config)
+
+
+def test_a_kernel_counts_columns_and_waits_for_no_load_of_them() -> None:
+    report = _report_of(lambda *x: _loss(*x)[0], (4096, 32768, 4096), 0)
+    assert "ld.v2.b32" not in report.ptx
+    # Nothing is stored by TMA, so that consumers need no barrier of their own either.
+    assert "fence.proxy.async" not in report.ptx
+
+
 def _of_both(gate: Any, up: Any, residual: Any) -> Any:
     z = jnp.maximum(gate, 0) * up + residual.astype(F32)
     return z.astype(BF16), jnp.sum(z, -1), jnp.max(z, -2), up

@@ -172,8 +172,9 @@ def _strip(at: place.Where, chunk: Chunk, columns: slice) -> epilogue.Strip:
 
 def _store(cta: Cta, me: Scalar, at: place.Where, number: int, values: Sequence[Any]) -> None:
     if not values:
-        # What was loaded has been read by all threads before its slots are filled again.
-        plgpu.commit_smem()
+        if cta.plan.problem.loaded_dtypes:
+            # It has been read by all threads before its slots are filled again.
+            plgpu.commit_smem()
         return
     by = _store_by_tma if cta.plan.stored_by_tma else _store_by_threads
     by = _store_twice if cta.plan.problem.symmetric else by
