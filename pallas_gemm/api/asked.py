@@ -6,6 +6,7 @@ described as the one that it would be if it were asked of this package.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,9 +26,10 @@ from pallas_gemm.op.grouped import NO_FORM, grouped_p
 from pallas_gemm.op.loss import function_of, statistics_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
+from pallas_gemm.op.quantize import quantize_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
-from pallas_gemm.planning import scheme
+from pallas_gemm.planning import quantize, scheme
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Problem
@@ -120,6 +122,20 @@ def last_layers(program: Program) -> tuple[str, ...]:
             hidden, weight, *_ = (v.aval for v in operation.equation.invars)
             found.append(str(operation.equation.params["layer"].chunks(hidden, weight)))
     return tuple(dict.fromkeys(found))
+
+
+def quantized(program: Program, device: Any) -> tuple[str, ...]:
+    """Returns what quantizes each array that is quantized in blocks, for a GPU or None."""
+    found: Counter[str] = Counter()
+    for operation in program.operations:
+        if operation.equation.primitive is quantize_p:
+            named = operation.equation.params
+            signature = signature_of((operation.equation.invars[0].aval,))
+            own = quantize.decide(
+                named["how"], signature, named["target"] or device, named["implementation"]
+            )
+            found[str(own)] += operation.times
+    return tuple(f"{times} x {text}" if times > 1 else text for text, times in found.items())
 
 
 def _inputs(operation: Operation) -> Iterator[tuple[Value, Any]]:

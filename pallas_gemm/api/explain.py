@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_gemm.api.asked import Asked, last_layers, products
+from pallas_gemm.api.asked import Asked, last_layers, products, quantized
 from pallas_gemm.api.explanation import Explanation
 from pallas_gemm.api.findings import Entry
 from pallas_gemm.api.passes import passes_of
@@ -136,6 +136,7 @@ def _explained(program: Program, outside: list[_Outside]) -> Explanation:
         passes_of(program),
         device,
         last_layers=last_layers(program),
+        quantized=quantized(program, device),
     )
 
 

@@ -48,6 +48,7 @@ class Explanation(Findings):
         if self.rewritten is not None:
             parts += [_row("accelerated" * (not i), text, 0) for i, text in enumerate(_fate(self))]
         parts += [_row("last layer", text, 0) for text in self.last_layers]
+        parts += [_row("quantized", text, 0) for text in self.quantized]
         parts += [
             _row("after it" if copy.is_epilogue else "before it", str(copy), 0)
             for copy in _together(self.all_copies)
@@ -70,6 +71,7 @@ class Explanation(Findings):
             table.add_row(*_cells(group, self))
         rows = [_row(name, text, 0) for name, text in _totals(self)]
         rows += [_row("last layer", text, 0) for text in self.last_layers]
+        rows += [_row("quantized", text, 0) for text in self.quantized]
         rows += [_row("to change", hint, 0) for hint in hints(self)]
         return Lines(table, *rows)
 
@@ -80,6 +82,7 @@ class Explanation(Findings):
             "outside": [{"what": what, "why": why} for what, why in self.outside],
             "copies": [dataclasses.asdict(copy) for copy in self.all_copies],
             "last_layers": list(self.last_layers),
+            "quantized": list(self.quantized),
             "passes": [dataclasses.asdict(own) for own in self.passes],
             "by_jax": list(self.by_jax),
             "rewritten": [dataclasses.asdict(own) for own in self.rewritten or ()],

@@ -151,6 +151,7 @@ class Findings:
         rewritten: What became of the products that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
         last_layers: How `linear_cross_entropy` computes gradients, and what memory that takes.
+        quantized: What quantizes each array that is quantized in blocks, and why.
     """
 
     entries: tuple[Entry, ...]
@@ -163,6 +164,7 @@ class Findings:
     rewritten: tuple[Found, ...] | None = None
     configs: bool = False
     last_layers: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
 
     @property
     def products(self) -> tuple[Decision, ...]:

@@ -47,6 +47,12 @@ class Quantization:
     axes: tuple[int, ...]
     power_of_two: bool = False
 
+    def __str__(self) -> str:
+        names = {ALONG: "rows", ACROSS: "columns"}
+        lines = " and ".join(names[axis] for axis in self.axes)
+        block = " x ".join(map(str, self.block))
+        return f"to {self.dtype} in blocks of {block} along {lines}"
+
     @property
     def largest(self) -> float:
         """The largest magnitude of a value."""

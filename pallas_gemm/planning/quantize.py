@@ -34,6 +34,10 @@ class Quantizer(NamedTuple):
     plan: QuantizePlan | None
     reason: str
 
+    def __str__(self) -> str:
+        by = "XLA" if self.plan is None else f"a kernel for {self.plan.device.kind}"
+        return f"{list(self.shape)} {self.how}, by {by}: {self.reason}"
+
     def run(self) -> Callable[[jax.Array], list[Any]]:
         """Returns what does it."""
         if self.plan is None:
@@ -72,7 +76,7 @@ def decide(
         return Quantizer(how, shape, None, why)
     assert device is not None
     plan = QuantizePlan(how, _matrices(how, shape), dtype, device, simulated and _simulator())
-    return Quantizer(how, shape, plan, "a kernel reads it once")
+    return Quantizer(how, shape, plan, "it reads the array once")
 
 
 def _why_xla(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import gemm, quantize
+from pallas_gemm import explain, gemm, quantize
 from pallas_gemm.op import kept_kernels
 from tests.quantized import assert_quantized, quantized
 
@@ -191,3 +192,21 @@ def test_quantized_operands_are_multiplied() -> None:
     )
     error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
     assert error < 5e-3
+
+
+def test_explain_says_what_quantizes_an_array_and_why() -> None:
+    def step(x: Any, w: Any) -> Any:
+        return quantize(x, axis="both"), quantize(x, axis="both"), quantize(w, dtype=E5M2)
+
+    x, w = (jax.ShapeDtypeStruct((256, n), jnp.bfloat16) for n in (512, 300))
+    with pallas_gemm.target("h200"):
+        found = explain(step, x, w)
+    assert found.quantized == (
+        "2 x [256, 512] to float8_e4m3fn in blocks of 1 x 128 along rows and columns, by a kernel"
+        " for NVIDIA H200: it reads the array once",
+        "[256, 300] to float8_e5m2 in blocks of 1 x 128 along rows, by XLA: the number of columns"
+        " must be a multiple of 8 for bfloat16, got 300",
+    )
+    assert "quantized     2 x [256, 512] to float8_e4m3fn" in str(found)
+    assert found.quantized[0] in json.loads(found.json())["quantized"]
+    assert "by XLA: the program is for no GPU" in explain(step, x, w).quantized[0]
