@@ -71,8 +71,8 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     tiles of 128 x 160 (mirrored) takes 104 us in a band of 6 columns, 108 us in bands of 16 rows.
 
     Wide tiles in turns lie in the widest band that the L2 holds. Logits in float32 of 8192 x 128256
-    with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of 8192 x
-    32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
+    with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of
+    8192 x 32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
 
     Rows in groups share the right operand as far as their group goes: 64 and 32 groups of 256 rows
     take 1% longer on an H200 in bands of 8 rows of tiles than of 4, and 8 groups of 2048 rows as
