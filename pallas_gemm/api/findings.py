@@ -151,7 +151,7 @@ class Findings:
         rewritten: What became of the products that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
         last_layers: How `linear_cross_entropy` computes gradients, and what memory that takes.
-        quantized: What quantizes each array that is quantized in blocks, and why.
+        quantized: Each array that is quantized in blocks, by a kernel or by XLA, and why.
     """
 
     entries: tuple[Entry, ...]
