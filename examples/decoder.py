@@ -4,7 +4,7 @@
                               │  ▲
         projections, rotary positions, attention over the cache, gated feed-forward network
 
-The parameters are a tree of arrays, or of records of few bits in place of the matrices. The products
+The parameters are a tree of arrays, or of records of few bits in place of the matrices. Products
 are those of `pallas_gemm` or of `jax.numpy`; all else is the same.
 """
 
@@ -57,7 +57,7 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
 
 
 class Products(NamedTuple):
-    """Who multiplies.
+    """The products of one party.
 
     Attributes:
         dense: Takes rows, a matrix and a residual or None.
@@ -134,7 +134,7 @@ def logits_of(
     """Returns the logits that follow the last of some tokens, in float32, and the cache with these.
 
     Args:
-        products: Who multiplies.
+        products: The products of one party.
         sizes: The decoder's.
         params: Its parameters.
         tokens: `[examples, tokens]`, which follow what is in the cache.
@@ -157,7 +157,7 @@ def read(
     """Returns the logits that follow a prompt, and the cache with it.
 
     Args:
-        products: Who multiplies.
+        products: The products of one party.
         sizes: The decoder's.
         positions: How many tokens the cache is for.
         params: Its parameters.
@@ -173,12 +173,12 @@ def decode(
     """Returns the tokens that follow, the likeliest each time, `[examples, steps]`.
 
     Args:
-        products: Who multiplies.
+        products: The products of one party.
         sizes: The decoder's.
-        steps: How many tokens follow: for so many there is room at the end of the cache.
+        steps: How many tokens follow; the end of the cache is free for them.
         params: Its parameters.
         logits: The logits of the first of them.
-        cache: What comes before.
+        cache: The cache with all that comes before.
     """
 
     def step(carry: Any, position: jax.Array) -> tuple[Any, jax.Array]:

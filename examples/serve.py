@@ -4,8 +4,8 @@
         seconds, on any computer
     python examples/serve.py --preset=8b-blocks --examples=1
         four blocks of the sizes of an 8B model, one GPU
-    python examples/serve.py --preset=8b-blocks --explain
-        what would compute each product of the decoder with 4 bits
+
+`--explain` says what would compute each product of the decoder with 4 bits.
 
 The decoder is drawn, so what it says means nothing. It decodes greedily, all tokens in one jitted
 loop with a cache. The speed is that of the loop, without the prompt, in turns. Memory is that of
@@ -48,7 +48,7 @@ BITS: dict[str, Any] = {
 
 
 class Request(NamedTuple):
-    """What is asked for on the command line.
+    """The values of the flags of the command line.
 
     Attributes:
         examples: How many prompts there are.

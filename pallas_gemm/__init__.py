@@ -39,6 +39,7 @@ from pallas_gemm.api.loss import linear_log_probs as linear_log_probs
 from pallas_gemm.api.loss import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
+from pallas_gemm.api.model_weights import quantize_weights as quantize_weights
 from pallas_gemm.api.numerics import numerics as numerics
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
@@ -49,7 +50,6 @@ from pallas_gemm.api.recipe import Recipe as Recipe
 from pallas_gemm.api.symmetric import gram as gram
 from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
 from pallas_gemm.api.weights import QuantizedWeight as QuantizedWeight
-from pallas_gemm.api.weights import quantize_weights as quantize_weights
 from pallas_gemm.computer.driver import skip_check_without_driver as _skip_check_without_driver
 from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig

@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import BLOCKS, KINDS, Blocks, Epilogue, Problem
+from pallas_gemm.problem import KINDS, OF_FACTORS, Blocks, Epilogue, Problem
 from pallas_gemm.program import Program
 from schedules import OnlineSchedule, Pieces, Schedule
 
@@ -36,6 +36,8 @@ class Operands(NamedTuple):
     row_blocks: Any = None
     col_blocks: Any = None
     up_blocks: Any = None
+    col_zeros: Any = None
+    up_zeros: Any = None
     bias: Any = None
     residual: Any = None
     alpha: Any = None
@@ -196,7 +198,8 @@ class Call:
         left, right = given.row_blocks, given.col_blocks
         deep = left[0][-1] if left else right[0][-2]
         rows, columns = left and left[0][-2], right and right[0][-1]
-        return Blocks(k // deep, m // rows if rows else 0, n // columns if columns else 0)
+        sizes = (k // deep, m // rows if rows else 0, n // columns if columns else 0)
+        return Blocks(*sizes, zeros=self.epilogue.col_zeros)
 
     def with_target(self, device: Device | None) -> Self:
         """Returns the call with the GPU to plan for."""
@@ -358,5 +361,5 @@ def signature_of(operands: tuple[Any, ...]) -> Signature:
 
 EXTRAS = tuple(name for name in DIMENSIONS if name not in ("a", "b", "up"))
 """Names of the operands that the epilogue takes."""
-OF_RESULT = tuple(name for name in EXTRAS if name not in BLOCKS)
+OF_RESULT = tuple(name for name in EXTRAS if name not in OF_FACTORS)
 """Names of those whose dimensions are the result's."""

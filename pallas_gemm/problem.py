@@ -40,6 +40,8 @@ KINDS = MappingProxyType(
         "row_blocks": "mk",
         "col_blocks": "kn",
         "up_blocks": "kn",
+        "col_zeros": "kn",
+        "up_zeros": "kn",
         "bias": "n",
         "residual": "mn",
         "alpha": "",
@@ -55,6 +57,9 @@ and columns (n) of the result, both or none; or some of those of a factor, in bl
 BLOCKS = ("row_blocks", "col_blocks", "up_blocks")
 """Those of them that scale a factor block by block: each has a value for each block of it, and so
 it is smaller than the factor."""
+ZEROS = ("col_zeros", "up_zeros")
+"""The values of a right operand that stand for 0, one for each of its blocks."""
+OF_FACTORS = (*BLOCKS, *ZEROS)
 SCALES = ("row_scale", "col_scale", "up_scale")
 """Those of them that are vectors by which sums are multiplied."""
 
@@ -80,6 +85,8 @@ class Epilogue:
         row_blocks: There is one value per block of the left operand to scale it with.
         col_blocks: There is one value per block of the right operand to scale it with.
         up_blocks: There is one value per block of the other right operand to scale it with.
+        col_zeros: There is one value per block of the right operand that is taken off it first.
+        up_zeros: There is one value per block of the other right operand, likewise.
         row_scale: There is one value per row to scale the sum with.
         col_scale: There is one value per column to scale the sum with.
         up_scale: There is one value per column to scale the sum of up with.
@@ -96,6 +103,8 @@ class Epilogue:
     row_blocks: bool = False
     col_blocks: bool = False
     up_blocks: bool = False
+    col_zeros: bool = False
+    up_zeros: bool = False
     row_scale: bool = False
     col_scale: bool = False
     up_scale: bool = False
@@ -116,8 +125,8 @@ class Epilogue:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The operands that scale factors block by block, by their names and in their order."""
-        return tuple(name for name in BLOCKS if getattr(self, name))
+        """The operands with values for blocks of the factors, by their names, in their order."""
+        return tuple(name for name in OF_FACTORS if getattr(self, name))
 
     @property
     def of_whole_sums(self) -> "Epilogue":
@@ -128,8 +137,10 @@ class Epilogue:
 
     @property
     def of_blocks(self) -> "Epilogue":
-        """Nothing but the scales of blocks, of the factors of one sum."""
-        return Epilogue(row_blocks=self.row_blocks, col_blocks=self.col_blocks)
+        """Nothing but the values of blocks, of the factors of one sum."""
+        return Epilogue(
+            row_blocks=self.row_blocks, col_blocks=self.col_blocks, col_zeros=self.col_zeros
+        )
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -159,15 +170,18 @@ class Blocks(NamedTuple):
         k: Contracted elements of each.
         rows: Rows of each block of the left operand; 0 if its blocks have no scales.
         columns: Columns of each block of the right operand, or of each of both; 0 likewise.
+        zeros: Blocks of the right operand have a value each that stands for 0.
     """
 
     k: int
     rows: int = 0
     columns: int = 0
+    zeros: bool = False
 
     def __str__(self) -> str:
         left = f"{self.rows} x {self.k} of a" if self.rows else ""
         right = f"{self.k} x {self.columns} of b" if self.columns else ""
+        right += " with zero points" if self.zeros else ""
         return "blocks of " + " and ".join(filter(None, (left, right)))
 
 
@@ -383,5 +397,6 @@ def _mirrored(problem: Problem) -> Problem:
         shared_a=problem.shared_b,
         shared_b=problem.shared_a,
         arrays=tuple((left, right) for right, left in problem.arrays),
-        blocks=problem.blocks and Blocks(problem.blocks.k, *problem.blocks[:0:-1]),
+        blocks=problem.blocks
+        and problem.blocks._replace(rows=problem.blocks.columns, columns=problem.blocks.rows),
     )

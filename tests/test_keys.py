@@ -199,6 +199,8 @@ NOT_TUNED_APART = {
     ".epilogue.row_blocks": "the problem has the blocks",
     ".epilogue.col_blocks": "the problem has the blocks",
     ".epilogue.up_blocks": "the problem has the blocks",
+    ".epilogue.col_zeros": "the problem has the blocks",
+    ".epilogue.up_zeros": "the problem has the blocks",
     ".transpose_out": "a kernel's own view of a problem",
     ".kept": "a few rows and columns",
     ".terms": "they take the same steps",

@@ -14,7 +14,7 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Operands
 from pallas_gemm.op.contraction import ONE, Contraction, Shape
-from pallas_gemm.problem import BLOCKS, SCALES
+from pallas_gemm.problem import BLOCKS, OF_FACTORS, SCALES
 
 SHORTEST = 16
 """Contracted elements of a block, unless it is all of them. Shorter ones would mostly be scales of
@@ -31,12 +31,15 @@ class Factor(NamedTuple):
         lead: Its leading dimensions.
         size: Its rows if it is the left one, its columns if it is the right one.
         k: Contracted elements.
+        weights: It has few bits beside a wider factor. Then a scale with all dimensions is one of
+            its blocks, whatever else the shape may mean.
     """
 
     name: str
     lead: Shape
     size: int
     k: int
+    weights: bool = False
 
 
 def checked(name: str, scale: Any, factor: Factor, *, left: bool) -> Any:
@@ -174,7 +177,7 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
         The dimensions, and the operands in shapes that have them.
     """
     sizes = dims.sizes(given.a.shape, given.b.shape)
-    scales = {own: x for own in OF_SCALES.values() if (x := getattr(given, own)) is not None}
+    scales = {own: x for own in OF_FACTORS if (x := getattr(given, own)) is not None}
     counts: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
     for name, x in scales.items():
         pair = ("m", "k") if name == "row_blocks" else ("k", "n")
@@ -248,6 +251,24 @@ def _reshaped(x: Any, letters: str, cuts: Mapping[str, Cut]) -> tuple[Any, str]:
             shape = (*shape[:place], *cuts[c].sizes, *shape[place + 1 :])
             x = _shaped(x, shape)
     return x, new
+
+
+def cut_spec(spec: Any, before: str, after: str) -> Any:
+    """Returns how a result whose dimensions are cut is split: the outermost part as the whole.
+
+    Args:
+        spec: The axes that split each dimension before it is cut, or None.
+        before: The letters of these.
+        after: The letters of the parts; the last part of each has the letter of the whole.
+    """
+    if spec is None:
+        return None
+    axes, found, is_first = dict(zip(before, spec, strict=False)), [], True
+    for place, letter in enumerate(after):
+        whole = next(x for x in after[place:] if x in before)
+        found.append(axes.get(whole) if is_first else None)
+        is_first = letter in before
+    return tuple(found)
 
 
 def joined(result: jax.Array, shape: Shape) -> jax.Array:

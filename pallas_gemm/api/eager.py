@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from pallas_gemm.api.weights import QuantizedWeight
+
 
 def compiled[**P, R](
     *operands: str, check: Callable[[Mapping[str, Any]], None] = lambda _: None
@@ -57,6 +59,8 @@ def _is_there(operand: Any) -> bool:
         return all(map(_is_there, operand))
     if isinstance(operand, jax.core.Tracer):
         return False
+    if isinstance(operand, QuantizedWeight):
+        return all(map(_is_there, jax.tree.leaves(operand)))
     return operand is None or isinstance(operand, jax.Array)
 
 

@@ -5,7 +5,7 @@ or what the result has there: then each product of a batch has its own.
 """
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,12 +16,20 @@ import numpy as np
 from pallas_gemm.api import arguments, blocks
 from pallas_gemm.api.blocks import Factor
 from pallas_gemm.call import DIMENSIONS, Operands
+from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE, is_widened
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
-from pallas_gemm.problem import BLOCKS, SCALES, Epilogue
+from pallas_gemm.problem import OF_FACTORS, SCALES, ZEROS, Epilogue
 
-OF_GATE = {"bias": "gate_bias", "col_scale": "gate_scale"}
+OF_GATE = {
+    "bias": "gate_bias",
+    "col_scale": "gate_scale",
+    "col_zeros": "gate_zero",
+    "up_zeros": "up_zero",
+}
 """What a caller of a gated product calls them."""
+OF_ONE = {"col_zeros": "col_zero"}
+"""The same for one product."""
 
 
 class Result(NamedTuple):
@@ -60,7 +68,8 @@ class Result(NamedTuple):
         if self.rows is not None:
             found[of_left] = Factor("a", tuple(left.shape[:-2]), self.rows, k)
         if self.columns is not None:
-            own = Factor(name, tuple(right.shape[:-2]), self.columns, k)
+            weights = is_widened(left.dtype, right.dtype)
+            own = Factor(name, tuple(right.shape[:-2]), self.columns, k, weights)
             found |= {of_right: own, of_up: own._replace(name="w_up")}
         return found
 
@@ -111,29 +120,89 @@ def checked(
         fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
     for name in ("bias", "up_bias", *SCALES):
         called, x = OF_GATE.get(name, name) if gated else name, getattr(given, name)
-        if name in factors and _has_blocks(x, factors[name], result):
-            left, x = name == "row_scale", _floating(called, arguments.array(called, x))
+        held = getattr(given, blocks.OF_SCALES.get(name, "")) if name in SCALES else None
+        if held is not None and x is not None:
+            raise ValueError(
+                f"{called} must be None beside a QuantizedWeight, which has scales of its own"
+            )
+        if held is not None or (name in factors and _has_blocks(x, factors[name], result)):
+            x, left = x if held is None else held, name == "row_scale"
+            x = _floating(called, arguments.array(called, x))
             x = blocks.checked(called, x, factors[name], left=left)
             if x.shape[-1 if left else -2] > 1:
                 found[blocks.OF_SCALES[name]] = x
                 continue
             x = blocks.as_vector(x, factors[name].size, result.lead, left=left)
         found[name] = vector(called, x, DIMENSIONS[name], result)
+    for name, scale in zip(ZEROS, SCALES[1:], strict=True):
+        if getattr(given, name) is not None:
+            called = [(OF_GATE if gated else OF_ONE).get(x, x) for x in (name, scale)]
+            _add_zeros(found, given, (name, scale), called, factors[scale])
     found["residual"] = _residual(given.residual, result)
     if found["residual"] is None and fixed["beta"] != 1:
         ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
         fixed["beta"], found["beta"] = fixed["beta"] or 1.0, None
     if gated:
         _both_in_blocks(found)
-    of_sums = ("bias", "residual", "up_bias", *SCALES, *BLOCKS)
+    of_sums = ("bias", "residual", "up_bias", *SCALES, *OF_FACTORS)
     flags: dict[str, Any] = {name: found.get(name) is not None for name in of_sums}
     made = Epilogue(activation=epilogue.activation, gated=gated, **fixed, **flags)
     return made, Operands(None, None, **found)
 
 
+def _add_zeros(
+    found: dict[str, Any], given: Operands, names: Sequence[str], called: Sequence[str], of: Factor
+) -> None:
+    """Checks zero points and adds them: then the scales beside them are those of blocks, too.
+
+    Args:
+        found: The operands that are checked.
+        given: The operands as they were given.
+        names: The zero points and their scales.
+        called: The caller's names for both.
+        of: The factor that both belong to.
+    """
+    (zero_name, scale_name), own = names, blocks.OF_SCALES[names[1]]
+    zeros = arguments.array(called[0], getattr(given, zero_name))
+    held = getattr(given, own)
+    scale = getattr(given, scale_name) if held is None else held
+    if not of.weights:
+        raise TypeError(
+            f"{called[0]} is for a right operand of few bits beside a left one of bfloat16, float16"
+            f" or float32, got {given.a.dtype} and {given.b.dtype}"
+        )
+    if scale is None:
+        raise ValueError(f"{called[0]} needs {called[1]}, the scales of the same groups")
+    if zeros.dtype != given.b.dtype and zeros.dtype not in FLOATS_16 | {SINGLE}:
+        raise TypeError(
+            f"{called[0]} must be of the type of {of.name}, {given.b.dtype}, or of bfloat16,"
+            f" float16 or float32, got {zeros.dtype}"
+        )
+    if zeros.shape != jnp.shape(scale):
+        raise ValueError(
+            f"{called[0]} must have the shape of {called[1]}, {list(jnp.shape(scale))}, got"
+            f" {list(zeros.shape)}"
+        )
+    if found.get(own) is None:
+        # One for each column is one for each block that is as long as k.
+        vector_of_scale = found[scale_name]
+        if vector_of_scale.ndim not in (1, 1 + len(of.lead)):
+            raise ValueError(
+                f"{called[1]} and {called[0]} must have no dimensions in front that {of.name} has"
+                f" not, got {list(zeros.shape)}"
+            )
+        *lead, columns = vector_of_scale.shape
+        shape = (*lead, 1, columns)
+        found |= {scale_name: None, own: _of_shape(vector_of_scale, shape)}
+        zeros = _of_shape(_of_shape(zeros, vector_of_scale.shape), shape)
+    found[zero_name] = blocks.checked(called[0], zeros, of, left=False)
+
+
 def _has_blocks(scale: Any, factor: Factor, result: Result) -> bool:
     """Whether a scale has a dimension along k: more than one, and not as one of each product."""
     shape = tuple(getattr(scale, "shape", ()))
+    if factor.weights and len(shape) == 2 + len(factor.lead):
+        return True
     if len(shape) < 2 or (shape[-1] == factor.size and result.is_front(shape[:-1])):
         return False
     # Of several products, a row of scales for each is the likelier mistake.
@@ -148,6 +217,8 @@ def _both_in_blocks(found: Mapping[str, Any]) -> None:
         given = (found.get(f"{own}_{kind}") for kind in ("blocks", "scale"))
         shapes.append(next((tuple(x.shape) for x in given if x is not None), ()))
     in_blocks = any(found.get(name) is not None for name in ("col_blocks", "up_blocks"))
+    if in_blocks and (found.get("col_zeros") is None) != (found.get("up_zeros") is None):
+        raise ValueError("gate_zero and up_zero must both be given, or neither")
     if in_blocks and shapes[0] != shapes[1]:
         gate, up = (list(own) or None for own in shapes)
         raise ValueError(
@@ -160,7 +231,7 @@ def letters(extras: Operands, out: str, result: Result) -> dict[str, str]:
     """Returns the dimensions of each operand of the epilogue, of a result with dimensions `out`."""
     found = {}
     for name, own in DIMENSIONS.items():
-        if (x := getattr(extras, name)) is None or name in BLOCKS:
+        if (x := getattr(extras, name)) is None or name in OF_FACTORS:
             continue
         front = x.ndim - len(own)
         if name == "residual":
@@ -217,7 +288,7 @@ def vector(name: str, x: Any, letter: str, result: Result) -> Any:
         missing = vector_operand if size is None else "b"
         raise ValueError(f"{name} needs a result with {line}s, but {missing} is a vector")
     shape = tuple(x.shape)
-    if is_bias and shape == ():
+    if shape == ():
         return _of_shape(x, (size,))
     if is_bias and len(shape) == len(result.whole) >= 2 and shape[-2] == 1 and result.is_matrices:
         # As it would be added to the result.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_gemm.api import arguments, request
+from pallas_gemm.api import arguments, request, weight_operands
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.op import fused, mesh_context
@@ -54,6 +54,8 @@ def answer(
         **how: As for `request.of_gemm`.
     """
     given = checked(epilogue, operands, words)
+    # A function is given the products of what weights of few bits stand for.
+    factors = [weight_operands.widened(x, factors[0]) for x in factors]
 
     def asked_of(*factors: Any) -> request.Request:
         return request.of_gemm(

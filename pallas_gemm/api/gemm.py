@@ -9,6 +9,8 @@ from pallas_gemm.api import arguments, function, request
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.request import Request
+from pallas_gemm.api.weight_operands import as_operand
+from pallas_gemm.api.weights import QuantizedWeight
 from pallas_gemm.call import Numerics, Operands, Order
 from pallas_gemm.config import GemmConfig
 
@@ -27,7 +29,7 @@ from pallas_gemm.problem import Epilogue
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
-@compiled("a", "b", "operands", "bias", "residual", "row_scale", "col_scale")
+@compiled("a", "b", "operands", "bias", "residual", "row_scale", "col_scale", "col_zero")
 def gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
     b: jax.Array,
@@ -41,6 +43,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     beta: float | jax.Array = 1,
     row_scale: jax.Array | None = None,
     col_scale: jax.Array | None = None,
+    col_zero: jax.Array | None = None,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_a: bool = False,
@@ -81,7 +84,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
 
     Args:
         a: The left operand.
-        b: The right operand.
+        b: The right operand, or a `QuantizedWeight`.
         epilogue: A function of the float32 product and of `operands`, instead of the words that
             follow. Define it once, outside of a loop: each new function is compiled anew.
         operands: The arrays that `epilogue` takes after the product.
@@ -97,6 +100,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
             for those of r rows.
         col_scale: Scales the columns of the sum, likewise. Or the blocks of the right operand:
             `[k / g, n]`, or `[k / g, n / c]`.
+        col_zero: The value of the right operand that stands for 0, for weights of few bits beside a
+            wider left operand. Its shape is that of `col_scale`, its type theirs or one of floats.
         preferred_element_type: Type of the result, such as `jnp.bfloat16` or "bf16"; by default
             what JAX promotes the operands to.
         precision: As in `jnp.matmul`. Float32 operands are multiplied as TF32 on a GPU, as JAX
@@ -133,6 +138,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         "residual": residual,
         "row_scale": row_scale,
         "col_scale": col_scale,
+        "col_zeros": col_zero,
     }
     numbers = {"alpha": alpha, "beta": beta}
     if epilogue is not None or len(operands):
@@ -217,8 +223,8 @@ def dot_general(
 
 
 @compiled(
-    *("a", "w_gate", "w_up", "operands", "gate_bias", "up_bias"),
-    *("row_scale", "gate_scale", "up_scale", "residual"),
+    *("a", "w_gate", "w_up", "operands", "gate_bias", "up_bias", "residual"),
+    *("row_scale", "gate_scale", "up_scale", "gate_zero", "up_zero"),
 )
 def gated_gemm(  # noqa: PLR0913 - each is a keyword
     a: jax.Array,
@@ -234,6 +240,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     row_scale: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
     up_scale: jax.Array | None = None,
+    gate_zero: jax.Array | None = None,
+    up_zero: jax.Array | None = None,
     residual: jax.Array | None = None,
     beta: float | jax.Array = 1,
     preferred_element_type: Any = None,
@@ -257,7 +265,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
     Args:
         a: The left operand.
-        w_gate: The right operand whose product goes through the activation.
+        w_gate: The right operand whose product goes through the activation, or a
+            `QuantizedWeight`.
         w_up: The other right operand, of the same shape and type.
         epilogue: A function of both float32 products and of `operands`, instead of the words that
             follow, as for `gemm`.
@@ -269,6 +278,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         row_scale: As for `gemm`; it scales both sums.
         gate_scale: Scales the columns of `a @ w_gate`, or blocks of `w_gate`.
         up_scale: Scales the columns of `a @ w_up`, or blocks of `w_up`.
+        gate_zero: The values of `w_gate` that stand for 0, as `col_zero` of `gemm`.
+        up_zero: The same of `w_up`.
         residual: As for `gemm`.
         beta: As for `gemm`.
         preferred_element_type: As for `gemm`.
@@ -301,6 +312,8 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
                 "row_scale": row_scale,
                 "gate_scale": gate_scale,
                 "up_scale": up_scale,
+                "gate_zero": gate_zero,
+                "up_zero": up_zero,
                 "residual": residual,
                 "beta": beta,
                 "preferred_element_type": preferred_element_type,
@@ -312,19 +325,19 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
             "precision": precision,
             "out_sharding": out_sharding,
         }
-        factors = (a, w_gate, arguments.array("w_up", w_up))
+        factors = (a, w_gate, as_operand("w_up", w_up))
         return function.answer(factors, epilogue, operands, options, said, answer, **how)
     words = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
     given = Operands(
-        a,
-        w_gate,
-        arguments.array("w_up", w_up),
+        *(a, w_gate, as_operand("w_up", w_up)),
         bias=gate_bias,
         residual=residual,
         row_scale=row_scale,
         col_scale=gate_scale,
         up_scale=up_scale,
         up_bias=up_bias,
+        col_zeros=gate_zero,
+        up_zeros=up_zero,
     )
     asked = request.of_gemm(
         given,
@@ -366,7 +379,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
 
     Args:
         a: The left operand of all.
-        weights: The right operands.
+        weights: The right operands; each may be a `QuantizedWeight`.
         epilogue: As for `gemm`, for each product.
         operands: What `epilogue` takes after each product: one sequence for each of the weights.
         biases: The bias of each, or None.
@@ -412,6 +425,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
         (own.call, own.outside, own.result_sharding) == (first.call, None, None) for own in asked
     )
     alone = options.names_something or first.call.epilogue.activation is not None
+    alone = alone or any(isinstance(w, QuantizedWeight) for w in weights)
     if alone or not alike:
         return tuple(map(answer, asked))
     for own in asked:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import arguments, extras, function, function_of_groups, groups
+from pallas_gemm.api import arguments, extras, function, function_of_groups, groups, weight_operands
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
@@ -30,7 +30,7 @@ from pallas_gemm.problem import Epilogue, element_type
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
 GROUPED_GEMM = (
     *("a", "b", "group_sizes", "up", "operands", "bias", "up_bias"),
-    *("row_scale", "col_scale", "up_scale"),
+    *("row_scale", "col_scale", "up_scale", "col_zero", "up_zero"),
 )
 """The arguments of a function that are arrays."""
 
@@ -157,6 +157,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     row_scale: jax.Array | None = None,
     col_scale: jax.Array | None = None,
     up_scale: jax.Array | None = None,
+    col_zero: jax.Array | None = None,
+    up_zero: jax.Array | None = None,
     preferred_element_type: Any = None,
     precision: Any = None,
     transpose_b: bool = False,
@@ -179,7 +181,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
 
     Args:
         a: The rows, `[m, k]`, those of a group together, one group after the other.
-        b: A matrix for each group, `[groups, k, n]`.
+        b: A matrix for each group, `[groups, k, n]`, or a `QuantizedWeight` of them.
         group_sizes: How many rows each group has.
         up: A second matrix for each group, which makes the result a gated one.
         epilogue: A function of the float32 product, or of both, and of `operands`, instead of the
@@ -191,8 +193,11 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         activation: As for `gemm`.
         alpha: A number, or one for each group, `[groups]`.
         row_scale: One value per row, `[m]`.
-        col_scale: As `bias`.
+        col_scale: As `bias`. Weights of few bits beside a wider left operand may have one for each
+            part of k, `[groups, k / part, n]`: XLA makes matrices of 16 bits of them first.
         up_scale: As `bias`, for the product with `up`.
+        col_zero: As for `gemm`.
+        up_zero: As `col_zero`, for the product with `up`.
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
         transpose_b: The matrices are stored `[groups, n, k]`.
@@ -208,32 +213,36 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
         ValueError: As for `ragged_dot`, or of an operand that `gemm` would refuse.
     """
+    words = {
+        "bias": bias,
+        "up_bias": up_bias,
+        "activation": activation,
+        "alpha": alpha,
+        "row_scale": row_scale,
+        "col_scale": col_scale,
+        "up_scale": up_scale,
+        "col_zero": col_zero,
+        "up_zero": up_zero,
+        "preferred_element_type": preferred_element_type,
+    }
+    for name, x in (("up_bias", up_bias), ("up_scale", up_scale), ("up_zero", up_zero)):
+        if up is None and x is not None:
+            raise ValueError(f"{name} has no meaning without up")
+    transpose_b = arguments.flag("transpose_b", transpose_b)
+    b, col_scale = weight_operands.of_groups(a, "b", (b, col_scale, col_zero), transpose_b)
+    up, up_scale = weight_operands.of_groups(a, "up", (up, up_scale, up_zero), transpose_b)
     a, b, sizes = groups.arrays(a, b, group_sizes, ("a", "b"))
     groups.check_ranks(("a", a), ("b", b))
-    transpose_b = arguments.flag("transpose_b", transpose_b)
     groups.check(a, b, sizes, contracted=False, transposed=transpose_b, names=("a", "b"))
     groups.check_values(group_sizes, a.shape[0])
     up = None if up is None else groups.up(up, b)
     options = planned.stated(arguments.options(implementation, config, schedule, numerics))
     if epilogue is not None or len(operands):
-        words = {
-            "bias": bias,
-            "up_bias": up_bias,
-            "activation": activation,
-            "alpha": alpha,
-            "row_scale": row_scale,
-            "col_scale": col_scale,
-            "up_scale": up_scale,
-            "preferred_element_type": preferred_element_type,
-        }
         taken = function.checked(epilogue, operands, function.said(words))
         call = groups.call_of(a, b, sizes, np.float32, precision, options)
         call = dataclasses.replace(call, transpose_b=transpose_b)
         factors = (a, b) if up is None else (a, b, up)
         return function_of_groups.answer(call, factors, sizes, epilogue, taken)
-    for name, x in (("up_bias", up_bias), ("up_scale", up_scale)):
-        if up is None and x is not None:
-            raise ValueError(f"{name} has no meaning without up")
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
     given = Operands(a, b, up, bias=bias, col_scale=col_scale, up_scale=up_scale, up_bias=up_bias)
     formula, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
@@ -270,6 +279,7 @@ def _general(  # noqa: PLR0913 - as of what calls it
 ) -> jax.Array:
     """Computes either."""
     options = planned.stated(arguments.options(None, None, None, numerics))
+    rhs = weight_operands.widened(rhs, lhs)
     with _as_jax_says(lhs, rhs, group_sizes, numbers):
         lhs, rhs, sizes = groups.arrays(lhs, rhs, group_sizes)
     preferred = element_type(preferred)

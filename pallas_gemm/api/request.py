@@ -15,7 +15,7 @@ from jax.lax import dot, dot_general
 from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments, blocks, extras
+from pallas_gemm.api import arguments, blocks, extras, weight_operands
 from pallas_gemm.call import Call, Operands, Options, signature_of
 from pallas_gemm.kernels import activations, element_types
 from pallas_gemm.op import canonical, contraction, mesh_context, product
@@ -109,6 +109,7 @@ def of_gemm(
         **result: `preferred_element_type`, `precision` and `out_sharding`, as for `gemm`.
     """
     right = "b" if operands.up is None else "w_gate"
+    operands = weight_operands.taken_apart(operands, right, transpose_b)
     a, b = arguments.array("a", operands.a), arguments.array(right, operands.b)
     transpose_a = arguments.flag("transpose_a", transpose_a)
     transpose_b = arguments.flag("transpose_b", transpose_b)
@@ -129,8 +130,9 @@ def of_gemm(
     asked = functools.partial(_request, epilogue=epilogue, options=options)
     if not epilogue.blocks:
         return asked(given, dims, multiply=multiply, **result)
+    before = dims.out
     dims, given = blocks.cut(dims, given)
-    in_blocks = functools.partial(_in_blocks, dims)
+    in_blocks = functools.partial(_in_blocks, dims, before)
     whole = asked(given, dims, multiply=in_blocks, **result)
     return dataclasses.replace(whole, shape=shape.whole)
 
@@ -179,7 +181,11 @@ def _request(
     resolved = precisions.resolve(precision)
     rules = dot if multiply.func is _dot_general else matmul
     wanted = element_type(preferred_element_type)
-    dtype = arguments.result_type(operands.a, operands.b, wanted, rules, resolved).dtype
+    # Scaled weights of few bits have no say in it.
+    scaled = epilogue.col_scale or epilogue.col_blocks
+    narrow = scaled and element_types.is_widened(operands.a.dtype, operands.b.dtype)
+    right = operands.a if narrow else operands.b
+    dtype = arguments.result_type(operands.a, right, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(
         numerics.stated(options),
@@ -210,6 +216,10 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     if call.options.implementation == "xla":
         return "implementation='xla'"
     dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
+    if call.epilogue.col_scale or call.epilogue.col_blocks:
+        left, right = (np.dtype(x.dtype) for x in operands[:2])
+        if left in element_types.FLOATS_16 and element_types.is_widened(left, right):
+            dtypes = {left}
     dtypes = scheme.multiplied(call.precision, dtypes)
     if reason := element_types.why_no_kernel(dtypes, call.out_dtype):
         return reason
@@ -254,6 +264,7 @@ def _by_xla(
         # Without a preferred type it is JAX's to say that the result is weakly typed.
         return multiply(given.a, given.b, preferred_element_type=wanted)
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
+    given = xla.widened(given)
     rights = [b for b in (given.b, given.up) if b is not None]
     sums = [multiply(given.a, b, preferred_element_type=wide) for b in rights]
     return xla.finish(call.epilogue, sums, given).astype(call.out_dtype)
@@ -266,12 +277,17 @@ def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) ->
 
 
 def _in_blocks(
-    dims: Contraction, call: Call, *operands: Any, out_sharding: Any = None, precision: Any
+    dims: Contraction,
+    before: str,
+    call: Call,
+    *operands: Any,
+    out_sharding: Any = None,
+    precision: Any,
 ) -> jax.Array:
     del precision  # The call has it.
     squeezed, given = product.squeezed(call, dims, operands)
-    result = squeezed.by_xla(call, *given)
-    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+    spec = getattr(out_sharding, "spec", out_sharding)
+    return squeezed.by_xla(call, *given, spec=blocks.cut_spec(spec, before, squeezed.out))
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:

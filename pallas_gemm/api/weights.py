@@ -8,20 +8,15 @@ records ──▶ gemm, gated_gemm, projections, grouped_gemm: widened in the pr
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_gemm.api import arguments, checkpoints
+from pallas_gemm.api.narrowing import How, quantized
 from pallas_gemm.op import widening
-
-TYPE_OF_BITS = {8: jnp.int8, 4: jnp.int4}
-Where = Callable[[str, Any], bool]
-"""Takes the path of a leaf, such as "params/up/kernel", and the leaf."""
 
 
 @functools.partial(
@@ -86,10 +81,10 @@ class QuantizedWeight:
             ValueError: k is no multiple of the group, or an argument has no such value.
             TypeError: `w` is no array of floats.
         """
-        how = _How.of(bits, group, dtype, zero_points, scale_dtype)
+        how = How.of(bits, group, dtype, zero_points, scale_dtype)
         w = arguments.array("w", w)
         how.check("w", w, axis)
-        values, scale, zero = _quantized(w, how, axis)
+        values, scale, zero = quantized(w, how, axis)
         return cls(values, scale, zero, axis, np.dtype(w.dtype))
 
     @property
@@ -155,6 +150,48 @@ class QuantizedWeight:
         zero = None if self.zero is None else own
         return dataclasses.replace(self, values=spec, scale=own, zero=zero)
 
+    def check(self, name: str, transposed: bool) -> None:
+        """Checks that it can be multiplied by.
+
+        >>> QuantizedWeight.of(w, bits=4, group=8).check("w", transposed=False)
+
+        Args:
+            name: The caller's name for it.
+            transposed: The caller says that it is stored `[..., n, k]`.
+
+        Raises:
+            TypeError: An array is of another type.
+            ValueError: An array is of another shape, or it is stored otherwise.
+        """
+        if transposed != (self.axis == -1):
+            raise ValueError(
+                f"transpose_b={transposed} needs a QuantizedWeight whose axis is"
+                f" {-1 if transposed else -2}, got axis={self.axis} in {name}"
+            )
+        widening.check_type(f"values of {name}", self.values.dtype)
+        *lead, k, n = self.shape if self.axis == -2 else (*self.shape[:-2], *self.shape[:-3:-1])
+        arrays = {"scale": self.scale, "zero": self.zero}
+        for own, x in arrays.items():
+            if x is None:
+                continue
+            legal = (
+                widening.OF_SCALES if own == "scale" else (*widening.OF_SCALES, self.values.dtype)
+            )
+            if x.dtype not in legal:
+                names = ", ".join(map(str, legal))
+                raise TypeError(f"{own} of {name} must be one of {names}, got {x.dtype}")
+            *front, groups, columns = x.shape if x.ndim > 1 else (0, 0)
+            if [*front, columns] != [*lead, n] or not groups or k % groups:
+                raise ValueError(
+                    f"{own} of {name} must be [{', '.join(map(str, (*lead, 'k / group', n)))}] for"
+                    f" values with k={k}, got {list(x.shape)}"
+                )
+        if self.zero is not None and self.zero.shape != self.scale.shape:
+            raise ValueError(
+                f"zero of {name} must have the shape of scale, {list(self.scale.shape)}, got"
+                f" {list(self.zero.shape)}"
+            )
+
     @classmethod
     def from_qwix(cls, array: Any) -> Self:
         """Returns a record with the arrays of a `qwix.QArray`, which is not imported.
@@ -212,190 +249,3 @@ class QuantizedWeight:
             ValueError: An array is not of that shape, or rows are sorted by their activations.
         """
         return cls(*checkpoints.of_gptq(qweight, scales, qzeros, g_idx, version))
-
-
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """How arrays are quantised.
-
-    Attributes:
-        dtype: The type of the values.
-        group: As for `QuantizedWeight.of`.
-        zero_points: As for `QuantizedWeight.of`.
-        scale_dtype: The type of the scales.
-    """
-
-    dtype: Any
-    group: int | None
-    zero_points: bool
-    scale_dtype: Any
-
-    @classmethod
-    def of(cls, bits: Any, group: Any, dtype: Any, zero_points: Any, scale_dtype: Any) -> Self:
-        """Returns what arguments say."""
-        if bits not in TYPE_OF_BITS:
-            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-        if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
-            raise ValueError(f"group must be a number of elements or None, got {group!r}")
-        if group is not None and group < 1:
-            raise ValueError(f"group must be at least 1, got {group}")
-        if arguments.flag("zero_points", zero_points):
-            if dtype is not None or bits != 4:
-                raise ValueError(
-                    "zero_points=True is for bits=4, whose values are uint4 then, got"
-                    f" bits={bits}, dtype={dtype!r}"
-                )
-            dtype = jnp.uint4
-        dtype = TYPE_OF_BITS[bits] if dtype is None else arguments.number_type("dtype", dtype)
-        widening.check_type("dtype", dtype)
-        if scale_dtype is None:
-            scale_dtype = jnp.float32 if group is None else jnp.bfloat16
-        scale_dtype = arguments.number_type("scale_dtype", scale_dtype)
-        if scale_dtype not in widening.OF_SCALES:
-            raise ValueError(f"scale_dtype must be bfloat16, float16 or float32, got {scale_dtype}")
-        return cls(np.dtype(dtype), group, zero_points, scale_dtype)
-
-    def check(self, name: str, w: Any, axis: int) -> None:
-        """Checks that an array can be quantised.
-
-        Raises:
-            TypeError: It is no array of floats.
-            ValueError: It is no matrix, or its groups do not come out even.
-        """
-        if not jnp.issubdtype(w.dtype, jnp.floating):
-            raise TypeError(f"{name} must be of a floating-point type, got dtype {w.dtype}")
-        if axis not in (-2, -1):
-            raise ValueError(f"axis must be -2 or -1, got {axis!r}")
-        if w.ndim < 2:
-            raise ValueError(f"{name} must be a matrix or several, got shape {list(w.shape)}")
-        k = w.shape[axis]
-        if self.group is not None and k % self.group:
-            largest = math.gcd(k, self.group)
-            raise ValueError(
-                f"{name} must have a contracted size that is a multiple of group={self.group}, got"
-                f" {k} in {list(w.shape)} (dimension {axis}); group={largest} would fit"
-            )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantized(w: jax.Array, how: _How, axis: int) -> tuple[Any, Any, Any]:
-    """Returns values, scales and zero points."""
-    wide = w.astype(jnp.float32)
-    wide = wide if axis == -2 else jnp.swapaxes(wide, -1, -2)
-    *front, k, n = wide.shape
-    group = k if how.group is None else how.group
-    wide = wide.reshape(*front, k // max(1, group), group, n)
-    least, most = (float(x) for x in widening.limits(how.dtype))
-    zero = None
-    if how.zero_points:
-        # Zero is one of the values, whatever the group is.
-        low, high = (jnp.minimum(wide.min(-2), 0), jnp.maximum(wide.max(-2), 0))
-        scale = _of_type(high - low, most, how.scale_dtype)
-        zero = jnp.clip(jnp.round(-low / scale.astype(jnp.float32)), least, most)
-    else:
-        scale = _of_type(jnp.max(jnp.abs(wide), axis=-2), most, how.scale_dtype)
-    values = wide / scale.astype(jnp.float32)[..., None, :]
-    if zero is not None:
-        values = values + zero[..., None, :]
-    if jnp.issubdtype(how.dtype, jnp.integer):
-        values = jnp.round(values)
-    least = max(least, -most)
-    values = jnp.clip(values, least, most).astype(how.dtype).reshape(*front, k, n)
-    values = values if axis == -2 else jnp.swapaxes(values, -1, -2)
-    return values, scale, None if zero is None else zero.astype(how.dtype)
-
-
-def _of_type(span: jax.Array, most: float, dtype: Any) -> jax.Array:
-    """Returns scales that make a number the largest of a type; groups of zeros stay what they are.
-
-    A NaN makes NaNs of its group.
-    """
-    scale = (span / most).astype(dtype)
-    return jnp.where(scale == 0, jnp.ones_like(scale), scale)
-
-
-def quantize_weights(
-    params: Any,
-    *,
-    bits: int = 8,
-    group: int | None = None,
-    dtype: Any = None,
-    zero_points: bool = False,
-    scale_dtype: Any = None,
-    where: Where | None = None,
-) -> Any:
-    """Returns a model's parameters with a `QuantizedWeight` in place of each kernel.
-
-    The tree may be of `flax.linen` variables, an `flax.nnx` state, an Equinox model, or any other.
-    Our layers multiply by the records; stock layers make the array that a record stands for first,
-    unless `accelerate` finds that in the program. A `QArray` of qwix becomes a record, too.
-
-    >>> params = {"up": {"kernel": w, "bias": bias}}
-    >>> type(quantize_weights(params, bits=4, group=8)["up"]["kernel"]).__name__
-    'QuantizedWeight'
-
-    Args:
-        params: The tree.
-        bits: As for `QuantizedWeight.of`, as what follows.
-        group: Elements along k that share a scale; None for all.
-        dtype: Another type of the values.
-        zero_points: The values are uint4, and each group has a zero point.
-        scale_dtype: By default bfloat16 with groups, float32 without.
-        where: Takes the path of a leaf, such as "params/up/kernel", and the leaf, and says whether
-            it becomes a record. By default these do: matrices of floats that are named "kernel",
-            and the weights of Equinox's linear layers, unless "router" is in the path. Name the
-            kernels of experts, `[experts, k, n]`, here.
-
-    Raises:
-        ValueError: k is no multiple of the group, or an argument has no such value.
-        TypeError: `where` names a leaf that is no array of floats.
-    """
-    how = _How.of(bits, group, dtype, zero_points, scale_dtype)
-
-    def made(path: tuple[Any, ...], leaf: Any) -> Any:
-        if checkpoints.is_qwix(leaf):
-            return QuantizedWeight.from_qwix(leaf)
-        axis, name = _axis(params, path), _path(path)
-        chosen = _is_kernel(name, leaf, axis) if where is None else where(name, leaf)
-        if not chosen:
-            return leaf
-        leaf = arguments.array(name, leaf)
-        how.check(name, leaf, axis)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            values, scale, zero = jax.eval_shape(lambda w: _quantized(w, how, axis), leaf)
-        else:
-            values, scale, zero = _quantized(leaf, how, axis)
-        return QuantizedWeight(values, scale, zero, axis, np.dtype(leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(made, params, is_leaf=_is_made)
-
-
-def _is_made(x: Any) -> bool:
-    return isinstance(x, QuantizedWeight) or checkpoints.is_qwix(x)
-
-
-def _is_kernel(name: str, leaf: Any, axis: int) -> bool:
-    """Whether a leaf is quantised where the caller does not say which are."""
-    own = [part for part in name.split("/") if part != "value"]
-    named = axis == -1 or own[-1:] == ["kernel"]
-    is_array = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return named and is_array and leaf.ndim == 2 and "router" not in name
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _axis(tree: Any, path: tuple[Any, ...]) -> int:
-    """Returns the contracted dimension of a leaf: the last of a linear layer's `weight`."""
-    if not path or getattr(path[-1], "name", None) != "weight":
-        return -2
-    owner = tree
-    for key in path[:-1]:
-        name = getattr(key, "name", None)
-        owner = getattr(owner, name) if name is not None else owner[_place(key)]
-    return -1 if hasattr(owner, "in_features") and hasattr(owner, "out_features") else -2
-
-
-def _place(key: Any) -> Any:
-    return key.key if hasattr(key, "key") else key.idx

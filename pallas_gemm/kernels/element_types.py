@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,15 @@ SINGLE = np.dtype(np.float32)
 INT8 = np.dtype(np.int8)
 INT32 = np.dtype(np.int32)
 FLOATS = FLOATS_16 | FLOATS_8 | {SINGLE}
+INT4, UINT4 = np.dtype(jnp.int4), np.dtype(jnp.uint4)
+E2M1 = np.dtype(jnp.float4_e2m1fn)
+BITS = MappingProxyType(dict.fromkeys((INT4, UINT4, E2M1), 4) | dict.fromkeys({INT8} | FLOATS_8, 8))
+"""The types of weights that are widened in registers, and the bits of each."""
+
+
+def is_widened(left: Any, right: Any) -> bool:
+    """Whether a right operand of few bits is multiplied in the type of the left one."""
+    return np.dtype(right) in BITS and np.dtype(left) in FLOATS_16 | {SINGLE}
 
 
 def refusals(problem: Problem, *, single: bool, blocks: bool) -> Iterator[str]:

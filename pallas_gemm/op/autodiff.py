@@ -32,6 +32,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from pallas_gemm.call import Call, Operands, Signature, signature_of
+from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.op import fused, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
@@ -46,6 +47,7 @@ def _jvp(
     if call.epilogue.blocks:
         return _jvp_in_blocks(call, contraction, primals, linear.changes(tangents))
     given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
+    check_weights(primals, moved)
     if needs_pre_activation(call.epilogue, moved):
         of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
         pairs = []
@@ -78,6 +80,7 @@ def _jvp_in_blocks(
 
     Nothing but the operands is kept for it.
     """
+    check_weights(primals, call.unpack(tangents))
     places = [i for i, change in enumerate(tangents) if change is not None]
 
     @jax.checkpoint
@@ -88,6 +91,20 @@ def _jvp_in_blocks(
     moving, changes = ([of[i] for i in places] for of in (primals, tangents))
     _, change = jax.jvp(of_moving, moving, changes)
     return linear.named(product(call, contraction, *primals)), change
+
+
+def check_weights(primals: Sequence[Any], moved: Operands) -> None:
+    """Refuses to derive weights of few bits, whose changes are no numbers of their type.
+
+    Raises:
+        TypeError: They change.
+    """
+    left, right = (x.dtype for x in primals[:2])
+    if is_widened(left, right) and (moved.b is not None or moved.up is not None):
+        raise TypeError(
+            f"weights of {right} beside {left} have no gradient: differentiate with respect to the"
+            " inputs, the scales, or an adapter beside them; jax.lax.stop_gradient holds them fixed"
+        )
 
 
 def _at_once(

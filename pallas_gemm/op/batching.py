@@ -18,7 +18,6 @@ from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning import xla
 from pallas_gemm.planning.candidates.cuts import SMALLEST_TILE
-from pallas_gemm.problem import BLOCKS
 
 
 def _batch(
@@ -60,8 +59,11 @@ def _batch(
 
 def _with_their_factors(given: Operands, mapped: Operands, size: int) -> tuple[Operands, Operands]:
     """Lets a factor be mapped wherever the scales of its blocks are: they have its dimensions."""
-    for factor, blocks in zip(("a", "b", "up"), BLOCKS, strict=True):
-        if getattr(mapped, blocks) is not None and getattr(mapped, factor) is None:
+    of_factors = {"a": ("row_blocks",), "b": ("col_blocks", "col_zeros")}
+    of_factors["up"] = ("up_blocks", "up_zeros")
+    for factor, blocks in of_factors.items():
+        is_mapped = any(getattr(mapped, name) is not None for name in blocks)
+        if is_mapped and getattr(mapped, factor) is None:
             given = given._replace(**{factor: fronted(getattr(given, factor), None, size)})
             mapped = mapped._replace(**{factor: 0})
     return given, mapped

@@ -23,7 +23,7 @@ from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import BLOCKS, Epilogue
+from pallas_gemm.problem import Epilogue
 
 Shape = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
@@ -53,6 +53,8 @@ class Contraction:
             A block is of the others.
         col_blocks: The dimensions of the scales of the right operand's blocks.
         up_blocks: The same for the second right operand of a gated product.
+        col_zeros: The dimensions of the values that stand for 0 in the right operand's blocks.
+        up_zeros: The same for the second right operand of a gated product.
         lettered: The letters are those of the caller's einsum.
     """
 
@@ -70,6 +72,8 @@ class Contraction:
     row_blocks: str = ""
     col_blocks: str = ""
     up_blocks: str = ""
+    col_zeros: str = ""
+    up_zeros: str = ""
     lettered: bool = False
 
     @functools.cached_property
@@ -181,45 +185,63 @@ class Contraction:
     def of_up(self) -> "Contraction":
         """The second product of a gated one."""
         return dataclasses.replace(
-            self, bias=self.up_bias, col_scale=self.up_scale, col_blocks=self.up_blocks
+            self,
+            bias=self.up_bias,
+            col_scale=self.up_scale,
+            col_blocks=self.up_blocks,
+            col_zeros=self.up_zeros,
         )
 
     def finish(self, epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
         """Applies an epilogue as `xla.finish` does."""
         return xla.finish(epilogue, sums, self.aligned(given))
 
-    def by_xla(self, call: Call, *operands: jax.Array) -> jax.Array:
-        """Computes a call by XLA, of operands as they are."""
+    def by_xla(self, call: Call, *operands: jax.Array, spec: Any = None) -> jax.Array:
+        """Computes a call by XLA, of operands as they are.
+
+        Args:
+            call: The call.
+            *operands: Its operands.
+            spec: The axes of an explicit mesh that split each dimension of the result, if said.
+        """
         given = call.unpack(operands)
         if call.epilogue.blocks:
             call, given = self._without_blocks(call, given)
-        elif call.epilogue.is_identity:
-            return self._dot(call, given.a, given.b, call.out_dtype)
+        else:
+            given = xla.widened(given)
+            if call.epilogue.is_identity:
+                return self._dot(call, given.a, given.b, call.out_dtype, spec)
         wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
         rights = [b for b in (given.b, given.up) if b is not None]
-        sums = [self._dot(call, given.a, b, wide) for b in rights]
+        sums = [self._dot(call, given.a, b, wide, spec) for b in rights]
         return self.finish(call.epilogue, sums, given).astype(call.out_dtype)
 
     def _without_blocks(self, call: Call, given: Operands) -> tuple[Call, Operands]:
         """Returns the call for factors whose blocks are scaled, and its operands."""
 
-        def scaled(name: str, letters: str, x: jax.Array) -> jax.Array:
-            scale = getattr(given, name)
-            if scale is None:
-                return x
-            return x * _aligned(scale.astype(x.dtype), getattr(self, name), letters)
+        def scaled(factor: str, letters: str, x: jax.Array) -> jax.Array:
+            scale, zeros = (
+                value
+                if (value := getattr(given, name, None)) is None
+                else _aligned(value.astype(x.dtype), getattr(self, name), letters)
+                for name in (f"{factor}_blocks", f"{factor}_zeros")
+            )
+            x = x if zeros is None else x - zeros
+            return x if scale is None else x * scale
 
-        each = zip(BLOCKS, (self.lhs, self.rhs, self.rhs), strict=True)
+        each = (("row", self.lhs), ("col", self.rhs), ("up", self.rhs))
         scalings = [functools.partial(scaled, *own) for own in each]
         return xla.scaled_factors(call, given, *scalings)
 
-    def _dot(self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+    def _dot(
+        self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any, spec: Any = None
+    ) -> jax.Array:
         free = [x for x in self.out if x not in self.batch]
         if free and free[0] in self.columns:
             # What stands first in the result is that of the left operand.
             call = call.with_swapped_precision()
-            return _dot_general(self.swapped, call.precision, out_dtype, b, a)
-        return _dot_general(self, call.precision, out_dtype, a, b)
+            return _dot_general(self.swapped, call.precision, out_dtype, b, a, spec)
+        return _dot_general(self, call.precision, out_dtype, a, b, spec)
 
 
 def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:
@@ -231,14 +253,22 @@ def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:
 
 
 def _dot_general(
-    dims: Contraction, precision: Any, out_dtype: Any, a: jax.Array, b: jax.Array
+    dims: Contraction, precision: Any, out_dtype: Any, a: jax.Array, b: jax.Array, spec: Any
 ) -> jax.Array:
     def places(letters: str) -> tuple[list[int], list[int]]:
         return [dims.lhs.index(x) for x in letters], [dims.rhs.index(x) for x in letters]
 
     numbers = (places(dims.contracted), places(dims.batch))
-    result = dot_general(a, b, numbers, precision=precision, preferred_element_type=out_dtype)
     found = dims.batch + dims.rows + dims.columns
+    axes = dict(zip(dims.out, spec or (), strict=False))
+    result = dot_general(
+        a,
+        b,
+        numbers,
+        precision=precision,
+        preferred_element_type=out_dtype,
+        out_sharding=None if spec is None else jax.P(*(axes.get(x) for x in found)),
+    )
     if found == dims.out:
         return result
     return jnp.transpose(result, [found.index(x) for x in dims.out])

@@ -146,6 +146,8 @@ def for_gradient(g: jax.Array, other: jax.Array, wanted: Any) -> tuple[jax.Array
     The gradient of a float32 factor beside one of 16 bits has operands of float32, which are cast
     as the precision of the product says.
     """
-    wide = other.astype(jnp.bfloat16) if other.dtype.itemsize == 1 else other
+    is_short = wanted.itemsize == 2 and other.dtype.itemsize == 1
+    narrow = wanted if is_short else jnp.bfloat16
+    wide = other.astype(narrow) if other.dtype.itemsize == 1 else other
     wide = wide.astype(jnp.float32) if wanted == jnp.float32 else wide
     return g.astype(wide.dtype), wide

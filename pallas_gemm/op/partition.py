@@ -150,8 +150,9 @@ class _Share:
         dtype = mesh_axes.sums_dtype(call, self.whole.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
         sums = []
-        for right, own in zip(rights, ("col_blocks", "up_blocks"), strict=False):
-            mine = (scales[name] for name in ("row_blocks", own) if name in scales)
+        for right, own in zip(rights, ("col", "up"), strict=False):
+            names = ("row_blocks", f"{own}_blocks", f"{own}_zeros")
+            mine = (scales[name] for name in names if name in scales)
             sums.append(self._added_up(plain, a, right, *mine))
         result = sums[0]
         if not call.epilogue.of_whole_sums.is_identity:

@@ -53,9 +53,12 @@ def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operan
 def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     given = call.unpack(operands)
     sums = []
-    for b, blocks in ((given.b, given.col_blocks), (given.up, given.up_blocks)):
+    rights = (given.b, given.col_blocks, given.col_zeros)
+    ups = (given.up, given.up_blocks, given.up_zeros)
+    for b, blocks, zeros in (rights, ups):
         if b is not None:
-            own = Operands(given.a, b, row_blocks=given.row_blocks, col_blocks=blocks)
+            values = {"row_blocks": given.row_blocks, "col_blocks": blocks, "col_zeros": zeros}
+            own = Operands(given.a, b, **values)
             sums.append(realigned.restore(kernel(*realigned.prepare(own).present())))
     result = (
         sums[0]

@@ -18,7 +18,8 @@ from jax import lax
 from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
-from pallas_gemm.problem import BLOCKS, Epilogue
+from pallas_gemm.kernels.element_types import FLOATS_16, is_widened
+from pallas_gemm.problem import Epilogue
 
 TF32_BITS = 10
 """Bits that a number of TF32 has after its first one."""
@@ -31,8 +32,10 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
     given = call.unpack(operands)
     if call.epilogue.blocks:
         call, given = _without_blocks(call, given)
-    elif call.epilogue.is_identity:
-        return dot(call, given.a, given.b, call.out_dtype)
+    else:
+        given = widened(given)
+        if call.epilogue.is_identity:
+            return dot(call, given.a, given.b, call.out_dtype)
     wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     sums = [dot(call, given.a, b, wide) for b in (given.b, given.up) if b is not None]
     result = finish(call.epilogue, sums, given)
@@ -91,20 +94,32 @@ def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:
     return lax.expand_dims(x, range(ndim - whole))
 
 
+def widened(given: Operands) -> Operands:
+    """Returns operands with weights of few bits in the type of the left one, which holds them."""
+    if not is_widened(given.a.dtype, given.b.dtype):
+        return given
+    up = None if given.up is None else given.up.astype(given.a.dtype)
+    return given._replace(b=given.b.astype(given.a.dtype), up=up)
+
+
 def _without_blocks(call: Call, given: Operands) -> tuple[Call, Operands]:
     """Returns the call for factors whose blocks are scaled, and its operands: matrices."""
 
-    def scaled(name: str, transposed: bool, x: jax.Array) -> jax.Array:
-        scale = getattr(given, name)
-        if scale is None:
-            return x
-        scale = jnp.swapaxes(scale, -1, -2) if transposed else scale
+    def whole(value: jax.Array | None, transposed: bool, x: jax.Array) -> jax.Array | None:
+        if value is None:
+            return None
+        value = jnp.swapaxes(value, -1, -2) if transposed else value
         for axis in (-2, -1):
-            scale = jnp.repeat(scale, x.shape[axis] // scale.shape[axis], axis)
-        return x * scale.astype(x.dtype)
+            value = jnp.repeat(value, x.shape[axis] // value.shape[axis], axis)
+        return value.astype(x.dtype)
 
-    sides = (call.transpose_a, call.transpose_b, call.transpose_b)
-    each = zip(BLOCKS, sides, strict=True)
+    def scaled(factor: str, transposed: bool, x: jax.Array) -> jax.Array:
+        zeros = whole(getattr(given, f"{factor}_zeros", None), transposed, x)
+        scale = whole(getattr(given, f"{factor}_blocks"), transposed, x)
+        x = x if zeros is None else x - zeros
+        return x if scale is None else x * scale
+
+    each = (("row", call.transpose_a), ("col", call.transpose_b), ("up", call.transpose_b))
     return scaled_factors(call, given, *(functools.partial(scaled, *own) for own in each))
 
 
@@ -112,7 +127,8 @@ def scaled_factors(call: Call, given: Operands, *scaled: Scaled) -> tuple[Call, 
     """Returns the call for factors that are scaled, and its operands.
 
     For a result of 16 bits they are rounded to TF32, which it hardly shows, and which tensor cores
-    take: they would cut off the rest. All others are multiplied as they are.
+    take: they would cut off the rest. All others are multiplied as they are. Weights beside a left
+    operand of 16 bits without scales of its own are rounded to its type.
 
     Args:
         call: A product with blocks of scales.
@@ -124,14 +140,19 @@ def scaled_factors(call: Call, given: Operands, *scaled: Scaled) -> tuple[Call, 
     coarse = isinstance(precision, tuple) and call.out_dtype.itemsize < wide.itemsize
     coarse = coarse and lax.Precision.HIGHEST not in precision
 
+    weights_alone = given.row_blocks is None and given.a.dtype in FLOATS_16
+    weights_alone = weights_alone and is_widened(given.a.dtype, given.b.dtype)
+
     def ready(x: jax.Array, scale: Scaled) -> jax.Array:
+        if weights_alone:
+            return x if x is given.a else scale(x.astype(wide)).astype(given.a.dtype)
         whole = scale(x.astype(wide))
         return lax.reduce_precision(whole, 8, TF32_BITS) if coarse else whole
 
     pairs = zip(given[:3], scaled, strict=True)
-    factors = (x if x is None else ready(x, scale) for x, scale in pairs)
+    factors = [x if x is None else ready(x, scale) for x, scale in pairs]
     extras = {name: getattr(given, name) for name in epilogue.operands}
-    if not coarse:
+    if not (coarse or weights_alone):
         precision = (lax.Precision.HIGHEST,) * 2
     whole = dataclasses.replace(call, epilogue=epilogue, precision=precision)
     return whole, Operands(*factors, **extras)
