@@ -2,7 +2,7 @@
 
 import heapq
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -35,6 +35,7 @@ class Level:
         self._above: dict[Any, int] = {}
         self._depth: dict[Any, int] = {}
         self._bit: dict[Any, int] = {}
+        self._answers: dict[Any, tuple[Any, Any]] = {}
         for equation in equations:
             self._add(equation)
 
@@ -62,6 +63,14 @@ class Level:
     def place(self, equation: Any) -> int:
         """Returns where an equation stands."""
         return self._place[id(equation)]
+
+    def known(self, question: Any, equation: Any, answer: Callable[[], Any]) -> Any:
+        """Returns what is asked of an equation, which does not depend on others, once."""
+        key = question, id(equation)
+        if key not in self._answers:
+            # The equation is kept beside the answer, so that no other has its number.
+            self._answers[key] = equation, answer()
+        return self._answers[key][1]
 
     def maker(self, x: Any) -> Any:
         """Returns the equation that makes a value; None if it is given."""
@@ -167,7 +176,10 @@ class Level:
         Raises:
             RuntimeError: There is none.
         """
-        makers = {x: e for e in self._equations.values() for x in e.outvars}
+        in_place = self.equations
+        if _is_in_order(in_place):
+            return in_place
+        makers = {x: e for e in in_place for x in e.outvars}
         waits: dict[int, int] = {}
         wakes: dict[int, list[int]] = {}
         last = None
@@ -193,6 +205,16 @@ class Level:
         if len(found) < len(self._equations):
             raise RuntimeError("equations would have to run before each other")
         return found
+
+
+def _is_in_order(equations: Sequence[Any]) -> bool:
+    """Whether each equation reads only what is given, or was made before."""
+    to_come = {x for e in equations for x in e.outvars}
+    for equation in equations:
+        if not to_come.isdisjoint(_variables(equation)):
+            return False
+        to_come.difference_update(equation.outvars)
+    return True
 
 
 def _variables(equation: Any) -> Iterator[Any]:

@@ -102,7 +102,7 @@ class _Operands:
             return True
         if self._level.is_stored(x):
             return True
-        if is_elementwise(maker, self._shape, self._allowed):
+        if is_elementwise(self._level, maker, self._shape, self._allowed):
             return False
         is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
         return not (maker.primitive.name in MOVES and is_small)
@@ -166,7 +166,7 @@ class _Inside:
             if self._is_reduction(equation):
                 self.equations.append(equation)
                 self.reduced += equation.outvars
-            elif is_elementwise(equation, self.shape, self.allowed):
+            elif is_elementwise(self.level, equation, self.shape, self.allowed):
                 self._take(equation, others)
                 for x in equation.outvars:
                     for own in self.level.readers(x):
@@ -379,11 +379,14 @@ def variables(equation: Any) -> list[Any]:
     return [x for x in equation.invars if isinstance(x, core.Var)]
 
 
-def is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+def is_elementwise(
+    level: Level, equation: Any, shape: tuple[int, ...], allowed: frozenset[str]
+) -> bool:
     """Whether an equation computes each element of arrays of this shape by itself."""
     if equation.effects or any(x.aval.shape != shape for x in equation.outvars):
         return False
-    return _is_elementwise(equation, shape, allowed)
+    own = functools.partial(_is_elementwise, equation, shape, allowed)
+    return bool(level.known((is_elementwise, shape, allowed), equation, own))
 
 
 def _is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:

@@ -22,18 +22,26 @@ class Found:
     """A product of JAX's own in a program.
 
     Attributes:
-        what: Types and shapes of the operands and of the result.
-        place: The user's line; None if nobody knows.
+        equation: The product.
         why: Why it is still JAX's; None if a kernel computes it.
         times: How often it runs.
         folded: The operations around it that the kernel computes, too.
     """
 
-    what: str
-    place: str | None
+    equation: Any
     why: str | None = None
     times: int = 1
     folded: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """Types and shapes of the operands and of the result."""
+        return products.text_of(self.equation)
+
+    @property
+    def place(self) -> str | None:
+        """The user's line; None if nobody knows."""
+        return lines.place(self.equation.source_info)
 
     @property
     def answer(self) -> str:
@@ -116,13 +124,12 @@ class Rewriter:
         for equation in level.equations:
             if equation.primitive.name not in kinds.DOTS or lines.is_ours(equation.source_info):
                 continue
-            place = lines.place(equation.source_info)
-            if not self._is_meant(place):
+            if not self._is_meant(equation):
                 continue
             with equation.ctx.manager:
                 new = self._product(equation, level, unread)
             why = new if isinstance(new, str) else None
-            record = Found(products.text_of(equation), place, why)
+            record = Found(equation, why)
             if isinstance(new, Dense):
                 ours.append((new, record))
             else:
@@ -157,9 +164,11 @@ class Rewriter:
         more = ("the other of its gate",) * (len(fold.products) > 1)
         return {one.out: more + fold.names for one in fold.products}
 
-    def _is_meant(self, place: str | None) -> bool:
-        only = self._how.only
-        return only is None or (place is not None and any(name in place for name in only))
+    def _is_meant(self, equation: Any) -> bool:
+        if self._how.only is None:
+            return True
+        place = lines.place(equation.source_info)
+        return place is not None and any(name in place for name in self._how.only)
 
     def _product(self, equation: Any, level: Level, unread: list[Any]) -> Dense | str | None:
         """Puts our product in the place of JAX's, or says why it stays.
