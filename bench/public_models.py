@@ -307,7 +307,7 @@ def compared(name: str, models: pathlib.Path, *, is_compiled: bool) -> str:
     folded = sum(one.times for one in rewritten if one.folded)
     line = f"{name:8} error {worst:.2f} x stock's; {ours} of"
     line += f" {sum(one.times for one in rewritten)} products by kernels, {folded} with more"
-    if is_compiled:
+    if is_compiled and ours:
         with target(GPU):
             reports = offline.compile_reports(jax.jit(accelerate(run)), *args, target=GPU)
         spilled = sum(report.spill_bytes for report in reports)

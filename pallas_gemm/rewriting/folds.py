@@ -28,7 +28,7 @@ from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import xla_time
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.level import Level, called
-from pallas_gemm.rewriting.products import Dense, How, avals_of
+from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
 from pallas_gemm.rewriting.regions import Region, bytes_of, region_of
 
 LEAST_SAVED = 0.05
@@ -54,9 +54,11 @@ class Fold(NamedTuple):
     call: Call
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the operations that are folded."""
-        return tuple(dict.fromkeys(e.primitive.name for e in self.region.inside))
+    def told(self) -> dict[Any, tuple[str, ...]]:
+        """What each product is with, by its result: the names of operations."""
+        names = dict.fromkeys(e.primitive.name for e in self.region.inside)
+        more = ("the other of its gate",) * (len(self.products) > 1)
+        return {own.out: (*more, *names) for own in self.products}
 
     def apply(self, level: Level) -> None:
         """Puts it in the place of the products and of the operations."""
@@ -194,11 +196,7 @@ def _may_be_folded(own: Dense) -> bool:
     left, right = own.factors
     if {np.dtype(x.aval.dtype) for x in (left, right, own.out)} - FLOATS:
         return False
-    return all(
-        x.aval.sharding.mesh.size <= 1
-        or mesh_context.why_not_shared(x.aval.sharding.mesh) == mesh_context.ONE_DEVICES
-        for x in own.factors
-    )
+    return is_one_devices(own)
 
 
 def _are_a_pair(level: Level, own: Dense, other: Dense) -> bool:

@@ -93,6 +93,15 @@ class Dense:
     seconds: float
 
 
+def is_one_devices(own: Dense) -> bool:
+    """Whether a product is one device's as far as the types of its operands say."""
+    return all(
+        x.aval.sharding.mesh.size <= 1
+        or mesh_context.why_not_shared(x.aval.sharding.mesh) == mesh_context.ONE_DEVICES
+        for x in own.factors
+    )
+
+
 def avals_of(atoms: Any) -> tuple[Any, ...]:
     """Returns the types of what an equation reads or makes."""
     return tuple(x.aval for x in atoms)

@@ -45,6 +45,11 @@ class Sum:
         """The factors of each product, one after the other."""
         return tuple(x for own in self.members for x in own.factors)
 
+    @property
+    def told(self) -> dict[Any, tuple[str, ...]]:
+        """What each product is with, by its result."""
+        return {own.out: ("the others that are added to it",) for own in self.members}
+
     def apply(self, level: Level) -> None:
         """Puts the sum in the place of the products."""
         first, *rest = self.members

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from pallas_gemm.rewriting import kinds, lines, products
 from pallas_gemm.rewriting.folds import Folder
+from pallas_gemm.rewriting.grams import gram_of
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 from pallas_gemm.rewriting.sums import sum_of
@@ -153,16 +154,16 @@ class Rewriter:
         self, level: Level, own: Dense, ours: Mapping[Any, Dense]
     ) -> dict[Any, tuple[str, ...]]:
         """Lets a product be a kernel with others; returns what it is with, by their results."""
-        fold = self._folder.fold(level, own, ours)
         together = sum_of(level, own, ours, self._how)
-        if together is not None and together.saved > (0.0 if fold is None else fold.saved):
-            together.apply(level)
-            return {one.out: ("the others that are added to it",) for one in together.members}
-        if fold is None:
+        if together is not None and together.saved <= 0:
+            together = None
+        each = (self._folder.fold(level, own, ours), together, gram_of(own, self._how))
+        there = [x for x in each if x is not None]
+        if not there:
             return {}
-        fold.apply(level)
-        more = ("the other of its gate",) * (len(fold.products) > 1)
-        return {one.out: more + fold.names for one in fold.products}
+        best = max(there, key=lambda x: x.saved)
+        best.apply(level)
+        return best.told
 
     def _is_meant(self, equation: Any) -> bool:
         if self._how.only is None:
