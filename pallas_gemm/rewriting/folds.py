@@ -32,8 +32,9 @@ from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
 from pallas_gemm.rewriting.regions import Region, bytes_of, region_of
 
 LEAST_SAVED = 0.05
-"""Of a product's time, what a fold has to save: predictions err by as much. A residual, and sums of
-squares for a norm, are predicted to save 1 to 4%, and nothing was measured for residuals."""
+"""A fold has to save this part of its product's time: predictions err by as much. A residual, and
+sums of squares for a norm, are predicted to save 1 to 4%, and nothing was measured for residuals.
+"""
 
 
 class Fold(NamedTuple):
@@ -42,7 +43,7 @@ class Fold(NamedTuple):
     Attributes:
         saved: Seconds that it is predicted to save.
         products: The products, which have the left operand in common.
-        region: What is around them.
+        region: The operations around them.
         function: The same as a function of the sums and of operands.
         call: The product, with float32 sums.
     """
@@ -55,7 +56,7 @@ class Fold(NamedTuple):
 
     @property
     def told(self) -> dict[Any, tuple[str, ...]]:
-        """What each product is with, by its result: the names of operations."""
+        """The names of the operations that each product is computed with, by its result."""
         names = dict.fromkeys(e.primitive.name for e in self.region.inside)
         more = ("the other of its gate",) * (len(self.products) > 1)
         return {own.out: (*more, *names) for own in self.products}

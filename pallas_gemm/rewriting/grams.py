@@ -12,7 +12,7 @@ from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
 
 LEAST_SAVED = 0.05
-"""Of a product's time, what half of it has to save: predictions err by as much."""
+"""Half of a product has to save this part of its time: predictions err by as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Gram:
 
     @property
     def told(self) -> dict[Any, tuple[str, ...]]:
-        """What the product is with, by its result."""
+        """The words for the product, by its result."""
         return {self.product.out: ("the symmetry of its result",)}
 
     def apply(self, level: Level) -> None:

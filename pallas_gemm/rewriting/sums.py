@@ -47,7 +47,7 @@ class Sum:
 
     @property
     def told(self) -> dict[Any, tuple[str, ...]]:
-        """What each product is with, by its result."""
+        """The words for each product, by its result."""
         return {own.out: ("the others that are added to it",) for own in self.members}
 
     def apply(self, level: Level) -> None:
