@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import explain_on_mesh, gemm, offline, ragged_dot
+from pallas_gemm import explain_on_mesh, gemm, offline, quantize, ragged_dot
 from pallas_gemm.api.collective import all_gather_gemm, gemm_reduce_scatter
 from tests import known_kernels
 
@@ -138,6 +138,7 @@ def _programs(mesh: Mesh, explicit: Mesh) -> dict[str, Program]:
                 jax.ShapeDtypeStruct((8,), jnp.int32),
             ),
         ),
+        "quantized": (functools.partial(quantize, axis="both"), (shape(2048, 4096, "x", "y"),)),
         "mapped": (
             mapped(gemm, in_specs=(P("x"), P(None, "y")), out_specs=P("x", "y")),
             (rows, columns),

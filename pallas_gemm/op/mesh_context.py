@@ -19,9 +19,14 @@ ONE_DEVICES = "it is one device's"
 
 def device_request(call: Call, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
     """Returns what makes JAX tell a product's lowering the devices; None where that is no use."""
+    return request_of(call.options.implementation, operands)
+
+
+def request_of(implementation: str | None, operands: Sequence[Any]) -> core.ClosedJaxpr | None:
+    """Returns the same for what an implementation is to compute of operands."""
     meshes = _meshes(operands)
     alone = any(not mesh.empty for mesh in meshes) and all(mesh.size <= 1 for mesh in meshes)
-    if call.options.implementation == "interpret" or alone or why_not_shared(*meshes) is not None:
+    if implementation == "interpret" or alone or why_not_shared(*meshes) is not None:
         return None
     return _asks_for_devices()
 

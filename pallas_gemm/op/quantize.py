@@ -3,27 +3,30 @@
     x[m, k]  ──▶  along k    values [m, k], scales [m, k / g]
              ──▶  along m    values [k, m], scales [m / g, k]
 
-It has no derivative. On a mesh whose devices share the array, XLA computes it.
+It has no derivative. On a mesh, each device quantizes its part (`quantize_partition`).
 """
 
 import functools
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
-from pallas_gemm.op import kept_kernels, mesh_context
+from pallas_gemm.op import kept_kernels, mesh_context, quantize_partition
 from pallas_gemm.op.product import run_as_jax_does
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
 
 quantize_p = core.Primitive("pallas_gemm_quantize")
 quantize_p.multiple_results = True
+_part_p = core.Primitive("pallas_gemm_quantize_part")
+"""The part of one device; its arrays are on no mesh, whatever the types around it say."""
+_part_p.multiple_results = True
 
 NO_DERIVATIVE = (
     "quantize has no derivative, because values of 8 bits have none: give it"
@@ -33,8 +36,13 @@ NO_DERIVATIVE = (
 
 def quantize(x: jax.Array, how: Quantization, implementation: str | None = None) -> list[Any]:
     """Quantizes blocks of a matrix, or of several: returns values and scales of each axis."""
-    target = targeting.known_target(x)
-    return quantize_p.bind(x, how=how, implementation=implementation, target=target)
+    return quantize_p.bind(
+        x,
+        how=how,
+        implementation=implementation,
+        target=targeting.known_target(x),
+        devices=mesh_context.request_of(implementation, (x,)),
+    )
 
 
 @quantize_p.def_effectful_abstract_eval
@@ -42,7 +50,12 @@ def _abstract(x: Any, *, how: Quantization, implementation: str | None, **_: Any
     results = _types(how, x)
     if implementation != "interpret":
         return results, set()
-    return results, _effects(how, ((tuple(x.shape), np.dtype(x.dtype)),))
+    return results, _effects(how, signature_of((x,)))
+
+
+@_part_p.def_abstract_eval
+def _abstract_part(x: Any, *, how: Quantization, **_: Any) -> Any:
+    return _types(how, *mesh_context.types_off_mesh(*signature_of((x,))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,6 +71,21 @@ def _effects(how: Quantization, signature: Signature) -> Any:
 
 
 def _lowered(
+    ctx: mlir.LoweringRuleContext, x: Any, *, devices: Any, gpu: bool, **asked: Any
+) -> Any:
+    """Lowers it for one device, or for several that share the array."""
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        return _lowered_part(ctx, x, gpu=gpu, **asked)
+    how, target = asked["how"], asked["target"]
+    if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
+        run = functools.partial(blocks.by_xla, how=how)
+    else:
+        part = functools.partial(_part_p.bind, how=how, implementation=asked["implementation"])
+        run = functools.partial(quantize_partition.shared, how, part, target)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, x)
+
+
+def _lowered_part(
     ctx: mlir.LoweringRuleContext,
     x: Any,
     *,
@@ -66,19 +94,12 @@ def _lowered(
     target: Any,
     gpu: bool,
 ) -> Any:
+    """Lowers what one device quantizes."""
     signature = signature_of(tuple(ctx.avals_in))
-    alone = mesh_context.is_one_devices(ctx.module_context.axis_context)
-    if not alone and implementation is None:
-        implementation = "xla"
     device = (target or targeting.first_gpu()) if gpu else None
     chosen = planning.decide(how, signature, device, implementation)
-    if chosen.plan is None:
-        return mlir.lower_fun(chosen.run(), multiple_results=True)(ctx, x)
-    if (
-        gpu
-        and implementation != "interpret"
-        and kept_kernels.is_lowered_as_it_runs(ctx.module_context)
-    ):
+    kept = gpu and chosen.plan is not None and implementation != "interpret"
+    if kept and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
         return kept_kernels.lower(ctx, (x,), chosen, signature)
     return mesh_context.lower_off_mesh(ctx, chosen.run(), (x,))
 
@@ -89,12 +110,13 @@ def _jvp(*_: Any, **__: Any) -> Any:
 
 def _batch(operands: Any, dims: Any, **options: Any) -> Any:
     """Maps it: one leading dimension more."""
-    results = quantize_p.bind(jax.numpy.moveaxis(operands[0], dims[0], 0), **options)
+    results = quantize_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **options)
     return results, [0] * len(results)
 
 
 run_as_jax_does(quantize_p)
 ad.primitive_jvps[quantize_p] = _jvp
 batching.primitive_batchers[quantize_p] = _batch
-mlir.register_lowering(quantize_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(quantize_p, functools.partial(_lowered, gpu=True), platform="cuda")
+for _primitive, _rule in ((quantize_p, _lowered), (_part_p, _lowered_part)):
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
+    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")

@@ -63,6 +63,12 @@ def test_whole_rows_of_a_function_need_nothing_of_the_others(done: dict[str, Any
     assert _sent(done["function of rows"]) == {}
 
 
+def test_each_device_quantizes_its_part_in_a_kernel(done: dict[str, Any]) -> None:
+    (kernel,) = _kernels(done["quantized"])
+    assert kernel.startswith("(f8e4m3fn[1,1024,1024], f8e4m3fn[1,1024,1024], f32[1,8,1024]")
+    assert _sent(done["quantized"]) == {}
+
+
 def test_a_training_step_gathers_nothing(done: dict[str, Any]) -> None:
     # Both layers and both gradients of each.
     assert len(_kernels(done["layers"])) == 6

@@ -1,0 +1,135 @@
+"""How an array that is quantized is shared out among the devices of a mesh.
+
+Each device quantizes what it has of the array, and nothing is sent. A dimension stays split where
+the devices' parts consist of whole blocks; another one is gathered.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_gemm._version import __version__
+from pallas_gemm.call import signature_of
+from pallas_gemm.kernels.quantize import ACROSS, Quantization
+from pallas_gemm.op import mesh_axes
+from pallas_gemm.op.resharding import Axes
+from pallas_gemm.planning import targeting
+
+Part = Callable[..., Sequence[jax.Array]]
+"""Quantizes what one device has, for a GPU or None: its argument `target`."""
+
+
+def shared(how: Quantization, part: Part, target: Any, x: jax.Array) -> list[jax.Array]:
+    """Quantizes an array in parts that XLA hands out to the devices of a mesh.
+
+    Args:
+        how: How it is quantized.
+        part: Computes the part of one device.
+        target: The GPU, if it is known.
+        x: The array.
+    """
+    run = custom_partitioning(functools.partial(part, target=target))
+    run.def_partition(
+        functools.partial(_partition, how, part, target),
+        **_rule(how, x.shape),
+        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
+        decode_shardings=False,
+    )
+    name = f"{how} {signature_of((x,))} {__version__}"
+    with set_xla_metadata(pallas_gemm=hashlib.sha256(name.encode()).hexdigest()):
+        return list(run(x))
+
+
+class _Dimension(NamedTuple):
+    """The names that XLA's rule has for rows or columns of an array.
+
+    Attributes:
+        whole: The name of the dimension of the array, and of values.
+        of_scales: The names of the dimension of the scales of each axis.
+        sizes: The sizes of parts of names.
+    """
+
+    whole: str
+    of_scales: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+
+def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
+    """Names a dimension that has blocks of a length for each axis: the blocks are a part of it.
+
+    XLA then knows how scales are split. Where the last block is shorter, they are on their own.
+    """
+    longest = max(lengths)
+    whole, sizes = name, {}
+    if longest > 1 and size % longest == 0:
+        whole = f"({name}0 {name}1)"
+        # That of the blocks is a dimension of scales, whose size is known.
+        sizes = {f"{name}1": longest}
+    names = {1: whole, longest: f"{name}0" if sizes else whole}
+    if size % longest:
+        names.pop(longest)
+    of_scales = tuple(names.get(x, f"{name}{2 + i}") for i, x in enumerate(lengths))
+    return _Dimension(whole, of_scales, sizes)
+
+
+def _rule(how: Quantization, shape: Sequence[int]) -> dict[str, Any]:
+    """Says which dimensions of the results are those of the array."""
+    lead = [f"d{i}" for i in range(len(shape) - 2)]
+    lengths = zip(*_blocks(how), strict=True)
+    named = zip("rc", shape[-2:], lengths, strict=True)
+    rows, cols = (_dimension(*own) for own in named)
+    results = []
+    for number, axis in enumerate(how.axes):
+        values = (rows.whole, cols.whole)
+        results.append((*lead, *(values[::-1] if axis == ACROSS else values)))
+        results.append((*lead, rows.of_scales[number], cols.of_scales[number]))
+    given = " ".join((*lead, rows.whole, cols.whole))
+    text = f"{given} -> {', '.join(' '.join(own) for own in results)}"
+    return {"sharding_rule": text, **rows.sizes, **cols.sizes}
+
+
+def _blocks(how: Quantization) -> list[tuple[int, int]]:
+    """Returns the rows and columns of the blocks of each axis."""
+    across, along = how.block
+    return [(along, across) if axis == ACROSS else (across, along) for axis in how.axes]
+
+
+def _partition(
+    how: Quantization, part: Part, target: Any, mesh: Mesh, args: Sequence[Any], _: Any
+) -> Any:
+    """Says what one device computes: the answer to XLA's question, as in `partition`."""
+    (x,) = args
+    ndim = len(x.shape)
+    fine = mesh_axes.refined(mesh, x.sharding, ndim)
+    wanted = mesh_axes.placement(x.sharding, ndim, fine)
+    # The parts of devices have to consist of whole blocks.
+    whole = (math.lcm(*own) for own in zip(*_blocks(how), strict=True))
+    steps = [*(1,) * (ndim - 2), *whole]
+    *lead, rows, cols = map(functools.partial(_kept, fine), wanted, x.shape, steps)
+
+    def sharding(*last: Axes) -> NamedSharding:
+        return NamedSharding(fine, PartitionSpec(*(axes or None for axes in (*lead, *last))))
+
+    results = []
+    for axis in how.axes:
+        values = sharding(cols, rows) if axis == ACROSS else sharding(rows, cols)
+        results += [values, sharding(rows, cols)]
+    run = functools.partial(part, target=target or targeting.absent_gpu(mesh))
+    return fine, run, results, (sharding(rows, cols),)
+
+
+def _kept(mesh: Mesh, axes: Axes, size: int, step: int) -> Axes:
+    """Returns the axes that go on splitting a dimension, into parts of whole blocks."""
+    found: Axes = ()
+    for axis in axes:
+        parts = math.prod(mesh.shape[own] for own in (*found, axis))
+        if size % (parts * step) == 0:
+            found += (axis,)
+    return found
