@@ -82,8 +82,9 @@ def _products() -> dict[str, Any]:
             change(ragged, m=936, groups=GROUPS),
             change(early, schedule="swizzle:8"),
         ),
-        "sums over groups": (change(summed, m=512, n=512, k=936), claimed),
-        "relayed": (summed, claimed),
+        "sums over groups": (change(summed, k=936), claimed),
+        # Each tool takes minutes for larger ones.
+        "relayed": (change(summed, m=128, n=128, k=4224), change(claimed, ctas=8)),
     }
 
 
@@ -133,7 +134,9 @@ def compute(name: str, fault: str | None = None) -> None:
         exact = products.exact(problem, operands)
     with _planted(fault):
         out = np.asarray(kernel(*arrays)).astype(np.float64)
-    np.testing.assert_array_equal(out, products.rounded(problem, exact))
+    if fault is None:
+        # A fault may make the numbers wrong: the tool has to say so.
+        np.testing.assert_array_equal(out, products.rounded(problem, exact))
     print("computed")
 
 
