@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import pallas_gemm
-from pallas_gemm import Explanation, explain, gated_gemm, gemm, projections
+from pallas_gemm import Explanation, explain, gated_gemm, gemm, projections, target
 from pallas_gemm.call import Options, SumCall
 from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.product import product_p
@@ -81,6 +81,14 @@ def test_each_result_is_that_of_its_own_product(lead: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(_ours(x, weights, biases), _stock(x, weights, biases))
     found = projections(x.astype(jnp.bfloat16), weights[:1], preferred_element_type=jnp.float32)
     assert [y.dtype for y in found] == [jnp.float32]
+
+
+def test_what_is_named_is_named_of_each_product() -> None:
+    x, weights = jnp.ones((512, 256), jnp.bfloat16), [jnp.ones((256, 512), jnp.bfloat16)] * 2
+    with target("h200"):
+        found = explain(functools.partial(projections, schedule="hilbert"), x, weights)
+    orders = [product.plan.config.schedule for product in found.products if product.plan]
+    assert orders == ["hilbert", "hilbert"]
 
 
 def test_weights_may_be_stored_the_other_way_round_and_be_vectors() -> None:

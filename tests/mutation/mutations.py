@@ -140,14 +140,16 @@ class _Text:
 def _mutable(node: ast.AST, *, imported: bool = True) -> Iterator[tuple[ast.AST, bool]]:
     """Yields what may be changed: not types, what only names something, or what an error says."""
     yield node, imported
-    imported = imported and not isinstance(node, (ast.FunctionDef, ast.Lambda))
+    inside = imported and not isinstance(node, (ast.FunctionDef, ast.Lambda))
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params", "bases"):
             continue
+        # Defaults are computed where a function is made.
+        when = imported if name == "args" else inside
         for child in value if isinstance(value, list) else [value]:
             is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
             if isinstance(child, ast.AST) and not isinstance(child, _LEFT_ALONE) and not is_strict:
-                yield from _mutable(child, imported=imported)
+                yield from _mutable(child, imported=when)
 
 
 def _comparison(node: ast.AST, text: _Text) -> Iterator[Change]:

@@ -117,6 +117,12 @@ def test_a_map_computes_each_example_with_its_own_groups():
         np.testing.assert_array_equal(own, _exact(groups, lhs, RHS, G)[0])
 
 
+def test_ranks_are_named_before_anything_else():
+    for a, b, name in ((LHS[0], RHS, "a"), (LHS, RHS[0], "b")):
+        with pytest.raises(TypeError, match=rf"^{name} must be \["):
+            grouped_gemm(a, b, jnp.array(SIZES["uneven"]))
+
+
 BATCH_SIZES = jnp.array([[7, 0, 9], [20, 0, 0], [0, 0, 0], [1, 3, 30]])
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import linear_cross_entropy
-from pallas_gemm.op import loss_plan
+from pallas_gemm.op import loss_chunks, loss_plan
 from tests import meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -49,6 +49,17 @@ def _check(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         largest = float(jnp.max(jnp.abs(y)))
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=tolerance * largest)
+
+
+def test_the_statistics_of_devices_do_not_overflow():
+    """Exponents of these do: 1000 is far beyond what float32 has an exp of."""
+    log_sums = jnp.array([[1000.0, -1000.0, -jnp.inf, 3.0], [999.0, -1001.0, -jnp.inf, -jnp.inf]])
+    picked = jnp.arange(8.0).reshape(2, 4)
+    run = jax.vmap(lambda x, y: loss_chunks.over_words([x, y], "words"), axis_name="words")
+    found, sums = run(log_sums, picked)
+    for own in found:
+        np.testing.assert_allclose(own, jax.nn.logsumexp(log_sums, axis=0), rtol=1e-6)
+    np.testing.assert_array_equal(sums[0], picked.sum(0))
 
 
 def test_the_sizes_of_these_tests_have_several_chunks():

@@ -1,16 +1,19 @@
 """`python -m schedules`: what it prints, and one line with exit status 2 for anything wrong."""
 
+import argparse
 import contextlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from schedules import build, draw, hilbert, split_k
-from schedules.__main__ import COMPARED, main
+from schedules.__main__ import COMPARED, _parser, main
 from schedules.model import H100, predict
 
 SMALL = ["--problem", "1024x2048x512", "--tile", "128x128"]
@@ -29,6 +32,37 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert output.out == ""
     assert output.err.count("\n") == 1
     return output.err
+
+
+def options(command: str) -> Iterator[argparse.Action]:
+    (commands,) = (x for x in _parser()._actions if isinstance(x, argparse._SubParsersAction))
+    yield from commands.choices[command]._actions
+
+
+@pytest.mark.parametrize("command", ["show", "compare", "predict", "explore"])
+def test_help_tells_each_default(command: str) -> None:
+    def written(value: Any) -> str:
+        if isinstance(value, list):
+            return ",".join(map(written, value))
+        return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    told = 0
+    for option in options(command):
+        found = re.search(r"\bdefault (\d+x\S+|h200)$", option.help or "")
+        if found:
+            told += 1
+            assert found[1] == written(option.default), option.dest
+    assert told >= (command != "show")
+
+
+def test_progress_is_for_terminals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    explore = ["explore", "raster", "--machine", "h200", *SMALL, "--out", str(tmp_path / "o.html")]
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)  # noqa: B023
+        assert main(explore) == 0
+        assert ("\r" in capsys.readouterr().err) == is_terminal
 
 
 def test_show_draws_numbers_where_they_fit(

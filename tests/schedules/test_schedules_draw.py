@@ -164,7 +164,14 @@ def test_png_marks_start_and_end_and_numbers_the_visits(
 
 
 @NEEDS_MATPLOTLIB
-@pytest.mark.parametrize("tiles", [(4, 10), (7, 6), (1, 3)])
+def test_png_numbers_no_more_waves_than_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not _drawn(swizzle(65, 9, group=3), monkeypatch, tmp_path, workers=9).texts
+
+
+@NEEDS_MATPLOTLIB
+@pytest.mark.parametrize("tiles", [(4, 10), (7, 6), (1, 3), (64, 9)])
 def test_png_numbers_each_wave_on_one_of_its_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedules
-from schedules import model, model_pace, model_problem
+from schedules import machines, model, model_pace, model_problem
 from schedules.model import H100, H200, Machine, Prediction, predict
 from tests import clock
 
@@ -492,3 +492,19 @@ def test_the_pace_of_workers_is_told_what_both_sides_of_a_tile_load(
     monkeypatch.setattr(model, "pace_of", pace_of)
     predict(schedules.raster(4, 4), machine=H200, tile=(64, 256, 64), k=64)
     assert set(told) == {1 / 64 + 1 / 256}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_gpc_gets_its_share_of_clusters(size: int) -> None:
+    cluster = (size, 1)
+    crew = model._Crew.checked(H200, cluster, None, multicast=True)
+    found = crew.gpcs(H200, np.random.default_rng(0))
+    counts = np.bincount(found, minlength=H200.gpcs)
+    # CTAs that follow each other share a pair of SMs: two alone, or one cluster.
+    together = 2 if size == 1 else 1
+    assert counts.max() - counts.min() <= together
+    assert len(found) == crew.clusters
+
+
+def test_machines_are_told_apart_by_name() -> None:
+    assert len(machines.MACHINES) == len(machines._ALL)
