@@ -5,6 +5,8 @@ import shutil
 
 FOUND = 86
 """Exit status for findings, which no program of ours has."""
+SIGNALS = (6, 11)
+"""Exit status of the tool where it, or the program as it ends, is ended by a signal."""
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
@@ -40,6 +42,8 @@ def verdict(code: int, said: str, done: str) -> tuple[str, str]:
     if any(map(int, summary)) or code == FOUND:
         lines = [line for line in said.splitlines() if line.startswith("=")]
         return "FOUND", " | ".join(lines)[:600]
+    if done in said.split() and code in SIGNALS:
+        return "no verdict", f"the tool ended {code} after the program had done all: {last}"
     if code or done not in said.split():
         return "FAILED", f"the program ended {code}: {last}"
     return "sound", ""

@@ -312,7 +312,10 @@ def test_wide_float32_results_are_stored_while_others_are_multiplied(
 ) -> None:
     wide = dataclasses.replace(Problem(*size), out_dtype=np.dtype(np.float32))
     best = heuristics.rank(wide, H200, HOPPER)[0]
-    assert (best.tile, best.overlap, best.store_slots) == ((128, 192), "turns", 1)
+    assert (best.tile, best.overlap) == ((128, 192), "turns")
+    assert (best.stages, best.store_slots, best.store_columns) == (5, 1, 16)
+    turned = heuristics.rank(dataclasses.replace(wide, transpose_b=True), H200, HOPPER)[0]
+    assert (turned.tile, turned.stages, turned.store_columns) == ((128, 192), 4, 32)
     # Rounded, they are stored late.
     assert heuristics.rank(Problem(*size), H200, HOPPER)[0].overlap != "turns"
 

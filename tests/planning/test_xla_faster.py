@@ -76,6 +76,41 @@ EDGES = {
         Problem(4096, 2944, 512),
         "K=512 is short",
     ),
+    "lines of a wide result": (
+        Problem(8192, 30000, 2048, out_dtype=jnp.float32),
+        Problem(8192, 30000, 2048),
+        "rows of 30000 elements are no whole number of lines",
+    ),
+    "lines of a smaller one": (
+        Problem(8192, 2064, 1024, out_dtype=jnp.float32),
+        Problem(8192, 2000, 1024, out_dtype=jnp.float32),
+        "rows of 2000 elements are no whole number of lines",
+    ),
+    "sectors of a wide result": (
+        Problem(8192, 30000, 2048, out_dtype=jnp.float32),
+        Problem(8192, 30008, 2048, out_dtype=jnp.float32),
+        "rows of 30008 elements are no whole number of sectors",
+    ),
+    "short of lines": (
+        Problem(8192, 30000, 512, out_dtype=jnp.float32),
+        Problem(8192, 30016, 512, out_dtype=jnp.float32),
+        "K=512 is short",
+    ),
+    "small matrices": (
+        Problem(128, 128, 128, batch=2**15 - 1),
+        Problem(128, 128, 128, batch=2**15),
+        "32768 small matrices",
+    ),
+    "a little larger": (
+        Problem(136, 128, 128, batch=2**15),
+        Problem(128, 128, 128, batch=2**15),
+        "32768 small matrices",
+    ),
+    "small matrices of few bytes": (
+        Problem(128, 128, 128, batch=2**15, epilogue=FUSED),
+        Problem(128, 128, 128, batch=2**15),
+        "32768 small matrices",
+    ),
     "short as it is read": (
         Problem(4096, 2112, 768, transpose_b=True),
         Problem(4096, 2176, 768, transpose_b=True),

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ WIDE_IN_TURNS = (128, 192)
 with K=4096 take 2644 us so on an H200, and 3089 us in tiles of 128 x 128 in turns. Stored at once,
 they take 2731 us in tiles of 128 x 256 and 2753 us in 256 x 192. With K=1024, it is 711, 749 and
 791 us. A tile of 128 x 256 takes 128 KB, as much as four slots of operands."""
+WIDE_COLUMNS = 16
+"""The columns of their store slots where the right operand is stored [k, n]: a fifth stage fits. On
+an H200, 8192 x 32000 with K=1024 takes 695 us so, and 705 us with 32 columns; with K=4096 both take
+2637 us. Stored [n, k], it is 731 and 704 us, and 2774 and 2644."""
 FILLING = (240, 224)
 """Columns of tiles of 128 rows that only count where they are few waves, of which they fill the
 last one: 2688 cubed takes 51.0 us on an H200 in tiles of 128 x 224, 54.0 in those of 128 x 160."""
@@ -107,12 +111,10 @@ def candidates(
     for form in _forms(problem):
         config = HopperConfig(
             stages=2,
-            store_columns=widest,
-            store_slots=_store_slots(problem, in_turns=form.get("pingpong", False)),
             late_store=False,
             # Groups differ in size.
             persistence="dynamic" if problem.ragged_k else "static",
-            **form,
+            **{"store_columns": widest, "store_slots": _store_slots(problem, form)} | form,
         )
         if config.tile[1] in FILLING and config.tiles(problem) > FEW_WAVES * device.sms:
             continue
@@ -131,7 +133,7 @@ def candidates(
                 yield from _accurate(_cut(ready, pieces, last, problem, device), problem, device)
 
 
-def _store_slots(problem: Problem, *, in_turns: bool) -> int:
+def _store_slots(problem: Problem, form: Mapping[str, Any]) -> int:
     """Returns how many chunks of a tile may be on their way to memory."""
     if not stored_by_tma(problem):
         # Threads wait for what they store.
@@ -139,7 +141,7 @@ def _store_slots(problem: Problem, *, in_turns: bool) -> int:
     if _is_short(problem):
         return 4
     long = problem.k * problem.a_dtype.itemsize >= ONE_SLOT_STEPS * STEP_BYTES
-    return 1 if in_turns and long and not problem.symmetric else 2
+    return 1 if "pingpong" in form and long and not problem.symmetric else 2
 
 
 def _loading_ahead(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
@@ -173,7 +175,8 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.symmetric or _is_stored_early(problem):
         yield {"tile": IN_TURNS, "pingpong": True}
     if _is_wide(problem):
-        yield {"tile": WIDE_IN_TURNS, "pingpong": True}
+        narrow = {} if problem.transpose_b else {"store_columns": WIDE_COLUMNS}
+        yield {"tile": WIDE_IN_TURNS, "pingpong": True, "store_slots": 1} | narrow
 
 
 def _ways(
