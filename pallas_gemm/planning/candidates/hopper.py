@@ -109,12 +109,16 @@ def candidates(
     """
     widest = min([64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes)])
     for form in _forms(problem):
+        slots: dict[str, Any] = {
+            "store_columns": widest,
+            "store_slots": _store_slots(problem, form),
+        }
         config = HopperConfig(
             stages=2,
             late_store=False,
             # Groups differ in size.
             persistence="dynamic" if problem.ragged_k else "static",
-            **{"store_columns": widest, "store_slots": _store_slots(problem, form)} | form,
+            **(slots | form),
         )
         if config.tile[1] in FILLING and config.tiles(problem) > FEW_WAVES * device.sms:
             continue
