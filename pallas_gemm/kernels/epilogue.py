@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, words
+from pallas_gemm.kernels import launch, place, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem
@@ -52,7 +52,7 @@ def finish(
         read: Reads operands that pass through shared memory, in their order.
     """
     problem = plan.problem
-    program = words.program(problem)
+    program = shorter.shorter(words.program(problem))
     made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
     loaded = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
     first, shape = program.sums, (strip.rows[1], strip.cols[1])
@@ -71,10 +71,15 @@ def finish(
     for number, step in enumerate(program.steps, first + len(program.operands)):
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         inputs = _alike(step, inputs, shape)
+        params = dict(step.params)
         if step.primitive is lax.logistic_p and program.is_coarse:
             made[number] = quick.sigmoid(plan, *inputs, strip.layout)
+        elif step.primitive is shorter.ONE_PLUS_TANH:
+            made[number] = quick.one_plus_tanh(plan, *inputs, params["scale"], strip.layout)
+        elif step.primitive is shorter.FMA:
+            made[number] = quick.fma(plan, inputs, params["signs"], strip.layout)
         else:
-            made[number] = step.primitive.bind(*inputs, **dict(step.params))
+            made[number] = step.primitive.bind(*inputs, **params)
     return [value(result.value) for result in program.results]
 
 

@@ -2,10 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -60,21 +63,56 @@ REDUCTIONS = {
 
 
 @Operation
-def store_columns(target: Ref, values: Values, name: str) -> None:
-    """Reduces values along their columns, each warp its own rows, and stores `[warps, columns]`.
+def in_threads(values: Values, name: str) -> Any:
+    """Reduces along columns what each thread holds, `[WGMMA_ROWS, columns]`.
 
-    A thread holds two of every 8 columns, in some rows. The 8 threads of a warp that hold the same
-    columns hold all rows of their warp. They share the columns out while they reduce them: after
-    each exchange a thread has half as many.
+    A thread holds two of every 8 columns, in some rows. Afterwards all of its rows are the same.
     """
+    shape = (WGMMA_ROWS, values.shape[1])
+    out = plgpu.ShapeDtypeStruct(shape, values.dtype, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(REF, plgpu.Layout.WGMMA))
-    def inline(_: Any, target: Ref, values: Values) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=out)
+    def inline(_: Any, values: Values) -> Any:
         both = REDUCTIONS[name].of_registers
         rows, columns = values.shape
         blocks = columns // WGMMA_COLUMNS
         registers = values.registers.reshape(rows // WGMMA_ROWS, blocks, 2)
-        mine = [functools.reduce(both, registers[:, block].ravel()) for block in range(blocks)]
+        found = np.empty((1, *values.registers.shape[1:]), object)
+        each = found.reshape(blocks, 2)
+        for block in range(blocks):
+            each[block] = functools.reduce(both, registers[:, block].ravel())
+        return mgpu.FragmentedArray(
+            _registers=found, _layout=values.layout, _is_signed=values.is_signed
+        )
+
+    return inline(values)
+
+
+@in_threads.meaning
+def _(values: Values, name: str) -> Any:
+    # The simulator has no threads that share rows: here all of them have every row.
+    (reduced,) = REDUCTIONS[name].along(values, 0)
+    return lax.broadcast_in_dim(reduced, (WGMMA_ROWS, values.shape[1]), (1,))
+
+
+@Operation
+def store_columns(target: Ref, strips: Sequence[Values], name: str) -> None:
+    """Reduces what threads hold of columns, each warp its own rows; stores `[warps, columns]`.
+
+    The 8 threads of a warp that hold the same columns hold all rows of their warp. They share the
+    columns out while they reduce them: after each exchange a thread has half as many.
+
+    Args:
+        target: Where it is stored.
+        strips: The results of `in_threads`, side by side.
+        name: The reduction.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(REF, *[plgpu.Layout.WGMMA] * len(strips)))
+    def inline(_: Any, target: Ref, *strips: Values) -> None:
+        both = REDUCTIONS[name].of_registers
+        pairs = [x.registers.reshape(x.shape[1] // WGMMA_COLUMNS, 2) for x in strips]
+        mine = [block[0] for own in pairs for block in own]
         thread = utils.thread_idx()
         number = functools.partial(utils.c, ty=thread.type)
         lane = arith.remui(thread, number(LANES))
@@ -87,14 +125,14 @@ def store_columns(target: Ref, values: Values, name: str) -> None:
             column = arith.addi(arith.muli(block, number(WGMMA_COLUMNS)), pair)
             vector.store(x, target, [index(warp), index(column)])
 
-    inline(target, values)
+    inline(target, *strips)
 
 
 @store_columns.meaning
-def _(target: Ref, values: Values, name: str) -> None:
+def _(target: Ref, strips: Sequence[Values], name: str) -> None:
     # The simulator has no warps: one row of the target is for all.
-    (reduced,) = REDUCTIONS[name].along(values, 0)
-    target[...] = reduced[None]
+    del name
+    target[...] = jnp.concatenate([x[:1] for x in strips], 1)
 
 
 def _shared_out(mine: list[Any], lane: Any, both: Callable[[Any, Any], Any]) -> tuple[Any, Any]:

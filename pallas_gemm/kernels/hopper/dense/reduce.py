@@ -1,7 +1,8 @@
 """Results that are reduced along rows or columns: what a consumer leaves of each of its tiles.
 
     along a row       reduced in registers, chunk after chunk: a value for each row of the tile
-    along a column    reduced by each warp, strip after strip: a value for each column and warp
+    along a column    reduced by each thread, strip after strip, then by each warp, once for a
+                      chunk: a value for each column and warp
 
 XLA reduces what all tiles leave, in a fixed order. A value that changes nothing replaces what lies
 beyond the edges of the result.
@@ -10,7 +11,7 @@ beyond the edges of the result.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +23,7 @@ from pallas_gemm.kernels.epilogue import Strip
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick
-from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, store_columns
+from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, in_threads, store_columns
 from pallas_gemm.kernels.traced import Values
 from pallas_gemm.program import LOGSUMEXP, Result
 
@@ -46,35 +47,44 @@ def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
     return [tuple(itertools.islice(every, own.vectors)) for own in plan.problem.reductions]
 
 
-def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> tuple[list[Any], Rows]:
-    """Takes what is reduced out of the values of a strip.
+class Taken(NamedTuple):
+    """What is taken out of the values of a strip.
 
-    Returns the values of the other results, and what is reduced along rows so far.
+    Attributes:
+        whole: The values of the results that are not reduced.
+        rows: What has been reduced along the rows of the tile so far.
+        columns: What threads have reduced of the strip's columns, for each result.
     """
+
+    whole: list[Any]
+    rows: Rows
+    columns: list[Any]
+
+
+def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> Taken:
+    """Takes what is reduced out of the values of a strip; `rows` of the strips before it."""
     plan = cta.plan
     if not plan.problem.reductions:
-        return list(values), rows
+        return Taken(list(values), rows, [])
     whole: list[Any] = []
     along_rows: list[Vectors] = []
-    left = iter(_of_each(plan, cta.left))
+    columns: list[Any] = []
     exp = functools.partial(quick.exp, plan, layout=strip.layout)
     reduced = _Reduced(plan, strip, exp)
     for result, x in zip(words.program(plan.problem).results, values, strict=True):
         if result.kind == "mn":
             whole.append(x)
             continue
-        targets = next(left)
         if result.kind == "m":
             along_rows.append(reduced.along_rows(result, x))
         else:
-            (target,) = targets
-            _leave_columns(plan, strip, target, reduced.masked(result, x), result)
+            columns.append(in_threads(plan, reduced.masked(result, x), result.reduction))
     if rows:
         kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
         both = zip(kinds, rows, along_rows, strict=True)
         exp = functools.partial(quick.exp, plan, layout=strip.layout.reduce(1))
         along_rows = [REDUCTIONS[kind].both(x, y, exp) for kind, x, y in both]
-    return whole, tuple(along_rows)
+    return Taken(whole, tuple(along_rows), columns)
 
 
 class _Reduced:
@@ -129,13 +139,15 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
             arrays.write_first(plan, rows_of_tile, x, at.end - at.row, layout)
 
 
-def _leave_columns(
-    plan: HopperPlan, strip: Strip, left: Any, values: Values, result: Result
-) -> None:
-    """Reduces a strip along its columns and stores what comes of it."""
-    # Consumers' tiles lie one below the other, and a strip has all rows of one.
-    tile = lax.div(strip.rows[0], jnp.int32(plan.consumer_out_tile[0]))
-    mine = left.at[pl.ds(tile * plan.warps_reducing, plan.warps_reducing)]
-    columns = pl.ds(*strip.cols)
-    target = mine.at[:, columns] if strip.batch is None else mine.at[:, strip.batch, columns]
-    store_columns(plan, target, values, result.reduction)
+def leave_columns(cta: Cta, chunk: Strip, strips: Sequence[Sequence[Values]]) -> None:
+    """Stores what has been reduced along the columns of a chunk, of each of its strips."""
+    plan = cta.plan
+    pairs = zip(_of_each(plan, cta.left), plan.problem.reductions, strict=True)
+    left = [(*targets, own.reduction) for targets, own in pairs if own.kind == "n"]
+    # Consumers' tiles lie one below the other, and a chunk has all rows of one.
+    tile = lax.div(chunk.rows[0], jnp.int32(plan.consumer_out_tile[0]))
+    here, columns = pl.ds(tile * plan.warps_reducing, plan.warps_reducing), pl.ds(*chunk.cols)
+    for (target, name), own in zip(left, zip(*strips, strict=True), strict=True):
+        mine = target.at[here]
+        mine = mine.at[:, columns] if chunk.batch is None else mine.at[:, chunk.batch, columns]
+        store_columns(plan, mine, own, name)

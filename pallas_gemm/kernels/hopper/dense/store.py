@@ -75,12 +75,16 @@ def finish(cta: Cta, total: Values, at: place.Where) -> list[Any]:
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else plan.strips(width)
     sums = _sums(plan, total, whole, columns)
     strips: list[Any] = []
+    reduced: list[Any] = []
     rows: reduce.Rows = ()
     for own, x in zip(columns, sums, strict=True):
         strip = _strip(at, whole, own)
         values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read)
-        (value,), rows = reduce.take(cta, strip, values, rows)
+        taken = reduce.take(cta, strip, values, rows)
+        (value,), rows = taken.whole, taken.rows
         strips.append(value)
+        reduced.append(taken.columns)
+    reduce.leave_columns(cta, _strip(at, whole, slice(0, width)), reduced)
     reduce.leave_rows(cta, at, rows)
     return taken_apart(plan, _side_by_side(strips), plan.chunks)
 
@@ -115,12 +119,16 @@ def _finish_chunk(
         return loaded[operand][strip]
 
     finished: list[list[Any]] = []
+    reduced: list[Any] = []
     sums = _sums(plan, tile.values, chunk, strips)
     for i, (own, x) in enumerate(zip(strips, sums, strict=True)):
         strip = _strip(at, chunk, own)
         values = epilogue.finish(plan, cta.gmem, strip, x, functools.partial(read, i))
-        whole, rows = reduce.take(cta, strip, values, rows)
-        finished.append(whole)
+        taken = reduce.take(cta, strip, values, rows)
+        rows = taken.rows
+        finished.append(taken.whole)
+        reduced.append(taken.columns)
+    reduce.leave_columns(cta, _strip(at, chunk, slice(0, chunk.cols)), reduced)
     if not loaded and plan.problem.loaded_dtypes:
         plgpu.barrier_wait(cta.barriers.residual.at[_loaded_barrier(plan, me, number)])
     return [_side_by_side(strips) for strips in zip(*finished, strict=True)], rows

@@ -1,0 +1,264 @@
+"""A program in fewer instructions, where none of its functions may be approximated.
+
+    x * y + z          one instruction, which rounds once
+    c1 * (c2 * x)      numbers are multiplied beforehand, and so in c1 * (c2 + x)
+    1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x
+
+The last errs by as much as the rounding of 1 + tanh(x). It takes the place of tanh(x) where every
+use of that adds it, or its square, to a number. Elsewhere tanh stays precise for small numbers.
+"""
+
+import collections
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from pallas_gemm.program import Constant, Program, Step
+
+FMA = core.Primitive("fma")
+"""x * y + z; `signs` are the numbers, 1 or -1, by which x * y and z are multiplied."""
+ONE_PLUS_TANH = core.Primitive("one_plus_tanh")
+"""1 + tanh(scale * x)."""
+
+_FLOAT32 = np.dtype(np.float32)
+_LARGEST = 1e30
+"""Of the numbers that are multiplied beforehand: the product is far from where float32 ends."""
+
+
+@functools.lru_cache(maxsize=1024)
+def shorter(program: Program) -> Program:
+    """Returns a program that computes the same in fewer instructions, as far as that is known."""
+    if program.is_coarse:
+        return program
+    return _Shortened(program).program()
+
+
+class _Shortened:
+    """A program as it is made anew, step by step; values keep their numbers until the end."""
+
+    def __init__(self, program: Program) -> None:
+        self._old = program
+        self._first = program.sums + len(program.operands)
+        self._types: dict[int, np.dtype] = dict.fromkeys(range(program.sums), program.sum_dtype)
+        for i, own in enumerate(program.operands, program.sums):
+            # A number is no array, which the instructions take.
+            self._types[i] = own.dtype if own.kind else np.dtype(np.void)
+        self._same: dict[int, Any] = {}
+        self._made: dict[int, Step] = {}
+        self._next = self._first + len(program.steps)
+        steps = list(enumerate(program.steps, self._first))
+        for number, step in steps:
+            self._types[number] = self._type(step)
+            self._same[number] = self._unscaled(step) if self._is_float(number) else None
+        self._users: dict[int, list[int]] = collections.defaultdict(list)
+        for number, step in steps:
+            for x in step.inputs:
+                if self._same[number] is None and isinstance(own := self._final(x), int):
+                    self._users[own].append(number)
+        self._kept = {self._final(result.value) for result in program.results}
+        for number, step in steps:
+            if self._same[number] is None:
+                own = step._replace(inputs=tuple(map(self._final, step.inputs)))
+                self._made[number] = self._shortened(number, own)
+
+    def program(self) -> Program:
+        """Returns the program, without steps that nothing uses any more."""
+        wanted = [x for x in self._kept if isinstance(x, int)]
+        used: set[int] = set()
+        while wanted:
+            if (number := wanted.pop()) not in used:
+                used.add(number)
+                wanted += self._inputs(number)
+        order: list[int] = []
+        for number in sorted(used & self._made.keys()):
+            self._put(number, order)
+        final = {number: self._first + i for i, number in enumerate(order)}
+
+        def renamed(x: Any) -> Any:
+            x = self._final(x)
+            return final.get(x, x) if isinstance(x, int) else x
+
+        steps = [self._made[number] for number in order]
+        return Program(
+            self._old.sums,
+            self._old.sum_dtype,
+            self._old.operands,
+            tuple(step._replace(inputs=tuple(map(renamed, step.inputs))) for step in steps),
+            tuple(own._replace(value=renamed(own.value)) for own in self._old.results),
+        )
+
+    def _put(self, number: int, order: list[int]) -> None:
+        """Puts a step after those that it uses."""
+        for x in self._inputs(number):
+            if x in self._made:
+                self._put(x, order)
+        if number not in order:
+            order.append(number)
+
+    def _inputs(self, number: int) -> list[int]:
+        step = self._made.get(number)
+        inputs = step.inputs if step else ()
+        return [own for x in inputs if isinstance(own := self._final(x), int)]
+
+    def _type(self, step: Step) -> np.dtype:
+        """Returns the type of what a step computes, if it is float32; else any other."""
+        params = dict(step.params)
+        if "new_dtype" in params:
+            return np.dtype(params["new_dtype"])
+        own = {x.dtype if isinstance(x, Constant) else self._types[x] for x in step.inputs}
+        name = step.primitive.name
+        return _FLOAT32 if own == {_FLOAT32} and name in _ARITHMETIC else np.dtype(np.void)
+
+    def _is_float(self, number: int) -> bool:
+        return self._types[number] == _FLOAT32
+
+    def _final(self, x: Any) -> Any:
+        while isinstance(x, int) and (same := self._same.get(x)) is not None:
+            x = same
+        return x
+
+    def _unscaled(self, step: Step) -> Any:
+        """Returns x of 1 * x."""
+        if step.primitive is lax.mul_p:
+            for one, other in (step.inputs, step.inputs[::-1]):
+                if isinstance(one, Constant) and one.value == 1 and isinstance(other, int):
+                    return other
+        return None
+
+    def _added(self, step: Step, number: int) -> int:
+        """Adds a step, and returns its number."""
+        self._made[self._next] = step
+        self._types[self._next] = self._types[number]
+        self._next += 1
+        return self._next - 1
+
+    def _alone(self, x: Any, *primitives: core.Primitive) -> Step | None:
+        """Returns the step that computes x for one user, if it is one of these."""
+        if isinstance(x, int) and len(self._users[x]) == 1 and x not in self._kept:
+            step = self._made.get(x)
+            if step is not None and step.primitive in primitives and self._is_float(x):
+                return step
+        return None
+
+    def _shortened(self, number: int, step: Step) -> Step:
+        if not self._is_float(number):
+            return step
+        rules = {
+            lax.mul_p: self._multiplied,
+            lax.add_p: self._added_up,
+            lax.sub_p: self._subtracted,
+            lax.tanh_p: self._tangent,
+        }
+        shorten = rules.get(step.primitive)
+        return step if shorten is None else shorten(number, step) or step
+
+    def _multiplied(self, number: int, step: Step) -> Step | None:
+        """c1 * (c2 * x), c1 * (c2 + x) and c1 * (c2 * x + c3)."""
+        del number
+        if (pair := _number_first(step.inputs)) is None:
+            return None
+        c, inner = pair
+        if (own := self._alone(inner, lax.mul_p, lax.add_p)) and (
+            pair := _number_first(own.inputs)
+        ):
+            both = _product(c, pair[0])
+            if both is not None and own.primitive is lax.mul_p:
+                return step._replace(inputs=(both, pair[1]))
+            return None if both is None else _fma(c, pair[1], both)
+        if (own := self._alone(inner, FMA)) and dict(own.params)["signs"] == (1, 1):
+            factor, x, added = own.inputs
+            if isinstance(factor, Constant) and isinstance(added, Constant):
+                first, last = _product(c, factor), _product(c, added)
+                return None if first is None or last is None else _fma(first, x, last)
+        return None
+
+    def _added_up(self, number: int, step: Step) -> Step | None:
+        """X * y + z, and 1 + tanh(x)."""
+        for z, x in (step.inputs, step.inputs[::-1]):
+            if isinstance(z, Constant) and z.value == 1 and (whole := self._beside.get(x)):
+                self._same[number] = whole
+                return step
+            if (factors := self._factors(x)) and self._is_array(z):
+                return _fma(*factors, z)
+        return None
+
+    def _subtracted(self, number: int, step: Step) -> Step | None:
+        """X * y - z, and z - x * y."""
+        del number
+        x, y = step.inputs
+        if (factors := self._factors(y)) and self._is_array(x):
+            return _fma(*factors, x, signs=(-1, 1))
+        if (factors := self._factors(x)) and self._is_array(y):
+            return _fma(*factors, y, signs=(1, -1))
+        return None
+
+    def _is_array(self, x: Any) -> bool:
+        return isinstance(x, Constant) or self._is_float(x)
+
+    def _factors(self, x: Any) -> tuple[Any, Any] | None:
+        """Returns the factors of a product that nothing else uses."""
+        if own := self._alone(x, lax.mul_p):
+            x, y = own.inputs
+            return (x, y) if self._is_array(x) and self._is_array(y) else None
+        if (own := self._alone(x, lax.integer_pow_p)) and dict(own.params)["y"] == 2:
+            return own.inputs[0], own.inputs[0]
+        return None
+
+    def _tangent(self, number: int, step: Step) -> Step | None:
+        """tanh(x) as 1 + tanh(x) and the 1 that is taken off again."""
+        if number in self._kept or not self._is_only_added(number):
+            return None
+        (x,), scale = step.inputs, 1.0
+        if (own := self._alone(x, lax.mul_p)) and (pair := _number_first(own.inputs)):
+            scale, x = float(pair[0].value), pair[1]
+        whole = self._added(Step(ONE_PLUS_TANH, (("scale", scale),), (x,)), number)
+        self._beside[number] = whole
+        return Step(lax.sub_p, (), (whole, Constant(1.0, _FLOAT32)))
+
+    @functools.cached_property
+    def _beside(self) -> dict[Any, int]:
+        """The number of 1 + x for values x."""
+        return {}
+
+    def _is_only_added(self, number: int, squared: bool = False) -> bool:
+        """Whether all that uses a value, or its square, adds it to a number that is no smaller."""
+        return all(self._adds(user, number, squared) for user in self._users[number])
+
+    def _adds(self, user: int, number: int, squared: bool) -> bool:
+        step = self._old.steps[user - self._first]
+        inputs = [self._final(x) for x in step.inputs]
+        if step.primitive in (lax.add_p, lax.sub_p):
+            return any(isinstance(x, Constant) and abs(x.value) >= 1 for x in inputs)
+        is_square = inputs == [number] * 2 or dict(step.params).get("y") == 2
+        if squared or step.primitive not in (lax.mul_p, lax.integer_pow_p) or not is_square:
+            return False
+        return user not in self._kept and self._is_only_added(user, squared=True)
+
+
+_ARITHMETIC = frozenset(
+    ("abs", "add", "div", "exp", "integer_pow", "logistic", "max", "min", "mul", "neg", "sub")
+) | {"rsqrt", "sqrt", "tanh"}
+"""Operations whose results have the type of what they take."""
+
+
+def _fma(x: Any, y: Any, z: Any, signs: tuple[int, int] = (1, 1)) -> Step:
+    return Step(FMA, (("signs", signs),), (x, y, z))
+
+
+def _number_first(inputs: Any) -> tuple[Constant, Any] | None:
+    """Returns a number and what is multiplied by it, or added to it; None if there are not both."""
+    one, other = inputs
+    if isinstance(other, Constant):
+        one, other = other, one
+    return (one, other) if isinstance(one, Constant) and isinstance(other, int) else None
+
+
+def _product(one: Constant, other: Constant) -> Constant | None:
+    """Returns the product of two numbers; None where it is too large or small to be made first."""
+    found = float(one.value) * float(other.value)
+    is_usual = 1 / _LARGEST < abs(found) < _LARGEST and math.isfinite(found)
+    return Constant(float(np.float32(found)), _FLOAT32) if is_usual else None
