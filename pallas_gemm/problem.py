@@ -62,6 +62,19 @@ ZEROS = ("col_zeros", "up_zeros")
 OF_FACTORS = (*BLOCKS, *ZEROS)
 SCALES = ("row_scale", "col_scale", "up_scale")
 """Those of them that are vectors by which sums are multiplied."""
+OF_VALUE = ("alpha", "row_scale", "col_scale", "bias")
+"""Those of them that make a value of a sum. The last is added, and all others multiply it."""
+OF_UP = MappingProxyType(
+    {
+        "col_scale": "up_scale",
+        "bias": "up_bias",
+        "col_blocks": "up_blocks",
+        "col_zeros": "up_zeros",
+    }
+)
+"""Those of the second sum of a gated product, by the names of those of the first."""
+VALUES = (OF_VALUE, tuple(OF_UP.get(name, name) for name in OF_VALUE))
+"""Those that make a value of the first sum, and of the second."""
 
 
 @dataclasses.dataclass(frozen=True)

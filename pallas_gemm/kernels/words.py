@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.kernels.split import Names, Split, split
-from pallas_gemm.problem import KINDS, Epilogue, Problem
+from pallas_gemm.problem import KINDS, VALUES, Epilogue, Problem
 from pallas_gemm.program import Program
 
 _SIZES = {"m": 2, "n": 3}
@@ -50,11 +50,12 @@ def _formula(epilogue: Epilogue, out_dtype: np.dtype, *args: Any) -> Any:
     """Computes the result of the sums: see `Epilogue`."""
     sums, operands = args[: 1 + epilogue.gated], args[1 + epilogue.gated :]
     given = dict(zip(epilogue.operands, operands, strict=True))
-    result = _value(epilogue, out_dtype, sums[0], given, ("col_scale", "bias"))
+    pairs = zip(sums, VALUES, strict=False)
+    result, *ups = [_value(epilogue, out_dtype, total, given, names) for total, names in pairs]
     if epilogue.activation is not None:
         result = epilogue.activation(result)
-    if epilogue.gated:
-        result = result * _value(epilogue, out_dtype, sums[1], given, ("up_scale", "up_bias"))
+    for up in ups:
+        result = result * up
     if epilogue.residual:
         beta = given.get("beta", jnp.float32(1.0 if epilogue.beta is None else epilogue.beta))
         result = result + beta * given["residual"].astype(jnp.float32)
@@ -62,14 +63,14 @@ def _formula(epilogue: Epilogue, out_dtype: np.dtype, *args: Any) -> Any:
 
 
 def _value(
-    epilogue: Epilogue, out_dtype: np.dtype, total: Any, given: Any, of_columns: tuple[str, str]
+    epilogue: Epilogue, out_dtype: np.dtype, total: Any, given: Any, names: Sequence[str]
 ) -> Any:
-    """Scales a sum and adds the bias; `of_columns` are the names of a scale and a bias."""
-    scale, bias = of_columns
+    """Makes a value of a sum, with the operands of these names."""
+    *scales, bias = names
     if jnp.issubdtype(out_dtype, jnp.floating) or not epilogue.is_identity:
         total = total.astype(jnp.float32)
     if epilogue.alpha not in (None, 1):
         total = total * jnp.float32(epilogue.alpha)
-    for name in ("alpha", "row_scale", scale):
+    for name in scales:
         total = total * given[name] if name in given else total
     return total + given[bias] if bias in given else total

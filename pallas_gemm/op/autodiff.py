@@ -38,7 +38,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import SCALES, Epilogue
+from pallas_gemm.problem import OF_UP, OF_VALUE, SCALES, VALUES, Epilogue
 
 
 def _jvp(
@@ -197,12 +197,8 @@ def pre_activation(call: Call, moved: Operands, *, up: bool = False) -> Call:
     out_dtype, epilogue = linear.kept_dtype(call.out_dtype), call.epilogue
     if scales_change(moved):
         return call.sums(linear.kept_sums_dtype(call.out_dtype))
-    before = Epilogue(
-        alpha=epilogue.alpha,
-        bias=epilogue.up_bias if up else epilogue.bias,
-        row_scale=epilogue.row_scale,
-        col_scale=epilogue.up_scale if up else epilogue.col_scale,
-    )
+    names = zip(OF_VALUE, VALUES[up], strict=True)
+    before = Epilogue(**{name: getattr(epilogue, own) for name, own in names})
     return dataclasses.replace(call, out_dtype=out_dtype, epilogue=before)
 
 
@@ -220,9 +216,9 @@ def pre_activations(
 
 def _own(before: Call, x: Operands, up: bool) -> Operands:
     """Returns what one of the products takes of all operands."""
-    if up:
-        x = x._replace(b=x.up, bias=x.up_bias, col_scale=x.up_scale)
-    return Operands(x.a, x.b, **{name: getattr(x, name) for name in before.epilogue.operands})
+    names = {name: OF_UP.get(name, name) if up else name for name in before.epilogue.operands}
+    taken = {name: getattr(x, own) for name, own in names.items()}
+    return Operands(x.a, x.up if up else x.b, **taken)
 
 
 def after_activation(

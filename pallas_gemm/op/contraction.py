@@ -23,7 +23,7 @@ from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import OF_UP, Epilogue
 
 Shape = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Shape, Shape], tuple[Shape, Shape]]
@@ -184,13 +184,7 @@ class Contraction:
     @property
     def of_up(self) -> "Contraction":
         """The second product of a gated one."""
-        return dataclasses.replace(
-            self,
-            bias=self.up_bias,
-            col_scale=self.up_scale,
-            col_blocks=self.up_blocks,
-            col_zeros=self.up_zeros,
-        )
+        return dataclasses.replace(self, **{x: getattr(self, own) for x, own in OF_UP.items()})
 
     def finish(self, epilogue: Epilogue, sums: list[jax.Array], given: Operands) -> jax.Array:
         """Applies an epilogue as `xla.finish` does."""

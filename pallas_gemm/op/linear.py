@@ -21,7 +21,7 @@ from pallas_gemm.call import OUT_NAME, Call, Operands
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product
 from pallas_gemm.planning import numerics
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import OF_VALUE, Epilogue
 
 
 def changes(tangents: Sequence[Any]) -> list[Any]:
@@ -56,7 +56,8 @@ def affine_change(
     if moved.b is not None:
         terms.append(product(plain, contraction, given.a, moved.b))
     ready = contraction.aligned(given)
-    for factor in (ready.alpha, ready.row_scale, ready.col_scale):
+    *scales, _ = OF_VALUE
+    for factor in (getattr(ready, name) for name in scales):
         if factor is not None:
             terms = [term * factor.astype(jnp.float32) for term in terms]
     if moved.bias is not None:

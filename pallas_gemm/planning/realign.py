@@ -22,7 +22,7 @@ import numpy as np
 from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.planning.scheme import Scheme
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import KINDS, OF_FACTORS, Problem
 
 Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "add"]
 Refusals = Callable[[Problem], Iterable[str]]
@@ -264,10 +264,10 @@ def _more_rows(problem: Problem) -> Realigned:
     if problem.transpose_a:
         cost = 2 * _bytes(problem.a_shape, problem.a_dtype)
         steps.insert(0, Step("a", "transpose", (batch, m, k), cost))
-    if problem.epilogue.residual:
-        steps.append(Step("residual", "reshape", rows.out_shape))
-    if problem.epilogue.row_scale:
-        steps.append(Step("row_scale", "reshape", (batch * m,)))
+    sizes = {"m": rows.m, "n": n}
+    for name in problem.epilogue.operands:
+        if "m" in (kind := KINDS[name]) and name not in OF_FACTORS:
+            steps.append(Step(name, "reshape", tuple(sizes[x] for x in kind)))
     if problem.blocks and problem.blocks.rows:
         scales = batch * m // problem.blocks.rows, k // problem.blocks.k
         steps.append(Step("row_blocks", "reshape", scales))

@@ -19,7 +19,7 @@ from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
 from pallas_gemm.kernels.element_types import FLOATS_16, is_widened
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import VALUES, Epilogue
 
 TF32_BITS = 10
 """Bits that a number of TF32 has after its first one."""
@@ -47,11 +47,11 @@ def finish(epilogue: Epilogue, sums: Sequence[jax.Array], given: Operands) -> ja
     wide = np.dtype(np.float64 if sums[0].dtype == np.float64 else np.float32)
     ndim = sums[0].ndim
     values = []
-    for total, scale, bias in zip(sums, SCALES_OF_COLUMNS, BIASES, strict=False):
+    for total, (*scales, bias) in zip(sums, VALUES, strict=False):
         value = total.astype(wide)
         if epilogue.alpha is not None:
             value = value * wide.type(epilogue.alpha)
-        for name in ("alpha", "row_scale", scale):
+        for name in scales:
             if (factor := getattr(given, name)) is not None:
                 value = value * aligned(name, factor.astype(wide), ndim)
         if (summand := getattr(given, bias)) is not None:
@@ -70,11 +70,6 @@ def finish(epilogue: Epilogue, sums: Sequence[jax.Array], given: Operands) -> ja
             residual = residual * wide.type(epilogue.beta)
         result = result + residual
     return result
-
-
-SCALES_OF_COLUMNS = ("col_scale", "up_scale")
-BIASES = ("bias", "up_bias")
-"""Both sums, the gate's first."""
 
 
 def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.numpy import matmul
 from pallas_gemm.call import DIMENSIONS, GroupedCall, Operands
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
 from pallas_gemm.planning import xla
+from pallas_gemm.problem import KINDS, OF_FACTORS
 
 Products = Callable[..., jax.Array]
 """Takes a call without an epilogue, a, b and the sizes."""
@@ -92,9 +93,9 @@ def group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 def _of_rows(given: Operands, group: jax.Array) -> Operands:
     """Returns operands with what each group has of its own as what its rows have."""
     found = {}
-    for name in ("alpha", "col_scale", "bias", "up_scale", "up_bias"):
+    for name in KINDS:
         x = getattr(given, name)
-        if x is not None and x.ndim > len(DIMENSIONS[name]):
+        if name not in OF_FACTORS and x is not None and x.ndim > len(DIMENSIONS[name]):
             of_row = taken(x, group)
             found[name] = of_row if of_row.ndim == 2 else lax.expand_dims(of_row, (1,))
     return given._replace(**found)

@@ -1,41 +1,20 @@
 """Operands with known products: what the kernel tests run on, simulated and on a GPU."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.call import DIMENSIONS
+from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.problem import Problem
-
-
-class Operands(NamedTuple):
-    """The arrays of one product."""
-
-    a: jax.Array
-    b: jax.Array
-    up: jax.Array | None
-    bias: jax.Array | None = None
-    residual: jax.Array | None = None
-    alpha: jax.Array | None = None
-    beta: jax.Array | None = None
-    row_scale: jax.Array | None = None
-    col_scale: jax.Array | None = None
-    up_scale: jax.Array | None = None
-    up_bias: jax.Array | None = None
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        """The arrays that the kernel takes."""
-        return [array for array in self if array is not None]
 
 
 def as_taken(problem: Problem, operands: Operands) -> list[jax.Array]:
     """The arrays that a kernel takes: `operands`, or those of each product of a sum in turn."""
     if not problem.terms:
-        return operands.arrays
+        return list(operands.present())
     cuts = np.cumsum(problem.terms)[:-1]
     lefts = jnp.split(operands.a, cuts, -2 if problem.transpose_a else -1)
     rights = jnp.split(operands.b, cuts, -1 if problem.transpose_b else -2)

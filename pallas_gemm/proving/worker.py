@@ -57,7 +57,7 @@ def prepared(
             operands = operands._replace(b=operands.a)
         expected = products.rounded(problem, products.exact(problem, operands))
     expected = expected.astype(problem.out_dtype)
-    arrays = [np.asarray(x) for x in operands.arrays]
+    arrays = [np.asarray(x) for x in operands.present()]
     kernel = architecture.build(problem, case.config, device, False)
     if replays:
         again = replayed(kernel, replays).lower(expected, arrays).compile()

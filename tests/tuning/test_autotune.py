@@ -366,9 +366,7 @@ def test_a_product_that_was_made_longer_for_its_kernel_can_be_checked(
     problem = dataclasses.replace(longer, kept=(125, 129))
 
     def by_a_kernel(*given: jax.Array) -> jax.Array:
-        named = Call(problem.out_dtype, epilogue=epilogue).unpack(given)
-        fields = products.Operands._fields
-        operands = products.Operands(**{name: getattr(named, name) for name in fields})
+        operands = Call(problem.out_dtype, epilogue=epilogue).unpack(given)
         return jnp.asarray(products.exact(problem, operands), problem.out_dtype)
 
     found, _ = tuned(problem, build=lambda *_: by_a_kernel)

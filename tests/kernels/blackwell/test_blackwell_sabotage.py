@@ -198,7 +198,7 @@ class Simulated:
     def faults(self) -> set[str]:
         """Runs it and returns what is wrong with it."""
         self._launch.begin()
-        return blackwell_simulator.faults(self._kernel, self._operands.arrays, self._expected)
+        return blackwell_simulator.faults(self._kernel, self._operands.present(), self._expected)
 
 
 def installed(

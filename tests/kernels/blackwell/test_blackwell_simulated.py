@@ -81,7 +81,7 @@ def simulate(problem: Problem, config: BlackwellConfig, operands: products.Opera
     kernel = blackwell.build(
         BlackwellPlan(problem, config, B200, interpret=blackwell_simulator.PARAMS)
     )
-    out, raced = blackwell_simulator.simulate(kernel, operands.arrays)
+    out, raced = blackwell_simulator.simulate(kernel, operands.present())
     assert not raced
     return out.astype(np.float64)
 

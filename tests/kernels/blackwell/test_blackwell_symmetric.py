@@ -59,7 +59,7 @@ def test_squares_below_the_diagonal_make_all_of_the_result(problem, config, monk
     kernel = blackwell.build(
         BlackwellPlan(problem, config, B200, interpret=blackwell_simulator.PARAMS)
     )
-    out, raced = blackwell_simulator.simulate(kernel, operands.arrays)
+    out, raced = blackwell_simulator.simulate(kernel, operands.present())
     assert not raced
     expected = mirrored(products.rounded(problem, products.exact(problem, operands)))
     np.testing.assert_array_equal(out.astype(np.float64), expected)
@@ -73,7 +73,7 @@ def test_a_slot_that_is_overwritten_before_it_was_stored_is_noticed(monkeypatch,
     kernel = blackwell.build(
         BlackwellPlan(GRAM, SINGLE, B200, interpret=blackwell_simulator.PARAMS)
     )
-    assert {"race", "refused"} & blackwell_simulator.faults(kernel, operands.arrays, expected)
+    assert {"race", "refused"} & blackwell_simulator.faults(kernel, operands.present(), expected)
 
 
 def test_both_images_leave_by_tma_without_spills():

@@ -70,7 +70,7 @@ class Simulated:
         assert plan.claims_tiles
         assert bool(plan.relay) == (problem.ragged_k and problem is not SCALED)
         operands = products.small_integers(problem, np.random.default_rng(0))
-        self._arrays: Sequence[Any] = operands.arrays
+        self._arrays: Sequence[Any] = operands.present()
         if problem.ragged_k:
             self._arrays = (*operands[:2], jnp.array(SIZES))
             exact = group_products.exact(problem, SIZES, *operands[:2]) * problem.epilogue.alpha

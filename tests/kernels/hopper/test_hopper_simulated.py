@@ -372,7 +372,7 @@ def test_rows_in_groups(name, rng):
         a=operands.a.at[ends[-1] :].set(jnp.nan), b=operands.b.at[unused].set(jnp.nan)
     )
     plan = HopperPlan(problem, dataclasses.replace(SMALL, **changes), H200, interpret=SIMULATOR)
-    out = run_plan(plan, [*poisoned.arrays, jnp.array(sizes)])
+    out = run_plan(plan, [*poisoned.present(), jnp.array(sizes)])
     np.testing.assert_array_equal(out, products.rounded(problem, expected))
 
 
