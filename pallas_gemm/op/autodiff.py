@@ -7,14 +7,13 @@ Both right operands of a gated product have one left operand, so its gradient is
   and kept as below, and XLA applies the epilogue;
 - without an activation, nothing;
 - of `relu` (without a residual), the result: its sign tells where the derivative is one;
-- of any other, and of gated products, the pre-activation. Under a promise (`numerics`), a product
-  of its own makes the result as well. The product is then computed without the activation, the pre-
-  activation is rounded to the result's type (to bfloat16 for results of 8 bits) and kept under the
-  name that `jax.checkpoint` knows results by, and XLA applies the activation and the residual in
-  float32. So under differentiation, and only there, such a result is rounded twice, and one more
-  pass over it is made; inside `round_once` the kernel stores both. Computing the pre-activation
-  again would cost a third of the backward pass; the elementwise part after it is computed again,
-  and nothing of it is kept.
+- of any other, and of gated products, the pre-activation. The kernel stores it beside the result,
+  rounded to the result's type (to bfloat16 for results of 8 bits), and it is kept under the name
+  that `jax.checkpoint` knows results by. Under a promise (`numerics`), a product of its own makes
+  the result. Inside `round_once(False)` the kernel stores the pre-activation alone, and XLA applies
+  the activation and the residual in float32: the result is rounded twice, and one more pass over it
+  is made. Computing the pre-activation again would cost a third of the backward pass. What follows
+  it is computed again, and nothing of it is kept.
 
 Where blocks of the factors have scales, XLA computes all of the derivative.
 """
@@ -52,7 +51,9 @@ def _jvp(
         of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
         pairs = []
         before_each = pre_activations(call, contraction, given, moved)
-        once = _at_once(call, contraction, given, before_each) if call.options.once else None
+        # A promise is kept by a product of its own.
+        at_once = call.options.once and call.options.numerics is None
+        once = _at_once(call, contraction, given, before_each) if at_once else None
         for i, (before, dims, own, change) in enumerate(before_each):
             total = product(before, dims, *own.present()) if once is None else once[1 + i]
             total = linear.named(total)

@@ -14,7 +14,16 @@ import rich.console
 from jax import lax
 
 import pallas_gemm
-from pallas_gemm import dot_general, explain, gated_gemm, gemm, matmul, ragged_dot, target
+from pallas_gemm import (
+    dot_general,
+    explain,
+    gated_gemm,
+    gemm,
+    matmul,
+    ragged_dot,
+    round_once,
+    target,
+)
 from pallas_gemm.api import explanation
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.planning.realign import Step
@@ -471,7 +480,10 @@ def test_passes_are_those_that_were_counted_in_the_program_of_xla() -> None:
 
     # Between both: the gradient of the loss. The last is a sum of two products, one of ours.
     assert trained(functools.partial(_mlp, matmul)) == [352, 67, 587, 101]
-    assert trained(fused) == [352, 67, 587]
+    # The kernel stores gate and up beside the hidden layer.
+    assert trained(fused) == [67, 587]
+    with round_once(False):
+        assert trained(fused) == [352, 67, 587]
 
 
 def test_what_is_not_asked_stands_in_the_table_with_its_share() -> None:
