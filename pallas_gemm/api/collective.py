@@ -73,7 +73,11 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
     if epilogue is not None or len(operands):
         words = {"bias": bias, "activation": activation}
         words["preferred_element_type"] = preferred_element_type
-        how = {"precision": precision, "transpose_b": transpose_b}
+        how = {
+            "preferred_element_type": np.float32,
+            "precision": precision,
+            "transpose_b": transpose_b,
+        }
         multiply = functools.partial(all_gather_gemm, a, b, axis_name, **how)
         return function.after(multiply, epilogue, operands, words)
     a, b = arguments.array("a", a), arguments.array("b", b)
@@ -130,7 +134,11 @@ def gemm_reduce_scatter(
         TypeError: An argument is of the wrong type.
     """
     if epilogue is not None or len(operands):
-        how = {"precision": precision, "transpose_b": transpose_b}
+        how = {
+            "preferred_element_type": np.float32,
+            "precision": precision,
+            "transpose_b": transpose_b,
+        }
         multiply = functools.partial(gemm_reduce_scatter, a, b, axis_name, **how)
         words = {"preferred_element_type": preferred_element_type}
         return function.after(multiply, epilogue, operands, words)

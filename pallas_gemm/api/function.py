@@ -126,7 +126,7 @@ def after(
     """Computes a function of a product by XLA.
 
     Args:
-        multiply: Computes the product in the type that it is told.
+        multiply: Computes the float32 product.
         epilogue: The function.
         operands: The arrays that it takes besides.
         words: As for `said`.
@@ -134,7 +134,7 @@ def after(
     """
     numerics.refuse(BY_XLA, promised)
     given = checked(epilogue, operands, said(words))
-    product = multiply(preferred_element_type=np.float32)
+    product = multiply()
     function, tree = traced(epilogue, [product], given)
     return jax.tree.unflatten(tree, function(product, *given))
 

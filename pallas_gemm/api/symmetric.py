@@ -81,16 +81,7 @@ def gram(  # noqa: PLR0913 - each is a keyword
     if epilogue is not None or len(operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
-        multiply = functools.partial(
-            gram,
-            x,
-            transpose=transpose,
-            precision=precision,
-            schedule=schedule,
-            config=config,
-            implementation=implementation,
-            numerics=numerics,
-        )
+        multiply = functools.partial(_gram, x, None, 1, 1, transpose, _how(np.float32, *given))
         return function.after(multiply, epilogue, operands, words, numerics)
     return _gram(x, residual, alpha, beta, transpose, _how(preferred_element_type, *given))
 
@@ -154,16 +145,7 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
     if epilogue is not None or len(operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
-        multiply = functools.partial(
-            symmetric_matmul,
-            a,
-            b,
-            precision=precision,
-            schedule=schedule,
-            config=config,
-            implementation=implementation,
-            numerics=numerics,
-        )
+        multiply = functools.partial(_symmetric_matmul, a, b, None, 1, 1, _how(np.float32, *given))
         return function.after(multiply, epilogue, operands, words, numerics)
     return _symmetric_matmul(a, b, residual, alpha, beta, _how(preferred_element_type, *given))
 

@@ -7,6 +7,7 @@ when the product is merged (`canonical`), and is decided for what one device has
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +80,19 @@ def fronted(x: Any, dim: int | None, size: int) -> Any:
     if dim is None:
         return jnp.broadcast_to(x, (size, *x.shape))
     return jnp.moveaxis(x, dim, 0)
+
+
+def one_by_one(
+    compute: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None]
+) -> Any:
+    """Maps what has no dimension more: one after the other, such as groups of several sizes."""
+    mapped = [fronted(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(own: list[jax.Array]) -> Any:
+        left, pairs = iter(own), zip(operands, dims, strict=True)
+        return compute(*(x if d is None else next(left) for x, d in pairs))
+
+    return jax.lax.map(one, mapped)
 
 
 def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operands) -> bool:

@@ -10,7 +10,6 @@ Its derivatives are products of groups again, of both modes and any order:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import groups
 from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
@@ -207,21 +207,6 @@ def _batch(
         mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
         return _groups_of_groups(call, *mapped), 0
     return one_by_one(functools.partial(grouped, call), operands, dims), 0
-
-
-def one_by_one(
-    compute: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[Any]
-) -> Any:
-    """Maps a product of groups: one after the other, for each has groups of its own."""
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
-
-    def one(own: list[jax.Array]) -> Any:
-        left = iter(own)
-        return compute(
-            *(x if d is None else next(left) for x, d in zip(operands, dims, strict=True))
-        )
-
-    return lax.map(one, mapped)
 
 
 def _groups_of_groups(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ the gradients by chunks, in forward mode a product for each operand that moves.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, loss_chunks, loss_partition, lowering, mesh_context
+from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_gradient import gradients
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
@@ -207,7 +208,7 @@ def _batch(operands: Any, dims: Any, *, layer: Layer, keep: bool, **_: Any) -> A
     hidden, weight, labels, *bias = operands
     run = functools.partial(statistics, layer, keep=keep)
     if any(d is not None for d in (dims[1], *dims[3:])):
-        results = _one_by_one(run, operands, dims)
+        results = one_by_one(run, operands, dims)
         return results, [0] * len(results)
     hidden, labels = (
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
@@ -217,16 +218,6 @@ def _batch(operands: Any, dims: Any, *, layer: Layer, keep: bool, **_: Any) -> A
     hidden, labels = merged
     results = run(hidden, weight, labels, *bias)
     return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
-
-
-def _one_by_one(run: Callable[..., Any], operands: Any, dims: Any) -> list[jax.Array]:
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
-
-    def one(own: Any) -> Any:
-        left = iter(own)
-        return run(*(x if d is None else next(left) for x, d in zip(operands, dims, strict=True)))
-
-    return jax.lax.map(one, mapped)
 
 
 def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:
