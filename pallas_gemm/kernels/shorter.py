@@ -217,7 +217,7 @@ class _Shortened:
             scale, x = float(pair[0].value), pair[1]
         whole = self._added(Step(ONE_PLUS_TANH, (("scale", scale),), (x,)), number)
         self._beside[number] = whole
-        return Step(lax.sub_p, (), (whole, Constant(1.0, _FLOAT32)))
+        return _fma(whole, Constant(1.0, _FLOAT32), Constant(-1.0, _FLOAT32))
 
     @functools.cached_property
     def _beside(self) -> dict[Any, int]:
