@@ -72,7 +72,7 @@ OF_UP = MappingProxyType(
         "col_zeros": "up_zeros",
     }
 )
-"""Those of the second sum of a gated product, by the names of those of the first."""
+"""The operands of the second sum of a gated product, by the names of those of the first."""
 VALUES = (OF_VALUE, tuple(OF_UP.get(name, name) for name in OF_VALUE))
 """Those that make a value of the first sum, and of the second."""
 

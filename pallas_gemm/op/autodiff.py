@@ -8,12 +8,12 @@ Both right operands of a gated product have one left operand, so its gradient is
 - without an activation, nothing;
 - of `relu` (without a residual), the result: its sign tells where the derivative is one;
 - of any other, and of gated products, the pre-activation. The kernel stores it beside the result,
-  rounded to the result's type (to bfloat16 for results of 8 bits), and it is kept under the name
-  that `jax.checkpoint` knows results by. Under a promise (`numerics`), a product of its own makes
+  rounded to the result's type (to bfloat16 for results of 8 bits). It is kept under the name that
+  `jax.checkpoint` knows results by. Under a promise (`numerics`), a product of its own makes
   the result. Inside `round_once(False)` the kernel stores the pre-activation alone, and XLA applies
   the activation and the residual in float32: the result is rounded twice, and one more pass over it
-  is made. Computing the pre-activation again would cost a third of the backward pass. What follows
-  it is computed again, and nothing of it is kept.
+  is made. Computing the pre-activation again would cost a third of the backward pass. The part
+  after it is computed again, and nothing of that is kept.
 
 Where blocks of the factors have scales, XLA computes all of the derivative.
 """

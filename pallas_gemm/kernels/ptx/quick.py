@@ -85,7 +85,7 @@ def fma(inputs: Sequence[Any], signs: tuple[int, int], layout: Any) -> Any:
 
     Args:
         inputs: x, y and z.
-        signs: By which x * y and z are multiplied.
+        signs: The signs of x * y and of z.
         layout: How the values lie in registers.
     """
     arrays = [x for x in inputs if np.ndim(x)]

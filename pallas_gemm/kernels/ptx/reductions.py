@@ -100,7 +100,7 @@ def store_columns(target: Ref, strips: Sequence[Values], name: str) -> None:
     """Reduces what threads hold of columns, each warp its own rows; stores `[warps, columns]`.
 
     The 8 threads of a warp that hold the same columns hold all rows of their warp. They share the
-    columns out while they reduce them: after each exchange a thread has half as many.
+    columns out while they reduce them: each exchange leaves a thread half of its columns.
 
     Args:
         target: Where it is stored.

@@ -48,12 +48,12 @@ def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
 
 
 class Taken(NamedTuple):
-    """What is taken out of the values of a strip.
+    """The values of a strip, reduced or whole.
 
     Attributes:
         whole: The values of the results that are not reduced.
-        rows: What has been reduced along the rows of the tile so far.
-        columns: What threads have reduced of the strip's columns, for each result.
+        rows: The tile's rows so far, reduced, for each result.
+        columns: The strip's columns, reduced by each thread, for each result.
     """
 
     whole: list[Any]
