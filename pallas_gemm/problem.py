@@ -63,7 +63,7 @@ OF_FACTORS = (*BLOCKS, *ZEROS)
 SCALES = ("row_scale", "col_scale", "up_scale")
 """Those of them that are vectors by which sums are multiplied."""
 OF_VALUE = ("alpha", "row_scale", "col_scale", "bias")
-"""Those of them that make a value of a sum. The last is added, and all others multiply it."""
+"""Operands that make a value of a sum. The last is added, and all others multiply it."""
 OF_UP = MappingProxyType(
     {
         "col_scale": "up_scale",
@@ -74,7 +74,7 @@ OF_UP = MappingProxyType(
 )
 """The operands of the second sum of a gated product, by the names of those of the first."""
 VALUES = (OF_VALUE, tuple(OF_UP.get(name, name) for name in OF_VALUE))
-"""Those that make a value of the first sum, and of the second."""
+"""The same for the first sum, and for the second."""
 
 
 @dataclasses.dataclass(frozen=True)
