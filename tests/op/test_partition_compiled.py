@@ -65,7 +65,7 @@ def test_whole_rows_of_a_function_need_nothing_of_the_others(done: dict[str, Any
 
 def test_each_device_quantizes_its_part_in_a_kernel(done: dict[str, Any]) -> None:
     (kernel,) = _kernels(done["quantized"])
-    assert kernel.startswith("(f8e4m3fn[1,1024,1024], f8e4m3fn[1,1024,1024], f32[1,8,1024]")
+    assert kernel.startswith("(f8e4m3fn[1,1024,1024]")
     assert _sent(done["quantized"]) == {}
 
 
