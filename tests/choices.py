@@ -43,6 +43,8 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     "bias": (False, True),
     "row_scale": (False, True),
     "col_scale": (False, True),
+    # Right operands of four bits, with scales and perhaps the values that stand for 0.
+    "weights": (None, "int4", "zeros"),
     # A number of the program, or an operand.
     "alpha": (1, 2, "operand"),
     # What it is scaled by.
@@ -62,10 +64,10 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
 PLAIN: Case = {name: values[0] for name, values in OPTIONS.items()}
 EPILOGUE = {"bias", "row_scale", "col_scale", "alpha", "residual", "activation"}
 KNOWS: Mapping[str, set[str]] = {
-    "gemm": {"layout", "batch", "said", *EPILOGUE},
-    "gated_gemm": {"layout", "batch", *EPILOGUE},
-    "grouped_gemm": {"layout", *EPILOGUE - {"residual"}},
-    "gated groups": {"layout", *EPILOGUE - {"residual"}},
+    "gemm": {"layout", "batch", "said", "weights", *EPILOGUE},
+    "gated_gemm": {"layout", "batch", "weights", *EPILOGUE},
+    "grouped_gemm": {"layout", "weights", *EPILOGUE - {"residual"}},
+    "gated groups": {"layout", "weights", *EPILOGUE - {"residual"}},
     "ragged_dot": set(),
     "offset": set(),
     "gram": {"layout", "batch", "alpha", "residual"},
@@ -78,6 +80,8 @@ GATED = ("gated_gemm", "gated groups")
 ROWS_ARE_STORED_FIRST = ("grouped_gemm", "gated groups", "projections")
 IN_GROUPS = ("grouped_gemm", "gated groups", "ragged_dot", "offset")
 NAMES_NO_IMPLEMENTATION = ("ragged_dot", "offset", "einsum")
+
+ZEROS = ("col_zero", "up_zero")
 
 SIZES: Mapping[str, dict[str, int]] = {
     "different": {"m": 4, "n": 6, "k": 8, "l": 2, "v": 3, "g": 4},
@@ -111,7 +115,10 @@ def settled(case: Case) -> Case:
 def changed(case: Case) -> list[str]:
     """Returns the operands that a derivative is by."""
     wanted = {"all": (True, False), "factors": (True,), "others": (False,)}[case["changed"]]
-    return [name for name in operands(case) if (name in ("a", "b", "u")) in wanted]
+    fixed = {"b", "u", *ZEROS} if case["weights"] else set()
+    return [
+        name for name in operands(case) if (name in ("a", "b", "u")) in wanted and name not in fixed
+    ]
 
 
 def _known(function: str) -> set[str]:
@@ -129,6 +136,10 @@ def is_legal(case: Case) -> bool:
         and not (case["types"][0] == INT8 and (said or is_function(case)))
         # The two operands of a Gram matrix are one, and have one precision.
         and not (function == "gram" and isinstance(case["precision"], tuple))
+        and not (case["weights"] and case["types"][0] in (E4M3, INT8))
+        and not (case["weights"] and (is_function(case) or not case["col_scale"]))
+        # Those of a group have a dimension more than `oracle` gives them.
+        and not (case["weights"] == "zeros" and function in IN_GROUPS)
         and not (function in ROWS_ARE_STORED_FIRST and layout[0] == "T")
         and not (function in ("gram", "projections") and "b" in case["batch"])
         and not (case["mesh"] and case["implementation"])
@@ -176,6 +187,8 @@ def operands(case: Case) -> dict[str, str]:
         if case[name] and function in (*GATED, "projections") and name in twice:
             # Of a group, each has its own.
             found[twice[name]] = "gn" if in_groups else "n"
+    if case["weights"] == "zeros":
+        found |= dict.fromkeys(ZEROS[: 1 + (function in GATED)], "n")
     if case["alpha"] == "operand":
         found["alpha"] = "g" if in_groups else ""
     if case["residual"] is not None:
@@ -226,7 +239,8 @@ def _with(letters: str, axis: int | None) -> str:
 def typed(case: Case, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns operands in their types."""
     given, out = case["types"]
-    own = {"a": given, "b": given, "u": given, "residual": out}
+    right = jnp.int4 if case["weights"] else given
+    own = {"a": given, "b": right, "u": right, "residual": out, **dict.fromkeys(ZEROS, right)}
     return {name: jnp.asarray(x.astype(own.get(name, F32))) for name, x in values.items()}
 
 
@@ -235,7 +249,8 @@ def call(case: Case, x: Mapping[str, Any]) -> list[jax.Array]:
     function, named = case["function"], {}
     if is_function(case):
         return _call_with_function(case, x)
-    names = {"bias", "row_scale", "col_scale", "up_bias", "up_scale", "residual", "beta"} & {*x}
+    names = {"bias", "row_scale", "col_scale", "up_bias", "up_scale", "residual", "beta", *ZEROS}
+    names &= {*x}
     named = {name: x[name] for name in names}
     if case["alpha"] != 1:
         named["alpha"] = x.get("alpha", case["alpha"])
@@ -284,7 +299,7 @@ def _call(function: str, case: Case, x: Mapping[str, Any], named: dict[str, Any]
         case "gemm":
             return [pallas_gemm.gemm(x["a"], x["b"], transpose_a=left, transpose_b=right, **named)]
         case "gated_gemm":
-            of_gate = {"bias": "gate_bias", "col_scale": "gate_scale"}
+            of_gate = {"bias": "gate_bias", "col_scale": "gate_scale", "col_zero": "gate_zero"}
             named = {of_gate.get(name, name): value for name, value in named.items()}
             flip = {"transpose_a": left, "transpose_b": right}
             return [pallas_gemm.gated_gemm(x["a"], x["b"], x["u"], **flip, **named)]
@@ -350,6 +365,8 @@ def _exact(case: Case, values: Mapping[str, np.ndarray], moves: str) -> list[ora
         if "g" in own and name not in "bu":
             x[name] = oracle.of_rows(x[name], group).each(lambda each: each[:, :, None])
     rights = [x["a"].each(lambda each: each.swapaxes(-1, -2))] if gram else []
+    for zero, name in zip(ZEROS, "bu", strict=True):
+        x |= {name: x[name] + x[zero].times(-1)} if zero in x else {}
     rights += [x[name] for name in "bu" if name in x]
     if in_groups:
         times = functools.partial(oracle.product_of_rows, x["a"], group=group, groups=4)

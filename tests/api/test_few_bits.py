@@ -1,5 +1,6 @@
 """Products with weights of few bits, of every type and group, against float64."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,9 @@ from jax.sharding import AxisType
 
 import pallas_gemm
 from pallas_gemm import QuantizedWeight, explain, gated_gemm, gemm, grouped_gemm, projections
-from pallas_gemm.problem import element_type
+from pallas_gemm.call import Call
+from pallas_gemm.planning import xla
+from pallas_gemm.problem import Epilogue, element_type
 from tests import reference
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
@@ -78,6 +81,27 @@ def test_weights_of_few_bits_are_scaled(
     assert result.dtype == left
     exact = np.asarray(x, np.float64) @ _wide(w, scales, taken)
     reference.assert_exact(result, exact.astype(left).astype(np.float64))
+
+
+def test_as_many_products_as_groups_share_the_scales_of_their_weights() -> None:
+    x, w, scales = _left(4, M, K), _weights(K, N, dtype=jnp.int4), _scales(4, N)
+    result = gemm(x, w, col_scale=scales, preferred_element_type="f32")
+    reference.assert_exact(result, np.asarray(x, np.float64) @ _wide(w, scales))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_xla_computes_the_same_of_matrices(transposed: bool, gated: bool) -> None:
+    x, w, up = _left(M, K), _record(-1 if transposed else -2), _record(-2, seed=5)
+    up_values = up.values.T if transposed else up.values
+    names = ("col_blocks", "up_blocks", "col_zeros", "up_zeros")
+    flags = {name: gated or name.startswith("col") for name in names}
+    call = Call(jnp.float32, transpose_b=transposed, epilogue=Epilogue(gated=gated, **flags))
+    both = (up_values,) if gated else ()
+    scales = (w.scale, up.scale, w.zero, up.zero) if gated else (w.scale, w.zero)
+    result = xla.product(call, x, w.values, *both, *scales)
+    sums = [np.asarray(x, np.float64) @ _stands(own) for own in (w, up)]
+    reference.assert_exact(result, sums[0] * sums[1] if gated else sums[0])
 
 
 @pytest.mark.parametrize("group", [None, GROUP, 32])
@@ -172,6 +196,15 @@ def test_experts_take_records(zero: bool) -> None:
     )
 
 
+def test_experts_of_one_group_have_zero_points_too() -> None:
+    sizes, w = jnp.array([3, 0, 4]), _record(lead=(3,))
+    w = dataclasses.replace(w, scale=w.scale[:, :1], zero=w.zero[:, :1])
+    x = _left(7, K)
+    result = grouped_gemm(x, w, sizes, preferred_element_type="f32")
+    stands = _stands(w)[np.repeat([0, 2], [3, 4])]
+    reference.assert_exact(result, np.einsum("mk,mkn->mn", np.asarray(x, np.float64), stands))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("scale", [(N,), (3, N), (3, 4, N)])
@@ -220,7 +253,8 @@ def test_derivatives_with_respect_to_the_inputs(grouped: bool, left: Any) -> Non
     values, scale = _weights(K, N, dtype=jnp.int4), _scales(*((4, N) if grouped else (N,)))
     stands = jnp.asarray(_wide(values, scale), jnp.float32)
     x, t = (_left(M, K, dtype=left, seed=i) for i in (0, 1))
-    g = _left(M, N, dtype=left, seed=2)
+    # More than bfloat16 holds, where the inputs are of a type that holds it.
+    g = (_left(M, N, dtype=left, seed=2) * (1 if left == jnp.bfloat16 else 257)).astype(left)
 
     def ours(x: Any, scale: Any = scale) -> jax.Array:
         return gemm(x, values, col_scale=scale)
@@ -278,6 +312,20 @@ def test_vmap_of_inputs_and_of_weights(mapped: str, zero: bool) -> None:
     reference.assert_exact(jax.jit(run)(x, w), np.asarray(x, np.float64) @ _stands(w))
 
 
+@pytest.mark.parametrize("name", ["scale", "zero"])
+def test_vmap_of_scales_or_zero_points_alone(name: str) -> None:
+    x, w, several = _left(M, K), _record(), _record(lead=(3,))
+    given = jnp.asarray(getattr(several, name))
+
+    def run(own: Any) -> jax.Array:
+        return gemm(x, dataclasses.replace(w, **{name: own}), preferred_element_type="f32")
+
+    exact = [
+        np.asarray(x, np.float64) @ _stands(dataclasses.replace(w, **{name: own})) for own in given
+    ]
+    reference.assert_exact(jax.vmap(run)(given), np.stack(exact))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("spec", [("k", None), (None, "n"), ("k", "n"), (("k", "n"), None)])
@@ -291,6 +339,8 @@ def test_weights_are_split_over_a_mesh_with_their_scales(spec: Any, zero: bool, 
         rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, spec[0])))
         how: Any = {"out_sharding": jax.P(None, spec[1])} if kind is AxisType.Explicit else {}
         result = jax.jit(lambda x, w: gemm(x, w, preferred_element_type="f32", **how))(rows, placed)
+    if kind is AxisType.Explicit:
+        assert jax.typeof(result).sharding.spec == jax.P(None, spec[1])
     reference.assert_exact(result, np.asarray(x, np.float64) @ _stands(w))
 
 
