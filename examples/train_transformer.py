@@ -64,7 +64,7 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
-    for name in ("blocks", "batch", "sequence"):
+    for name in ("blocks", "batch", "sequence", "vocabulary"):
         flags.DEFINE_integer(name, None, f"Instead of the preset's {name}.", 1, flag_values=values)
     flags.DEFINE_integer("rounds", 5, "Rounds of two turns of each.", 1, flag_values=values)
     flags.DEFINE_integer(
@@ -95,7 +95,8 @@ def value(options: flags.FlagValues, name: str) -> Any:
 
 def settings_of(options: flags.FlagValues) -> Settings:
     """Returns the preset with what was asked for instead."""
-    own = {name: value(options, name) for name in ("blocks", "batch", "sequence")}
+    sizes = ("blocks", "batch", "sequence", "vocabulary")
+    own = {name: value(options, name) for name in sizes}
     given = {name: size for name, size in own.items() if size is not None}
     return dataclasses.replace(PRESETS[value(options, "preset")], **given)
 

@@ -488,8 +488,8 @@ IMPOSSIBLE = {
     "no sums": ({"partial_sums": 0}, "partial_sums must be at least 1", "got 0"),
     "sums of large tiles": (
         {"partial_sums": 2, "late_store": False},
-        "at most 144 accumulator registers per thread, tile=(128, 256) needs 256",
-        "the nearest tile that fits is (128, 144)",
+        "at most 192 accumulator registers per thread, tile=(128, 256) needs 256",
+        "the nearest tile that fits is (128, 192)",
     ),
     "sums in turns": (
         {"partial_sums": 2, "tile": (64, 128), "pingpong": True, "late_store": False},

@@ -74,9 +74,8 @@ class HopperConfig(HopperTiling):
     @property
     def _most_accumulators(self) -> int:
         most = 96 if self.consumers == 3 else 208
-        # Registers of WGMMA stay where they are, and a sum that waits beside them gets in its way:
-        # 144 in all are not spilled, 160 are.
-        return min(most, 144) if self.partial_sums > 1 else most
+        # Two sums of 96 registers each are not spilled.
+        return min(most, 192) if self.partial_sums > 1 else most
 
     def _nearest_tile(self, problem: Problem) -> str:
         """Says which narrower tile the registers of a consumer suffice for."""

@@ -123,7 +123,7 @@ class HopperTiling(GemmConfig):
         waiting = (*problem.loaded_dtypes, *problem.result_dtypes[1:])
         size = rows * self.store_columns * sum(dtype.itemsize for dtype in waiting)
         taken = size // (4 * WARPGROUP_THREADS) + epilogue_registers(problem, rows, columns)
-        return self.most_registers - self.sum_registers - taken
+        return self.most_registers - self.accumulator_registers - taken
 
     def _needed_registers(self, problem: Problem) -> int:
         """Registers that must be left: for addresses, counters and what the assembler reorders.
@@ -147,7 +147,7 @@ class HopperTiling(GemmConfig):
         alone = self.consumers == 1 or not problem.transpose_a
         short = self.consumer_tile[0] == WGMMA_ROWS and alone
         program = words.program(problem)
-        early = not self.late_store and self.sum_registers > (128 if short else 104)
+        early = not self.late_store and self.accumulator_registers > (128 if short else 104)
         if early and divides(program.primitives):
             return False
         if self.late_store and problem.transpose_out and len(program.compared) > MOST_COMPARED:

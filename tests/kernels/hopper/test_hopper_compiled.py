@@ -417,7 +417,7 @@ def test_last_tiles_are_joined_into_the_result_that_has_the_others():
 def test_tiles_that_are_summed_up_in_parts():
     widest = dataclasses.replace(
         EARLY,
-        tile=(64, 144),
+        tile=(64, 192),
         consumers=1,
         store_columns=32,
         partial_sums=3,
@@ -425,7 +425,9 @@ def test_tiles_that_are_summed_up_in_parts():
     )
     sums = dataclasses.replace(NT, out_dtype=jnp.float32, epilogue=BIAS_AND_GELU)
     four = dataclasses.replace(widest, tile=(128, 128), consumers=2, partial_sums=4)
-    check_sound([(widest, sums), (four, sums)])
+    plain = dataclasses.replace(four, tile=(128, 192), schedule="swizzle:8")
+    check_sound([(widest, sums), (four, sums), (plain, NT)])
+    check_sound([(plain, dataclasses.replace(NT, transpose_b=False))])
 
 
 def test_tiles_that_are_no_whole_number_of_strips():

@@ -118,10 +118,15 @@ def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
     size = (plan.problem.m, plan.problem.n)[axis]
     if size == plan.reach[axis]:
         return x
-    first = (strip.rows, strip.cols)[axis][0]
-    counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
-    neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
-    return jnp.where(counted < size - first, x, neutral)
+    first, length = (strip.rows, strip.cols)[axis]
+
+    def replaced(x: Any) -> Any:
+        counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
+        neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
+        return jnp.where(counted < size - first, x, neutral)
+
+    # Few strips reach beyond the edge, and the others have nothing to compare.
+    return lax.cond(first + length > size, replaced, lambda x: x, x)
 
 
 def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
