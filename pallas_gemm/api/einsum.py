@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.numpy import einsum as stock_einsum
 
-from pallas_gemm.api import arguments, request
-from pallas_gemm.api.gemm import answer, dot_general
+from pallas_gemm.api import arguments, request, weight_operands
+from pallas_gemm.api.gemm import answer, dot_general, gemm
 from pallas_gemm.call import Numerics, Options
 from pallas_gemm.op.contraction import of_dot_general
 from pallas_gemm.planning import numerics as planned
@@ -33,7 +33,8 @@ def einsum(
 
     Args:
         subscripts: As for `jnp.einsum`.
-        *operands: As for `jnp.einsum`; more than two are multiplied in pairs.
+        *operands: As for `jnp.einsum`; more than two are multiplied in pairs. A `QuantizedWeight`
+            is one of few bits in "...k,kn->...n", and the array that it stands for elsewhere.
         out: None; there is no other value that `jnp.einsum` takes.
         optimize: As for `jnp.einsum`: how the pairs are found.
         precision: The precision of every product, as for `lax.dot_general`.
@@ -52,6 +53,12 @@ def einsum(
     if promised is not None and len(operands) != 2:
         why = f"{len(operands)} operands are multiplied in an order that depends on their sizes"
         raise ValueError(planned.why_not_kept(promised, why))
+    if _dot_general is dot_general and out_sharding is None:
+        axis = weight_operands.contracted_axis(subscripts, operands)
+        if axis is not None:
+            how = {"precision": precision, "preferred_element_type": preferred_element_type}
+            return gemm(*operands, transpose_b=axis == -1, numerics=numerics, **how)
+    operands = weight_operands.arrays(operands)
     if _dot_general is dot_general and isinstance(subscripts, str) and len(operands) == 2:
         _dot_general = _lettered(subscripts.replace(" ", ""), promised)
     return stock_einsum(

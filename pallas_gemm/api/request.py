@@ -160,6 +160,7 @@ def of_dot_general(
         letters: The caller's names of the dimensions of each operand, if any.
         **result: As for `of_gemm`.
     """
+    lhs, rhs = weight_operands.arrays((lhs, rhs))
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
     dims = contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers, letters)

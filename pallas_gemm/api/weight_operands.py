@@ -1,5 +1,7 @@
 """Records of few bits as operands of products: taken apart, or widened first."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +23,39 @@ def widened(x: Any, beside: Any) -> Any:
     if not isinstance(x, QuantizedWeight):
         return x
     return x.widened(_activations(beside).dtype)
+
+
+def arrays(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns operands with what records stand for, in the type of the first that is none."""
+    others = [x for x in operands if not isinstance(x, QuantizedWeight)]
+    if not others or len(others) == len(operands):
+        return operands
+    return tuple(widened(x, others[0]) for x in operands)
+
+
+def contracted_axis(subscripts: Any, operands: Sequence[Any]) -> int | None:
+    """Returns the contracted dimension of a record in an einsum that is a product of matrices.
+
+    Args:
+        subscripts: As for `einsum`.
+        operands: The operands; a record is the second of two.
+
+    Returns:
+        -2 or -1; None of any other einsum, and where the record is contracted along its columns.
+    """
+    if len(operands) != 2 or not isinstance(subscripts, str):
+        return None
+    record = operands[1]
+    if not isinstance(record, QuantizedWeight) or record.ndim != 2:
+        return None
+    found = re.fullmatch(r"(\w*)(\w),(\w)(\w)->(\w*)(\w)", subscripts.replace(" ", ""))
+    if found is None:
+        return None
+    rows, k, *own, same_rows, n = found.groups()
+    letters = [*rows, k, n]
+    is_product = rows == same_rows and len({*letters}) == len(letters)
+    axis = {f"{k}{n}": -2, f"{n}{k}": -1}.get("".join(own))
+    return axis if is_product and axis == record.axis else None
 
 
 def taken_apart(given: Operands, name: str, transposed: Any) -> Operands:

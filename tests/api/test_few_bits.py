@@ -182,6 +182,29 @@ def test_gated_products_and_projections_take_records(zero: bool) -> None:
     reference.assert_exact(both, sums[0] - sums[1])
 
 
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_einsum_and_dot_general_take_records(axis: int) -> None:
+    x, w = _left(2, M, K), dataclasses.replace(_record(axis), dtype=jnp.dtype(jnp.float32))
+    exact = (np.asarray(x, np.float64) @ _stands(w)).astype(jnp.bfloat16).astype(np.float64)
+    own = "kn" if axis == -2 else "nk"
+    for said in (f"bmk,{own}->bmn", f"bmk, {own} -> bnm", f"bmk,{own}"):
+        result = pallas_gemm.einsum(said, x, w)
+        assert result.dtype == jnp.bfloat16
+        reference.assert_exact(result, exact.swapaxes(1, 2) if "bnm" in said else exact)
+    numbers = (((2,), (axis % 2,)), ((), ()))
+    reference.assert_exact(pallas_gemm.dot_general(x, w, numbers), exact)
+    with pallas_gemm.target("h200"):
+        asked = [explain(pallas_gemm.einsum, said, x, w).products for said in (f"bmk,{own}->bmn",)]
+    assert str(asked[0][0].problem.b_dtype) == "uint4"
+    square = dataclasses.replace(w, values=w.values[:, :N] if axis == -1 else w.values[:N])
+    square = dataclasses.replace(square, scale=w.scale[:1], zero=w.zero[:1])
+    # What is contracted are the columns: a product with what the record stands for.
+    turned = {"kn": "nk", "nk": "kn"}[own]
+    found = pallas_gemm.einsum(f"mk,{turned}->mn", x[0, :, :N], square)
+    wide = np.asarray(x[0, :, :N], np.float64) @ _stands(square).T
+    reference.assert_exact(found, wide.astype(jnp.bfloat16).astype(np.float64))
+
+
 @pytest.mark.parametrize("zero", [False, True])
 def test_experts_take_records(zero: bool) -> None:
     sizes = jnp.array([3, 0, 4])
