@@ -57,6 +57,7 @@ class GemmConfig:
 
     Attributes:
         LARGEST: The largest tile of an architecture.
+        OWN_ORDER: Its kernel launches a cluster per tile, in an order of its own.
         tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
             sums for each of its own.
         stages: Slots of the ring that TMA fills; by default as many as usual, or as fit.
@@ -78,6 +79,7 @@ class GemmConfig:
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (256, 256)
+    OWN_ORDER: ClassVar[bool] = False
 
     tile: tuple[int, int] = (128, 256)
     stages: int = 4

@@ -387,7 +387,7 @@ class Problem:
     @property
     def accumulator_dtype(self) -> Any:
         """The type of the sum, or of a block's: float32, or int32 for integers."""
-        integer = np.issubdtype(self.a_dtype, np.integer)
+        integer = all(np.issubdtype(x, np.integer) for x in (self.a_dtype, self.b_dtype))
         return np.dtype(np.int32 if integer else np.float32)
 
     def _batched(self, shape: tuple[int, int]) -> tuple[int, ...]:

@@ -73,9 +73,17 @@ def _cast(operands: AbstractSet[np.dtype]) -> str:
     return f"cast {narrow} to {wide}, with what it was divided by as row_scale or col_scale"
 
 
+def are_widened(operands: AbstractSet[np.dtype]) -> bool:
+    """Whether weights of few bits are multiplied by what has 16."""
+    wide = operands & FLOATS_16
+    return len(operands) == 2 and len(wide) == 1 and operands - wide <= set(BITS)
+
+
 def why_promoted(operands: AbstractSet[np.dtype]) -> str | None:
     """Returns why operands of several types are promoted and left to XLA; None if they are not."""
     if len(operands) == 1 or operands <= FLOATS_8 or not operands <= FLOATS | {INT8}:
+        return None
+    if are_widened(operands):
         return None
     return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}; {_cast(operands)}"
 
@@ -85,7 +93,8 @@ def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | No
 
     A result of int8 is what JAX promotes int8 to: XLA rounds to it within the product.
     """
-    if foreign := operands - (FLOATS | {INT8}):
+    foreign = operands - (FLOATS | {INT8})
+    if foreign and not are_widened(operands):
         return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
     if why := why_promoted(operands):
         return why

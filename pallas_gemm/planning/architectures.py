@@ -12,9 +12,12 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.widened import problems as widened_problems
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.planning import costs
 from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
+from pallas_gemm.planning.candidates import widened as widened_candidates
 from pallas_gemm.problem import Problem
 
 
@@ -51,6 +54,7 @@ class Architecture:
         costs: What predictions count for its kernel.
         collective: How its kernel exchanges rows with other devices, None if it does not.
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
+        seconds: Predicts the time of a config; None if `prediction.py` does.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Architecture:
     costs: costs.Costs
     collective: Collective | None = None
     needs_proof: bool = False
+    seconds: Callable[[Problem, Any, Device], float] | None = None
 
     def fits(self, device: Device) -> bool:
         """Whether the kernel's instructions exist on a GPU."""
@@ -74,6 +79,13 @@ def _build_hopper(problem: Problem, config: Any, device: Device, interpret: Any)
     from pallas_gemm.kernels.hopper import kernel
 
     return kernel.build(HopperPlan(problem, config, device, interpret=interpret))
+
+
+def _build_widened(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
+    from pallas_gemm.kernels.hopper.widened import kernel
+    from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+
+    return kernel.build(WidenedPlan(problem, config, device, interpret=interpret))
 
 
 def _exchange_refusals_of_hopper(problem: Problem, config: Any, exchange: Exchange) -> Any:
@@ -127,6 +139,27 @@ ARCHITECTURES = (
         needs_proof=True,
     ),
 )
+
+WIDENED = Architecture(
+    "hopper",
+    (9, 0),
+    4096,
+    H200,
+    WidenedConfig,
+    lambda problem, _: widened_problems.refusals(problem),
+    widened_candidates.candidates,
+    _build_widened,
+    costs.HOPPER,
+    seconds=widened_candidates.seconds,
+)
+"""Hopper, with its kernel for weights of few bits."""
+
+
+def of_problem(problem: Problem) -> tuple[Architecture, ...]:
+    """Returns the architectures, each with its kernel for such a problem."""
+    if not widened_problems.is_widened(problem):
+        return ARCHITECTURES
+    return tuple(WIDENED if known.fits(H200) else known for known in ARCHITECTURES)
 
 
 def architecture_of(device: Device) -> Architecture | None:

@@ -4,7 +4,10 @@ import dataclasses
 from typing import Any
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED
+
+KINDS = {**{known.name: known.config for known in ARCHITECTURES}, "widened": WIDENED.config}
+"""The configs of each kernel."""
 
 
 def written(config: GemmConfig) -> dict[str, Any]:
@@ -18,9 +21,9 @@ def written(config: GemmConfig) -> dict[str, Any]:
             "only a config whose schedule is a name such as 'swizzle:8' can be written, got"
             f" {config.schedule!r}"
         )
-    for architecture in ARCHITECTURES:
-        if type(config) is architecture.config:
-            return {"kernel": architecture.name, **dataclasses.asdict(config)}
+    for kernel, kind in KINDS.items():
+        if type(config) is kind:
+            return {"kernel": kernel, **dataclasses.asdict(config)}
     raise ValueError(f"config must be that of a kernel, got {config!r}")
 
 
@@ -35,13 +38,12 @@ def read(fields: Any) -> GemmConfig:
         raise ValueError(
             f"a config must be an object such as {{'tile': [128, 256]}}, got {fields!r}"
         )
-    classes = {architecture.name: architecture.config for architecture in ARCHITECTURES}
-    kernel = fields.get("kernel", next(iter(classes)))
-    if kernel not in classes:
-        raise ValueError(f"kernel must be one of {', '.join(classes)}, got {kernel!r}")
-    legal = [field.name for field in dataclasses.fields(classes[kernel])]
+    kernel = fields.get("kernel", next(iter(KINDS)))
+    if kernel not in KINDS:
+        raise ValueError(f"kernel must be one of {', '.join(KINDS)}, got {kernel!r}")
+    legal = [field.name for field in dataclasses.fields(KINDS[kernel])]
     values = {name: value for name, value in fields.items() if name != "kernel"}
     for name in values:
         if name not in legal:
             raise ValueError(f"a {kernel} config has no {name!r}; it has {', '.join(legal)}")
-    return classes[kernel](**values)
+    return KINDS[kernel](**values)

@@ -9,7 +9,7 @@ refuses what a caller names and no kernel can do.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,12 @@ from pallas_gemm.planning import (
     xla_time,
 )
 from pallas_gemm.planning import scheme as schemes
-from pallas_gemm.planning.architectures import ARCHITECTURES, Architecture, architecture_of
+from pallas_gemm.planning.architectures import (
+    WIDENED,
+    Architecture,
+    architecture_of,
+    of_problem,
+)
 from pallas_gemm.planning.realign import (
     Realigned,
     Refusals,
@@ -191,8 +196,9 @@ def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Pla
     """
     refused: list[tuple[str, Reasons]] = []
     possible = False
-    for architecture in ARCHITECTURES:
-        if _comes_into_question(call.options, architecture):
+    known = of_problem(call.problem(signature))
+    for architecture in known:
+        if _comes_into_question(call.options, architecture, known):
             plan = _plan(call, signature, architecture)
             yield architecture, plan
             if isinstance(plan, Plan):
@@ -211,25 +217,27 @@ def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Pla
         raise ValueError(f"{', '.join(named)} cannot compute this product: {'; '.join(reasons)}")
 
 
-def _comes_into_question(options: Options, architecture: Architecture) -> bool:
+def _comes_into_question(
+    options: Options, architecture: Architecture, known: Sequence[Architecture]
+) -> bool:
     """Whether to look at a kernel at all, for what is named or to say why it is not used."""
     asked, config = options.implementation, options.config
     if asked == "interpret":
-        return architecture is _simulated(options)
+        return architecture is _simulated(options, known)
     if asked is None:
         return config is None or isinstance(config, architecture.config)
     return asked == architecture.name
 
 
-def _simulated(options: Options) -> Architecture:
+def _simulated(options: Options, known: Sequence[Architecture]) -> Architecture:
     """Returns whose kernel to simulate: the planned GPU's, or else the one that has the config."""
-    for architecture in ARCHITECTURES:
+    for architecture in known:
         if options.target is not None and architecture.fits(options.target):
             return architecture
-    for architecture in ARCHITECTURES:
+    for architecture in known:
         if isinstance(options.config, architecture.config):
             return architecture
-    return ARCHITECTURES[0]
+    return known[0]
 
 
 def _why_untrusted(options: Options, plan: Plan) -> str | None:
@@ -252,7 +260,9 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or options.numerics is not None or problem.in_groups:
+    # Of weights of few bits, XLA widens all in memory.
+    widened = plan.architecture is WIDENED
+    if options.names_something or options.numerics is not None or problem.in_groups or widened:
         return None
     if plan.source != "heuristics":
         if plan.over_xla is None or plan.over_xla >= 1:

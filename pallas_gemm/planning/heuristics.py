@@ -148,6 +148,8 @@ def fitted(
     schedule: Order = None,
 ) -> GemmConfig:
     """Returns the config with balanced CTAs and, unless it is given, the order that suits it."""
+    if config.OWN_ORDER:
+        return config
     config = dataclasses.replace(config, ctas=balanced_ctas(problem, config, device))
     if schedule is not None:
         return config

@@ -66,6 +66,8 @@ def seconds(
     problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
 ) -> float:
     """Predicts the time of a kernel."""
+    if architecture.seconds is not None:
+        return architecture.seconds(problem, config, device)
     rows, cols = config.tile
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share

@@ -52,6 +52,17 @@ def _() -> None:
     """The simulator knows no fences."""
 
 
+@Operation
+def after_loads() -> None:
+    """What this thread has loaded of shared memory may be overwritten by TMA."""
+    _fence("fence.proxy.async.shared::cta;")
+
+
+@after_loads.meaning
+def _() -> None:
+    plgpu.commit_smem()
+
+
 def _fence(ptx: str) -> None:
     def emit(_: Any) -> None:
         utils.inline_ptx(ptx, has_side_effects=True)

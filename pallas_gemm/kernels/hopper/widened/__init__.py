@@ -1,0 +1,1 @@
+"""Products with weights of few bits, which are widened on their way to the tensor cores."""

@@ -1,0 +1,196 @@
+"""`WidenedConfig`: what the kernel can be told that widens weights in registers."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pallas_gemm.config import PAIR, GemmConfig, Joined, Persistence
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.hardware import MAX_BARRIERS, WARPGROUP_THREADS, WGMMA_COLUMNS, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.registers import Registers
+from pallas_gemm.kernels.hopper.widened import problems
+from pallas_gemm.problem import Problem
+from schedules import OnlineSchedule, Schedule
+
+DEPTHS = (64, 128, 256)
+"""Contracted elements of a step."""
+MOST_WARPGROUPS = 6
+"""That multiply: with the one that loads, more have too few registers."""
+MOST_CTAS = 8
+"""Of a cluster."""
+SCALE_BYTES = 4
+"""Of a scale at most."""
+ALIGNED = 1024
+"""Bytes of which Mosaic begins each buffer at a multiple."""
+SPARE_REGISTERS = 52
+"""For addresses, scales, and the weights of a step on their way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WidenedConfig(GemmConfig):
+    """What the kernel can be told that widens weights in registers.
+
+    It computes the transposed product: rows of a tile are columns of the result.
+
+    Attributes:
+        tile: Columns of the result, and rows.
+        step: Contracted elements of a step, and of a slot of the ring.
+        consumers: Warpgroups that share the columns of the result.
+        along_k: Warpgroups that take steps in turns, and whose sums are added up.
+        ctas_along_k: CTAs of a cluster that share the steps, and whose sums are added up.
+    """
+
+    LARGEST: ClassVar[tuple[int, int]] = (512, 256)
+    OWN_ORDER: ClassVar[bool] = True
+
+    tile: PAIR = (128, 16)
+    stages: int = 8
+    persistence: Persistence = "none"
+    schedule: str | Schedule | OnlineSchedule = "raster"
+    step: int = 128
+    consumers: int = 1
+    along_k: int = 4
+    ctas_along_k: int = 1
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs per cluster."""
+        return self.ctas_along_k
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply."""
+        return self.consumers * self.along_k
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        """The part of a tile that one warpgroup accumulates."""
+        return self.tile[0] // self.consumers, self.tile[1]
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers per thread that hold a sum."""
+        return math.prod(self.consumer_tile) // WARPGROUP_THREADS
+
+    @property
+    def registers(self) -> Registers | None:
+        """Registers per thread of producer and consumers; None leaves them as launched."""
+        if self.warpgroups == 1:
+            return None
+        own = 40 if self.warpgroups < 4 else 24
+        launched = 512 // (self.warpgroups + 1) // 8 * 8
+        left = (launched * (self.warpgroups + 1) - own) // self.warpgroups // 8 * 8
+        return Registers(own, min(left, 232))
+
+    def tile_k(self, problem: Problem) -> int:
+        """Contracted elements per step."""
+        del problem
+        return self.step
+
+    def as_computed(self, problem: Problem) -> Problem:
+        """The transposed product, of which the weights are the left operand."""
+        return problem if problem.transpose_out else problem.mirrored()
+
+    def line(self, problem: Problem) -> int:
+        """Bytes of a line of a panel of weights in a slot."""
+        own = self.as_computed(problem)
+        along = self.tile[0] if own.transpose_a else self.step
+        return min(128, along * BITS[own.a_dtype] // 8)
+
+    def scales_of_step(self, problem: Problem) -> int:
+        """Scales of a column in a step."""
+        return max(1, self.step // problem.blocks.k) if problem.blocks else 0
+
+    def store_chunks(self) -> tuple[tuple[int, int], ...]:
+        """(first row, rows) of each part of the result that is stored at a time."""
+        start, width, chunks = 0, self.store_columns, []
+        while start < self.tile[1]:
+            while width > self.tile[1] - start:
+                width //= 2
+            chunks.append((start, width))
+            start += width
+        return tuple(chunks)
+
+    def shared_memory_bytes(self, problem: Problem, stages: int | None = None) -> int:
+        """Predicts the shared memory of a CTA."""
+        own, stages = self.as_computed(problem), stages or self.stages
+        rows, cols = self.tile
+        joined = (self.along_k + self.ctas_along_k - 2) * rows * cols * 4
+        buffers = (
+            stages * rows * self.step * BITS[own.a_dtype] // 8,
+            stages * cols * self.step * own.b_dtype.itemsize,
+            stages * self.scales_of_step(own) * rows * SCALE_BYTES,
+            joined,
+            self.consumers
+            * self.store_slots
+            * self.store_columns
+            * WGMMA_ROWS
+            * own.out_dtype.itemsize,
+            8 * (2 * stages + self.consumers),
+        )
+        return sum(-(-size // ALIGNED) * ALIGNED for size in buffers)
+
+    def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """Returns every reason why this config cannot compute `problem` on `device`."""
+        if device.compute_capability != (9, 0):
+            return (f"the Hopper kernel {device.lacks('9.0')}",)
+        asked = problem.mirrored() if problem.transpose_out else problem
+        reasons = problems.refusals(asked)
+        if not problems.is_widened(asked):
+            return reasons
+        return (*reasons, *self._step_refusals(asked), *super().refusals(problem, device))
+
+    def _step_refusals(self, problem: Problem) -> Iterator[str]:
+        if problem.blocks and self.step % problem.blocks.k and problem.blocks.k % self.step:
+            yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
+        if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
+            yield f"along_k and ctas_along_k share {steps} steps, got {self}"
+        if self.schedule != "raster":
+            yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
+        line = self.line(problem)
+        if line < 32:
+            yield f"a line of weights in a slot must have at least 32 bytes, got {line}"
+        needed = self.shared_memory_bytes(problem)
+        if needed > Device.shared_memory:
+            yield f"shared memory: needs {needed} bytes of {Device.shared_memory}"
+
+    def joined(self, problem: Problem) -> Joined:
+        """See `GemmConfig`: nothing is joined by another kernel."""
+        del problem
+        return Joined(0, 1, 0)
+
+    def _malformed(self) -> Iterator[str]:
+        yield from super()._malformed()
+        if min(self.consumers, self.along_k) < 1 or self.warpgroups > MOST_WARPGROUPS:
+            yield (
+                f"consumers and along_k must make from 1 to {MOST_WARPGROUPS} warpgroups, got"
+                f" {self.consumers} and {self.along_k}"
+            )
+        if not 1 <= self.ctas_along_k <= MOST_CTAS:
+            yield f"ctas_along_k must be from 1 to {MOST_CTAS}, got {self.ctas_along_k}"
+        if self.step not in DEPTHS:
+            yield f"step must be one of {DEPTHS}, got {self.step}"
+
+    def _impossible(self) -> Iterator[str]:
+        yield from super()._impossible()
+        rows, cols = self.tile
+        if rows % (WGMMA_ROWS * self.consumers):
+            yield f"tile[0] must be a multiple of 64 for each consumer, got tile={self.tile}"
+        if cols % WGMMA_COLUMNS:
+            yield f"tile[1] must be a multiple of {WGMMA_COLUMNS}, got tile={self.tile}"
+        most = (self.registers.consumer if self.registers else 255) - SPARE_REGISTERS
+        if self.sum_registers > most:
+            yield f"a warpgroup holds at most {most} registers of sums, got {self.sum_registers}"
+        # A consumer frees a slot when it has its next one.
+        if self.stages % self.along_k or not 2 * self.along_k <= self.stages <= MAX_BARRIERS:
+            yield (
+                f"stages must be a multiple of along_k, twice as many at least and {MAX_BARRIERS} at"
+                f" most, got {self.stages} and along_k={self.along_k}"
+            )
+        if self.persistence != "none" or self.cluster != (1, 1) or self.split_k > 1:
+            yield (
+                "persistence must be 'none', cluster (1, 1) and split_k 1, got"
+                f" {self.persistence!r}, {self.cluster} and {self.split_k}"
+            )

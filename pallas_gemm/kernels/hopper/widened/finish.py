@@ -1,0 +1,110 @@
+"""How the sums of a tile are joined, finished and stored.
+
+consumers that took other steps ──▶ shared memory ──▶ the first of them
+CTAs of a cluster               ──▶ shared memory of the first CTA ──▶ its first consumers
+sums ──▶ epilogue ──▶ a slot, transposed ──▶ TMA ──▶ the result
+"""
+
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import epilogue, smem
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from pallas_gemm.kernels.ptx import arrays, cluster, fragments
+from pallas_gemm.kernels.traced import Scalar, Values
+
+
+def widths(plan: WidenedPlan) -> tuple[int, ...]:
+    """The different numbers of columns of sums that are stored at a time, most first."""
+    return tuple(sorted({width for _, width in plan.config.store_chunks()}, reverse=True))
+
+
+def apart_shape(plan: WidenedPlan) -> tuple[int, ...]:
+    """The shape of the sums that other CTAs of the cluster hand over, of each thread its own."""
+    config = plan.config
+    return (config.ctas_along_k - 1, config.consumers, config.sum_registers, WARPGROUP_THREADS)
+
+
+def meet(plan: WidenedPlan) -> None:
+    """Where a warpgroup that has no sums waits for those of its cluster."""
+    if plan.config.ctas_along_k > 1:
+        cluster.meet(plan)
+
+
+def join_and_store(cta: Any, me: Scalar, turn: Scalar, total: Values) -> None:
+    """Hands over a consumer's sums; or adds up what others hand over, and stores it."""
+    plan, config = cta.plan, cta.plan.config
+    if config.along_k > 1:
+        total = _join_steps(cta, me, turn, total)
+    if config.ctas_along_k > 1:
+        sends = (cta.rank > 0) & (turn == 0)
+        total = cluster.joined(plan, total, cta.slots.apart, cta.rank, me, sends)
+    stores = (turn == 0) & (cta.rank == 0)
+
+    @pl.when(stores)
+    def _store() -> None:
+        own = total if plan.form.k_last else fragments.in_order(plan, total)
+        store(cta, me, own)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _join_steps(cta: Any, me: Scalar, turn: Scalar, total: Values) -> Values:
+    """Adds up the sums of consumers that took other steps, in the first of them."""
+    plan, joined = cta.plan, cta.barriers.joined.at[me]
+
+    @pl.when(turn > 0)
+    def _hand_over() -> None:
+        arrays.write_blocks(plan, cta.slots.joined.at[turn - 1, me], total, fragments.LAYOUT)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(joined)
+
+    def add_up(total: Values) -> Values:
+        plgpu.barrier_wait(joined)
+        for other in range(plan.config.along_k - 1):
+            own = cta.slots.joined.at[other, me]
+            total += arrays.read_blocks(plan, own, total.dtype, fragments.LAYOUT)
+        return total
+
+    return lax.cond(turn == 0, add_up, lambda total: total, total)
+
+
+def store(cta: Any, me: Scalar, total: Values) -> None:
+    """Finishes sums and stores them, chunk by chunk."""
+    plan, config = cta.plan, cta.plan.config
+    chunks = [
+        (top, first, width) for top in range(plan.tops) for first, width in config.store_chunks()
+    ]
+    places = [
+        (slice(top * WGMMA_ROWS, (top + 1) * WGMMA_ROWS), slice(first, first + width))
+        for top, first, width in chunks
+    ]
+    parts = arrays.taken_apart(plan, total, places, fragments.LAYOUT)
+    swizzled = plan.problem.out_dtype.itemsize == 2
+    for number, ((top, first, width), part) in enumerate(zip(chunks, parts, strict=True)):
+        row = cta.row + me * plan.form.rows + top * WGMMA_ROWS
+        col = cta.col + first
+        strip = epilogue.Strip(None, (row, WGMMA_ROWS), (col, width), fragments.LAYOUT)
+        (values,) = epilogue.finish(plan, cta.gmem.inputs, strip, [part], _nothing_to_read)
+        plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
+        slot = number % config.store_slots
+        if swizzled:
+            views = smem.views(cta.slots.out, simulated=plan.simulated)[widths(plan).index(width)]
+            slot *= config.store_columns // width
+            box, tile = (view.at[me, slot] for view in views)
+            tile.transpose((1, 0))[...] = values
+        else:
+            box = cta.slots.out.at[me, slot, pl.ds(0, width)]
+            fragments.write_turned(plan, box, values)
+        plgpu.commit_smem()
+        there = pl.ds(col, width), pl.ds(row, WGMMA_ROWS)
+        plgpu.copy_smem_to_gmem(box, cta.out.at[there])
+
+
+def _nothing_to_read(number: int) -> Any:
+    """No operand of such an epilogue passes through shared memory."""
+    raise AssertionError(number)

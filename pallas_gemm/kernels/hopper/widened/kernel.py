@@ -1,0 +1,279 @@
+"""Products with weights of few bits: they are read in these, and widened in registers.
+
+    TMA ──▶ ring of slots ──▶ registers: weights become 16 bits ──▶ WGMMA ◀── slots of the other
+    operand
+
+WGMMA takes its left operand from registers, and only that. So the transposed product is computed,
+whose left operand the weights are, and rows of its sums are columns of the result.
+
+Roles (in one CTA)
+    warpgroup                       role        does
+    0 .. consumers * along_k - 1    consumer    of those that share the columns, one; of those that
+                                                take the steps in turns, one
+    the last                        producer    issues every TMA load
+
+Barriers
+    name         who arrives                                     who waits
+    full[s]      the producer, once per TMA copy, and TMA        the consumers whose step it is
+    empty[s]     one thread of each of them                      the producer
+    joined[c]    each consumer that shares columns with c and    that one, which adds up and stores
+                 took other steps, when its sums are written
+
+A CTA computes one tile: few rows are read once, and memory is busy. CTAs of a cluster may share the
+steps; the first of them adds up.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import launch, smem
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hopper.widened import finish
+from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from pallas_gemm.kernels.operand import PANEL
+from pallas_gemm.kernels.ptx import arrays, fences, fragments
+from pallas_gemm.kernels.traced import Ref, Scalar, Values
+
+ALONG_K = "along_k"
+"""The axis of a cluster."""
+WIDEST_COPY = 256
+"""Elements of a line that TMA copies at a time."""
+
+
+class Given(NamedTuple):
+    """What the kernel is given.
+
+    Attributes:
+        inputs: What any kernel is given.
+        scales: Scales of groups, [group, row]; None without.
+    """
+
+    inputs: launch.Inputs
+    scales: Any = None
+
+
+class Slots(NamedTuple):
+    """Shared memory: the ring, what sums are handed over in, and the slots of what is stored."""
+
+    w: Ref
+    x: Ref
+    scales: Any
+    joined: Any
+    apart: Any
+    out: Any
+
+
+class Barriers(NamedTuple):
+    """See the table above."""
+
+    full: Any
+    empty: Any
+    joined: Any
+
+
+class Cta(NamedTuple):
+    """All that the roles know: rows and columns are those of the transposed product."""
+
+    plan: WidenedPlan
+    gmem: Given
+    out: Ref
+    slots: Slots
+    barriers: Barriers
+    row: Scalar
+    col: Scalar
+    rank: Scalar
+
+
+def _span(cta: Cta) -> tuple[Scalar, Scalar]:
+    """The first step of this CTA, and how many it takes."""
+    plan = cta.plan
+    ctas, steps = plan.config.ctas_along_k, plan.k_steps
+    if ctas == 1:
+        return jnp.int32(0), jnp.int32(steps)
+    first = lax.div(cta.rank * steps, jnp.int32(ctas))
+    return first, lax.div((cta.rank + 1) * steps, jnp.int32(ctas)) - first
+
+
+def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
+    """Starts the loads of a step."""
+    plan, form, full = cta.plan, cta.plan.form, cta.barriers.full.at[slot]
+    k, factors = step * form.depth, cta.gmem.inputs.factors[0]
+    (x,), w = factors.b, factors.a
+    for panel in range(form.panels):
+        if form.k_last:
+            first = step * (form.depth * form.bits // 8) + panel * form.line
+            there = pl.ds(cta.row, form.all_rows), pl.ds(first, form.line)
+        else:
+            first = lax.div(cta.row * form.bits, jnp.int32(8)) + panel * form.line
+            there = pl.ds(k, form.depth), pl.ds(first, form.line)
+        plgpu.copy_gmem_to_smem(w.at[there], cta.slots.w.at[slot, panel], full)
+    for panel in range(plan.x_panels):
+        there = pl.ds(cta.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
+        plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
+    if not form.group:
+        return
+    groups = pl.ds(lax.div(k, jnp.int32(form.group)), plan.scales_of_step)
+    for first in range(0, form.all_rows, WIDEST_COPY):
+        width = min(WIDEST_COPY, form.all_rows - first)
+        own = cta.slots.scales.at[slot, :, pl.ds(first, width)]
+        scales = cta.gmem.scales.at[groups, pl.ds(cta.row + first, width)]
+        plgpu.copy_gmem_to_smem(scales, own, full)
+
+
+def _producer(cta: Cta) -> None:
+    """Fills the ring, and waits until all of it has been read."""
+    stages = jnp.int32(cta.plan.config.stages)
+    first, steps = _span(cta)
+
+    @pl.loop(0, steps)
+    def _step(i: Scalar) -> None:
+        slot = lax.rem(i, stages)
+        pl.when(i >= stages)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
+        _load(cta, first + i, slot)
+
+    @pl.loop(lax.max(steps - stages, jnp.int32(0)), steps)
+    def _drain(i: Scalar) -> None:
+        plgpu.barrier_wait(cta.barriers.empty.at[lax.rem(i, stages)])
+
+
+def _consumer(cta: Cta) -> None:
+    """Multiplies what is loaded, and hands over its sums or stores them."""
+    plan, config, form = cta.plan, cta.plan.config, cta.plan.form
+    warpgroup, stages = lax.axis_index(launch.WARPGROUP), jnp.int32(config.stages)
+    me = lax.rem(warpgroup, jnp.int32(config.consumers))
+    turn = lax.div(warpgroup, jnp.int32(config.consumers))
+    _, steps = _span(cta)
+    zeros = jnp.zeros((form.rows, form.cols), jnp.float32)
+    total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
+    total = arrays.fenced(plan, total, fragments.LAYOUT)
+
+    def one_step(i: Scalar, total: Values) -> Values:
+        step = i * config.along_k + turn
+        slot = lax.rem(step, stages)
+        plgpu.barrier_wait(cta.barriers.full.at[slot])
+        scales = cta.slots.scales.at[slot] if form.group else None
+        w, x = cta.slots.w.at[slot], cta.slots.x.at[slot]
+        total = fragments.add_step(plan, total, w, x, scales, me, form)
+        fences.after_loads(plan)
+        # WGMMAs of the step before have ended with the first of this one's.
+        before = lax.rem(step + (config.stages - config.along_k), stages)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[before]))
+        return total
+
+    count = lax.div(steps - turn + (config.along_k - 1), jnp.int32(config.along_k))
+    total = lax.fori_loop(0, count, one_step, total)
+    plgpu.wgmma_wait(0)
+    total = arrays.fenced(plan, total, fragments.LAYOUT)
+    last = lax.rem((count - 1) * config.along_k + turn, stages)
+    plgpu.barrier_arrive(cta.barriers.empty.at[last])
+    finish.join_and_store(cta, me, turn, total)
+
+
+def _body(plan: WidenedPlan, gmem: Given, out: Ref, slots: Slots, barriers: Barriers) -> None:
+    """What each warpgroup of a CTA does."""
+    tile, columns = lax.axis_index(launch.WORKER), plan.config.grid(plan.problem)[1]
+    rows, cols = plan.config.tile
+    col = lax.rem(tile, jnp.int32(columns)) * cols
+    row = lax.div(tile, jnp.int32(columns)) * rows
+    cta = Cta(plan, gmem, out, slots, barriers, row, col, lax.axis_index(ALONG_K))
+    registers = plan.config.registers
+
+    def produce() -> None:
+        if registers:
+            plgpu.set_max_registers(registers.producer, action="decrease")
+
+        @plgpu.warp_map
+        def _each_warp(warp: Scalar) -> None:
+            pl.when(warp == 0)(lambda: _producer(cta))
+
+        finish.meet(plan)
+
+    def consume() -> None:
+        if registers:
+            plgpu.set_max_registers(registers.consumer, action="increase")
+        _consumer(cta)
+
+    # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
+    lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.warpgroups, consume, produce)
+
+
+def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
+    """The buffers and barriers of a CTA."""
+    config, form, stages = plan.config, plan.form, plan.config.stages
+    ring = smem.ATOM_BYTES
+    boxes = [
+        (config.consumers, config.store_slots * (config.store_columns // width), width, WGMMA_ROWS)
+        for width in finish.widths(plan)
+    ]
+    swizzled = plan.problem.out_dtype.itemsize == 2
+    slots = Slots(
+        w=plgpu.SMEM(
+            (stages, form.panels, form.lines, form.line),
+            jnp.int8,
+            transforms=(plgpu.SwizzleTransform(form.line),),
+        ),
+        x=plgpu.SMEM(
+            (stages, plan.x_panels, form.cols, PANEL),
+            form.to,
+            transforms=(plgpu.SwizzleTransform(ring),),
+        ),
+        scales=plgpu.SMEM((stages, plan.scales_of_step, form.all_rows), plan.scales)
+        if form.group
+        else None,
+        joined=plgpu.SMEM(plan.joined_shape, jnp.float32) if config.along_k > 1 else None,
+        apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
+        if config.ctas_along_k > 1
+        else None,
+        out=smem.boxed(boxes, plan.problem.out_dtype, simulated=plan.simulated)
+        if swizzled
+        else plgpu.SMEM(boxes[0], plan.problem.out_dtype),
+    )
+    barriers = Barriers(
+        full=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages),
+        joined=plgpu.Barrier(num_arrivals=config.along_k - 1, num_barriers=config.consumers)
+        if config.along_k > 1
+        else None,
+    )
+    return slots, barriers
+
+
+def in_bytes(w: jax.Array, bits: int) -> jax.Array:
+    """The bytes that hold weights: the array itself, in memory."""
+    if bits == 4:
+        w = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
+    return lax.bitcast_convert_type(w, jnp.int8)
+
+
+def build(plan: WidenedPlan) -> Callable[..., Any]:
+    """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes."""
+
+    def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
+        scales = rest[0] if plan.problem.blocks else None
+        own = plan.typed(scales)
+        operands = [in_bytes(b, plan.bits), a, *rest[bool(plan.problem.blocks) :]]
+        inputs = launch.inputs(plan.config, plan.problem, operands, None)
+        kernel = launch.kernel(
+            functools.partial(_body, own),
+            name="pallas_gemm_widened",
+            grid=launch.Grid(
+                plan.workers, {ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
+            ),
+            results=(jax.ShapeDtypeStruct(plan.problem.out_shape, plan.problem.out_dtype),),
+            scratch=_scratch(own),
+            operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
+            interpret=plan.interpret,
+            approx_math=plan.approx_math,
+        )
+        scales = scales if scales is None else launch.on_its_own(scales)
+        (out,) = kernel(Given(inputs, scales))
+        return out
+
+    return run

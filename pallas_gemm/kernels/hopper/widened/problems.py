@@ -1,0 +1,69 @@
+"""Which products with weights of few bits the kernel takes that widens them in registers."""
+
+from collections.abc import Iterator
+
+from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.problem import ROW_BYTES, Problem
+
+RESULTS = element_types.FLOATS_16 | {element_types.SINGLE}
+SCALES = element_types.FLOATS_16 | {element_types.SINGLE}
+GROUPS = (32, 64, 128)
+"""Contracted elements that may have a scale of their own."""
+
+
+def is_widened(problem: Problem) -> bool:
+    """Whether a problem multiplies weights of few bits by what is wider."""
+    return problem.b_dtype in BITS and problem.a_dtype in element_types.FLOATS_16
+
+
+def refusals(problem: Problem) -> tuple[str, ...]:
+    """Returns every reason why the kernel cannot take a problem, whatever the config."""
+    return tuple(_refusals(problem))
+
+
+def _refusals(problem: Problem) -> Iterator[str]:
+    """Yields them, of a problem as it is asked for: the weights are its right operand."""
+    if not is_widened(problem):
+        yield (
+            "weights of few bits are the right operand, and the left one is bfloat16 or float16,"
+            f" got {problem.a_dtype} and {problem.b_dtype}"
+        )
+        return
+    yield from _layout_refusals(problem)
+    blocks = problem.blocks
+    if blocks and (blocks.rows or blocks.columns != 1 or blocks.k not in GROUPS):
+        yield f"scales are those of {GROUPS} weights of a column, got {blocks}"
+    if blocks and blocks.zeros:
+        yield f"no weight but 0 stands for 0, got {blocks}"
+    several = problem.batch > 1 or problem.terms or problem.symmetric or problem.in_groups
+    if several or problem.transpose_out:
+        yield "weights of few bits are those of one product"
+    epilogue = problem.epilogue
+    if epilogue.gated or problem.loaded_dtypes:
+        yield f"it has neither a residual nor a gate, got {' and '.join(epilogue.parts)}"
+    if problem.reductions or len(problem.result_dtypes) != 1:
+        yield "a function of the product has one result"
+    if problem.parts:
+        yield "it promises no order in which sums are made"
+
+
+def _layout_refusals(problem: Problem) -> Iterator[str]:
+    """Yields what TMA cannot load or store."""
+    if 0 in (problem.m, problem.n, problem.k):
+        yield f"sizes must be positive, got m={problem.m}, n={problem.n} and k={problem.k}"
+    if problem.out_dtype not in RESULTS:
+        names = ", ".join(sorted(map(str, RESULTS)))
+        yield f"the result must be one of {names}, got {problem.out_dtype}"
+    if problem.transpose_a:
+        yield "the left operand must be stored with k last"
+    last, whole = problem.b_shape[-1], ROW_BYTES * 8 // BITS[problem.b_dtype]
+    if last % whole:
+        yield (
+            f"TMA needs rows of a multiple of 16 bytes: the last dimension of b must be a multiple"
+            f" of {whole} for {problem.b_dtype}, got {last}"
+        )
+    if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
+        yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
+    if problem.n * problem.out_dtype.itemsize % ROW_BYTES:
+        yield f"the result needs rows of a multiple of 16 bytes, got n={problem.n}"

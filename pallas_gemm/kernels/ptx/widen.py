@@ -1,0 +1,137 @@
+"""Weights of few bits in registers: two of them become two elements of 16 bits, exactly.
+
+spread      each of two weights lies in the lowest bits of its half of a register; what is above
+it there is anything
+widened     each half is the weight as bfloat16 or float16
+scaled      each half is that times a scale, rounded once
+
+weight      how
+integer     its bits are those of the mantissa of a number that is known, which is subtracted
+float       its bits are moved to where they belong, and the exponent's bias is made good by a
+product; of 8 bits, the hardware converts to float16
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_gemm.kernels.element_types import E2M1, INT4, INT8, UINT4
+
+Register = Any
+"""32 bits of each thread."""
+
+BF16, F16, F32 = (np.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+_NAMES = {BF16: "bf16", F16: "f16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
+# Of a number whose mantissa's last bit is worth 1, twice: 128 in bfloat16, 1024 in float16.
+_UNITS = {BF16: 0x43004300, F16: 0x64006400}
+# 2 ** 126 and 2 ** 14, twice: what the bias of the exponent of e2m1 is off by.
+_BIAS_OF_E2M1 = {BF16: 0x7E807E80, F16: 0x74007400}
+
+
+def run(text: str, *given: Register, loads: bool = False) -> Register:
+    """Emits PTX with one result of 32 bits."""
+    word = utils.ir.IntegerType.get_signless(32)
+    return utils.inline_ptx(text, *given, result_types=word, has_side_effects=loads)
+
+
+def load(place: Register, offset: int, size: int) -> Register:
+    """Loads up to four bytes of shared memory, behind what was awaited."""
+    if size == 4:
+        return run(f"ld.shared.b32 $0, [$1+{offset}];", place, loads=True)
+    if size == 1:
+        return run(f"ld.shared.u8 $0, [$1+{offset}];", place, loads=True)
+    text = f"{{ .reg .b16 x; ld.shared.b16 x, [$1+{offset}]; cvt.u32.u16 $0, x; }}"
+    return run(text, place, loads=True)
+
+
+def load_four(place: Register, offset: int) -> Sequence[Register]:
+    """Loads four words of shared memory."""
+    word = utils.ir.IntegerType.get_signless(32)
+    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return utils.inline_ptx(text, place, result_types=[word] * 4, has_side_effects=True)
+
+
+def select(low: Register, high: Register, bytes_: int | Register) -> Register:
+    """Four bytes of two registers."""
+    if isinstance(bytes_, int):
+        return run(f"prmt.b32 $0, $1, $2, {bytes_};", low, high)
+    return run("prmt.b32 $0, $1, $2, $3;", low, high, bytes_)
+
+
+def shifted(word: Register, bits: int) -> Register:
+    """A register shifted to the right, or to the left by a negative number of bits."""
+    if not bits:
+        return word
+    name = "shr" if bits > 0 else "shl"
+    return run(f"{name}.b32 $0, $1, {abs(bits)};", word)
+
+
+def widened(spread: Register, kind: np.dtype, to: np.dtype) -> Register:
+    """Two weights as two elements of 16 bits."""
+    unit = _UNITS[to]
+    if kind in (INT4, UINT4):
+        # Without its sign, a weight of 4 bits is 8 more.
+        zero = unit + 0x00080008 * (kind == INT4)
+        return _less(_masked(spread, 0x000F000F, zero, xor=True), zero, to)
+    if kind == INT8 and to == F16:
+        zero = unit + 0x00800080
+        return _less(_masked(spread, 0x00FF00FF, zero, xor=True), zero, to)
+    if kind == INT8:
+        # bfloat16 has 7 bits of a mantissa: the sign is a number of its own.
+        low, sign = (_masked(spread, mask, unit) for mask in (0x007F007F, 0x00800080))
+        return run("sub.rn.bf16x2 $0, $1, $2;", low, sign)
+    if kind == E2M1:
+        rest, sign = (9, 12) if to == F16 else (6, 12)
+        moved = _masked(shifted(spread, -rest), 0x00070007 << rest, 0)
+        moved = run(f"lop3.b32 $0, $1, {0x80008000}, $2, 0xEA;", shifted(spread, -sign), moved)
+        return _times(moved, run(f"mov.b32 $0, {_BIAS_OF_E2M1[to]};"), to)
+    both = select(spread, spread, 0x0020)
+    halves = run(
+        f"{{ .reg .b16 two; cvt.u16.u32 two, $1; cvt.rn.f16x2.{_NAMES[kind]}x2 $0, two; }}", both
+    )
+    return halves if to == F16 else _packed(_apart(halves, F16), to)
+
+
+def scale(loaded: Register, kind: np.dtype, to: np.dtype) -> Register:
+    """A scale that was loaded, as `scaled` takes it: twice in 16 bits, or once in float32."""
+    if kind == to:
+        return select(loaded, loaded, 0x1010)
+    return loaded if kind == F32 else _apart(loaded, kind)[0]
+
+
+def scaled(pair: Register, by: Register, kind: np.dtype, to: np.dtype) -> Register:
+    """Two elements times a scale of that type, rounded once."""
+    if kind == to:
+        return _times(pair, by, to)
+    return _packed([run("mul.rn.f32 $0, $1, $2;", x, by) for x in _apart(pair, to)], to)
+
+
+def _masked(word: Register, mask: int, more: int, *, xor: bool = False) -> Register:
+    return run(f"lop3.b32 $0, $1, {mask}, {more}, {0x6A if xor else 0xEA};", word)
+
+
+def _less(pair: Register, number: int, to: np.dtype) -> Register:
+    name = "sub.rn.bf16x2" if to == BF16 else "sub.rn.f16x2"
+    return run(f"{{ .reg .b32 zero; mov.b32 zero, {number}; {name} $0, $1, zero; }}", pair)
+
+
+def _times(pair: Register, by: Register, to: np.dtype) -> Register:
+    return run(f"mul.rn.{_NAMES[to]}x2 $0, $1, $2;", pair, by)
+
+
+def _apart(pair: Register, kind: np.dtype) -> list[Register]:
+    """Two elements of 16 bits as two of float32, which they are exactly."""
+    if kind == BF16:
+        return [shifted(pair, -16), run(f"and.b32 $0, $1, {0xFFFF0000};", pair)]
+    text = "{{ .reg .b16 low, high; .reg .f32 x; mov.b32 {{low, high}}, $1; "
+    text += "cvt.f32.f16 x, {}; mov.b32 $0, x; }}"
+    return [run(text.format(half), pair) for half in ("low", "high")]
+
+
+def _packed(pair: Sequence[Register], to: np.dtype) -> Register:
+    """Two elements of float32, rounded."""
+    return run(f"cvt.rn.{_NAMES[to]}x2.f32 $0, $2, $1;", *pair)

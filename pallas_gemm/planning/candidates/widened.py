@@ -1,0 +1,133 @@
+"""The configs that are considered for weights of few bits, and how long each is predicted to take.
+
+Few rows are a matter of memory: the weights are read once, and so many warpgroups have to widen
+them that memory is waited for. Many rows are a matter of the tensor cores, and of how often the
+other operand is loaded.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.hardware import MAX_BARRIERS, WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.problem import Problem
+
+NARROW = 32
+"""Rows of the result for which two warpgroups are too few to widen as fast as memory brings."""
+NARROW_FORMS = ((64, 1, 4), (128, 1, 4))
+FORMS = ((64, 1, 4), (128, 2, 1), (128, 2, 2), (256, 2, 1))
+"""Columns of the result, consumers that share them, and those that take steps in turns."""
+CTAS = (1,)
+MOST_COLUMNS = 256
+"""Rows of the result that are widened for at once."""
+CHUNKS = (64, 32, 16)
+MOST_STAGES = 16
+LAUNCH_SECONDS = 2.5e-6
+"""Of a kernel, until its first operands arrive. With the next three, a fit to twelve configs with 1
+to 4096 rows on an H200, off by 3% in the mean: 16 x 14336 x 4096 takes 15.3 us in int4."""
+WGMMA_CYCLES, COLUMN_CYCLES = 33, 0.41
+"""Of a WGMMA of 64 rows and 16 contracted elements, and for each of its columns."""
+STEPS = (64, 128)
+"""Contracted elements of a step; 256 takes 6% longer."""
+END_CYCLES, ELEMENT_CYCLES = 1500, 0.2
+"""From the last step of a tile to its end, and for each of its elements."""
+LATENCY_CYCLES = 2400
+"""From a request for operands to their arrival: two stages keep nothing busy."""
+STEP_CYCLES = 30
+"""Of a step, whatever it does."""
+CLOCK_SHARE = 0.92
+"""Of the highest clock, what is left of it while all SMs multiply."""
+LOAD_BYTES = 40
+"""That an SM loads in a cycle."""
+MEMORY_SHARE = 0.8
+"""Of the peak bandwidth of memory, what a kernel reaches."""
+SHARPNESS = 4.0
+"""How little computing and reading memory hold each other up: the power of their norm."""
+
+
+def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator[WidenedConfig]:
+    """Yields configs for a problem, each with as many stages as fit.
+
+    Args:
+        problem: A product whose right operand has few bits.
+        device: The GPU.
+        cut: How tiles are to be cut along k: there is none that does.
+    """
+    if cut is not None:
+        return
+    for cols, ctas, step in itertools.product(_columns(problem.m), CTAS, STEPS):
+        for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
+            config = _deepest(problem, device, (rows, cols), (consumers, along_k), ctas, step)
+            if config is not None:
+                yield config
+
+
+def _columns(m: int) -> list[int]:
+    """How many rows of the result a tile may have: all, or such as leave few beyond the edge."""
+    whole = -(-m // 8) * 8
+    if whole <= 128:
+        return [whole]
+    return sorted({min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16})
+
+
+def _deepest(
+    problem: Problem,
+    device: Device,
+    tile: tuple[int, int],
+    warpgroups: tuple[int, int],
+    ctas: int,
+    step: int,
+) -> WidenedConfig | None:
+    """Returns a config with the most stages that fit, None if there is none."""
+    consumers, along_k = warpgroups
+    chunk = next((width for width in CHUNKS if width <= tile[1]), CHUNKS[-1])
+    most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, -(-problem.k // step // ctas)))
+    for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
+        try:
+            config = WidenedConfig(
+                tile=tile,
+                stages=stages,
+                step=step,
+                consumers=consumers,
+                along_k=along_k,
+                ctas_along_k=ctas,
+                store_columns=chunk,
+            )
+        except ValueError:
+            return None
+        if config.shared_memory_bytes(problem) <= device.shared_memory:
+            return config
+    return None
+
+
+def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
+    """Predicts the time of a kernel."""
+    own = config.as_computed(problem)
+    (rows, cols), machine = config.tile, device.machine
+    loaded = config.step * (rows * BITS[own.a_dtype] / 8 + cols * own.b_dtype.itemsize)
+    wgmmas = rows // WGMMA_ROWS * config.step // WGMMA_DEPTH
+    step = STEP_CYCLES + max(
+        loaded / LOAD_BYTES,
+        wgmmas * (WGMMA_CYCLES + COLUMN_CYCLES * cols),
+        LATENCY_CYCLES / max(1, config.stages - 1),
+    )
+    waves = math.ceil(config.tiles(problem) / device.coresident_clusters(config.cluster_size))
+    steps = math.ceil(config.steps(problem) / config.ctas_along_k)
+    end = END_CYCLES + ELEMENT_CYCLES * rows * cols
+    busy = waves * (steps * step + end) / (CLOCK_SHARE * machine.clock_hz)
+    memory = bytes_(problem) / (MEMORY_SHARE * machine.dram_bytes_per_second)
+    return LAUNCH_SECONDS + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def bytes_(problem: Problem) -> float:
+    """Bytes that are moved at least."""
+    scales = problem.n * problem.k // problem.blocks.k * 2 if problem.blocks else 0
+    return (
+        problem.n * problem.k * BITS[problem.b_dtype] / 8
+        + scales
+        + problem.m
+        * (problem.k * problem.a_dtype.itemsize + problem.n * problem.out_dtype.itemsize)
+    )

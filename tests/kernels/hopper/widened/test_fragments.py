@@ -1,0 +1,123 @@
+"""What a thread loads and widens, for all types of weights and both ways that they are stored."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
+from pallas_gemm.kernels.ptx import fragments
+from pallas_gemm.kernels.ptx.weights import Form
+from tests.kernels.hopper.widened import warpgroup_ptx
+from tests.kernels.hopper.widened.warpgroup_ptx import THREADS, Warpgroup, words
+
+BF16, F16, F32 = (np.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def drawn(rng: np.random.Generator, kind: np.dtype, shape: tuple[int, int]) -> Any:
+    """Weights as floats, and the bits of each."""
+    bits = rng.integers(0, 1 << BITS[kind], shape).astype(np.uint8)
+    if kind == INT8:
+        return bits.view(np.int8).astype(np.float64), bits
+    if kind in (INT4, UINT4):
+        return (bits ^ 8).astype(np.float64) - 8 if kind == INT4 else bits.astype(np.float64), bits
+    if kind == E2M1:
+        return bits.view(ml_dtypes.float4_e2m1fn).astype(np.float64), bits
+    values = bits.view(kind).astype(np.float64)
+    bits = np.where(np.isfinite(values), bits, 0).astype(np.uint8)
+    return bits.view(kind).astype(np.float64), bits
+
+
+def in_slot(lines: np.ndarray, width: int) -> np.ndarray:
+    """Bytes as TMA writes them: panels so wide, swizzled."""
+    panels = []
+    for first in range(0, lines.shape[1], width):
+        panel = lines[:, first : first + width].reshape(-1)
+        at = np.arange(panel.size)
+        found = np.zeros_like(panel)
+        found[at ^ (at >> 3 & width - 16)] = panel
+        panels.append(found)
+    whole = np.concatenate(panels)
+    return np.pad(whole, (0, -whole.size % 1024))
+
+
+def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray, int]:
+    """The sums of all consumers of a slot, the exact ones, and the ways of its worst load."""
+    rng = np.random.default_rng(0)
+    weights, bits = drawn(rng, form.kind, (form.all_rows, form.depth))
+    other = rng.integers(-8, 9, (form.cols, form.depth)).astype(form.to)
+    scales = rng.uniform(0.5, 2, (max(1, form.depth // (form.group or 1)), form.all_rows))
+    scales = scales.astype(form.scales or np.float32)
+    stored = bits if form.k_last else bits.T
+    if form.bits == 4:
+        stored = stored[:, 0::2] | stored[:, 1::2] << 4
+    slots = [in_slot(np.ascontiguousarray(stored), form.line)]
+    slots.append(in_slot(np.ascontiguousarray(other).view(np.uint8).reshape(form.cols, -1), 128))
+    slots.append(scales.view(np.uint8).reshape(-1))
+    starts = np.cumsum([0, *(slot.size for slot in slots)])
+    group = Warpgroup(np.concatenate(slots))
+    warpgroup_ptx.emulated(monkeypatch, group)
+    scaled = weights
+    if form.group:
+        each = np.repeat(scales.astype(np.float32).T, form.depth // len(scales), 1)
+        scaled = weights.astype(np.float32) * each
+    exact = scaled.astype(form.to).astype(np.float64) @ other.astype(np.float64).T
+    found = np.zeros_like(exact)
+    threads = np.arange(THREADS)
+    rows = 16 * (threads // 32) + threads % 32 // 4
+    if not form.k_last:
+        rows = 16 * (threads // 32) + 2 * (threads % 32 // 4)
+    for me in range(form.all_rows // form.rows):
+        step = fragments.Step(form, [words(x) for x in starts[:3]], words(me))
+        tops = form.rows // 64
+        step.sums = [np.zeros((form.cols // 8, 2, 2, THREADS)) for _ in range(tops)]
+        step.emit()
+        for top, sums in enumerate(step.sums):
+            for block, below, beside in np.ndindex(*sums.shape[:3]):
+                row = me * form.rows + 64 * top + rows + below * (8 if form.k_last else 1)
+                found[row, 8 * block + 2 * (threads % 4) + beside] = sums[block, below, beside]
+    return found, exact, group.ways
+
+
+@pytest.mark.parametrize("k_last", [False, True])
+@pytest.mark.parametrize("to", [BF16, F16])
+@pytest.mark.parametrize("kind", BITS)
+def test_weights_are_widened_exactly(
+    kind: np.dtype, to: np.dtype, k_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = min(128, (128 if k_last else 64) * BITS[kind] // 8)
+    form = Form(kind, to, k_last, rows=64, all_rows=64, cols=8, depth=128, line=line)
+    found, exact, ways = products(form, monkeypatch)
+    np.testing.assert_array_equal(found, exact)
+    assert ways == 1
+
+
+@pytest.mark.parametrize("k_last", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "to", "scales"),
+    [(INT4, BF16, BF16), (INT4, BF16, F32), (INT8, F16, F16), (E2M1, F16, BF16), (INT8, BF16, F16)],
+)
+def test_each_group_has_its_scale(
+    kind: np.dtype, to: np.dtype, scales: np.dtype, k_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth = 64
+    along = depth if k_last else 256
+    line = min(128, along * BITS[kind] // 8)
+    form = Form(kind, to, k_last, 128, 256, 16, depth, line, group=32, scales=scales)
+    found, exact, ways = products(form, monkeypatch)
+    np.testing.assert_array_equal(found, exact)
+    assert ways == 1
+
+
+def test_rows_of_a_warp_are_put_in_order() -> None:
+    threads = np.arange(THREADS, dtype=np.uint32)
+    row = 16 * (threads // 32) + 2 * (threads % 32 // 4)
+    column = threads % 4
+    found = Warpgroup(np.zeros(0, np.uint8)).run(
+        fragments._EXCHANGE, 4 * row + column, 4 * (row + 1) + column, results=2
+    )
+    wanted = 16 * (threads // 32) + threads % 32 // 4
+    np.testing.assert_array_equal(found[0], 4 * wanted + column)
+    np.testing.assert_array_equal(found[1], 4 * (wanted + 8) + column)

@@ -1,0 +1,60 @@
+"""Weights of few bits, compiled for an H200: nothing is spilled, and no WGMMA waits for another."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_gemm import offline
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.widened import kernel
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from pallas_gemm.planning import heuristics
+from pallas_gemm.planning.architectures import WIDENED
+from pallas_gemm.problem import Blocks, Epilogue, Problem
+
+BLOCKS = Blocks(128, 0, 1)
+
+
+def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
+    operands = [
+        jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
+        jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype),
+    ]
+    if problem.blocks:
+        groups = problem.k // problem.blocks.k
+        operands.append(jax.ShapeDtypeStruct((groups, problem.n), scales))
+    operands += [jax.ShapeDtypeStruct((problem.n,), jnp.float32) for _ in problem.epilogue.operands]
+    run = kernel.build(WidenedPlan(problem, config, H200))
+    return offline.compile_report(run, *operands, target="h200")
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "kind", "scales", "options"),
+    [
+        (1, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS}),
+        (64, jnp.int4, jnp.float32, {"blocks": BLOCKS}),
+        (512, jnp.int8, jnp.float32, {"blocks": BLOCKS}),
+        (16, jnp.float8_e4m3fn, None, {"out_dtype": jnp.float32}),
+        (64, jnp.float4_e2m1fn, jnp.float16, {"blocks": Blocks(32, 0, 1)}),
+        (
+            256,
+            jnp.int8,
+            None,
+            {"epilogue": Epilogue(bias=True, col_scale=True, activation=jax.nn.gelu)},
+        ),
+    ],
+    ids=["1", "64", "512", "e4m3", "e2m1", "gelu"],
+)
+def test_what_is_chosen_spills_nothing(
+    rows: int, kind: Any, scales: Any, options: Any, transpose_b: bool
+) -> None:
+    problem = Problem(rows, 8192, 4096, b_dtype=kind, transpose_b=transpose_b, **options)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    found = report(problem, config, scales)
+    assert (found.spill_bytes, found.serialized) == (0, ())
+    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
