@@ -287,9 +287,9 @@ def _of_jax(operation: Operation) -> Asked:
     dtype = np.dtype(equation.outvars[0].aval.dtype)
     types = {kind for _, kind in given[:2]}
     precision = rewriting.precision_of(equation)
-    why = element_types.why_no_kernel(
-        scheme.multiplied(precision, types, groups=len(given) > 2), dtype
-    )
+    groups = len(given) > 2
+    types = scheme.multiplied(precision, types, groups=groups)
+    why = element_types.why_no_kernel(types, dtype, widened=not groups)
     if isinstance(own, Problem):
         return Asked(None, given, **common, outside=(own, why or NO_FORM))
     call, signature = own

@@ -23,7 +23,7 @@ OF_LAX = ("lhs", "rhs")
 def why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | None:
     """Returns why JAX's own function computes a product; None if it does not."""
     multiplied = scheme.multiplied(call.precision, types, groups=True)
-    if why := element_types.why_no_kernel(multiplied, call.out_dtype):
+    if why := element_types.why_no_kernel(multiplied, call.out_dtype, widened=False):
         return why
     is_explicit = request.is_explicit(*operands)
     return "the types of the operands say how a mesh splits them" if is_explicit else None

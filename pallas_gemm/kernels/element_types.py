@@ -83,18 +83,24 @@ def why_promoted(operands: AbstractSet[np.dtype]) -> str | None:
     """Returns why operands of several types are promoted and left to XLA; None if they are not."""
     if len(operands) == 1 or operands <= FLOATS_8 or not operands <= FLOATS | {INT8}:
         return None
-    if are_widened(operands):
-        return None
     return f"no kernel multiplies {' by '.join(sorted(map(str, operands)))}; {_cast(operands)}"
 
 
-def why_no_kernel(operands: AbstractSet[np.dtype], result: np.dtype) -> str | None:
+def why_no_kernel(
+    operands: AbstractSet[np.dtype], result: np.dtype, *, widened: bool = True
+) -> str | None:
     """Returns why these types are no kernel's, whatever else a product is; None if one may take it.
 
     A result of int8 is what JAX promotes int8 to: XLA rounds to it within the product.
+
+    Args:
+        operands: Those of the operands.
+        result: That of the result.
+        widened: A kernel may take weights of few bits beside what has 16.
     """
-    foreign = operands - (FLOATS | {INT8})
-    if foreign and not are_widened(operands):
+    if widened and are_widened(operands):
+        return None
+    if foreign := operands - (FLOATS | {INT8}):
         return f"no kernel takes operands of {', '.join(sorted(map(str, foreign)))}"
     if why := why_promoted(operands):
         return why

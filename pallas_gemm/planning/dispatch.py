@@ -26,6 +26,7 @@ from pallas_gemm.call import (
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
+from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import (
     heuristics,
     numerics,
@@ -38,12 +39,7 @@ from pallas_gemm.planning import (
     xla_time,
 )
 from pallas_gemm.planning import scheme as schemes
-from pallas_gemm.planning.architectures import (
-    WIDENED,
-    Architecture,
-    architecture_of,
-    of_problem,
-)
+from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.realign import (
     Realigned,
     Refusals,
@@ -196,7 +192,7 @@ def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Pla
     """
     refused: list[tuple[str, Reasons]] = []
     possible = False
-    known = of_problem(call.problem(signature))
+    known = known_kernels.of_problem(call.problem(signature))
     for architecture in known:
         if _comes_into_question(call.options, architecture, known):
             plan = _plan(call, signature, architecture)
@@ -261,7 +257,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
     # Of weights of few bits, XLA widens all in memory.
-    widened = plan.architecture is WIDENED
+    widened = plan.architecture is known_kernels.WIDENED
     if options.names_something or options.numerics is not None or problem.in_groups or widened:
         return None
     if plan.source != "heuristics":

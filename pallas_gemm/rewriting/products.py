@@ -156,7 +156,7 @@ def _why_left(equation: Any) -> str | None:
     result = equation.outvars[0].aval
     types = {np.dtype(x.dtype) for x in given[:2]}
     types = scheme.multiplied(precision_of(equation), types, groups=len(given) > 2)
-    if why := element_types.why_no_kernel(types, np.dtype(result.dtype)):
+    if why := element_types.why_no_kernel(types, np.dtype(result.dtype), widened=False):
         return why
     if result.weak_type:
         return "its result is weakly typed"

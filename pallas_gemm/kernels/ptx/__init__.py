@@ -4,6 +4,10 @@
     words.py        single words: in shared memory, counters and flags
     arrays.py       arrays in registers: taken apart, stored and loaded
     wgmma.py        WGMMAs of any depth of 16, and of any width of 8
+    widen.py        weights of few bits become elements of 16 bits
+    weights.py      how a warpgroup loads them from a slot
+    fragments.py    WGMMAs whose left operand they are, in registers
+    cluster.py      sums that CTAs of a cluster hand over
     quick.py        exp and the logistic function in two and four instructions
     zeros.py        zeros in place of rows of a slot
     mailbox.py      tiles that one thread claims for a cluster

@@ -54,7 +54,7 @@ def _() -> None:
 
 @Operation
 def after_loads() -> None:
-    """What this thread has loaded of shared memory may be overwritten by TMA."""
+    """Lets TMA overwrite all that this thread has loaded from shared memory."""
     _fence("fence.proxy.async.shared::cta;")
 
 

@@ -19,7 +19,7 @@ BATCH = 32
 
 
 class Form(NamedTuple):
-    """What is fixed about the operands of a step, as they lie in a slot.
+    """How the operands of a step lie in a slot.
 
     Attributes:
         kind: Type of the weights.
@@ -47,12 +47,12 @@ class Form(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """The bits of a weight."""
         return BITS[self.kind]
 
     @property
     def lines(self) -> int:
-        """Of a panel."""
+        """The lines of a panel."""
         return self.all_rows if self.k_last else self.depth
 
     @property

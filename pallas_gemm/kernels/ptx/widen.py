@@ -1,14 +1,12 @@
 """Weights of few bits in registers: two of them become two elements of 16 bits, exactly.
 
-spread      each of two weights lies in the lowest bits of its half of a register; what is above
-it there is anything
-widened     each half is the weight as bfloat16 or float16
-scaled      each half is that times a scale, rounded once
+A register has two halves, and a weight for each half goes three steps. First it is *spread*: it
+lies in the lowest bits of its half, and the bits above it may have any value. Then it is *widened*:
+the half is the weight as bfloat16 or float16. Then it may be *scaled*, and is rounded once.
 
-weight      how
-integer     its bits are those of the mantissa of a number that is known, which is subtracted
-float       its bits are moved to where they belong, and the exponent's bias is made good by a
-product; of 8 bits, the hardware converts to float16
+The bits of an integer become the last ones of the mantissa of a large number. The large number is
+then subtracted. The bits of a float of 4 bits are moved to their places in the wider type, and a
+product corrects the bias of the exponent. The hardware converts floats of 8 bits to float16.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """The configs that are considered for weights of few bits, and how long each is predicted to take.
 
-Few rows are a matter of memory: the weights are read once, and so many warpgroups have to widen
-them that memory is waited for. Many rows are a matter of the tensor cores, and of how often the
-other operand is loaded.
+Memory limits a product of few rows: the weights are read once, and enough warpgroups have to widen
+them as fast as they come. The tensor cores limit a product of many rows.
 """
 
 import itertools
@@ -26,10 +25,11 @@ MOST_COLUMNS = 256
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
 LAUNCH_SECONDS = 2.5e-6
-"""Of a kernel, until its first operands arrive. With the next three, a fit to twelve configs with 1
-to 4096 rows on an H200, off by 3% in the mean: 16 x 14336 x 4096 takes 15.3 us in int4."""
+"""A kernel takes so long until its first operands arrive. The next three constants were fitted
+together with it, to twelve configs with 1 to 4096 rows on an H200. 16 x 14336 x 4096 takes 15.3 us
+in int4, and predictions are off by 3% in the mean."""
 WGMMA_CYCLES, COLUMN_CYCLES = 33, 0.41
-"""Of a WGMMA of 64 rows and 16 contracted elements, and for each of its columns."""
+"""A WGMMA of 64 rows and 16 contracted elements takes these cycles, and more for each column."""
 STEPS = (64, 128)
 """Contracted elements of a step; 256 takes 6% longer."""
 END_CYCLES, ELEMENT_CYCLES = 1500, 0.2
@@ -37,19 +37,19 @@ END_CYCLES, ELEMENT_CYCLES = 1500, 0.2
 LATENCY_CYCLES = 2400
 """From a request for operands to their arrival: two stages keep nothing busy."""
 STEP_CYCLES = 30
-"""Of a step, whatever it does."""
+"""Each step takes these, whatever it does."""
 CLOCK_SHARE = 0.92
-"""Of the highest clock, what is left of it while all SMs multiply."""
+"""The share of the highest clock that is left while all SMs multiply."""
 LOAD_BYTES = 40
-"""That an SM loads in a cycle."""
+"""An SM loads 40 bytes in a cycle."""
 MEMORY_SHARE = 0.8
-"""Of the peak bandwidth of memory, what a kernel reaches."""
+"""The share of the peak bandwidth of memory that a kernel reaches."""
 SHARPNESS = 4.0
 """How little computing and reading memory hold each other up: the power of their norm."""
 
 
 def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator[WidenedConfig]:
-    """Yields configs for a problem, each with as many stages as fit.
+    """Yields configs for a problem, each with the most stages that fit.
 
     Args:
         problem: A product whose right operand has few bits.

@@ -19,9 +19,9 @@ DEPTHS = (64, 128, 256)
 MOST_WARPGROUPS = 6
 """That multiply: with the one that loads, more have too few registers."""
 MOST_CTAS = 8
-"""Of a cluster."""
+"""A cluster may have 8 CTAs."""
 SCALE_BYTES = 4
-"""Of a scale at most."""
+"""A scale has 4 bytes at most."""
 ALIGNED = 1024
 """Bytes of which Mosaic begins each buffer at a multiple."""
 SPARE_REGISTERS = 52
@@ -30,7 +30,7 @@ SPARE_REGISTERS = 52
 
 @dataclasses.dataclass(frozen=True)
 class WidenedConfig(GemmConfig):
-    """What the kernel can be told that widens weights in registers.
+    """The options of the kernel that widens weights in registers.
 
     It computes the transposed product: rows of a tile are columns of the result.
 
@@ -61,7 +61,7 @@ class WidenedConfig(GemmConfig):
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply."""
+        """How many warpgroups multiply."""
         return self.consumers * self.along_k
 
     @property
@@ -186,8 +186,8 @@ class WidenedConfig(GemmConfig):
         # A consumer frees a slot when it has its next one.
         if self.stages % self.along_k or not 2 * self.along_k <= self.stages <= MAX_BARRIERS:
             yield (
-                f"stages must be a multiple of along_k, twice as many at least and {MAX_BARRIERS} at"
-                f" most, got {self.stages} and along_k={self.along_k}"
+                f"stages must be a multiple of along_k, from twice as many to {MAX_BARRIERS}, got"
+                f" {self.stages} and along_k={self.along_k}"
             )
         if self.persistence != "none" or self.cluster != (1, 1) or self.split_k > 1:
             yield (

@@ -48,10 +48,10 @@ WIDEST_COPY = 256
 
 
 class Given(NamedTuple):
-    """What the kernel is given.
+    """The arrays that the kernel is given.
 
     Attributes:
-        inputs: What any kernel is given.
+        inputs: The arrays that any kernel is given.
         scales: Scales of groups, [group, row]; None without.
     """
 
@@ -177,7 +177,7 @@ def _consumer(cta: Cta) -> None:
 
 
 def _body(plan: WidenedPlan, gmem: Given, out: Ref, slots: Slots, barriers: Barriers) -> None:
-    """What each warpgroup of a CTA does."""
+    """Gives each warpgroup of a CTA its role."""
     tile, columns = lax.axis_index(launch.WORKER), plan.config.grid(plan.problem)[1]
     rows, cols = plan.config.tile
     col = lax.rem(tile, jnp.int32(columns)) * cols

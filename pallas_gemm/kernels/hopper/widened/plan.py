@@ -53,7 +53,7 @@ class WidenedPlan(KernelPlan):
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """The bits of a weight."""
         return BITS[self.problem.a_dtype]
 
     @property

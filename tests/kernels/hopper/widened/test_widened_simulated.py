@@ -18,9 +18,7 @@ from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests import races
 
 SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
-Config = functools.partial(
-    WidenedConfig, tile=(128, 16), stages=4, along_k=2, store_columns=16
-)
+Config = functools.partial(WidenedConfig, tile=(128, 16), stages=4, along_k=2, store_columns=16)
 
 
 def problem(kind: Any, m: int, n: int, k: int, *, group: int = 0, **options: Any) -> Problem:
@@ -84,7 +82,11 @@ def test_each_type_is_multiplied_as_it_is_stored(kind: Any, transpose_b: bool) -
             jnp.float16,
         ),
         # Four that take steps in turns, one of which has one more than the others.
-        (problem(jnp.int4, 8, 64, 1152, group=128), Config(tile=(64, 8), along_k=4, stages=8), jnp.float32),
+        (
+            problem(jnp.int4, 8, 64, 1152, group=128),
+            Config(tile=(64, 8), along_k=4, stages=8),
+            jnp.float32,
+        ),
     ],
     ids=["short groups", "long groups", "float32", "float16", "in turns"],
 )

@@ -1,0 +1,136 @@
+"""Which products with weights of few bits a kernel computes, and how it refuses others."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_gemm
+from pallas_gemm import target
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper.widened import problems
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.planning import config_json, heuristics, prediction
+from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED, of_problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
+
+BLOCKS = Blocks(128, 0, 1)
+
+
+def problem(m: int = 16, n: int = 4096, k: int = 4096, kind: Any = jnp.int4, **own: Any) -> Problem:
+    return Problem(m, n, k, own.pop("a_dtype", jnp.bfloat16), kind, **own)
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 64, 100, 256, 300, 4096])
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("blocks", [None, BLOCKS, Blocks(32, 0, 1)])
+def test_there_is_a_config_for_any_rows(m: int, kind: Any, transpose_b: bool, blocks: Any) -> None:
+    asked = problem(m, kind=kind, transpose_b=transpose_b, blocks=blocks)
+    assert of_problem(asked)[0] is WIDENED
+    config = heuristics.best(asked, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    assert not config.refusals(asked, H200)
+    assert config_json.read(config_json.written(config)) == config
+    # The weights alone take so long to be read.
+    least = asked.n * asked.k * (0.5 if kind == jnp.int4 else 1) / 4.8e12
+    assert least < prediction.seconds(asked, config, H200, WIDENED) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (problem(k=4104, transpose_b=True), "the last dimension of b must be a multiple of 32"),
+        (problem(n=4112), "the last dimension of b must be a multiple of 32 for int4, got 4112"),
+        (problem(k=4100), "k must be a multiple of 8 for bfloat16, got 4100"),
+        (problem(n=4100, transpose_b=True), "rows of a multiple of 16 bytes, got n=4100"),
+        (problem(transpose_a=True), "the left operand must be stored with k last"),
+        (problem(out_dtype=jnp.int8), "the result must be one of"),
+        (problem(m=0), "sizes must be positive"),
+        (problem(blocks=Blocks(256, 0, 1)), r"scales are those of \(32, 64, 128\) weights"),
+        (problem(blocks=Blocks(128, 1, 1)), "weights of a column, got blocks of 1 x 128 of a"),
+        (problem(blocks=Blocks(128, 0, 1, zeros=True)), "no weight but 0 stands for 0"),
+        (problem(batch=4), "weights of few bits are those of one product"),
+        (problem(epilogue=Epilogue(residual=True)), "neither a residual nor a gate, got residual"),
+        (problem(epilogue=Epilogue(gated=True)), "neither a residual nor a gate, got gated"),
+        (problem(parts=2), "it promises no order in which sums are made"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_the_kernel_does_not_take_is_said_in_words(asked: Problem, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        assert not problems.refusals(asked), "; ".join(problems.refusals(asked))
+
+
+def test_a_function_of_the_product_has_one_result() -> None:
+    x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((512, 256), jnp.int8)
+
+    def f(x: Any, w: Any) -> Any:
+        return pallas_gemm.gemm(x, w, epilogue=lambda s: (s.astype(jnp.bfloat16), jnp.sum(s, -1)))
+
+    with target("h200"):
+        text = " ".join(str(pallas_gemm.explain(f, x, w)).split())
+    assert "the rest of the epilogue by XLA" in text
+    assert "a function of the product has one result" in text
+
+
+def test_weights_on_the_left_are_xlas() -> None:
+    asked = problem(a_dtype=jnp.int8, kind=jnp.bfloat16)
+    assert of_problem(asked) == ARCHITECTURES
+    assert "weights of few bits are the right operand" in problems.refusals(asked)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"consumers": 4, "along_k": 2}, "must make from 1 to 6 warpgroups"),
+        ({"ctas_along_k": 9}, "ctas_along_k must be from 1 to 8, got 9"),
+        ({"step": 32}, "step must be one of"),
+        ({"tile": (96, 16)}, "a multiple of 64 for each consumer"),
+        ({"tile": (128, 12)}, "a multiple of 8, got"),
+        ({"tile": (256, 64)}, "a warpgroup holds at most 60 registers of sums, got 128"),
+        # A consumer frees a slot when it has its next one: with four all would wait for ever.
+        ({"stages": 4}, "from twice as many to 32, got 4"),
+        ({"persistence": "static"}, "persistence must be 'none'"),
+    ],
+    ids=str,
+)
+def test_configs_that_no_product_could_be_computed_with(changes: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        WidenedConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (WidenedConfig(schedule="hilbert"), "schedule must be 'raster' for weights of few bits"),
+        (WidenedConfig(ctas_along_k=8), "along_k and ctas_along_k share 8 steps"),
+        (WidenedConfig(stages=32, tile=(128, 32)), "shared memory: needs"),
+    ],
+    ids=["order", "steps", "memory"],
+)
+def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) -> None:
+    asked = problem(k=1024, blocks=BLOCKS)
+    assert any(reason in why for why in config.refusals(asked, H200))
+
+
+def test_a_line_of_weights_is_as_wide_as_a_swizzle_at_least() -> None:
+    config = WidenedConfig(tile=(64, 16), step=64)
+    assert config.line(problem()) == 32
+    assert not config.refusals(problem(), H200)
+
+
+def test_the_kernel_is_simulated_where_it_is_named() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-3, 4, (5, 512)), jnp.bfloat16)
+    w = jnp.asarray(rng.integers(-8, 8, (512, 128)), jnp.int8).astype(jnp.int4)
+    scales = jnp.asarray(2.0 ** rng.integers(-1, 2, (4, 128)), jnp.bfloat16)
+
+    def product(implementation: str) -> np.ndarray:
+        found = pallas_gemm.gemm(x, w, col_scale=scales, implementation=implementation)
+        return np.asarray(found, np.float64)
+
+    np.testing.assert_array_equal(product("interpret"), product("xla"))
