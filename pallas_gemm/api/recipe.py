@@ -177,17 +177,17 @@ class Recipe:
             raise ValueError(f"precision has no meaning for products of 8 bits, got {precision!r}")
         lhs = jnp.moveaxis(lhs, left, range(-len(left), 0))
         rhs = jnp.moveaxis(rhs, right, range(len(right)))
-        shape = (*lhs.shape[: lhs.ndim - len(left)], *rhs.shape[len(right) :])
+        rows, columns = lhs.shape[: lhs.ndim - len(left)], rhs.shape[len(right) :]
         k = math.prod(rhs.shape[: len(right)])
         dtype = jnp.result_type(lhs, rhs)
         wanted = dtype if preferred_element_type is None else preferred_element_type
         found = product(
             self,
-            lhs.reshape(-1, k).astype(dtype),
-            rhs.reshape(k, -1).astype(dtype),
+            lhs.reshape(math.prod(rows), k).astype(dtype),
+            rhs.reshape(k, math.prod(columns)).astype(dtype),
             preferred_element_type=wanted,
         )
-        found = found.reshape(shape)
+        found = found.reshape(*rows, *columns)
         return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
 
 
@@ -273,6 +273,9 @@ def _scaled(
 
 def product(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, **options: Any) -> jax.Array:
     """Multiplies matrices in 8 bits; gradients are of the type of the operands."""
+    if 0 in (*inputs.shape, *kernel.shape):
+        # There is no block.
+        return gemm(inputs, kernel, **options)
 
     @jax.custom_vjp
     def run(inputs: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -1,12 +1,14 @@
 """A scale for each block of the factors of a layer, as a recipe says."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pallas_gemm.api import recipe as recipes
+from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.recipe import Factors, Recipe
 from pallas_gemm.layers import eight_bits
 
@@ -30,9 +32,15 @@ def dense(
     """
     inputs, kernel, bias = operands
     # Rows follow each other, so that blocks of them cross the examples of a batch.
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    own = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    result = eight_bits.dense(InBlocks(recipe), (rows, kernel, bias), None, residual=own, **options)
+    count = math.prod(inputs.shape[:-1])
+    rows = inputs.reshape(count, inputs.shape[-1])
+    own = None if residual is None else residual.reshape(count, residual.shape[-1])
+    if 0 in (*rows.shape, *kernel.shape):
+        # There is no block.
+        result = gemm(rows, kernel, bias=bias, residual=own, **options)
+    else:
+        scheme = InBlocks(recipe)
+        result = eight_bits.dense(scheme, (rows, kernel, bias), None, residual=own, **options)
     result = result.reshape(*inputs.shape[:-1], kernel.shape[-1])
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 

@@ -13,6 +13,7 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import Cast, Recipe
+from pallas_gemm.flax import linen
 from tests import layers
 from tests.quantized import quantized
 
@@ -76,6 +77,17 @@ def test_any_dimensions_are_contracted() -> None:
     assert result.shape == exact.shape == (4, 8, 5)
     assert np.linalg.norm(result - exact) < 0.06 * np.linalg.norm(exact)
     assert dot(x, w, numbers, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 256, 128), (8, 256, 0), (8, 0, 16)])
+def test_nothing_is_multiplied_to_zeros_or_nothing(m: int, k: int, n: int) -> None:
+    x, w = jnp.ones((m, k)), jnp.ones((k, n))
+    y, pull = jax.vjp(lambda x, w: Recipe().dot_general(x, w, LAST), x, w)
+    layer = linen.Fp8Dense(n, recipe="blocks", use_bias=False)
+    np.testing.assert_array_equal(y, np.zeros((m, n)))
+    np.testing.assert_array_equal(layer.apply({"params": {"kernel": w}}, x), y)
+    for own, given in zip(pull(y), (x, w), strict=True):
+        np.testing.assert_array_equal(own, jnp.zeros_like(given))
 
 
 def test_gradients_have_the_types_of_the_operands() -> None:
