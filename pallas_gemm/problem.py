@@ -369,6 +369,12 @@ class Problem:
         return () if self.epilogue.program is None else self.epilogue.program.reductions
 
     @property
+    def adds_rows_in_order(self) -> bool:
+        """Whether it adds up along rows, and the order of that may not depend on the tiles."""
+        sums = [own for own in self.reductions if (own.kind, own.reduction) == ("m", "sum")]
+        return bool(self.parts and sums) and not self.in_groups
+
+    @property
     def stored_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of what passes through store slots: results, and operands in slots of their own."""
         return (*self.result_dtypes, *self.own_dtypes)

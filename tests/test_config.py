@@ -364,6 +364,11 @@ CASES = {
         config(split_k=2),
         problem(epilogue=Epilogue(program=REDUCED)),
     ),
+    "sums along rows in another order": Case(
+        ("a consumer's tile must have 128 columns where sums along rows are promised", "got 256"),
+        config(),
+        problem(epilogue=Epilogue(program=REDUCED), parts=1),
+    ),
     # What an SM has.
     "registers of an epilogue": Case(
         ("a consumer has at most 240 registers", "192 accumulators of tile=(128, 192)", "(128, "),

@@ -34,6 +34,7 @@ from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.program import LOGSUMEXP
 
 fused_p = core.Primitive("pallas_gemm_fused")
 fused_p.multiple_results = True
@@ -198,8 +199,10 @@ def plan(
     """
     found = _plan(call, contraction, function, signature)
     parts = found if isinstance(found, str) else found.split
-    if (promised := call.options.numerics) is not None and (why := why_not_kept(parts)):
-        raise ValueError(numerics.why_not_kept(promised, why))
+    if (promised := call.options.numerics) is not None:
+        in_order = ("max", "min", "sum") if promised.invariant == "rows" else REDUCED
+        if why := why_not_kept(parts, in_order):
+            raise ValueError(numerics.why_not_kept(promised, why))
     return found
 
 
@@ -259,21 +262,24 @@ def _run(
     return functools.partial(found.run, kernel)
 
 
+REDUCED = ("max", "min", "sum", LOGSUMEXP)
+"""All reductions, whose order is the same in every run."""
 ON_MESH = "nothing is promised on a mesh of a function that is the epilogue"
 """Why nothing is promised of its results."""
 
 
-def why_not_kept(parts: Split | str) -> str | None:
+def why_not_kept(parts: Split | str, in_order: Sequence[str] = ("max", "min")) -> str | None:
     """Returns why the rows of a function's results may change their bits, None if they do not.
 
     Args:
         parts: The function, or why XLA computes all of it.
+        in_order: The reductions along rows whose order does not depend on the tiles.
     """
     if left := parts if isinstance(parts, str) else parts.left:
         return f"XLA computes the epilogue, or a part of it: {left}"
     assert isinstance(parts, Split)
     along_rows = {own.reduction for own in parts.program.reductions if own.kind == "m"}
-    if not along_rows <= {"max", "min"}:
+    if not along_rows <= set(in_order):
         return "the epilogue adds up along rows, in an order that depends on the tiles"
     return None
 

@@ -183,6 +183,47 @@ def test_explain_and_of_show_the_same_record() -> None:
     assert own.parts == (3,)
 
 
+def _squares(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return s.astype(jnp.bfloat16), jnp.sum(s * s, -1)
+
+
+WIDER = draw(K, 320, seed=5)
+
+
+def test_sums_along_rows_keep_their_bits() -> None:
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gemm(x, WIDER, epilogue=_squares, **SIMULATED)
+
+    found = numerics.check(f, X, variants=6)
+    assert found, found
+    exact = _squares(jnp.matmul(X, WIDER, preferred_element_type=jnp.float32))
+    np.testing.assert_allclose(f(X)[1], exact[1], rtol=1e-5)
+
+
+def test_sums_along_rows_are_made_alike_whatever_the_rows() -> None:
+    with target("h200"):
+        wanted = set()
+        for m in (1, 64, 300, 4096):
+            x = jax.ShapeDtypeStruct((m, 512), jnp.bfloat16)
+            w = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
+            (found,) = explain(
+                lambda x, w: gemm(x, w, epilogue=_squares, numerics=ROWS), x, w
+            ).products
+            assert found.plan is not None
+            config = found.plan.config
+            assert isinstance(config, HopperConfig)
+            wanted.add((config.consumer_tile[1], config.finished_columns(found.problem)))
+        assert wanted == {(128, 16)}
+
+
+def test_a_log_sum_exp_is_the_same_in_every_run() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return gemm(x, HEADS[0], epilogue=lambda s: jax.nn.logsumexp(s, -1), **run)
+
+    run: dict[str, Any] = {"numerics": numerics("run"), "implementation": "interpret"}
+    np.testing.assert_array_equal(f(X), f(X))
+
+
 def _within(f: Callable[[], Any]) -> Any:
     with ROWS:
         return f()
@@ -206,9 +247,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: einsum("ab,bc,cd->ad", X, W, W.T, numerics=ROWS),
         "3 operands are multiplied in an order",
     ),
-    "a sum along rows": (
-        lambda: gemm(X, HEADS[0], epilogue=lambda s: s.sum(-1), numerics=ROWS),
+    "a log-sum-exp": (
+        lambda: gemm(X, HEADS[0], epilogue=lambda s: jax.nn.logsumexp(s, -1), numerics=ROWS),
         "the epilogue adds up along rows",
+    ),
+    "a tile that adds up along rows in another order": (
+        lambda: gemm(
+            X, HEADS[0], epilogue=_squares, numerics=ROWS, config=HopperConfig((128, 256))
+        ),
+        "must have 128 columns where sums along rows are promised",
     ),
     "a function of XLA's": (
         lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.sort(s, -1), numerics=ROWS),

@@ -13,7 +13,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals
-from pallas_gemm.kernels.hopper.tiling import HopperTiling
+from pallas_gemm.kernels.hopper.tiling import ORDERED_COLUMNS, HopperTiling
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS
 from pallas_gemm.problem import Problem
@@ -149,6 +149,11 @@ class HopperConfig(HopperTiling):
                 f"tile columns per consumer must be a multiple of {PANEL} for layout"
                 f" {problem.layout} where {why}, got tile={self.tile}; the nearest is"
                 f" {(self.tile[0], whole)}"
+            )
+        if problem.adds_rows_in_order and columns != ORDERED_COLUMNS:
+            yield (
+                f"a consumer's tile must have {ORDERED_COLUMNS} columns where sums along rows are"
+                f" promised, got {columns} of tile={self.tile}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
         for dtype in problem.stored_dtypes:

@@ -27,6 +27,8 @@ takes 2,267 instructions of a kernel in strips of 32 columns, and 4,619 in strip
 MOST_COMPARED = 3
 """Vectors of rows of a mirrored product stored late, beside the numbers of its columns. Four spill
 14 registers of a tile of 128 x 256, and none without the numbers."""
+ORDERED_COLUMNS, ORDERED_STRIP = 128, 16
+"""Columns of a consumer's tile, and of a strip, where the order of sums along rows is promised."""
 UNROLLED_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 LATE_STRIP = 32
@@ -111,6 +113,8 @@ class HopperTiling(GemmConfig):
         width = LATE_STRIP if self.late_store else self.store_columns
         if problem.epilogue.is_identity:
             return width
+        if problem.adds_rows_in_order:
+            return ORDERED_STRIP
         spare = SPARE_REGISTERS if problem.result_dtypes else SPARE_OF_REDUCTIONS
         enough = max(spare, self._needed_registers(problem))
         while width > WGMMA_COLUMNS and self._free_registers(problem, width) < enough:
