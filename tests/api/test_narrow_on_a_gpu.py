@@ -1,0 +1,113 @@
+"""On a GPU: scales of blocks, weights of few bits and what `quantize` makes, beside float64.
+
+The elements are integers and the scales powers of two, so that float32 results are exact.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_gemm import gemm, grouped_gemm, quantize
+from tests.quantized import assert_quantized
+
+E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+SIZES = [(128, 256, 256), (300, 528, 1152), (5, 640, 1024), (1, 1024, 4096)]
+pytestmark = pytest.mark.gpu("hopper")
+
+
+def _integers(*shape: int, seed: int, dtype: Any = F32) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(-4, 5, shape).astype(np.float32)).astype(dtype)
+
+
+def _powers(*shape: int, seed: int) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(2.0 ** rng.integers(-2, 3, shape) * rng.choice([-1, 1], shape), F32)
+
+
+def _each(scale: Any, shape: tuple[int, int]) -> np.ndarray:
+    """The scale of each element; a block is of 128 elements, or of one."""
+    scale = np.asarray(scale, np.float64)
+    for axis in (0, 1):
+        if scale.shape[axis] != shape[axis]:
+            scale = np.repeat(scale, 128, axis).take(range(shape[axis]), axis)
+    return scale
+
+
+def _by_a_kernel(f: Any, *args: Any) -> Any:
+    """Runs a function, which has to be computed by a kernel of ours."""
+    lowered = jax.jit(f).lower(*args)
+    assert "mosaic_gpu" in lowered.as_text()
+    return lowered.compile()(*args)
+
+
+@pytest.mark.parametrize("columns", [1, 128])
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("size", SIZES[:3])
+def test_each_block_has_its_scale(size, types, columns):
+    m, n, k = size
+    a, b = _integers(m, k, seed=0, dtype=types[0]), _integers(n, k, seed=1, dtype=types[1])
+    row, col = _powers(m, k // 128, seed=2), _powers(k // 128, -(-n // columns), seed=3)
+    bias = _integers(n, seed=4)
+
+    def multiply(a: Any, b: Any, row: Any, col: Any, bias: Any) -> Any:
+        return gemm(
+            a, b, bias=bias, transpose_b=True, row_scale=row, col_scale=col,
+            preferred_element_type=F32,
+        )  # fmt: skip
+
+    wide = np.asarray(a, np.float64) * _each(row, (m, k))
+    other = np.asarray(b, np.float64).T * _each(col, (k, n))
+    found = _by_a_kernel(multiply, a, b, row, col, bias)
+    np.testing.assert_array_equal(found, wide @ other + np.asarray(bias))
+
+
+def test_rows_in_groups_have_blocks_with_scales():
+    m, n, k, sizes = 700, 384, 512, (257, 0, 63, 1, 300)
+    a, b = _integers(m, k, seed=0, dtype=E4M3), _integers(5, n, k, seed=1, dtype=E4M3)
+    row, col = _powers(m, k // 128, seed=2), _powers(5, k // 128, n // 128, seed=3)
+
+    def multiply(a: Any, b: Any, row: Any, col: Any) -> Any:
+        return grouped_gemm(
+            a, b, jnp.array(sizes), transpose_b=True, row_scale=row, col_scale=col,
+            preferred_element_type=F32,
+        )  # fmt: skip
+
+    expected, start = np.zeros((m, n)), 0
+    wide = np.asarray(a, np.float64) * _each(row, (m, k))
+    for group, size in enumerate(sizes):
+        own = np.asarray(b[group], np.float64).T * _each(col[group], (k, n))
+        expected[start : start + size] = wide[start : start + size] @ own
+        start += size
+    np.testing.assert_array_equal(_by_a_kernel(multiply, a, b, row, col), expected)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "uint4", "float8_e4m3fn"])
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_of_few_bits_are_widened(size, dtype, last):
+    m, n, k = size
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
+    w = abs(w) if dtype == "uint4" else w
+    scale = _powers(k // 128, n, seed=2)
+
+    def multiply(x: Any, w: Any, scale: Any) -> Any:
+        return gemm(x, w, transpose_b=last, col_scale=scale, preferred_element_type=F32)
+
+    wide = np.asarray(w, np.float64) * _each(scale, (k, n))
+    stored = (w.T if last else w).astype(dtype)
+    found = _by_a_kernel(multiply, x, stored, scale)
+    np.testing.assert_array_equal(found, np.asarray(x, np.float64) @ wide)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)])
+def test_quantize_reads_once_for_both_axes(block):
+    x = jax.random.normal(jax.random.key(0), (384, 512), BF16)
+    both = _by_a_kernel(lambda x: quantize(x, block=block, axis="both"), x)
+    for found, axis in zip(both, (-1, -2), strict=True):
+        assert found.values.dtype == ml_dtypes.float8_e4m3fn
+        assert_quantized(found, x, block, E4M3, axis=axis)
