@@ -85,6 +85,11 @@ def _build_widened(problem: Problem, config: Any, device: Device, interpret: Any
     from pallas_gemm.kernels.hopper.widened import kernel
     from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 
+    if interpret and config.ctas_along_k > 1:
+        raise ValueError(
+            "config: the simulator knows no shared memory of a cluster; ctas_along_k must be 1 to"
+            f" be simulated, got {config.ctas_along_k}"
+        )
     return kernel.build(WidenedPlan(problem, config, device, interpret=interpret))
 
 

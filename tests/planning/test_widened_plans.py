@@ -117,6 +117,22 @@ def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) 
     assert any(reason in why for why in config.refusals(asked, H200))
 
 
+def test_two_ctas_share_long_sums_of_few_rows() -> None:
+    def ctas(m: int, n: int, k: int) -> int:
+        config = heuristics.best(problem(m, n, k, blocks=BLOCKS), H200, WIDENED)
+        assert isinstance(config, WidenedConfig)
+        return config.ctas_along_k
+
+    assert [ctas(1, 8192, 8192), ctas(8, 4096, 14336)] == [2, 2]
+    assert [ctas(1, 4096, 4096), ctas(16, 14336, 4096), ctas(64, 4096, 14336)] == [1, 1, 1]
+
+
+def test_the_simulator_says_what_it_does_not_know() -> None:
+    config = WidenedConfig(ctas_along_k=2)
+    with pytest.raises(ValueError, match="ctas_along_k must be 1 to be simulated, got 2"):
+        WIDENED.build(problem(), config, H200, True)
+
+
 def test_a_line_of_weights_is_as_wide_as_a_swizzle_at_least() -> None:
     config = WidenedConfig(tile=(64, 16), step=64)
     assert config.line(problem()) == 32

@@ -19,7 +19,15 @@ NARROW = 32
 NARROW_FORMS = ((64, 1, 4), (128, 1, 4))
 FORMS = ((64, 1, 4), (128, 2, 1), (128, 2, 2), (256, 2, 1))
 """Columns of the result, consumers that share them, and those that take steps in turns."""
-CTAS = (1,)
+CTAS = (1, 2)
+"""CTAs of a cluster that share the steps of few rows. Four were slower on an H200."""
+SHARED = 3584
+"""Each of two CTAs has this part of k at least: 8 x 4096 x 14336 in int4 then takes 16.0 us."""
+JOINED_CYCLES = 1500
+"""CTAs of a cluster take these to wait for each other, and to hand over their sums."""
+SHORT_LINE = 1.08
+"""Tiles of 64 columns take longer by this factor. 1 x 8192 x 8192 in int4 takes 16.2 us in them,
+and 14.9 in tiles of 128 that two CTAs share."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 CHUNKS = (64, 32, 16)
@@ -59,6 +67,8 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     if cut is not None:
         return
     for cols, ctas, step in itertools.product(_columns(problem.m), CTAS, STEPS):
+        if ctas > 1 and (cols > NARROW or problem.k < ctas * SHARED):
+            continue
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
             config = _deepest(problem, device, (rows, cols), (consumers, along_k), ctas, step)
             if config is not None:
@@ -109,14 +119,15 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     (rows, cols), machine = config.tile, device.machine
     loaded = config.step * (rows * BITS[own.a_dtype] / 8 + cols * own.b_dtype.itemsize)
     wgmmas = rows // WGMMA_ROWS * config.step // WGMMA_DEPTH
+    each = WGMMA_CYCLES * (SHORT_LINE if rows == WGMMA_ROWS else 1)
     step = STEP_CYCLES + max(
         loaded / LOAD_BYTES,
-        wgmmas * (WGMMA_CYCLES + COLUMN_CYCLES * cols),
+        wgmmas * (each + COLUMN_CYCLES * cols),
         LATENCY_CYCLES / max(1, config.stages - 1),
     )
     waves = math.ceil(config.tiles(problem) / device.coresident_clusters(config.cluster_size))
     steps = math.ceil(config.steps(problem) / config.ctas_along_k)
-    end = END_CYCLES + ELEMENT_CYCLES * rows * cols
+    end = END_CYCLES + ELEMENT_CYCLES * rows * cols + JOINED_CYCLES * (config.ctas_along_k > 1)
     busy = waves * (steps * step + end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) / (MEMORY_SHARE * machine.dram_bytes_per_second)
     return LAUNCH_SECONDS + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
