@@ -7,6 +7,7 @@ records ──▶ gemm, gated_gemm, projections, grouped_gemm: widened in the pr
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any, Self
 
@@ -249,3 +250,23 @@ class QuantizedWeight:
             ValueError: An array is not of that shape, or rows are sorted by their activations.
         """
         return cls(*checkpoints.of_gptq(qweight, scales, qzeros, g_idx, version))
+
+
+def _written(fixed: tuple[int, Any]) -> bytes:
+    axis, dtype = fixed
+    name = None if dtype is None else np.dtype(dtype).name
+    return json.dumps({"axis": axis, "dtype": name}).encode()
+
+
+def _read(text: bytes | bytearray) -> tuple[int, Any]:
+    fields = json.loads(bytes(text))
+    name = fields["dtype"]
+    return fields["axis"], None if name is None else np.dtype(name)
+
+
+jax.export.register_pytree_node_serialization(
+    QuantizedWeight,
+    serialized_name="pallas_gemm.QuantizedWeight",
+    serialize_auxdata=_written,
+    deserialize_auxdata=_read,
+)

@@ -10,6 +10,9 @@ Parameters have the names, shapes and initial values of the stock layers', so th
 the one load into the other. `docs/layers.md` says more, also about other libraries.
 """
 
+import dataclasses as _dataclasses
+from typing import Any as _Any
+
 try:
     import flax as _flax
 except ImportError as error:
@@ -18,11 +21,27 @@ except ImportError as error:
         raise
     raise ImportError("pallas_gemm.flax needs Flax: pip install '.[flax]'", name="flax") from None
 
+from flax import serialization as _serialization
+
+from pallas_gemm.api.weights import QuantizedWeight as _QuantizedWeight
 from pallas_gemm.flax import linen as linen
 from pallas_gemm.flax import nnx as nnx
 from schedules import _public
 
 del _flax
+
+_ARRAYS = ("values", "scale", "zero")
+
+
+def _state(record: _QuantizedWeight) -> dict[str, _Any]:
+    """Returns the arrays of a record, for checkpoints of Flax."""
+    arrays = {name: getattr(record, name) for name in _ARRAYS}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+_serialization.register_serialization_state(
+    _QuantizedWeight, _state, lambda record, state: _dataclasses.replace(record, **state)
+)
 
 
 def __dir__() -> list[str]:

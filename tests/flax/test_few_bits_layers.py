@@ -193,6 +193,16 @@ def test_other_types_of_the_same_bits_may_be_stored() -> None:
         linen.QuantizedDense(FEATURES, bits=4, quantized_dtype="e4m3").init(KEY, x)
 
 
+def test_records_are_kept_by_checkpoints_of_flax() -> None:
+    x = _integers(*ROWS, INPUTS)
+    params = linen.Dense(FEATURES).init(KEY, x)
+    made = quantize_weights(params, bits=4, group=GROUP, zero_points=True)
+    empty = jax.tree.map(jnp.zeros_like, made)
+    read = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(made))
+    assert isinstance(read["params"]["kernel"], QuantizedWeight)
+    jax.tree.map(np.testing.assert_array_equal, read, made)
+
+
 def test_groups_without_bits_are_refused() -> None:
     x = layers.normal(4, INPUTS)
     message = "need bits=4 or bits=8, got group=8, zero_points=False, bits=None"
