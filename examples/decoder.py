@@ -50,7 +50,7 @@ class Sizes:
 PRESETS: Mapping[str, Sizes] = MappingProxyType(
     {
         "tiny": Sizes(2, 128, 4, 2, 32, 256, 256),
-        "8b-blocks": Sizes(4, 4096, 32, 8, 128, 14336, 32768),
+        "8b-blocks": Sizes(2, 4096, 32, 8, 128, 14336, 32768),
         "8b": Sizes(32, 4096, 32, 8, 128, 14336, 128256),
     }
 )

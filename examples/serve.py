@@ -3,7 +3,7 @@
     python examples/serve.py
         seconds, on any computer
     python examples/serve.py --preset=8b-blocks --examples=1
-        four blocks of the sizes of an 8B model, one GPU
+        two blocks of the sizes of an 8B model, one GPU
 
 `--explain` says what would compute each product of the decoder with 4 bits.
 
