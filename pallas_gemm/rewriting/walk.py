@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_gemm.rewriting import kinds, lines, products
+from pallas_gemm.rewriting.few_bits import few_bits_of
 from pallas_gemm.rewriting.folds import Folder
 from pallas_gemm.rewriting.grams import gram_of
 from pallas_gemm.rewriting.level import Level
@@ -157,7 +158,12 @@ class Rewriter:
         together = sum_of(level, own, ours, self._how)
         if together is not None and together.saved <= 0:
             together = None
-        each = (self._folder.fold(level, own, ours), together, gram_of(own, self._how))
+        each = (
+            self._folder.fold(level, own, ours),
+            together,
+            gram_of(own, self._how),
+            few_bits_of(level, own, self._how),
+        )
         there = [x for x in each if x is not None]
         if not there:
             return {}
