@@ -4,7 +4,9 @@
 architecture that it saw first. The kernels are empty: what is told is what surrounds them.
 """
 
+import functools
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -16,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 import pytest
 
+import pallas_gemm
 from pallas_gemm import (
     checkpoint_policies,
     dot_general,
@@ -145,6 +148,53 @@ def _by_groups(shape: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any
     return both, (square, shape(64, SIZE, SIZE), shape(64, dtype=jnp.int32), square)
 
 
+Stock = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def _beside_stock(shape: Callable[..., Any]) -> dict[str, Callable[[Any], Stock]]:
+    """Programs of products of intermediates, given the functions that multiply."""
+
+    def gram(own: Any) -> Stock:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            y = jnp.tanh(own.matmul(x, w))
+            return own.matmul(y, y.T)
+
+        return run, (shape(2 * SIZE, SIZE), shape(SIZE, SIZE))
+
+    def values(own: Any) -> Stock:
+        run = functools.partial(own.einsum, "BTSKG,BSKH->BTKGH")
+        return run, (shape(2, 512, 512, 4, 8), shape(2, 512, 4, 128))
+
+    def attention(own: Any) -> Stock:
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            scores = own.einsum("BTKGH,BSKH->BTKGS", q, k).astype(jnp.float32)
+            weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+            return own.einsum("BTKGS,BSKH->BTKGH", weights, v).astype(jnp.float32).sum()
+
+        keys = shape(2, 512, 4, 128)
+        return jax.grad(run, (0, 1, 2)), (shape(2, 512, 4, 8, 128), keys, keys)
+
+    def logits(own: Any) -> Stock:
+        def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+            z = own.matmul(x, w, preferred_element_type=jnp.float32)
+            own_z = jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+            return (jax.nn.logsumexp(z, -1) - own_z).mean()
+
+        labels = shape(SIZE, dtype=jnp.int32)
+        return jax.grad(loss, (0, 1)), (shape(SIZE, SIZE), shape(SIZE, 8 * SIZE), labels)
+
+    programs = {"gram": gram, "values": values, "attention's gradients": attention}
+    return programs | {"logits": logits}
+
+
+def _moved(program: jax.stages.Compiled) -> tuple[int, int]:
+    """Returns the bytes of a program's temporaries, and of what it transposes or copies."""
+    memory: Any = program.memory_analysis()
+    arrays = re.findall(r" = bf16\[([\d,]+)\]\S* (?:transpose|copy)\(", program.as_text() or "")
+    turned = sum(2 * math.prod(map(int, sizes.split(","))) for sizes in arrays)
+    return memory.temp_size_in_bytes, turned
+
+
 def _own_memory(program: jax.stages.Compiled) -> float:
     """Returns what a program takes beside its operands and results, as a share of them."""
     memory: Any = program.memory_analysis()
@@ -182,7 +232,12 @@ def _print(shape: Callable[..., Any], compiled: Callable[..., jax.stages.Compile
     with target("h200"):
         views = {name: _handed_over(text(program)) for name, program in _views(shape).items()}
         memory = _own_memory(compiled(*_by_groups(shape)))
-    json.dump({"contents": contents, "views": views, "memory": memory}, sys.stdout)
+        beside = {
+            name: [_moved(compiled(*program(own))) for own in (pallas_gemm, jnp)]
+            for name, program in _beside_stock(shape).items()
+        }
+    found = {"contents": contents, "views": views, "memory": memory, "beside stock": beside}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

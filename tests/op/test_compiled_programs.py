@@ -91,3 +91,16 @@ def test_groups_take_no_memory_of_their_own(printed: dict[str, Any]) -> None:
     # The tables, which are computed from their sizes; a dense expansion takes several times what
     # operands and results do.
     assert 0 < printed["memory"] < 0.001
+
+
+TABLES = 1024
+"""Bytes of tables and of numbers that XLA keeps."""
+
+
+@pytest.mark.parametrize("program", ["gram", "values", "attention's gradients", "logits"])
+def test_nothing_is_made_beside_products_that_stock_does_not_make(
+    printed: dict[str, Any], program: str
+) -> None:
+    (memory, turned), (most_memory, most_turned) = printed["beside stock"][program]
+    assert memory <= most_memory + TABLES
+    assert turned <= most_turned
