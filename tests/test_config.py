@@ -599,6 +599,13 @@ def test_the_defaults_of_a_config_fit_its_tile():
     assert (usual.stages, usual.store_columns, usual.late_store) == (4, 64, True)
 
 
+@pytest.mark.parametrize("results", [1, 2])
+def test_a_mirrored_function_has_one_result(results):
+    program = dataclasses.replace(function_of([]), results=function_of([]).results * results)
+    reasons = config(mirrored=True).refusals(problem(epilogue=Epilogue(program=program)), H200)
+    assert any("a function with one result" in why for why in reasons) == (results > 1), reasons
+
+
 def test_what_is_given_is_kept_beside_defaults_that_fit():
     config = HopperConfig(tile=(256, 192), store_columns=64, store_slots=1)
     assert (config.stages, config.store_columns) == (3, 64)

@@ -368,8 +368,8 @@ def test_an_impossible_wish_raises() -> None:
 
 
 def _ragged(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
-    """Computes groups of rows in a batch."""
-    numbers = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    """Computes groups of rows in a batch, whose matrices lie side by side."""
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [1], [2])
     return pallas_gemm.ragged_dot_general(lhs, rhs, sizes, numbers)
 
 
@@ -390,7 +390,7 @@ RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
         (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.int8)),
         "no kernel multiplies bfloat16 by int8",
     ),
-    "a batch": (_ragged, (_shape(2, 512, 256), _shape(2, 4, 256, 128)), BATCH),
+    "a batch": (_ragged, (_shape(2, 512, 256), _shape(2, 256, 4, 128)), BATCH),
 }
 
 
@@ -432,6 +432,14 @@ def test_groups_of_jax_are_counted_with_what_would_compute_them() -> None:
     assert {entry.decision.problem.ragged_k for entry in gradients} == {False, True}
     assert explained.seconds > 3 * explained.seconds_if_asked
     assert "if every product were asked of pallas_gemm: -" in " ".join(str(explained).split())
+
+
+def test_the_implementation_of_several_is_that_of_the_first() -> None:
+    large, small = (jax.ShapeDtypeStruct((size, size), jnp.bfloat16) for size in (4096, 8))
+    with target("h200"):
+        found = explain(lambda x, y: (pallas_gemm.gemm(x, x), pallas_gemm.gemm(y, y)), large, small)
+    assert [own.implementation for own in found.products] == ["hopper", "xla"]
+    assert found.implementation == "hopper"
 
 
 def test_what_a_loop_repeats_is_counted_as_often() -> None:
