@@ -183,8 +183,12 @@ def _beside_stock(shape: Callable[..., Any]) -> dict[str, Callable[[Any], Stock]
         labels = shape(SIZE, dtype=jnp.int32)
         return jax.grad(loss, (0, 1)), (shape(SIZE, SIZE), shape(SIZE, 8 * SIZE), labels)
 
-    programs = {"gram": gram, "values": values, "attention's gradients": attention}
-    return programs | {"logits": logits}
+    return {
+        "gram": gram,
+        "values": values,
+        "attention's gradients": attention,
+        "logits": logits,
+    }
 
 
 def _moved(program: jax.stages.Compiled) -> tuple[int, int]:
