@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INTEGERS = tuple(map(np.dtype, (jnp.int8, jnp.int4, jnp.uint4)))
-FLOATS = tuple(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn)))
-OF_VALUES = (*INTEGERS, *FLOATS)
+from pallas_gemm.kernels.element_types import BITS
+
 OF_SCALES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
@@ -18,8 +17,8 @@ def check_type(name: str, dtype: Any) -> None:
     Raises:
         TypeError: They are not.
     """
-    if np.dtype(dtype) not in OF_VALUES:
-        legal = ", ".join(map(str, OF_VALUES))
+    if np.dtype(dtype) not in BITS:
+        legal = ", ".join(sorted(map(str, BITS)))
         raise TypeError(f"{name} must be one of {legal}, got {np.dtype(dtype)}")
 
 

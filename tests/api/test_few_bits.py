@@ -536,7 +536,7 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
         (
             lambda: gemm(X, QuantizedWeight(W8.astype(jnp.int32), jnp.ones((4, N)))),
             TypeError,
-            "values of b must be one of int8, int4, .* got int32",
+            "values of b must be one of float4_e2m1fn, .* got int32",
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_other_arrays_of_qwix_are_refused() -> None:
         QuantizedWeight.from_qwix(3)
     with pytest.raises(ValueError, match=r"scale must have one value .* qvalue\[32, 24\], got"):
         QuantizedWeight.from_qwix(_qwix(zero=False, scale=(4, 12)))
-    with pytest.raises(TypeError, match=r"qvalue must be one of int8, .*, got int32"):
+    with pytest.raises(TypeError, match=r"qvalue must be one of float4_e2m1fn, .*, got int32"):
         QuantizedWeight.from_qwix(_qwix(zero=False, dtype=jnp.int32))
     array = _qwix(zero=True, scale=(4, 24))
     array.zero_point = array.zero_point[::2]
@@ -335,7 +335,7 @@ def test_what_cannot_be_quantised_so_is_refused(given: dict[str, Any], message: 
 
 
 def test_what_is_no_weight_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"dtype must be one of int8, int4, .* got int32"):
+    with pytest.raises(TypeError, match=r"dtype must be one of float4_e2m1fn, .* got int32"):
         QuantizedWeight.of(jnp.ones((16, 8)), dtype=jnp.int32)
     with pytest.raises(TypeError, match="w must be of a floating-point type, got dtype int8"):
         QuantizedWeight.of(jnp.ones((16, 8), jnp.int8))
