@@ -29,7 +29,6 @@ from pallas_gemm.api.gemm import dot_general as dot_general
 from pallas_gemm.api.gemm import gated_gemm as gated_gemm
 from pallas_gemm.api.gemm import gemm as gemm
 from pallas_gemm.api.gemm import matmul as matmul
-from pallas_gemm.api.gemm import projections as projections
 from pallas_gemm.api.grouped import grouped_gemm as grouped_gemm
 from pallas_gemm.api.grouped import ragged_dot as ragged_dot
 from pallas_gemm.api.grouped import ragged_dot_general as ragged_dot_general
@@ -43,6 +42,7 @@ from pallas_gemm.api.model_weights import quantize_weights as quantize_weights
 from pallas_gemm.api.numerics import numerics as numerics
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
+from pallas_gemm.api.projections import projections as projections
 from pallas_gemm.api.quantize import Quantized as Quantized
 from pallas_gemm.api.quantize import quantize as quantize
 from pallas_gemm.api.recipe import Cast as Cast

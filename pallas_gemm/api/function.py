@@ -68,20 +68,19 @@ def answer(
     sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (len(factors) - 1)
     function, tree = traced(epilogue, sums, given)
     everything = (*asked.operands.present(), *given)
+    explicit, on_mesh = request.is_explicit(*everything), mesh_context.is_on_mesh(*everything)
     promised = asked.call.options.numerics
-    if promised is not None and (
-        request.is_explicit(*everything) or mesh_context.is_on_mesh(*everything)
-    ):
+    if promised is not None and (explicit or on_mesh):
         raise ValueError(numerics.why_not_kept(promised, fused.ON_MESH))
     if asked.outside is not None:
         a, *rights = factors
         products = [compute(asked_of(a, b)) for b in rights]
         return jax.tree.unflatten(tree, function(*products, *given))
     dims, own = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
-    if options.names_something and not mesh_context.is_on_mesh(*everything):
+    if options.names_something and not on_mesh:
         signature = fused.signature_of((*own, *given))
         check_named(options, fused.plan(asked.call, dims, function, signature))
-    run = explicit_fused if request.is_explicit(*everything) else fused.fused
+    run = explicit_fused if explicit else fused.fused
     return jax.tree.unflatten(tree, run(asked.call, dims, function, *own, *given))
 
 

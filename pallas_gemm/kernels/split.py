@@ -18,14 +18,13 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels import elementwise, exponentials, flat
-from pallas_gemm.kernels.axes import ELEMENTWISE, FOREIGN, ONE, REDUCTIONS, Axes, Names
+from pallas_gemm.kernels import exponentials, flat
+from pallas_gemm.kernels.axes import ELEMENTWISE, FOREIGN, MOVES, ONE, REDUCTIONS, Axes, Names
+from pallas_gemm.kernels.builder import Builder, constant
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Operand, Program, Result, Step
+from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Program, Result
 
 FLOAT32 = np.dtype(np.float32)
-_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
-"""Operations after which the same values lie in another shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _Splitter:
             self.depends |= set(outputs)
         if (number := self._number(equation, taken)) is not None:
             self.numbers[outputs[0]] = number
-        elif name in _MOVES and len(taken) == 1:
+        elif name in MOVES and len(taken) == 1:
             (out,) = outputs
             own, moved = (self.axes[x].replace(ONE, "") for x in (taken[0], out))
             added = moved.replace(own, "", 1) if own in moved else FOREIGN
@@ -227,10 +226,10 @@ class _Splitter:
     def _number(self, equation: flat.Equation, taken: Sequence[int]) -> Constant | None:
         """Returns the number that an operation makes everywhere; None if it makes others."""
         name = equation.primitive.name
-        if name not in _MOVES | {"convert_element_type"}:
+        if name not in MOVES | {"convert_element_type"}:
             return None
-        known = self.numbers.get(self.source[taken[0]]) if taken else _constant(equation.inputs[0])
-        if known is None or name in _MOVES:
+        known = self.numbers.get(self.source[taken[0]]) if taken else constant(equation.inputs[0])
+        if known is None or name in MOVES:
             return known
         dtype = np.dtype(equation.params["new_dtype"])
         return Constant(np.asarray(known.value, known.dtype).astype(dtype).item(), dtype)
@@ -296,7 +295,7 @@ class _Splitter:
             self._want(output, wanted)
         if not wanted:
             return "the function does not use the product"
-        builder = _Builder(self)
+        builder = Builder(self)
         values: list[Any] = [builder.value(result.value) for result in wanted.values()]
         pairs = zip(wanted.values(), values, strict=True)
         results = tuple(result._replace(value=value) for result, value in pairs)
@@ -328,7 +327,7 @@ class _Splitter:
             wanted[atom] = reduced
             self._want(_exponent(equation, self.made)[1], wanted)
             return
-        is_move = equation.primitive.name in _MOVES
+        is_move = equation.primitive.name in MOVES
         whole = any(self._is_whole_sum(x) for x in equation.inputs)
         if whole and not is_move and not self.left:
             self.left = f"{equation.primitive.name}{flat.where(equation)} is left to XLA"
@@ -369,88 +368,3 @@ class _Splitter:
         if columns and columns <= gone:
             return "m"
         return "n" if rows and rows <= gone and not columns & gone else ""
-
-
-class _Builder:
-    """Makes a program of the values that a kernel is to return."""
-
-    def __init__(self, splitter: _Splitter) -> None:
-        self._from = splitter
-        self._known: dict[int, int] = {x: i for i, x in enumerate(splitter.sums)}
-        self._steps: list[Step] = []
-        self.operands: list[int] = []
-
-    def value(self, number: int) -> int | Constant:
-        """Returns a value in the program: its number, which is not final yet, or a constant."""
-        number = self._from.source[number]
-        if number in self._from.numbers:
-            return self._from.numbers[number]
-        if number in self._known:
-            return self._known[number]
-        if number not in self._from.inside or number not in self._from.made:
-            self.operands.append(number)
-            self._known[number] = -len(self.operands)
-            return self._known[number]
-        equation = self._from.made[number]
-        inputs = [self.value(x) if isinstance(x, int) else _constant(x) for x in equation.inputs]
-        types = [self._type(x) for x in equation.inputs]
-        inner = elementwise.rewritten(equation.primitive, types)
-        if inner is None:
-            self._known[number] = self._step(equation, inputs)
-        else:
-            self._known[number] = self._inlined(inner, inputs)
-        return self._known[number]
-
-    def _type(self, atom: Any) -> Any:
-        return atom.aval if isinstance(atom, core.Literal) else self._from.flat.types[atom]
-
-    def _inlined(self, inner: flat.Flat, inputs: Sequence[Any]) -> Any:
-        """Adds the steps of a function without calls."""
-        known = dict(zip(inner.inputs, inputs, strict=True))
-        for equation in inner.equations:
-            taken = [known[x] if isinstance(x, int) else _constant(x) for x in equation.inputs]
-            (out,) = equation.outputs
-            # What is the same everywhere is a number.
-            is_number = equation.primitive.name in _MOVES
-            known[out] = taken[0] if is_number else self._step(equation, taken)
-        return known[inner.outputs[0]]
-
-    def _step(self, equation: flat.Equation, inputs: Sequence[Any]) -> int:
-        params = tuple(sorted(equation.params.items()))
-        self._steps.append(Step(equation.primitive, params, tuple(inputs)))
-        return STEPS + len(self._steps) - 1
-
-    def program(self, results: Sequence[Result]) -> Program:
-        """Returns the program that computes some values."""
-        sums = len(self._from.sums)
-        found = {number: -1 - i for i, number in enumerate(self.operands)}
-        # Arguments come first, in their order.
-        self.operands.sort()
-        places = {found[number]: sums + i for i, number in enumerate(self.operands)}
-
-        def final(value: Any) -> Any:
-            if isinstance(value, Constant) or 0 <= value < sums:
-                return value
-            return places[value] if value < 0 else value - STEPS + sums + len(self.operands)
-
-        steps = [x._replace(inputs=tuple(map(final, x.inputs))) for x in self._steps]
-        operands = [
-            Operand(
-                self._from.kind(x),
-                np.dtype(self._from.flat.types[x].dtype),
-                self._from.counts(x),
-            )
-            for x in self.operands
-        ]
-        ends = tuple(result._replace(value=final(result.value)) for result in results)
-        dtype = np.dtype(self._from.flat.types[self._from.sums[0]].dtype)
-        return Program(sums, dtype, tuple(operands), tuple(steps), ends)
-
-
-STEPS = 1 << 20
-"""Where the numbers of steps begin before it is known how many operands there are."""
-
-
-def _constant(literal: Any) -> Constant:
-    dtype = np.dtype(literal.aval.dtype)
-    return Constant(np.asarray(literal.val).item(), dtype)

@@ -8,9 +8,7 @@ refuses what a caller names and no kernel can do.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -19,7 +17,6 @@ from pallas_gemm.call import (
     NO_EPILOGUE,
     Call,
     Options,
-    Order,
     Signature,
     SymmetricCall,
 )
@@ -33,13 +30,13 @@ from pallas_gemm.planning import (
     precision,
     prediction,
     proof,
-    tables,
     xla,
     xla_faster,
     xla_time,
 )
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import Architecture, architecture_of
+from pallas_gemm.planning.choice import Reasons, choose
 from pallas_gemm.planning.realign import (
     Realigned,
     Refusals,
@@ -48,16 +45,11 @@ from pallas_gemm.planning.realign import (
     realign_groups,
 )
 from pallas_gemm.problem import Problem
-from schedules import Pieces, unsplit
-
-Reasons = tuple[str, ...]
 
 OTHER_GPU = "it needs compute capability"
 """How the reason begins why a kernel is out of the question on a GPU."""
 HALF_AT_MOST = 0.95
 """Of the time of a whole symmetric result, what half of it may be predicted to take."""
-NAMED_GRIDS = 4
-"""How many of the grids that an order could have been made for are named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +314,7 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     realigned = _realigned(call, signature, device, architecture)
     if not isinstance(realigned, Realigned):
         return realigned
-    chosen = _config(call.options, realigned.problem, device, architecture)
+    chosen = choose(call.options, realigned.problem, device, architecture)
     config = chosen.config
     if not isinstance(config, GemmConfig):
         return config
@@ -414,86 +406,3 @@ def sums_only(call: Call, signature: Signature) -> Call:
 def _sums(call: Call, signature: Signature) -> np.dtype:
     blocks = bool(call.epilogue.blocks)
     return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype, blocks=blocks)
-
-
-class _Chosen(NamedTuple):
-    """A config, or why there is none, and what a `Plan` says of it besides."""
-
-    config: GemmConfig | Reasons
-    source: str
-    over_xla: float | None = None
-
-
-def _config(
-    options: Options, problem: Problem, device: Device, architecture: Architecture
-) -> _Chosen:
-    """Returns the config that is named, tuned or best by the heuristics."""
-    if options.config is not None:
-        return _Chosen(_named_config(options, problem, device, architecture), "argument")
-    schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated and not problem.in_groups and not problem.arrays:
-        # A sum of products takes the steps of one product.
-        found = tables.find(dataclasses.replace(problem, terms=()), device)
-        if found is not None:
-            return _Chosen(found.entry.config, f"tuned ({found.source})", found.entry.over_xla)
-    if simulated:
-        # The simulator's time goes with the size of the tiles, and it knows no pairs of CTAs.
-        ranked = heuristics.rank(problem, device, architecture, schedule)
-        best = min(ranked, key=lambda c: (c.cluster_size, math.prod(c.tile)), default=None)
-    else:
-        best = heuristics.best(problem, device, architecture, schedule)
-    return _Chosen(best or _why_no_config(schedule, problem, device, architecture), "heuristics")
-
-
-def _named_config(
-    options: Options, problem: Problem, device: Device, architecture: Architecture
-) -> GemmConfig | Reasons:
-    config, kind = options.config, architecture.config
-    if not isinstance(config, kind):
-        return (f"it takes a {kind.__name__}, got a {type(config).__name__}",)
-    schedule = options.schedule
-    if isinstance(schedule, Pieces):
-        if reasons := tuple(config.mismatches(schedule, problem)):
-            return reasons
-        schedule = unsplit(schedule).tiles
-    if schedule is not None:
-        config = dataclasses.replace(config, schedule=schedule)
-    return config.refusals(problem, device) or config
-
-
-def _why_no_config(
-    schedule: Order,
-    problem: Problem,
-    device: Device,
-    architecture: Architecture,
-) -> Reasons:
-    """Says what all configs lack, or the one that comes nearest; or which grids an order fits."""
-    if schedule is None or isinstance(schedule, Pieces):
-        considered = heuristics.considered(problem, device, architecture, schedule)
-        refused = [config.refusals(problem, device) for config in considered]
-        fewest = min(refused, key=len, default=("no config is considered",))
-        if refused or schedule is None:
-            shared = (why for why in fewest if all(why in others for others in refused))
-            return tuple(shared) or fewest
-    grids: dict[tuple[int, int], str] = {}
-    for config in heuristics.rank(problem, device, architecture):
-        mirrored = " mirrored" if config.as_computed(problem) != problem else ""
-        grid = config.stacked_grid(problem)
-        grids.setdefault(grid, f"{grid} for{mirrored} tiles of {config.tile}")
-    if isinstance(schedule, str):
-        return (f"schedule={schedule!r} fits none of the grids {', '.join(grids.values())}",)
-    nearest = _nearest(schedule.grid, grids)
-    legal = ", ".join(grids[grid] for grid in nearest[:NAMED_GRIDS])
-    more = f" and {len(nearest) - NAMED_GRIDS} others" if len(nearest) > NAMED_GRIDS else ""
-    other_grid = f"schedule is made for the grid {schedule.grid}; legal are {legal}{more}"
-    if not isinstance(schedule, Pieces):
-        return (other_grid,)
-    cut = architecture.candidates(problem, device, unsplit(schedule))
-    why = {c.stacked_grid(problem): tuple(c.mismatches(schedule, problem)) for c in cut}
-    _, *other_steps = min(why.values(), key=len, default=(other_grid,))
-    return why.get(schedule.grid, (other_grid, *other_steps))
-
-
-def _nearest(grid: tuple[int, int], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns other grids, those first whose sides differ by the smallest factors."""
-    return sorted(others, key=lambda other: np.abs(np.log(np.divide(other, grid))).sum())

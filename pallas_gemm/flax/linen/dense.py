@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
-from pallas_gemm.api import gemm as api
+from pallas_gemm.api import projections as own_projections
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.layers import fused
@@ -146,7 +146,7 @@ def projections(  # noqa: PLR0913 - each is a keyword
         lambda given: promote_dtype(*given, dtype=dtype), (inputs, *kernels, *biases)
     )
     kernels, biases = ready[: len(made)], ready[len(made) :]
-    return api.projections(inputs, kernels, biases=biases, precision=precision, **how)
+    return own_projections.projections(inputs, kernels, biases=biases, precision=precision, **how)
 
 
 class GatedDense(nn.Module):

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from pallas_gemm.api import gemm as api
+from pallas_gemm.api import projections as own_projections
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.layers import fused
@@ -130,7 +131,7 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
     biases = [value_of(layer.bias) for layer in layers]
     inputs, *ready = promoted(first, inputs, *kernels, *biases)
-    return api.projections(
+    return own_projections.projections(
         inputs,
         ready[: len(layers)],
         biases=ready[len(layers) :],
