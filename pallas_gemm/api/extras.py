@@ -19,7 +19,7 @@ from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE, is_widened
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
-from pallas_gemm.problem import OF_FACTORS, SCALES, ZEROS, Epilogue
+from pallas_gemm.problem import KINDS, OF_FACTORS, SCALES, ZEROS, Epilogue
 
 OF_GATE = {
     "bias": "gate_bias",
@@ -91,6 +91,30 @@ class Result(NamedTuple):
         return fits and all(own in (1, size) for own, size in zip(lead, self.lead, strict=True))
 
 
+def _of_sums(
+    name: str, called: str, given: Operands, result: Result, factors: Mapping[str, Factor]
+) -> tuple[str, Any]:
+    """Checks a bias or a scale; returns it as an operand, and the name of that.
+
+    Raises:
+        ValueError: Its shape is not legal, or a factor has a scale of its own.
+    """
+    x = getattr(given, name)
+    held = getattr(given, blocks.OF_SCALES.get(name, "")) if name in SCALES else None
+    if held is not None and x is not None:
+        raise ValueError(
+            f"{called} must be None beside a QuantizedWeight, which has scales of its own"
+        )
+    if held is not None or (name in factors and _has_blocks(x, factors[name], result)):
+        x, left = x if held is None else held, name == SCALES[0]
+        x = _floating(called, arguments.array(called, x))
+        x = blocks.checked(called, x, factors[name], left=left)
+        if x.shape[-1 if left else -2] > 1:
+            return blocks.OF_SCALES[name], x
+        x = blocks.as_vector(x, factors[name].size, result.lead, left=left)
+    return name, vector(called, x, DIMENSIONS[name], result)
+
+
 def checked(
     given: Operands,
     epilogue: Epilogue,
@@ -119,21 +143,9 @@ def checked(
         value = _number(name, getattr(epilogue, name), result)
         fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
     for name in ("bias", "up_bias", *SCALES):
-        called, x = OF_GATE.get(name, name) if gated else name, getattr(given, name)
-        held = getattr(given, blocks.OF_SCALES.get(name, "")) if name in SCALES else None
-        if held is not None and x is not None:
-            raise ValueError(
-                f"{called} must be None beside a QuantizedWeight, which has scales of its own"
-            )
-        if held is not None or (name in factors and _has_blocks(x, factors[name], result)):
-            x, left = x if held is None else held, name == "row_scale"
-            x = _floating(called, arguments.array(called, x))
-            x = blocks.checked(called, x, factors[name], left=left)
-            if x.shape[-1 if left else -2] > 1:
-                found[blocks.OF_SCALES[name]] = x
-                continue
-            x = blocks.as_vector(x, factors[name].size, result.lead, left=left)
-        found[name] = vector(called, x, DIMENSIONS[name], result)
+        called = OF_GATE.get(name, name) if gated else name
+        own, x = _of_sums(name, called, given, result, factors)
+        found[own] = x
     for name, scale in zip(ZEROS, SCALES[1:], strict=True):
         if getattr(given, name) is not None:
             called = [(OF_GATE if gated else OF_ONE).get(x, x) for x in (name, scale)]
@@ -144,8 +156,9 @@ def checked(
         fixed["beta"], found["beta"] = fixed["beta"] or 1.0, None
     if gated:
         _both_in_blocks(found)
-    of_sums = ("bias", "residual", "up_bias", *SCALES, *OF_FACTORS)
-    flags: dict[str, Any] = {name: found.get(name) is not None for name in of_sums}
+    flags: dict[str, Any] = {
+        name: found.get(name) is not None for name in KINDS if name not in fixed
+    }
     made = Epilogue(activation=epilogue.activation, gated=gated, **fixed, **flags)
     return made, Operands(None, None, **found)
 

@@ -16,7 +16,7 @@ from pallas_gemm.api import arguments, extras, function, function_of_groups, gro
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
-from pallas_gemm.call import Numerics, Operands, signature_of
+from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
@@ -286,17 +286,12 @@ def _general(  # noqa: PLR0913 - as of what calls it
     form = form_of(numbers, lhs.ndim, rhs.ndim)
     batch = mapped_form(numbers, lhs.ndim, rhs.ndim)
     if batch is not None and group_offset is out_sharding is None:
-        last = batch.numbers, precision, preferred, None, None
         with _as_jax_says(lhs, rhs, sizes, numbers):
             stock = functools.partial(
                 stock_ragged_dot_general, ragged_dot_dimension_numbers=numbers
             )
             jax.eval_shape(stock, lhs, rhs, sizes)
-        lhs, rhs = jnp.moveaxis(lhs, batch.lhs, 0), jnp.moveaxis(rhs, batch.rhs, 0)
-        if sizes.ndim == 1:
-            sizes = jnp.broadcast_to(sizes, (lhs.shape[0], *sizes.shape))
-        run = functools.partial(_of_one, last, numerics)
-        return jax.vmap(run, out_axes=batch.out)(lhs, rhs, sizes)
+        return _mapped(batch, (precision, preferred, None, None), numerics, lhs, rhs, sizes)
     if group_offset is not None:
         if form is None or form[0]:
             raise NotImplementedError("group_offset must be None where groups have no matrices")
@@ -304,14 +299,12 @@ def _general(  # noqa: PLR0913 - as of what calls it
         lhs, sizes, places = _from_group(lhs, sizes, group_offset, rhs.shape[0])
         last = numbers, precision, preferred, None, out_sharding
         return permuted(_general(lhs, rhs, sizes, *last, numerics=numerics), *places)
+    given = lhs, rhs, sizes, numbers, precision, preferred
+    stock = functools.partial(stock_ragged_dot_general, *given, out_sharding=out_sharding)
+    by_jax = functools.partial(_by_jax, stock, options, (lhs, rhs))
     if form is None or out_sharding is not None:
-        why = "out_sharding is given" if form else NO_FORM
         dtype = lhs.dtype if preferred is None else preferred
-        groups.refuse_promised(options, why)
-        explanation.note_outside((lhs, rhs), np.dtype(dtype), why)
-        return stock_ragged_dot_general(
-            *(lhs, rhs, sizes, numbers, precision, preferred), out_sharding=out_sharding
-        )
+        return by_jax("out_sharding is given" if form else NO_FORM, dtype)
     contracted, transposed = form
     with _as_jax_says(lhs, rhs, sizes, numbers):
         groups.check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
@@ -320,17 +313,31 @@ def _general(  # noqa: PLR0913 - as of what calls it
     call = groups.call_of(lhs, rhs, sizes, preferred, precision, options)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
     if why := groups.why_jax(operands, call, (lhs, rhs)):
-        groups.refuse_promised(options, why)
-        explanation.note_outside((lhs, rhs), call.out_dtype, why)
-        return stock_ragged_dot_general(lhs, rhs, sizes, numbers, precision, preferred)
+        return by_jax(why, call.out_dtype)
     return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
 
 
-def _of_one(
-    last: tuple[Any, ...], numerics: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
+def _by_jax(
+    stock: Callable[[], jax.Array], options: Options, factors: Any, why: str, dtype: Any
 ) -> jax.Array:
-    """Computes one of those that are mapped."""
-    return _general(lhs, rhs, sizes, *last, numerics=numerics)
+    """Computes a product by JAX's own function, of which nothing may be promised."""
+    groups.refuse_promised(options, why)
+    explanation.note_outside(factors, np.dtype(dtype), why)
+    return stock()
+
+
+def _mapped(
+    batch: Any, last: tuple[Any, ...], numerics: Any, lhs: jax.Array, rhs: jax.Array, sizes: Any
+) -> jax.Array:
+    """Computes a product with a batch dimension as one without, mapped along it."""
+    lhs, rhs = jnp.moveaxis(lhs, batch.lhs, 0), jnp.moveaxis(rhs, batch.rhs, 0)
+    if sizes.ndim == 1:
+        sizes = jnp.broadcast_to(sizes, (lhs.shape[0], *sizes.shape))
+
+    def one(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return _general(lhs, rhs, sizes, batch.numbers, *last, numerics=numerics)
+
+    return jax.vmap(one, out_axes=batch.out)(lhs, rhs, sizes)
 
 
 @contextlib.contextmanager
