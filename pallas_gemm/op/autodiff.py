@@ -53,7 +53,7 @@ def _jvp(
         before_each = pre_activations(call, contraction, given, moved)
         # A promise is kept by a product of its own.
         at_once = call.options.once and call.options.numerics is None
-        once = _at_once(call, contraction, given, before_each) if at_once else None
+        once = _at_once(call, contraction, given, moved, before_each) if at_once else None
         for i, (before, dims, own, change) in enumerate(before_each):
             total = product(before, dims, *own.present()) if once is None else once[1 + i]
             total = linear.named(total)
@@ -109,14 +109,19 @@ def check_weights(primals: Sequence[Any], moved: Operands) -> None:
 
 
 def _at_once(
-    call: Call, contraction: Contraction, given: Operands, before_each: Sequence[Any]
+    call: Call,
+    contraction: Contraction,
+    given: Operands,
+    moved: Operands,
+    before_each: Sequence[Any],
 ) -> list[jax.Array]:
     """Returns the result, and each pre-activation, of one kernel that rounds each of them once."""
     factors = tuple(x for x in (given.a, given.b, given.up) if x is not None)
     extras = tuple(getattr(given, name) for name in call.epilogue.operands)
     befores = tuple((before, dims) for before, dims, _, _ in before_each)
     shape = contraction.shape(given.a.shape, given.b.shape)
-    function = _with_pre_activations(call, contraction, befores, shape, signature_of(extras))
+    after = _after(call.epilogue, moved)
+    function = _with_pre_activations(call, contraction, befores, after, shape, signature_of(extras))
     sums = Call(
         np.float32,
         epilogue=Epilogue(gated=call.epilogue.gated),
@@ -134,6 +139,7 @@ def _with_pre_activations(
     call: Call,
     contraction: Contraction,
     befores: tuple[tuple[Call, Contraction], ...],
+    after: Epilogue,
     shape: tuple[int, ...],
     extras: Signature,
 ) -> fused.Function:
@@ -150,9 +156,20 @@ def _with_pre_activations(
             found.append(total.astype(before.out_dtype))
         return found
 
+    def twice(*operands: Any) -> list[Any]:
+        end = 1 + len(befores)
+        named = dict(zip(call.epilogue.operands, operands[end:], strict=True))
+        given = Operands(*operands[:end], **named)
+        own = [_own(before, given, up=i > 0).present() for i, (before, _) in enumerate(befores)]
+        pairs = zip(befores, own, strict=True)
+        totals = [product(before, dims, *x) for (before, dims), x in pairs]
+        extras = Operands(None, None, **{name: named[name] for name in after.operands})
+        return [contraction.finish(after, totals, extras).astype(call.out_dtype), *totals]
+
     wide = jax.ShapeDtypeStruct(shape, np.float32)
     types = [jax.ShapeDtypeStruct(*operand) for operand in extras]
-    return fused.traced(both, *([wide] * len(befores)), *types, sums=len(befores))
+    function = fused.traced(both, *([wide] * len(befores)), *types, sums=len(befores))
+    return dataclasses.replace(function, otherwise=twice)
 
 
 def scales_change(moved: Operands) -> bool:
@@ -222,19 +239,23 @@ def _own(before: Call, x: Operands, up: bool) -> Operands:
     return Operands(x.a, x.up if up else x.b, **taken)
 
 
+def _after(epilogue: Epilogue, moved: Operands) -> Epilogue:
+    """Returns what follows the pre-activations, or the sums where a scale changes."""
+    if scales_change(moved):
+        return epilogue
+    return Epilogue(
+        beta=epilogue.beta,
+        residual=epilogue.residual,
+        activation=epilogue.activation,
+        gated=epilogue.gated,
+    )
+
+
 def after_activation(
     call: Call, pairs: list[tuple[jax.Array, jax.Array]], given: Operands, moved: Operands
 ) -> tuple[Any, Any]:
     """Returns a result and its change from those of what the activation is applied to."""
-    epilogue = call.epilogue
-    after = epilogue
-    if not scales_change(moved):
-        after = Epilogue(
-            beta=epilogue.beta,
-            residual=epilogue.residual,
-            activation=epilogue.activation,
-            gated=epilogue.gated,
-        )
+    after = _after(call.epilogue, moved)
     sums = [total for total, _ in pairs]
     # Otherwise XLA keeps its cotangent in float32 for the gradient of the bias, and writes and
     # reads twice as much.

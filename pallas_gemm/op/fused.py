@@ -49,12 +49,15 @@ class Function:
         closed: The same, traced.
         sums: How many sums it takes first.
         rounds_to: The type that it rounds the sums to first where XLA computes it; None if none.
+        otherwise: Computes the results of all operands on a GPU whose kernels do not compute the
+            function; None for the sums, and the function by XLA.
     """
 
     run: Callable[..., list[Any]]
     closed: core.ClosedJaxpr
     sums: int = 1
     rounds_to: Any = None
+    otherwise: Callable[..., list[Any]] | None = None
 
     def __call__(self, *args: Any) -> list[Any]:
         """Computes it by XLA."""
@@ -257,7 +260,8 @@ def _run(
     """Returns what computes a function of a product on one device."""
     found = plan(lowering.planned(call, gpu), contraction, function, signature)
     if isinstance(found, str) or found.decision.plan is None:
-        return functools.partial(apart, call, contraction, function)
+        by_xla = functools.partial(apart, call, contraction, function)
+        return function.otherwise or by_xla if gpu else by_xla
     kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
     return functools.partial(found.run, kernel)
 

@@ -103,6 +103,25 @@ def test_one_kernel_stores_both() -> None:
     assert once.count("mosaic_gpu_v2") == 1
 
 
+def test_a_gpu_whose_kernels_store_one_result_is_asked_for_one() -> None:
+    shapes = [jax.ShapeDtypeStruct((512, 512), BF16)] * 3
+
+    def products() -> list[str]:
+        def forward(*x: Any) -> Any:
+            result, pull = jax.vjp(gated_gemm, *x)
+            return jax.tree.leaves((result, pull))
+
+        with target("b200"):
+            traced = jax.jit(forward).trace(*shapes)
+            lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+        return [line.split("->")[-1].strip() for line in lines if "dot_general" in line]
+
+    # Sums in float32 would be twice as much to write and to read.
+    assert products() == ["tensor<512x512xbf16>"] * 2
+    with round_once(False):
+        assert products() == ["tensor<512x512xbf16>"] * 2
+
+
 def test_what_a_block_says_is_taken_back_and_checked() -> None:
     operands = _drawn((M, K), (K, N), (N,))
     once, _ = jax.vjp(_gelu, *operands)
