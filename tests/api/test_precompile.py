@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_gemm
-from pallas_gemm import HopperConfig, explain, gated_gemm, offline, precompile
+from pallas_gemm import HopperConfig, explain, gated_gemm, offline, precompile, round_once
 from pallas_gemm.api import precompile as precompilation
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.problem import Problem
@@ -83,7 +83,9 @@ def test_the_products_of_a_program_are_those_that_are_compiled(
     seen = _recorded(monkeypatch)
     with pallas_gemm.target("h200"):
         forward = explain(loss, x, w, w).products
-        backward = explain(jax.grad(loss, (0, 1, 2)), x, w, w).products
+        with round_once(False):
+            # A function of both sums is none of the words that a problem is compiled with.
+            backward = explain(jax.grad(loss, (0, 1, 2)), x, w, w).products
     products = [decision.problem for decision in (*forward, *backward)]
     # Forward; and for derivatives both pre-activations, the gradients of the weights, and that of
     # the inputs, which is one sum of products.

@@ -212,8 +212,9 @@ def test_all_products_of_a_large_step_run_on_the_kernel_without_copies(layers: s
     explained = _planned(dataclasses.replace(PRESETS["1b"], blocks=1), layers)
     decisions = explained.products
     # 7 products of a block and the logits, each with two gradients; our layers add up those of what
-    # query, key and value have in common, and those of what gate and up have, in one product.
-    assert len(decisions) == 3 * 8 - (2 + 1 if layers == "fused" else 0)
+    # query, key and value have in common, and those of what gate and up have, in one product. Gate
+    # and up themselves are one.
+    assert len(decisions) == 3 * 8 - (2 + 1 + 1 if layers == "fused" else 0)
     assert {decision.implementation for decision in decisions} == {"hopper"}
     assert [step for decision in decisions for step in decision.plan.realigned.steps] == []
     assert explained.copies == ()

@@ -39,12 +39,11 @@ def contents(printed: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
         ("unaligned", 1, 2),
         # Forward, and both gradients from operands as they are stored.
         ("training step", 3, 0),
-        # The activation, its derivative (which a model comes to much later), and the sum for the
-        # gradient of the bias.
-        ("training step of a layer", 3, 3),
-        # Gate and up, the gradient of the inputs from both at once, and one of each weight; the
-        # activation and its derivative.
-        ("training step of a gated layer", 5, 2),
+        # The derivative of the activation, and the sum for the gradient of the bias.
+        ("training step of a layer", 3, 2),
+        # Gate and up at once, the gradient of the inputs from both, and one of each weight; the
+        # derivative of the activation.
+        ("training step of a gated layer", 4, 1),
         ("training step of projections", 3 + 1 + 3, 0),
         # One contraction over all examples; the cotangent is made of a constant.
         ("examples", 1, 1),
