@@ -320,9 +320,15 @@ class GroupedCall(Call):
                 ragged_k=True,
             )
         m, n = self.matrix_shape(a_shape, b_shape)
-        form = {"transpose_b": self.transpose_b, "epilogue": self.epilogue}
-        parts = self.options.parts
-        return Problem(*(m, n, a_shape[1]), **types, **form, groups=groups, parts=parts)
+        return Problem(
+            *(m, n, a_shape[1]),
+            **types,
+            transpose_b=self.transpose_b,
+            epilogue=self.epilogue.of_whole_sums,
+            groups=groups,
+            parts=self.options.parts,
+            blocks=self.blocks(self.unpack(signature), m, n, a_shape[1]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

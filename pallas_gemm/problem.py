@@ -290,6 +290,13 @@ class Problem:
         return 2 if self.epilogue.gated else 1
 
     @property
+    def scales(self) -> int:
+        """How many operands are scales of blocks."""
+        if self.blocks is None:
+            return 0
+        return bool(self.blocks.rows) + bool(self.blocks.columns) * self.sums
+
+    @property
     def pairs(self) -> int:
         """In how many arrays each operand is given."""
         if self.arrays:

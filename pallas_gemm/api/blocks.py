@@ -159,6 +159,19 @@ def as_vector(scale: Any, size: int, lead: Shape, *, left: bool) -> Any:
     return vector if count == size else jnp.repeat(vector, size // count, -1)
 
 
+def alike(given: Operands) -> Operands:
+    """Returns operands whose scales are all of blocks of the same length along k: the shortest."""
+    axes = {name: -1 if name == BLOCKS[0] else -2 for name in BLOCKS}
+    scales = {name: x for name in BLOCKS if (x := getattr(given, name)) is not None}
+    most = max((x.shape[axes[name]] for name, x in scales.items()), default=1)
+    found = {}
+    for name, x in scales.items():
+        axis = x.ndim + axes[name]
+        times = most // x.shape[axis]
+        found[name] = x if times == 1 else _repeated(x, times, axis, most)
+    return given._replace(**found)
+
+
 class Cut(NamedTuple):
     """A dimension that is cut: the letters of its parts, the outermost first, and their sizes."""
 

@@ -91,7 +91,7 @@ class Result(NamedTuple):
         return fits and all(own in (1, size) for own, size in zip(lead, self.lead, strict=True))
 
 
-def _of_sums(
+def of_sums(
     name: str, called: str, given: Operands, result: Result, factors: Mapping[str, Factor]
 ) -> tuple[str, Any]:
     """Checks a bias or a scale; returns it as an operand, and the name of that.
@@ -144,7 +144,7 @@ def checked(
         fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
     for name in ("bias", "up_bias", *SCALES):
         called = OF_GATE.get(name, name) if gated else name
-        own, x = _of_sums(name, called, given, result, factors)
+        own, x = of_sums(name, called, given, result, factors)
         found[own] = x
     for name, scale in zip(ZEROS, SCALES[1:], strict=True):
         if getattr(given, name) is not None:

@@ -12,7 +12,15 @@ import numpy as np
 from jax import lax
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import arguments, extras, function, function_of_groups, groups, weight_operands
+from pallas_gemm.api import (
+    arguments,
+    blocks,
+    extras,
+    function,
+    function_of_groups,
+    groups,
+    weight_operands,
+)
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Activation, Order
@@ -192,10 +200,12 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         up_bias: The same for the product with `up`.
         activation: As for `gemm`.
         alpha: A number, or one for each group, `[groups]`.
-        row_scale: One value per row, `[m]`.
-        col_scale: As `bias`. Weights of few bits beside a wider left operand may have one for each
-            part of k, `[groups, k / part, n]`: XLA makes matrices of 16 bits of them first.
-        up_scale: As `bias`, for the product with `up`.
+        row_scale: One value per row, `[m]`. Or one for each block of the rows, `[m, k / g]`, as for
+            `gemm`.
+        col_scale: As `bias`. Or one for each block of the matrices, `[groups, k / g, n]` or
+            `[groups, k / g, n / c]`, as for `gemm`. Weights of few bits beside a wider left operand
+            may have them, too: XLA makes matrices of 16 bits of them first.
+        up_scale: The same, for the product with `up`.
         col_zero: As for `gemm`.
         up_zero: As `col_zero`, for the product with `up`.
         preferred_element_type: As for `gemm`.
@@ -244,16 +254,28 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         factors = (a, b) if up is None else (a, b, up)
         return function_of_groups.answer(call, factors, sizes, epilogue, taken)
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
-    given = Operands(a, b, up, bias=bias, col_scale=col_scale, up_scale=up_scale, up_bias=up_bias)
-    formula, taken = extras.checked(given, Epilogue(alpha), matrices)  # type: ignore[arg-type]
-    row_scale = extras.vector("row_scale", row_scale, "m", matrices._replace(lead=()))
+    own = {"bias": bias, "col_scale": col_scale, "up_scale": up_scale, "up_bias": up_bias}
+    factors = matrices.factors(a, b, a.shape[1], "b")
+    of_rows = factors.pop("row_scale")
+    formula, taken = extras.checked(
+        Operands(a, b, up, **own),
+        Epilogue(alpha),  # type: ignore[arg-type]
+        matrices,
+        factors,
+    )
+    alone = matrices._replace(lead=())
+    rows = Operands(a, b, row_scale=row_scale)
+    name, x = extras.of_sums("row_scale", "row_scale", rows, alone, {"row_scale": of_rows})
+    taken = blocks.alike(taken._replace(**{name: x}))
     formula = dataclasses.replace(
-        formula, activation=activations.resolve(activation), row_scale=row_scale is not None
+        formula,
+        activation=activations.resolve(activation),
+        row_scale=taken.row_scale is not None,
+        row_blocks=taken.row_blocks is not None,
     )
     call = groups.call_of(a, b, sizes, preferred_element_type, precision, options)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
-    named = taken._replace(row_scale=row_scale)
-    last = [getattr(named, name) for name in formula.operands]
+    last = [getattr(taken, name) for name in formula.operands]
     every = (a, b, *([] if up is None else [up]), sizes, *last)
     types = {np.dtype(a.dtype), np.dtype(b.dtype)}
     if why := groups.why_jax(types, call, every):

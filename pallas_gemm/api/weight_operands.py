@@ -134,9 +134,11 @@ def of_groups(a: Any, name: str, given: tuple[Any, Any, Any], transposed: bool) 
         narrow = scale is not None and is_widened(left.dtype, b.dtype)
         return b.astype(left.dtype) if narrow else b, scale
     if not is_widened(left.dtype, b.dtype):
+        if zero is None:
+            return b, scale
         raise TypeError(
-            f"scales with a dimension along k, and zero points, are for {name} of few bits beside"
-            f" rows of bfloat16, float16 or float32, got {left.dtype} and {b.dtype}"
+            f"zero points are for {name} of few bits beside rows of bfloat16, float16 or float32,"
+            f" got {left.dtype} and {b.dtype}"
         )
     if scale is None:
         raise ValueError(f"the zero points of {name} need scales of the same groups")

@@ -43,6 +43,7 @@ class Inputs(NamedTuple):
         sent: How many loads of rows have been claimed for each device.
         summands: Sums of pieces of k, which another kernel has left to be joined.
         result: A result, some tiles of which another kernel has stored.
+        scales: The scales of blocks of the factors, if there are any.
     """
 
     factors: tuple[Factors, ...]
@@ -51,6 +52,7 @@ class Inputs(NamedTuple):
     sent: Any = None
     summands: Any = None
     result: Any = None
+    scales: tuple[Any, ...] = ()
 
     def loaded(self, problem: Problem) -> list[Any]:
         """The operands of the epilogue that are loaded as results are stored: whole matrices."""
@@ -83,6 +85,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
         for _ in range(problem.pairs)
     )
+    scales = [on_its_own(next(left).astype(jnp.float32)) for _ in range(problem.scales)]
     reach = _reach(config, problem)
     operands = []
     for operand, x in zip(words.program(problem).operands, left, strict=True):
@@ -95,7 +98,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
             operands.append(_padded(wide, reach[operand.kind == "m"]))
         else:
             operands.append(on_its_own(wide.reshape(-1)))
-    return Inputs(factors, tuple(operands), order)
+    return Inputs(factors, tuple(operands), order, scales=tuple(scales))
 
 
 def on_its_own(x: jax.Array) -> jax.Array:

@@ -77,20 +77,10 @@ def _jvp(
 def _jvp_in_blocks(
     call: Call, contraction: Contraction, primals: Any, tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Derives a product of factors whose blocks are scaled as XLA computes it.
-
-    Nothing but the operands is kept for it.
-    """
+    """Derives a product of factors whose blocks are scaled as XLA computes it."""
     check_weights(primals, call.unpack(tangents))
-    places = [i for i, change in enumerate(tangents) if change is not None]
-
-    @jax.checkpoint
-    def of_moving(*moving: jax.Array) -> jax.Array:
-        every = dict(enumerate(primals)) | dict(zip(places, moving, strict=True))
-        return contraction.by_xla(call, *every.values())
-
-    moving, changes = ([of[i] for i in places] for of in (primals, tangents))
-    _, change = jax.jvp(of_moving, moving, changes)
+    by_xla = functools.partial(contraction.by_xla, call)
+    change = linear.change_by(by_xla, primals, tangents)
     return linear.named(product(call, contraction, *primals)), change
 
 

@@ -113,7 +113,8 @@ def _lowered(
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, gpu=gpu)
     lowering.refuse_simulation(call)
-    if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
+    alone = mesh_context.why_not_partitioned(ctx.module_context) or call.epilogue.blocks
+    if devices is None or alone:
         lowering.refuse_unshared(call, ctx.module_context)
         run = functools.partial(xla_groups.by_jax, call)
     else:
@@ -130,6 +131,10 @@ def _lowered_part(
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
+    if call.epilogue.blocks:
+        by_xla = functools.partial(xla_groups.by_jax, call)
+        change = linear.change_by(by_xla, primals, linear.changes(tangents))
+        return linear.named(grouped(call, *primals)), change
     if not call.epilogue.is_identity:
         return _jvp_of_epilogue(call, primals, linear.changes(tangents))
     a, b, sizes = primals

@@ -8,7 +8,7 @@ are widened to bfloat16 instead, which is exact.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,27 @@ def changes(tangents: Sequence[Any]) -> list[Any]:
 def named(result: jax.Array) -> jax.Array:
     """Names a result, which a policy of `jax.checkpoint` may then keep."""
     return checkpoint_name(result, OUT_NAME)
+
+
+def change_by(
+    function: Callable[..., jax.Array], primals: Sequence[Any], tangents: Sequence[Any]
+) -> jax.Array:
+    """Returns how the result of a function changes. Nothing but the operands is kept for it.
+
+    Args:
+        function: The function.
+        primals: Its operands.
+        tangents: How they change, None for one that does not.
+    """
+    places = [i for i, change in enumerate(tangents) if change is not None]
+
+    @jax.checkpoint
+    def of_moving(*moving: jax.Array) -> jax.Array:
+        every = dict(enumerate(primals)) | dict(zip(places, moving, strict=True))
+        return function(*every.values())
+
+    moving, changes = ([of[i] for i in places] for of in (primals, tangents))
+    return jax.jvp(of_moving, moving, changes)[1]
 
 
 def affine_change(

@@ -248,9 +248,9 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    # Of weights of few bits, XLA widens all in memory.
-    widened = plan.architecture is known_kernels.WIDENED
-    if options.names_something or options.numerics is not None or problem.in_groups or widened:
+    # Of weights of few bits, XLA widens all in memory; blocks it scales there.
+    in_memory = plan.architecture is known_kernels.WIDENED or problem.blocks is not None
+    if options.names_something or options.numerics is not None or problem.in_groups or in_memory:
         return None
     if plan.source != "heuristics":
         if plan.over_xla is None or plan.over_xla >= 1:

@@ -31,7 +31,7 @@ def product(call: Call, *operands: jax.Array) -> jax.Array:
     """Computes a call's result from its operands."""
     given = call.unpack(operands)
     if call.epilogue.blocks:
-        call, given = _without_blocks(call, given)
+        call, given = without_blocks(call, given)
     else:
         given = widened(given)
         if call.epilogue.is_identity:
@@ -97,7 +97,7 @@ def widened(given: Operands) -> Operands:
     return given._replace(b=given.b.astype(given.a.dtype), up=up)
 
 
-def _without_blocks(call: Call, given: Operands) -> tuple[Call, Operands]:
+def without_blocks[C: Call](call: C, given: Operands) -> tuple[C, Operands]:
     """Returns the call for factors whose blocks are scaled, and its operands: matrices."""
 
     def whole(value: jax.Array | None, transposed: bool, x: jax.Array) -> jax.Array | None:
@@ -106,7 +106,7 @@ def _without_blocks(call: Call, given: Operands) -> tuple[Call, Operands]:
         value = jnp.swapaxes(value, -1, -2) if transposed else value
         for axis in (-2, -1):
             value = jnp.repeat(value, x.shape[axis] // value.shape[axis], axis)
-        return value.astype(x.dtype)
+        return lax.expand_dims(value, range(x.ndim - value.ndim)).astype(x.dtype)
 
     def scaled(factor: str, transposed: bool, x: jax.Array) -> jax.Array:
         zeros = whole(getattr(given, f"{factor}_zeros", None), transposed, x)
@@ -118,7 +118,7 @@ def _without_blocks(call: Call, given: Operands) -> tuple[Call, Operands]:
     return scaled_factors(call, given, *(functools.partial(scaled, *own) for own in each))
 
 
-def scaled_factors(call: Call, given: Operands, *scaled: Scaled) -> tuple[Call, Operands]:
+def scaled_factors[C: Call](call: C, given: Operands, *scaled: Scaled) -> tuple[C, Operands]:
     """Returns the call for factors that are scaled, and its operands.
 
     For a result of 16 bits they are rounded to TF32, which it hardly shows, and which tensor cores

@@ -58,9 +58,11 @@ def finished(
         *operands: Of the call.
         dtype: Type of the products; None for that of sums.
     """
-    if call.epilogue.is_identity:
-        return products(call, *operands)
     given, sizes = call.unpack(operands), call.sizes(operands)
+    if call.epilogue.blocks:
+        call, given = xla.without_blocks(call, given)
+    elif call.epilogue.is_identity:
+        return products(call, *operands)
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     plain = call.sums(wide if dtype is None else dtype)
     sums = [products(plain, given.a, b, sizes) for b in (given.b, given.up) if b is not None]

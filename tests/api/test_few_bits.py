@@ -498,7 +498,7 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
         ),
         (
             lambda: grouped_gemm(
-                X, EXPERTS.astype(jnp.bfloat16), SIZES, col_scale=jnp.ones((2, 4, N))
+                X, EXPERTS.astype(jnp.bfloat16), SIZES, col_zero=jnp.ones((2, 4, N))
             ),
             TypeError,
             "are for b of few bits beside rows of bfloat16, .* got bfloat16 and bfloat16",

@@ -269,6 +269,7 @@ class HopperConfig(HopperTiling):
             and not (problem.epilogue.gated and problem.out_dtype.itemsize == 1)
             and self.accumulator_registers <= 128
             and self.stores_per_tile(problem) <= 4
+            and self.holds_blocks(problem, late=True)
         )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:

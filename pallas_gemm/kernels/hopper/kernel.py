@@ -83,11 +83,16 @@ from pallas_gemm.kernels.hopper.cta import (
     views,
 )
 from pallas_gemm.kernels.hopper.dense import claims, load, multiply, reduce, store
+from pallas_gemm.kernels.hopper.dense.in_blocks import InBlocks
 from pallas_gemm.kernels.hopper.dense.product import Product
 from pallas_gemm.kernels.hopper.dense.summed_operands import SummedOperands
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.groups import table
-from pallas_gemm.kernels.hopper.groups.product import RowsInGroups, SumsOverGroups
+from pallas_gemm.kernels.hopper.groups.product import (
+    RowsInGroups,
+    RowsInGroupsInBlocks,
+    SumsOverGroups,
+)
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.traced import Scalar
 
@@ -95,11 +100,13 @@ from pallas_gemm.kernels.traced import Scalar
 def product_of(plan: HopperPlan) -> type[Product]:
     """Which kind of product a kernel is built for."""
     if plan.problem.groups:
-        return RowsInGroups
+        return RowsInGroups if plan.problem.blocks is None else RowsInGroupsInBlocks
     if plan.problem.ragged_k:
         return Relayed if plan.relay else SumsOverGroups
     if plan.joins:
         return CutAlongK
+    if plan.problem.blocks is not None:
+        return InBlocks
     return SummedOperands if plan.problem.arrays else Product
 
 
@@ -205,7 +212,7 @@ def _body(
     early_launch.begin(plan)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)
-    product, registers = product_of(plan)(cta), plan.config.registers
+    product, registers = product_of(plan)(cta), plan.config.registers_of(plan.problem)
 
     def produce() -> None:
         if registers:

@@ -10,6 +10,7 @@ import jax
 from pallas_gemm.kernels import protocol, words
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
@@ -189,6 +190,11 @@ class HopperPlan(KernelPlan):
             return 1
         panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
         return panels * self.b.parts
+
+    @property
+    def scales(self) -> BlockScales:
+        """How a consumer takes the scales of blocks."""
+        return BlockScales.of(self.config, self.problem)
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -15,6 +15,8 @@ MOST_TERMS = 8
 be no more than 4,096 bytes on older drivers."""
 
 
+FEWEST_OF_BLOCK = 32
+"""Contracted elements of a block with a scale: those that one WGMMA takes of 8 bits."""
 MOST_ARRAYS = 6
 """Results and operands of a function, each with a descriptor of TMA and slots of its own."""
 
@@ -35,7 +37,7 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
     """Yields every reason why the kernel cannot take a problem as it is computed."""
     yield from element_types.refusals(problem, single=True, blocks=True)
     if problem.blocks is not None:
-        yield "scales of blocks are XLA's"
+        yield from _block_refusals(problem)
     yield from _transposed_refusals(problem) if problem.transpose_out else ()
     yield from symmetric.refusals(problem) if problem.symmetric else ()
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
@@ -76,6 +78,25 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
         )
 
 
+def _block_refusals(problem: Problem) -> Iterator[str]:
+    """Yields which scales of blocks the kernel does not take."""
+    blocks = problem.blocks
+    assert blocks is not None
+    if {problem.a_dtype, problem.b_dtype} - element_types.FLOATS_8:
+        yield (
+            "blocks have scales where both operands are 8-bit floats, got"
+            f" {problem.a_dtype} and {problem.b_dtype}"
+        )
+    if blocks.k % FEWEST_OF_BLOCK or blocks.k & (blocks.k - 1):
+        yield f"blocks of k must be powers of two from {FEWEST_OF_BLOCK} on, got {blocks.k}"
+    if problem.k % blocks.k:
+        yield f"k must be a multiple of the blocks of {blocks.k}, got {problem.k}"
+    if problem.transpose_out:
+        yield "a product with scales of blocks is not mirrored"
+    if problem.ragged_k or problem.terms or problem.symmetric:
+        yield "scales of blocks are those of one product of two operands, or of rows in groups"
+
+
 def _program_refusals(problem: Problem) -> Iterator[str]:
     """Yields what a function as epilogue cannot have."""
     if problem.epilogue.program is None:
@@ -109,6 +130,10 @@ def cut_refusals(problem: Problem, split_k: int, partial_sums: int) -> Iterator[
         yield (
             f"partial_sums must be at least {fewest}, for sums of at most {problem.longest_sum}"
             f" elements, got {partial_sums}"
+        )
+    if problem.blocks is not None and (split_k > 1 or partial_sums > 1):
+        yield (
+            f"scales of blocks need split_k=1 and partial_sums=1, got {split_k} and {partial_sums}"
         )
     if split_k > 1 and problem.arrays:
         yield f"operands that are sums of arrays need split_k=1, got {split_k}"

@@ -13,6 +13,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_COLUMNS,
     WGMMA_ROWS,
 )
+from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
 from pallas_gemm.kernels.operand import PANEL
@@ -31,6 +32,8 @@ ORDERED_COLUMNS, ORDERED_STRIP = 128, 16
 """Columns of a consumer's tile, and of a strip, where the order of sums along rows is promised."""
 UNROLLED_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
+MOST_OF_CONSUMERS = Registers(24, 240)
+"""The most that two consumers get: the producer keeps few."""
 LATE_STRIP = 32
 """Columns of a tile that are finished at once, at most, where it is stored late."""
 LINE_PADDING = 8
@@ -97,7 +100,7 @@ class HopperTiling(GemmConfig):
             return None
         if self.consumers == 3:
             return Registers(32, 160)
-        return Registers(24, 240) if self.sum_registers > 128 else Registers(40, 232)
+        return MOST_OF_CONSUMERS if self.sum_registers > 128 else Registers(40, 232)
 
     @property
     def most_registers(self) -> int:
@@ -147,6 +150,8 @@ class HopperTiling(GemmConfig):
 
     def registers_suffice(self, problem: Problem) -> bool:
         """Whether nothing is spilled."""
+        if not self.holds_blocks(problem, late=self.late_store):
+            return False
         # The parts of a division are too many, with panels of a transposed left operand above all.
         alone = self.consumers == 1 or not problem.transpose_a
         short = self.consumer_tile[0] == WGMMA_ROWS and alone
@@ -216,6 +221,27 @@ class HopperTiling(GemmConfig):
             self.told_words(problem) * 4,
         )
         return sum(-(-size // 1024) * 1024 for size in buffers)
+
+    def holds_blocks(self, problem: Problem, *, late: bool) -> bool:
+        """Whether a consumer has registers for the sum of a block, and its scales.
+
+        Args:
+            problem: The problem.
+            late: The tile before is stored meanwhile.
+        """
+        if problem.blocks is None:
+            return True
+        own, scales = self.registers_of(problem), BlockScales.of(self, problem)
+        if late and scales.per_step > 1:
+            return False
+        stored = self.accumulator_registers * problem.out_dtype.itemsize // 4 if late else 0
+        return stored + scales.registers <= (own.consumer if own else MAX_REGISTERS)
+
+    def registers_of(self, problem: Problem) -> Registers | None:
+        """Registers of the roles for a problem: the sums of blocks take some of the producer's."""
+        own = self.registers
+        more = problem.blocks is not None and self.consumers == 2
+        return MOST_OF_CONSUMERS if more else own
 
     def loaded_columns(self, problem: Problem) -> int:
         """See `GemmConfig`; stored [k, n], they are whole panels."""

@@ -8,6 +8,7 @@
     weights.py      how a warpgroup loads them from a slot
     fragments.py    WGMMAs whose left operand they are, in registers
     cluster.py      sums that CTAs of a cluster hand over
+    scaled.py       WGMMAs into fresh registers, whose products are scaled and added
     quick.py        exp and the logistic function in two and four instructions
     zeros.py        zeros in place of rows of a slot
     mailbox.py      tiles that one thread claims for a cluster

@@ -60,6 +60,12 @@ PARTS_OF_PANELS = {(128, 224), (128, 160)}
 rows begin at any quarter of a cache's line, which TMA reads at a third of the speed: 832 x 2304 x
 14336 (TN) takes 75 us on an H200 in tiles of 64 x 256 and 132 in those of 64 x 240. Mirrored ones
 gained nothing where it was tried, with panels beyond the edge still loaded."""
+OF_BLOCKS = (
+    *((256, 128), (128, 256), (192, 128), (128, 128)),
+    *((128, 64), (64, 128), (64, 64), (64, 32)),
+)
+"""Tiles where blocks have scales: the sum of a block takes registers, too. 8192 cubed takes 868 us
+on an H200 in tiles of 256 x 128, and 906 us in those of 192 x 128; others were not measured."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
 FEWEST_STAGES = 3
@@ -124,8 +130,11 @@ def candidates(
             continue
         config = _ordered(config, problem, device)
         ready = deepest(config, problem, device)
-        if _stages(ready) < FEWEST_STAGES:
-            narrow = dataclasses.replace(config, store_columns=max(16, widest // 2))
+        of_blocks = problem.blocks is not None
+        if _stages(ready) < FEWEST_STAGES + of_blocks:
+            fewest = 1 if of_blocks else config.store_slots
+            columns = max(16, widest // 2)
+            narrow = dataclasses.replace(config, store_columns=columns, store_slots=fewest)
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
         ready = ready and _streaming(_loading_ahead(ready, problem, device), problem, device)
         if not ready:
@@ -164,10 +173,13 @@ def _loading_ahead(config: HopperConfig, problem: Problem, device: Device) -> Ho
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
     """Yields what is particular about each: its tile, and how consumers share it."""
+    if problem.blocks is not None:
+        yield from _forms_of_blocks(problem)
+        return
     ways = (False,) if problem.symmetric else (False, True)
     for mirrored, rows in itertools.product(ways, COLUMNS):
         for columns in COLUMNS[rows]:
-            if rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0:
+            if _is_below_groups(rows, problem):
                 continue
             if _is_part_of_a_panel(columns, problem, mirrored=mirrored) and (
                 mirrored or (rows, columns) not in PARTS_OF_PANELS
@@ -188,6 +200,8 @@ def _ways(
 ) -> Iterator[tuple[int, int | None]]:
     """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
     yield 1, None
+    if problem.blocks is not None:
+        return
     if problem.parts:
         yield from [(problem.parts, None)] if cuts.may_be_promised(problem) else ()
     elif cuts.may_be_cut(problem, device):
@@ -240,6 +254,8 @@ def fewest_sums(problem: Problem, device: Device) -> int:
     x 512 x 16384 on an H200, 2 of 1024 x 1024 x 4096, 1 of 1024 cubed. Results of 16 bits are
     rounded by more than that, and so are operands of float32 (as TF32).
     """
+    if problem.blocks is not None:
+        return 1
     if problem.longest_sum:
         return -(-problem.large_k // problem.longest_sum)
     narrow = problem.a_dtype.itemsize <= 2 and problem.accumulator_dtype == np.float32
@@ -281,6 +297,19 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterato
         except ValueError:
             return
     yield config
+
+
+def _forms_of_blocks(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yields the same where blocks have scales."""
+    for rows, columns in OF_BLOCKS:
+        below = _is_below_groups(rows, problem)
+        if not below and _is_filled(rows, columns, problem, mirrored=False):
+            yield {"tile": (rows, columns), "consumers": CONSUMERS[rows]}
+
+
+def _is_below_groups(rows: int, problem: Problem) -> bool:
+    """Whether groups have more rows on average than a tile that would be read from the L2 often."""
+    return rows < ROWS_OF_GROUPS and problem.m >= ROWS_OF_GROUPS * problem.groups > 0
 
 
 def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> bool:

@@ -173,7 +173,7 @@ def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> t
     slot = ring.first_slot(plan, turn, steps.slot)
     total = own.start()
     total = if_any(lambda: issue(slot, 0, total))
-    done, issued = _store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
+    done, issued = store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
     end = plan.k_steps if steps.count is None else steps.count
     kept, total = lax.fori_loop(issued, end, advance, done)
     if plan.config.pingpong and steps.ends:
@@ -183,7 +183,7 @@ def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> t
     return total, kept
 
 
-def _store_between(
+def store_between(
     stores: Stores, count: Any, advance: Callable[[Any, Any], Any], done: Any
 ) -> tuple[Any, int]:
     """Advances from the second step on, and stores each chunk after the step that it says.

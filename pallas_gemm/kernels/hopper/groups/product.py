@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from pallas_gemm.kernels import launch, place, tiles, work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH
 from pallas_gemm.kernels.hopper.dense import late_store, load, multiply
+from pallas_gemm.kernels.hopper.dense.in_blocks import InBlocks
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
 from pallas_gemm.kernels.hopper.groups import (
     group_rows,
@@ -39,6 +40,10 @@ class RowsInGroups(Product):
     def end(self, me: Scalar) -> None:
         """See `Product`."""
         group_rows.zero_the_rest(self.cta, me)
+
+
+class RowsInGroupsInBlocks(RowsInGroups, InBlocks):
+    """Besides, blocks of the factors have scales."""
 
 
 class SumsOverGroups(Product):

@@ -1,0 +1,78 @@
+"""How a consumer takes the scales of blocks, and the registers that they and a block's sum take."""
+
+from typing import Any, NamedTuple, Self
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
+from pallas_gemm.problem import Blocks, Problem
+
+MOST_OF_BLOCK = 128
+"""Columns whose block is summed up at a time, at most: its sum takes registers of its own."""
+SPARE_REGISTERS = 26
+"""Registers beside the sums and the scales, for addresses and counters."""
+MORE_OF_SEVERAL = 8
+"""The same beyond that, where the scales of several steps are loaded at a time."""
+AHEAD = (4, 2, 1)
+"""Steps whose scales are loaded at a time, if registers hold those and the next ones."""
+
+
+class BlockScales(NamedTuple):
+    """The scales of a product's blocks.
+
+    Attributes:
+        blocks: The blocks.
+        per_step: Blocks of k in a step, each with its scale; 1 of a longer one.
+        consumer: Rows and columns of a consumer's part of a tile of the result.
+        sums: Right operands.
+        most: Registers of a thread.
+    """
+
+    blocks: Blocks
+    per_step: int
+    consumer: tuple[int, int]
+    sums: int
+    most: int
+
+    @classmethod
+    def of(cls, config: Any, problem: Problem) -> Self:
+        """Returns the scales of a product with blocks, as a config takes them."""
+        assert problem.blocks is not None
+        rows, columns = config.consumer_tile
+        per_step = max(1, GemmConfig.tile_k(config, problem) // problem.blocks.k)
+        own = (rows, columns // problem.sums)
+        registers = config.registers_of(problem)
+        most = registers.consumer if registers else config.most_registers
+        return cls(problem.blocks, per_step, own, problem.sums, most)
+
+    @property
+    def part(self) -> int:
+        """Columns of a consumer's tile whose block is summed up at a time."""
+        columns = self.consumer[1]
+        return min(columns & -columns, MOST_OF_BLOCK)
+
+    @property
+    def apart(self) -> bool:
+        """Whether columns that are summed up at a time have scales of their own."""
+        return self.blocks.columns % self.part != 0
+
+    @property
+    def ahead(self) -> int:
+        """Steps whose scales are loaded at a time."""
+        if self.apart or self.per_step > 1:
+            return 1
+        return next((x for x in AHEAD if self._taken(x) <= self.most), 1)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that the k loop takes."""
+        return self._taken(self.ahead)
+
+    def _taken(self, ahead: int) -> int:
+        rows, columns = self.consumer
+        whole = self.sums * columns
+        of_rows = rows // 32 if self.blocks.rows else 0
+        of_columns = self.part // 4 if self.apart else 1
+        scales = of_rows + (of_columns * whole // self.part if self.blocks.columns else 0)
+        sums = (rows * whole + WGMMA_ROWS * self.part) // WARPGROUP_THREADS
+        spare = SPARE_REGISTERS + (MORE_OF_SEVERAL if ahead > 1 else 0)
+        return sums + 2 * ahead * self.per_step * scales + spare

@@ -1,0 +1,165 @@
+"""Products whose factors have a scale for each block: each block's sum is scaled, then added.
+
+    per k    wait full[s]; per block: WGMMA into fresh registers; wait for it; multiply and add;
+             arrive empty[s]
+
+While one consumer multiplies and adds, the WGMMAs of the other run. Each thread loads the scales
+that it needs from global memory. It does so for several steps at a time, while it computes the
+several before: the way from the L2 is longer than a step. Where a block is longer than a step, its
+steps are scaled one by one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels import place, work
+from pallas_gemm.kernels.hopper import ring
+from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.dense import late_store, multiply
+from pallas_gemm.kernels.hopper.dense.product import Product
+from pallas_gemm.kernels.ptx import arrays, scaled
+from pallas_gemm.kernels.traced import Scalar, Values
+
+LAYOUT = plgpu.Layout.WGMMA
+
+
+class Scales(NamedTuple):
+    """The scales of a block of k: those of rows, and of each part's columns."""
+
+    rows: Any
+    columns: tuple[Any, ...]
+
+
+Step = tuple[Scales, ...]
+"""The scales of each block of a step."""
+
+
+class InBlocks(Product):
+    """Blocks of the factors have scales."""
+
+    def add_up(
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        return add_up(self.cta, me, self.place(piece, me), steps, stores)
+
+
+def add_up(
+    cta: Cta, me: Scalar, at: place.Where, steps: multiply.Steps, stores: late_store.Stores
+) -> tuple[Any, Any]:
+    """Runs the k loop of one tile; returns the sum, and the slot of the last step."""
+    plan, barriers = cta.plan, cta.barriers
+    ahead, end = plan.scales.ahead, plan.k_steps
+
+    def step(slot: Scalar, total: Values, before: Values | None, scales: Step) -> Any:
+        barrier = ring.barrier(plan, slot, me)
+        plgpu.barrier_wait(barriers.full.at[barrier])
+        total, product = _added(cta, me, slot, (total, before), scales)
+        plgpu.barrier_arrive(barriers.empty.at[barrier])
+        return total, product
+
+    def several(first: Scalar, count: int) -> tuple[Step, ...]:
+        first = lax.min(first, jnp.int32(end - count))
+        return tuple(load(cta, at, first + number) for number in range(count))
+
+    def compute(count: int, first: Scalar, done: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Computes the steps whose scales are there, and loads those of the next ones."""
+        kept, total, scales = done
+        upcoming, product = several(first + count, count), None
+        for number in range(count):
+            _, slot = ring.step(plan, steps.turn, first + number, kept)
+            total, product = step(slot, total, product, scales[number])
+            kept = ring.keep(plan, slot)
+        return kept, total, upcoming
+
+    def advance(k: Scalar, done: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        return compute(1, k, done)
+
+    if plan.config.pingpong:
+        plgpu.barrier_wait(barriers.baton.at[me])
+    zeros = arrays.in_registers(plan, jnp.zeros(plan.config.consumer_tile, jnp.float32), LAYOUT)
+    slot = ring.first_slot(plan, steps.turn, steps.slot)
+    total, _ = step(slot, zeros, None, load(cta, at, jnp.int32(0)))
+    done: Any = (ring.keep(plan, slot), total, several(jnp.int32(1), 1))
+    done, issued = multiply.store_between(stores, None, advance, done)
+    # Then there are so many left that several at a time are all of them.
+    alone = issued + (end - issued) % ahead
+    kept, total, _ = lax.fori_loop(issued, alone, advance, done)
+    if alone < end:
+        kept, total, _ = lax.fori_loop(
+            0,
+            (end - alone) // ahead,
+            lambda i, done: compute(ahead, alone + i * ahead, done),
+            (kept, total, several(jnp.int32(alone), ahead)),
+        )
+    if plan.config.pingpong:
+        plgpu.barrier_arrive(barriers.baton.at[1 - me])
+    return total, kept
+
+
+def load(cta: Cta, at: place.Where, k: Scalar) -> Step:
+    """Starts to load the scales of a step."""
+    plan, blocks = cta.plan, cta.plan.scales.blocks
+    first, found = lax.div(k * plan.tile_k, jnp.int32(blocks.k)), []
+    for number in range(plan.scales.per_step):
+        block = first + number
+        if plan.problem.k % plan.tile_k:
+            # Beyond the end of k there are zeros, whatever their scale.
+            block = lax.min(block, jnp.int32(plan.problem.k // blocks.k - 1))
+        found.append(Scales(_rows(cta, at, block), _columns(cta, at, block)))
+    return tuple(found)
+
+
+def _rows(cta: Cta, at: place.Where, block: Scalar) -> Any:
+    plan, each = cta.plan, cta.plan.scales.blocks.rows
+    if not each:
+        return None
+    scales = place.matrix(cta.gmem.scales[0], at.batch)
+    # Groups of rows begin and end anywhere.
+    clipped = bool(plan.problem.groups) or plan.reach[0] != plan.problem.m
+    how = {"count": plan.consumer_out_tile[0], "each": each, "clipped": clipped}
+    return scaled.load(plan, scales, at.row, block, left=True, **how)
+
+
+def _columns(cta: Cta, at: place.Where, block: Scalar) -> tuple[Any, ...]:
+    plan, blocks, part = cta.plan, cta.plan.scales.blocks, cta.plan.scales.part
+    if not blocks.columns:
+        return ()
+    found, clipped = [], plan.reach[1] != plan.problem.n
+    for which in range(plan.problem.sums):
+        scales = place.matrix(cta.gmem.scales[bool(blocks.rows) + which], at.batch)
+        for start in range(0, plan.consumer_out_tile[1], part):
+            if plan.scales.apart:
+                how = {"count": part, "each": blocks.columns, "clipped": clipped}
+                own = scaled.load(plan, scales, at.col + start, block, left=False, **how)
+            else:
+                place_ = lax.div(at.col + start, jnp.int32(blocks.columns))
+                last = jnp.int32(scales.shape[1] - 1)
+                own = scales[block, lax.min(place_, last) if clipped else place_]
+            found.append(own)
+    return tuple(found)
+
+
+def _added(cta: Cta, me: Scalar, slot: Scalar, sums: tuple[Any, Any], scales: Step) -> Any:
+    """Adds the products of a step's blocks: see `scaled.add_step`."""
+    plan, part = cta.plan, cta.plan.scales.part
+    rows, cols = plan.config.consumer_tile
+    shared = not plan.config.pingpong
+    my_row = me * rows if shared and plan.config.split_rows else 0
+    my_col = me * cols if shared and not plan.config.split_rows else 0
+    a = cta.slots.a.tile.at[0, slot, pl.ds(my_row, rows)]
+    b = [
+        cta.slots.b.tile.at[which, slot, pl.ds(my_col + start, part)]
+        for which in range(plan.b.parts)
+        for start in range(0, cols // plan.b.parts, part)
+    ]
+    depth = plan.tile_k // plan.scales.per_step
+    blocks = [
+        scaled.Block(slice(number * depth, (number + 1) * depth), own.rows, own.columns)
+        for number, own in enumerate(scales)
+    ]
+    return scaled.add_step(plan, *sums, a, b, blocks)

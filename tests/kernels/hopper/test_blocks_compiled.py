@@ -1,0 +1,68 @@
+"""Kernels whose blocks have scales, compiled ahead of time: nothing is spilled or serialized."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.activations import gelu_tanh
+from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.planning.candidates.hopper import candidates
+from pallas_gemm.problem import Blocks, Epilogue, Problem
+from tests import summaries
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+PROBLEM = Problem(
+    *(4096, 4096, 4096),
+    *(E4M3, E4M3, jnp.bfloat16),
+    transpose_b=True,
+    blocks=Blocks(128, 1, 128),
+)
+PROBLEMS = {
+    "1 x 128 by 128 x 128": PROBLEM,
+    "1 x 128 by 128 x 1": dataclasses.replace(PROBLEM, blocks=Blocks(128, 1, 1), a_dtype=E5M2),
+    "1 x 32 by 32 x 1": dataclasses.replace(PROBLEM, blocks=Blocks(32, 1, 1)),
+    "float32": dataclasses.replace(PROBLEM, out_dtype=jnp.float32),
+    "an epilogue": dataclasses.replace(
+        PROBLEM, epilogue=Epilogue(bias=True, residual=True, activation=gelu_tanh)
+    ),
+    "gated": dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu)),
+    "groups": dataclasses.replace(PROBLEM, groups=8),
+    "few rows": dataclasses.replace(PROBLEM, m=60),
+}
+
+
+def _operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    assert problem.blocks is not None
+    (g, r, c, *_), k = problem.blocks, problem.k
+    arrays = [(problem.a_shape, problem.a_dtype)]
+    arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
+    lead = (problem.groups,) if problem.groups else ()
+    arrays += [(lead, jnp.int32)] * (problem.groups > 0)
+    arrays += [((math.ceil(problem.m / r), k // g), jnp.float32)]
+    arrays += [((*lead, k // g, math.ceil(problem.n / c)), jnp.float32)] * problem.sums
+    shapes = {"bias": (problem.n,), "residual": problem.residual_shape}
+    arrays += [(shapes[name], problem.out_dtype) for name in problem.epilogue.operands]
+    return [jax.ShapeDtypeStruct(*array) for array in arrays]
+
+
+@functools.cache
+def _candidates(name: str) -> list[HopperConfig]:
+    problem = PROBLEMS[name]
+    return [x for x in candidates(problem, H200) if not x.refusals(problem, H200)]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_candidate_spills(name: str) -> None:
+    assert _candidates(name)
+    for config in _candidates(name):
+        kernel = hopper.build(HopperPlan(PROBLEMS[name], config, H200))
+        (found,) = summaries.KEPT.of(kernel, *_operands(PROBLEMS[name]), target="h200")
+        assert not found.spill_bytes, (config, found)
+        assert not found.serialized, (config, found)
