@@ -9,8 +9,9 @@ read once for both of its products.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,13 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gemm
+from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
 from pallas_gemm.kernels.quantize import Block
 from pallas_gemm.op.product import equally_varying
 
+SUMS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+"""The dimensions of sums over the rows of each group."""
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
@@ -151,7 +155,7 @@ class Recipe:
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """Multiplies as `jax.lax.dot_general`, in 8 bits, and so do its gradients.
+        """Multiplies as `jax.lax.dot_general`, in 8 bits. Its gradients are of 8 bits, too.
 
         A layer of others takes it: `flax.linen.Dense(4096, dot_general=Recipe().dot_general)`.
 
@@ -257,18 +261,67 @@ def gradients(
     )
 
 
+def product_in_groups(
+    recipe: Recipe, rows: jax.Array, matrices: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Multiplies rows in groups by the matrices `[groups, k, n]` of their groups.
+
+    The product and the gradient of the rows are of 8 bits. Sums over groups, the gradients of the
+    matrices, are those of operands that are not quantized.
+    """
+    dtype = rows.dtype
+
+    @jax.custom_vjp
+    def run(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        kernel = _quantized(recipe, recipe.kernel, matrices, -2)
+        return in_groups(rows, recipe.inputs, kernel, sizes)
+
+    def in_groups(x: jax.Array, cast: Cast, right: Quantized, sizes: jax.Array) -> jax.Array:
+        left = _quantized(recipe, cast, x, -1)
+        multiply = functools.partial(grouped_gemm, group_sizes=sizes)
+        options = {"multiply": multiply, "preferred_element_type": dtype}
+        return _scaled(left, right.values, right.scale, recipe, **options)
+
+    def forward(*given: jax.Array) -> Any:
+        rows, matrices, sizes = given
+        of_gradient, kernel = _quantized(recipe, recipe.kernel, matrices, BOTH)
+        turned = Quantized(of_gradient.values, jnp.swapaxes(of_gradient.scale, -1, -2))
+        return in_groups(rows, recipe.inputs, kernel, sizes), (rows, turned, sizes)
+
+    def backward(saved: Any, g: jax.Array) -> Any:
+        rows, kernel, sizes = saved
+        g = g.astype(dtype)
+        of_rows = in_groups(g, recipe.output_grad, kernel, sizes)
+        sums = ragged_dot_general(rows, g, sizes, SUMS, preferred_element_type=dtype)
+        return of_rows, sums, None
+
+    run.defvjp(forward, backward)
+    return run(*equally_varying((rows, matrices, sizes)))
+
+
 def _scaled(
-    left: Quantized, values: jax.Array, scale: jax.Array, recipe: Recipe, **options: Any
+    left: Quantized,
+    values: jax.Array,
+    scale: jax.Array,
+    recipe: Recipe,
+    *,
+    multiply: Callable[..., jax.Array] = gemm,
+    **options: Any,
 ) -> jax.Array:
     """Multiplies operands that are stored with the contracted dimension last.
 
     Blocks of zeros fill up the last one, where there are several.
     """
     along = recipe.inputs.block[1]
-    k = values.shape[1]
+    k = values.shape[-1]
     rest = -k % along if k > along else 0
-    a, b = (jnp.pad(x, ((0, 0), (0, rest))) if rest else x for x in (left.values, values))
-    return gemm(a, b, transpose_b=True, row_scale=left.scale, col_scale=scale, **options)
+    a, b = (_longer(x, rest) if rest else x for x in (left.values, values))
+    return multiply(a, b, transpose_b=True, row_scale=left.scale, col_scale=scale, **options)
+
+
+def _longer(x: jax.Array, rest: int) -> jax.Array:
+    """Returns an array with zeros at the end of its last dimension."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
 
 
 def product(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, **options: Any) -> jax.Array:

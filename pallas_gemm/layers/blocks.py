@@ -1,4 +1,4 @@
-"""A scale for each block of the factors of a layer, as a recipe says."""
+"""A scale for each block of the factors of a layer, or of experts, as a recipe says."""
 
 import dataclasses
 import math
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_gemm.api import recipe as recipes
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.recipe import Factors, Recipe
-from pallas_gemm.layers import eight_bits
+from pallas_gemm.kernels import activations
+from pallas_gemm.layers import eight_bits, routed
 
 
 def dense(
@@ -72,3 +74,36 @@ class InBlocks:
         """Returns the gradients of inputs and kernel."""
         found = recipes.gradients(factors, self.recipe, g.astype(dtype), dtype, **options)
         return (*found, states)
+
+
+class MixtureInBlocks(routed.Mixture):
+    """Sends tokens to experts that multiply in blocks of 8 bits.
+
+    Attributes:
+        recipe: "blocks", or a `pallas_gemm.Recipe`.
+    """
+
+    recipe: Recipe | str
+
+    def mix(self, inputs: jax.Array, choice: routed.Choice, kernels: Sequence[Any]) -> jax.Array:
+        """Returns the weighted sums; the arguments are those of `Mixture`."""
+        if self.precision is not None:
+            raise ValueError(
+                f"precision has no meaning for products of 8 bits, got {self.precision!r}"
+            )
+        compute = gated_experts(recipes.named(self.recipe), kernels, self.activation)
+        return routed.apply(inputs, choice, self.num_experts, compute)
+
+
+def gated_experts(recipe: Recipe, kernels: Sequence[Any], activation: Any) -> routed.Compute:
+    """Returns what experts of gated layers compute in 8 bits: see `routed.gated`."""
+    gate, up, down = kernels
+    function = activations.resolve(activation)
+
+    def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        both = (recipes.product_in_groups(recipe, rows, own, sizes) for own in (gate, up))
+        before, factor = (x.astype(jnp.float32) for x in both)
+        hidden = (before if function is None else function(before)) * factor
+        return recipes.product_in_groups(recipe, hidden.astype(rows.dtype), down, sizes)
+
+    return compute

@@ -7,8 +7,9 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
 from pallas_gemm.api.gemm import Activation
+from pallas_gemm.api.recipe import Recipe
 from pallas_gemm.flax.linen.dense import promoted
-from pallas_gemm.layers import fused, routed
+from pallas_gemm.layers import blocks, fused, routed
 
 
 class Experts(routed.Mixture, nn.Module):
@@ -88,6 +89,21 @@ class Experts(routed.Mixture, nn.Module):
         ]
         operands = promoted(self, inputs, *kernels)
         return self.mixed(logits, operands, with_logits=with_logits)
+
+
+class Fp8Experts(blocks.MixtureInBlocks, Experts):
+    """`Experts` whose products are of 8 bits, as are the gradients of tokens.
+
+    The gradients of the kernels, which are sums over the tokens of each expert, are those of
+    operands that are not quantized.
+
+    >>> Fp8Experts(num_experts=8, hidden_features=14336, dtype=jnp.bfloat16)  # doctest: +SKIP
+
+    Attributes:
+        recipe: "blocks", or a `pallas_gemm.Recipe`.
+    """
+
+    recipe: Recipe | str = "blocks"
 
 
 class _Kernel(nn.Module):

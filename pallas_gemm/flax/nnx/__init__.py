@@ -1,6 +1,7 @@
 """Layers for `flax.nnx`."""
 
 from pallas_gemm.flax.nnx.experts import Experts as Experts
+from pallas_gemm.flax.nnx.experts import Fp8Experts as Fp8Experts
 from pallas_gemm.flax.nnx.fp8 import Fp8Linear as Fp8Linear
 from pallas_gemm.flax.nnx.fp8 import OverwriteWithGradient as OverwriteWithGradient
 from pallas_gemm.flax.nnx.linear import Dense as Dense

@@ -9,8 +9,9 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from pallas_gemm.api.gemm import Activation
+from pallas_gemm.api.recipe import Recipe, named
 from pallas_gemm.flax.nnx.linear import promoted
-from pallas_gemm.layers import fused, routed
+from pallas_gemm.layers import blocks, fused, routed
 
 
 class Experts(routed.Mixture, nnx.Module):
@@ -100,6 +101,38 @@ class Experts(routed.Mixture, nnx.Module):
         kernels = (layer.kernel[...] for layer in (self.gate, self.up, self.down))
         operands = promoted(self, inputs, *kernels)
         return self.mixed(logits, operands, with_logits=with_logits)
+
+
+class Fp8Experts(blocks.MixtureInBlocks, Experts):
+    """`Experts` whose products are of 8 bits, as are the gradients of tokens.
+
+    The gradients of the kernels, which are sums over the tokens of each expert, are those of
+    operands that are not quantized.
+
+    >>> Fp8Experts(4096, num_experts=8, hidden_features=14336, rngs=rngs)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        recipe: Recipe | str = "blocks",
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        """Makes the parameters.
+
+        Args:
+            in_features: As for `Experts`.
+            recipe: "blocks", or a `pallas_gemm.Recipe`.
+            rngs: As for `Experts`.
+            **options: All else that `Experts` takes.
+
+        Raises:
+            ValueError: As for `Experts`, or there is no such recipe.
+        """
+        super().__init__(in_features, rngs=rngs, **options)
+        self.recipe = named(recipe)
 
 
 class _Kernel(nnx.Module):

@@ -1,0 +1,77 @@
+"""Experts of 8 bits: each does what a layer of the same recipe does with its rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as stock_nnx
+
+from pallas_gemm import Cast, Recipe
+from pallas_gemm.api.recipe import product_in_groups
+from pallas_gemm.flax import linen, nnx
+from tests import layers
+
+KEY = jax.random.key(0)
+LAST = (((1,), (0,)), ((), ()))
+SIZES = (40, 0, 50, 30)
+
+
+# One size of each is no multiple of a block.
+@pytest.mark.parametrize(("k", "n"), [(256, 128), (200, 140)])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(output_grad=Cast(jnp.float8_e5m2), power_of_two=True)]
+)
+def test_a_group_is_multiplied_as_a_layer(recipe: Recipe, k: int, n: int) -> None:
+    x, w = layers.normal(128, k), layers.normal(4, k, n, seed=1)
+    g = layers.normal(128, n, seed=2)
+    sizes = jnp.asarray(SIZES)
+    y, pull = jax.vjp(lambda x, w: product_in_groups(recipe, x, w, sizes), x, w)
+    of_x, of_w = pull(g)
+    first = 0
+    for group, size in enumerate(SIZES):
+        rows = slice(first, first + size)
+        first += size
+        if not size:
+            np.testing.assert_array_equal(of_w[group], 0)
+            continue
+        own, own_pull = jax.vjp(lambda x, w: recipe.dot_general(x, w, LAST), x[rows], w[group])
+        np.testing.assert_allclose(y[rows], own, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(of_x[rows], own_pull(g[rows])[0], rtol=1e-4, atol=1e-3)
+        # Nothing of the gradient of a matrix is quantized.
+        exact = jnp.matmul(x[rows].T, g[rows], precision="highest")
+        np.testing.assert_allclose(of_w[group], exact, rtol=1e-3, atol=2e-2)
+    np.testing.assert_array_equal(y[first:], 0)
+
+
+def test_layers_have_the_parameters_of_stock_ones_and_learn_as_they_do() -> None:
+    options: dict[str, Any] = {"num_experts": 4, "hidden_features": 384, "dtype": jnp.bfloat16}
+    x, g = layers.normal(2, 60, 256), layers.normal(2, 60, 256, seed=1)
+    stock, ours = linen.Experts(**options), linen.Fp8Experts(**options)
+    variables = stock.init(KEY, x)
+    layers.assert_same_tree(ours.init(KEY, x), variables)
+
+    def trained(layer: Any) -> Any:
+        def loss(variables: Any, x: Any) -> Any:
+            return (layer.apply(variables, x).astype(jnp.float32) * g).sum()
+
+        return layer.apply(variables, x), jax.grad(loss, (0, 1))(variables, x)
+
+    for own, other in zip(*map(jax.tree.leaves, map(trained, (ours, stock))), strict=True):
+        error = jnp.linalg.norm((own - other).astype(jnp.float32))
+        assert 0 < error < 0.1 * jnp.linalg.norm(other.astype(jnp.float32))
+    of_nnx = nnx.Fp8Experts(256, **options, rngs=stock_nnx.Rngs(0))
+    held = stock_nnx.to_pure_dict(stock_nnx.state(of_nnx, stock_nnx.Param))
+    layers.assert_same_structure(variables["params"], held)
+    stock_nnx.update(of_nnx, jax.tree.map(stock_nnx.Param, variables["params"]))
+    np.testing.assert_array_equal(of_nnx(x), ours.apply(variables, x))
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    options: dict[str, Any] = {"num_experts": 2, "hidden_features": 16}
+    with pytest.raises(ValueError, match="recipe='block' is unknown"):
+        nnx.Fp8Experts(8, **options, recipe="block", rngs=stock_nnx.Rngs(0))
+    layer = linen.Fp8Experts(**options, precision="highest")
+    with pytest.raises(ValueError, match="precision has no meaning for products of 8 bits"):
+        jax.eval_shape(layer.init, KEY, jnp.ones((4, 8)))
