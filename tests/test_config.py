@@ -22,6 +22,7 @@ from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.activations import ACTIVATIONS
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.elementwise import branches, divides
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
@@ -30,7 +31,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.candidates.hopper import MOST_STAGES, candidates
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
 from pallas_gemm.program import Operand, Program, Result
 from tests import epilogues, summaries
 
@@ -91,6 +92,8 @@ REDUCED = dataclasses.replace(
     function_of([]),
     results=(Result(0, np.dtype(jnp.bfloat16)), Result(0, np.dtype(np.float32), "m", "sum")),
 )
+
+IN_BLOCKS = nt(jnp.float8_e4m3fn, blocks=Blocks(128, 1, 128))
 
 
 CASES = {
@@ -336,6 +339,50 @@ CASES = {
         ("a mirrored product has neither a residual nor a gate",), config(mirrored=True), RESIDUAL
     ),
     # A function as epilogue.
+    "blocks on Blackwell": Case(
+        ("scales of blocks of 1 x 128 of a and 128 x 128 of b", "on Hopper alone"),
+        BlackwellConfig(),
+        IN_BLOCKS,
+        B200,
+    ),
+    "blocks of 16 bits": Case(
+        ("where both operands are 8-bit floats", "got bfloat16 and bfloat16"),
+        problem=nt(jnp.bfloat16, blocks=Blocks(128, 1, 128)),
+    ),
+    "short blocks": Case(
+        ("blocks of k must be powers of two from 32 on, got 16",),
+        config(tile=(128, 128)),
+        dataclasses.replace(IN_BLOCKS, blocks=Blocks(16, 1, 128)),
+    ),
+    "blocks that do not divide k": Case(
+        ("k must be a multiple of the blocks of 128, got 2112",),
+        problem=dataclasses.replace(IN_BLOCKS, k=2112),
+    ),
+    "blocks mirrored": Case(
+        ("a product with scales of blocks is not mirrored",),
+        config(tile=(128, 128), mirrored=True),
+        IN_BLOCKS,
+    ),
+    "blocks of several products": Case(
+        ("scales of blocks are those of one product of two operands, or of rows in groups",),
+        problem=dataclasses.replace(IN_BLOCKS, terms=(2048, 2048)),
+    ),
+    "blocks cut": Case(
+        ("scales of blocks need split_k=1 and partial_sums=1, got 1 and 2",),
+        config(tile=(128, 128), partial_sums=2),
+        IN_BLOCKS,
+    ),
+    "function of columns of groups": Case(
+        ("rows in groups are reduced along each row alone",),
+        problem=dataclasses.replace(
+            GROUPS,
+            epilogue=Epilogue(
+                program=dataclasses.replace(
+                    REDUCED, results=(Result(0, np.dtype(np.float32), "n", "sum"),)
+                )
+            ),
+        ),
+    ),
     "function of groups": Case(
         ("a function as epilogue is for one product of two operands",),
         problem=problem(epilogue=Epilogue(program=REDUCED), terms=(2048, 2048)),
