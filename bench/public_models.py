@@ -1,4 +1,4 @@
-"""Models that others wrote, stock and accelerated: the same values, and kernels for an H200.
+"""Compares models that others wrote, stock and accelerated.
 
     pip install flax dm-haiku equinox einops optax
     git clone https://github.com/jax-ml/bonsai models/bonsai
@@ -7,11 +7,13 @@
     git clone https://github.com/kvfrans/jax-diffusion-transformer models/dit
     python bench/public_models.py --models=models --compile
 
-Each computes its outputs, a loss and the gradients of all parameters on the CPU, in small sizes:
-in bfloat16 as it is, in bfloat16 accelerated, and in float32. `error` is the largest over outputs
-and gradients of the accelerated program's distance from float32 over that of the stock one, root
-mean squares of arrays. With --compile, the kernels of the accelerated program are compiled for an
-H200, which need not be there. A model that is not there is left out, and the line says why.
+Each computes its outputs, a loss and the gradients of all parameters on the
+CPU, in small sizes: in bfloat16 as it is, in bfloat16 accelerated, and in
+float32. `error` is the largest over outputs and gradients of the accelerated
+program's distance from float32 over that of the stock one, root mean squares of
+arrays. With --compile, the kernels of the accelerated program are compiled for
+an H200, which need not be there. A model that is not there is left out, and the
+line says why.
 """
 
 import functools

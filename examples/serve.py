@@ -1,4 +1,4 @@
-"""Serves a decoder with weights of 16, 8 and 4 bits, by our products and by JAX's own.
+"""Serves a decoder with weights of 16, 8 and 4 bits, beside JAX's products.
 
     python examples/serve.py
         seconds, on any computer
@@ -7,10 +7,11 @@
 
 `--explain` says what would compute each product of the decoder with 4 bits.
 
-The decoder is drawn, so what it says means nothing. It decodes greedily, all tokens in one jitted
-loop with a cache. The speed is that of the loop, without the prompt, in turns. Memory is that of
-the weights. The error is that of the prompt's logits, relative to their norm, beside the weights
-before they were rounded to 16, 8 or 4 bits, all in float32.
+The decoder is drawn, so what it says means nothing. It decodes greedily, all
+tokens in one jitted loop with a cache. The speed is that of the loop, without
+the prompt, in turns. Memory is that of the weights. The error is that of the
+prompt's logits, relative to their norm, beside the weights before they were
+rounded to 16, 8 or 4 bits, all in float32.
 """
 
 import functools

@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 LARGEST = {jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0, jnp.int8: 127.0}
 """Of each type."""
-ROUNDED = {jnp.float8_e4m3fn: ml_dtypes.float8_e4m3fn, jnp.float8_e5m2: ml_dtypes.float8_e5m2}
+ROUNDED = {each: np.dtype(each) for each in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 HALF_A_STEP = {jnp.float8_e4m3fn: 2.0**-4, jnp.float8_e5m2: 2.0**-3, jnp.int8: 0.0}
 """Of a number, relative to it."""
 LEAST_STEP = {jnp.float8_e4m3fn: 2.0**-10, jnp.float8_e5m2: 2.0**-17, jnp.int8: 0.5}

@@ -85,7 +85,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], ord
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
         for _ in range(problem.pairs)
     )
-    scales = [on_its_own(next(left).astype(jnp.float32)) for _ in range(problem.scales)]
+    scales = [on_its_own(next(left)) for _ in range(problem.scales)]
     reach = _reach(config, problem)
     operands = []
     for operand, x in zip(words.program(problem).operands, left, strict=True):

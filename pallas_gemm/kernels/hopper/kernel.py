@@ -253,7 +253,8 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     else:
         order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)
-    return inputs._replace(sent=remote.counter(plan))
+    scales = tuple(scale.astype(jnp.float32) for scale in inputs.scales)
+    return inputs._replace(scales=scales, sent=remote.counter(plan))
 
 
 def build(plan: HopperPlan) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def store(cta: Any, me: Scalar, total: Values) -> None:
         row = cta.row + me * plan.form.rows + top * WGMMA_ROWS
         col = cta.col + first
         strip = epilogue.Strip(None, (row, WGMMA_ROWS), (col, width), fragments.LAYOUT)
-        (values,) = epilogue.finish(plan, cta.gmem.inputs, strip, [part], _nothing_to_read)
+        (values,) = epilogue.finish(plan, cta.gmem, strip, [part], _nothing_to_read)
         plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
         slot = number % config.store_slots
         if swizzled:

@@ -47,18 +47,6 @@ WIDEST_COPY = 256
 """Elements of a line that TMA copies at a time."""
 
 
-class Given(NamedTuple):
-    """The arrays that the kernel is given.
-
-    Attributes:
-        inputs: The arrays that any kernel is given.
-        scales: Scales of groups, [group, row]; None without.
-    """
-
-    inputs: launch.Inputs
-    scales: Any = None
-
-
 class Slots(NamedTuple):
     """Shared memory: the ring, what sums are handed over in, and the slots of what is stored."""
 
@@ -82,7 +70,7 @@ class Cta(NamedTuple):
     """All that the roles know: rows and columns are those of the transposed product."""
 
     plan: WidenedPlan
-    gmem: Given
+    gmem: launch.Inputs
     out: Ref
     slots: Slots
     barriers: Barriers
@@ -104,7 +92,7 @@ def _span(cta: Cta) -> tuple[Scalar, Scalar]:
 def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
     """Starts the loads of a step."""
     plan, form, full = cta.plan, cta.plan.form, cta.barriers.full.at[slot]
-    k, factors = step * form.depth, cta.gmem.inputs.factors[0]
+    k, factors = step * form.depth, cta.gmem.factors[0]
     (x,), w = factors.b, factors.a
     for panel in range(form.panels):
         if form.k_last:
@@ -123,7 +111,7 @@ def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
     for first in range(0, form.all_rows, WIDEST_COPY):
         width = min(WIDEST_COPY, form.all_rows - first)
         own = cta.slots.scales.at[slot, :, pl.ds(first, width)]
-        scales = cta.gmem.scales.at[groups, pl.ds(cta.row + first, width)]
+        scales = cta.gmem.scales[0].at[groups, pl.ds(cta.row + first, width)]
         plgpu.copy_gmem_to_smem(scales, own, full)
 
 
@@ -176,7 +164,9 @@ def _consumer(cta: Cta) -> None:
     finish.join_and_store(cta, me, turn, total)
 
 
-def _body(plan: WidenedPlan, gmem: Given, out: Ref, slots: Slots, barriers: Barriers) -> None:
+def _body(
+    plan: WidenedPlan, gmem: launch.Inputs, out: Ref, slots: Slots, barriers: Barriers
+) -> None:
     """Gives each warpgroup of a CTA its role."""
     tile, columns = lax.axis_index(launch.WORKER), plan.config.grid(plan.problem)[1]
     rows, cols = plan.config.tile
@@ -256,9 +246,8 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes."""
 
     def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
-        scales = rest[0] if plan.problem.blocks else None
-        own = plan.typed(scales)
-        operands = [in_bytes(b, plan.bits), a, *rest[bool(plan.problem.blocks) :]]
+        own = plan.typed(rest[0] if plan.problem.blocks else None)
+        operands = [in_bytes(b, plan.bits), a, *rest]
         inputs = launch.inputs(plan.config, plan.problem, operands, None)
         kernel = launch.kernel(
             functools.partial(_body, own),
@@ -272,8 +261,7 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
             interpret=plan.interpret,
             approx_math=plan.approx_math,
         )
-        scales = scales if scales is None else launch.on_its_own(scales)
-        (out,) = kernel(Given(inputs, scales))
+        (out,) = kernel(inputs)
         return out
 
     return run

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ def drawn(rng: np.random.Generator, kind: np.dtype, shape: tuple[int, int]) -> A
     if kind in (INT4, UINT4):
         return (bits ^ 8).astype(np.float64) - 8 if kind == INT4 else bits.astype(np.float64), bits
     if kind == E2M1:
-        return bits.view(ml_dtypes.float4_e2m1fn).astype(np.float64), bits
+        return bits.view(E2M1).astype(np.float64), bits
     values = bits.view(kind).astype(np.float64)
     bits = np.where(np.isfinite(values), bits, 0).astype(np.uint8)
     return bits.view(kind).astype(np.float64), bits

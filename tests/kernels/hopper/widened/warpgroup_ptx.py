@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +17,7 @@ from pallas_gemm.kernels.ptx.weights import Form
 THREADS = 128
 Words = np.ndarray
 """A register of each thread."""
-TYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+TYPES: dict[str, Any] = {"bf16": np.dtype(jnp.bfloat16), "f16": np.float16}
 BANKS = 32
 
 
@@ -95,8 +95,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cvt.f32.f16": lambda a: (
         a.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
     ),
-    "cvt.rn.f16x2.e4m3x2": _from_8_bits(ml_dtypes.float8_e4m3fn),
-    "cvt.rn.f16x2.e5m2x2": _from_8_bits(ml_dtypes.float8_e5m2),
+    "cvt.rn.f16x2.e4m3x2": _from_8_bits(np.dtype(jnp.float8_e4m3fn)),
+    "cvt.rn.f16x2.e5m2x2": _from_8_bits(np.dtype(jnp.float8_e5m2)),
     "setp.ne.u32": np.not_equal,
     "setp.lt.u32": np.less,
     "selp.b32": lambda a, b, which: np.where(which, a, b),
