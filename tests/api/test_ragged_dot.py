@@ -37,7 +37,11 @@ def test_the_arguments_are_those_of_jax(name):
         ({"up": RHS[:, :, :2]}, TypeError, r"up must be like b, float32\[2, 8, 4\], got .*8, 2\]"),
         ({"up_bias": jnp.ones(4)}, ValueError, "up_bias has no meaning without up"),
         ({"bias": jnp.ones(3)}, ValueError, r"bias must have .* \[4\] or \[2, 4\], got \[3\]"),
-        ({"row_scale": jnp.ones((2, 6))}, ValueError, r"row_scale must .* \[6\], got \[2, 6\]"),
+        (
+            {"row_scale": jnp.ones((2, 6))},
+            ValueError,
+            r"row_scale must be \[m / r, k / g\].* got \[2, 6\]",
+        ),
         ({"alpha": jnp.ones(3)}, ValueError, r"alpha must be a number or .* \[2\], .* got \[3\]"),
         ({"activation": "relux"}, ValueError, "did you mean 'relu'"),
         (

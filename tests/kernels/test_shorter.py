@@ -127,4 +127,4 @@ def test_a_program_that_may_be_approximated_is_left_as_it_is() -> None:
     assert isinstance(parts, Split)
     program = parts.program
     assert program.is_coarse
-    assert shorter(program) is program
+    assert shorter(program) == program
