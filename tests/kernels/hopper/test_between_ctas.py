@@ -144,21 +144,13 @@ def hand_on_too_early(cta: Any, leg: relay.Leg, total: Any) -> None:
     relay.store_sums(cta, leg, total)
 
 
-def claim_in_every_cta(
-    counter: Any, table: Any, mailbox: Any, tag: Any, claimant: Any, workers: int
-) -> None:
-    """Claims a tile in each CTA of a cluster."""
-    CLAIM(counter, table, mailbox, tag, jnp.ones_like(claimant), workers)
-
-
 def following_beyond_all_workers(cta: Any, number: Any) -> Any:
     """Takes the first pieces for given, though they are claimed, too."""
     return FOLLOWING(cta, number) + cta.plan.workers
 
 
-AWAIT, CLAIM, FLAG, FOLLOWING = (
+AWAIT, FLAG, FOLLOWING = (
     words.await_arrivals,
-    mailbox.claim,
     table.flag,
     sum_walk._following,
 )
@@ -213,11 +205,6 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
         say(mailbox, "CLAIM", "number, {workers}", "number, 0"),
         "claimed",
         {"race"},
-    ),
-    "every CTA of a cluster claims": (
-        put(mailbox, "claim", claim_in_every_cta),
-        "claimed in clusters",
-        {"wrong", "refused", "stuck"},
     ),
     "a word is taken before it is written": (
         put(mailbox, "resolve", lambda *given: given[-1]),
