@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_gemm import offline
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.activations import gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
@@ -66,3 +67,11 @@ def test_no_candidate_spills(name: str) -> None:
         (found,) = summaries.KEPT.of(kernel, *_operands(PROBLEMS[name]), target="h200")
         assert not found.spill_bytes, (config, found)
         assert not found.serialized, (config, found)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_scales_of_16_bits_are_lowered_as_those_of_32(dtype: jax.typing.DTypeLike) -> None:
+    kernel = hopper.build(HopperPlan(PROBLEM, _candidates("1 x 128 by 128 x 128")[0], H200))
+    *factors, row, col = _operands(PROBLEM)
+    narrow = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (row, col)]
+    assert offline.exported(kernel, *factors, *narrow)
