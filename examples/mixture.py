@@ -141,7 +141,12 @@ def across(compute: routed.Compute, rows: jax.Array, sizes: jax.Array) -> jax.Ar
 
 
 KINDS: Mapping[str, type[ours.Experts]] = MappingProxyType(
-    {"stock": StockExperts, "pallas_gemm": ours.Experts, "parallel": ParallelExperts}
+    {
+        "stock": StockExperts,
+        "pallas_gemm": ours.Experts,
+        "fp8_blocks": ours.Fp8Experts,
+        "parallel": ParallelExperts,
+    }
 )
 """Layers of experts by name."""
 

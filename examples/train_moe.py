@@ -6,6 +6,8 @@
         8 experts of 4096 x 14336, 2 for each of 8192 tokens, one GPU
     python examples/train_moe.py --preset=qwen3
         128 experts of 2048 x 768, 8 for each of 4096 tokens, one GPU
+    python examples/train_moe.py --layers=fp8_blocks
+        products of 8 bits, with a scale for each block
     python examples/train_moe.py --cpu_devices=8 --parallel
         experts and tokens on 8 devices; rows go to their experts and back
 
@@ -43,6 +45,13 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.", flag_values=values)
     ops = ["both", "stock", "pallas_gemm"]
     flags.DEFINE_enum("op", "both", ops, "Who multiplies.", flag_values=values)
+    flags.DEFINE_enum(
+        "layers",
+        "experts",
+        ["experts", "fp8_blocks"],
+        "What pallas_gemm is: our layer in the preset's type, or in blocks of 8 bits.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "parallel",
         False,
@@ -72,6 +81,8 @@ def training_of(options: flags.FlagValues) -> Mixtures:
     settings = PRESETS[value(options, "preset")]
     if not value(options, "parallel"):
         return Mixtures(settings)
+    if value(options, "layers") == "fp8_blocks":
+        raise ValueError("--parallel has layers of 16 or 32 bits; leave out --layers=fp8_blocks")
     devices = jax.device_count()
     for name in ("experts", "batch"):
         size = getattr(settings, name)
@@ -84,7 +95,8 @@ def training_of(options: flags.FlagValues) -> Mixtures:
 def run(training: Mixtures, options: flags.FlagValues, console: Console) -> dict[str, Any]:
     """Trains, and prints and returns what was found."""
     op = value(options, "op")
-    kinds = {"stock": "stock", "pallas_gemm": "parallel" if training.mesh else "pallas_gemm"}
+    own = "fp8_blocks" if value(options, "layers") == "fp8_blocks" else "pallas_gemm"
+    kinds = {"stock": "stock", "pallas_gemm": "parallel" if training.mesh else own}
     asked = {name: kind for name, kind in kinds.items() if op in ("both", name)}
     turns = value(options, "rounds"), value(options, "steps")
     found = comparison.compare(training, asked, *turns, console)

@@ -84,6 +84,8 @@ def test_rows_find_their_experts_on_other_devices_and_nothing_else_is_sent() -> 
 def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="--parallel splits batch=2, which 8 devices cannot"):
         train_moe.training_of(_options("--preset=mixtral", "--parallel"))
+    with pytest.raises(ValueError, match="leave out --layers=fp8_blocks"):
+        train_moe.training_of(_options("--layers=fp8_blocks", "--parallel"))
     assert train_moe.training_of(_options("--parallel")).mesh is not None
     with pytest.raises(ValueError, match=r"cannot write /no/such/folder/x\.json: there is no"):
         train_moe.training_of(_options("--json=/no/such/folder/x.json"))
@@ -98,3 +100,13 @@ def test_the_preset_of_a_gpu_has_the_sizes_of_mixtral() -> None:
     # Two of eight experts multiply each token.
     experts = sum(x.size for x in jax.tree.leaves(params["experts_0"]))
     assert 0.98 < settings.product_flops / (6 * experts * 2 / 8 * 8192) < 1.02
+
+
+def test_experts_in_blocks_of_8_bits_learn_too() -> None:
+    console = Console(record=True, width=100, file=io.StringIO())
+    options = _options("--rounds=1", "--steps=1", "--layers=fp8_blocks")
+    found = train_moe.run(train_moe.training_of(options), options, console)
+    ours, stock = (np.array(found[name]["losses"]) for name in ("pallas_gemm", "stock"))
+    assert ours[-1] < ours[0] - 0.5
+    np.testing.assert_allclose(ours, stock, rtol=0.03)
+    assert (ours != stock).any()
