@@ -221,6 +221,8 @@ def _plan(
         return NOT_IN_ORDER
     fused_call = matrices.call.with_program(parts.program)
     own = (*matrices.signature, *signature_of(tuple(parts.types())))
+    if function.otherwise is not None and (why := dispatch.why_impossible(fused_call, own)):
+        return why
     decision = dispatch.decide(fused_call, own)
     return Fused(parts, fused_call, own, matrices.form, decision)
 

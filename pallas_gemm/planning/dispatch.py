@@ -151,6 +151,15 @@ def check(call: Call, signature: Signature) -> None:
         any(isinstance(plan, Plan) for _, plan in _plans(call, signature))
 
 
+def why_impossible(call: Call, signature: Signature) -> str | None:
+    """Returns why nothing that the call names can compute it; None if something can."""
+    try:
+        check(call, signature)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _why_no_kernel(call: Call, problem: Problem) -> str | None:
     """Returns why no kernel is considered; None if one is.
 

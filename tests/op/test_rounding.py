@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import gated_gemm, gemm, round_once, target
+from pallas_gemm import explain, gated_gemm, gemm, round_once, target
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 M, N, K = 24, 40, 32
@@ -120,6 +120,23 @@ def test_a_gpu_whose_kernels_store_one_result_is_asked_for_one() -> None:
     assert products() == ["tensor<512x512xbf16>"] * 2
     with round_once(False):
         assert products() == ["tensor<512x512xbf16>"] * 2
+
+
+def test_a_kernel_that_is_named_derives_odd_sizes() -> None:
+    shapes = [jax.ShapeDtypeStruct(s, BF16) for s in ((9, 33), (33, 17), (9, 17))]
+
+    def product(a: Any, b: Any, residual: Any) -> Any:
+        return gemm(a, b, residual=residual, activation="relu", implementation="hopper")
+
+    def loss(*x: Any) -> Any:
+        return jnp.sum(product(*x).astype(F32))
+
+    with target("h200"):
+        found = explain(jax.grad(loss, (0, 1, 2)), *shapes)
+    named = [own for own in found.products if own.implementation == "hopper"]
+    assert len(named) == 3
+    # No kernel takes the function of such rows: one stores what XLA applies the rest to.
+    assert "rows of a multiple of 16 bytes, got 17 columns" in str(found)
 
 
 def test_what_a_block_says_is_taken_back_and_checked() -> None:
