@@ -43,6 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.blackwell import plan as blackwell_plan
 from tests import races
+from tests.quick import simulator as quick_simulator
 
 ANSWER_BYTES = 16
 ASYNC_UNITS = 512
@@ -68,6 +69,9 @@ class Crowd:
         self._lock = threading.Lock()
         self._threads = 0
         self._polling = 0
+        # What each of those that poll waits for, and how many of the others come late.
+        self._awaited: dict[int, Callable[[], bool]] = {}
+        self._late = 0
         # How many wait for each barrier, and have not been notified.
         self._waiting: dict[Any, int] = {}
         self._stuck = False
@@ -114,16 +118,57 @@ class Crowd:
             with self._lock:
                 self._polling -= 1
 
+    def wait_for(self, is_true: Callable[[], bool], check: Callable[[], Any]) -> None:
+        """Waits until something is true; raises if a check does, or if nobody can make it so."""
+
+        def is_over() -> bool:
+            check()
+            if is_true():
+                return True
+            if self._nobody_goes_on(nor_is_late=True):
+                raise TimeoutError("All threads wait.")
+            return False
+
+        own = threading.get_ident()
+        with self._lock:
+            self._awaited[own] = is_true
+        try:
+            self.poll(is_over)
+        finally:
+            with self._lock:
+                del self._awaited[own]
+
+    def come_late(self) -> None:
+        """Does nothing while another thread can do something."""
+        with self._lock:
+            self._late += 1
+        try:
+            self.poll(self._nobody_goes_on)
+        finally:
+            with self._lock:
+                self._late -= 1
+
     def others_wait(self, *, or_poll: bool) -> bool:
         """Whether all threads but the one that asks wait, or look whether they still need to."""
         with self._lock:
-            others = self._threads - (self._polling if or_poll else 1)
-            return sum(self._waiting.values()) >= others
+            return self._others_wait(or_poll=or_poll)
 
     def raise_if_stuck(self) -> None:
         """Raises if all threads wait."""
         if self._stuck:
             raise TimeoutError("All threads of the cluster wait.")
+
+    def _others_wait(self, *, or_poll: bool) -> bool:
+        others = self._threads - (self._polling if or_poll else 1)
+        return sum(self._waiting.values()) >= others
+
+    def _nobody_goes_on(self, *, nor_is_late: bool = False) -> bool:
+        """Whether all others wait: for a barrier, for what is not so yet, or to come late."""
+        # All at one moment. Who polls has said what for before, and says so until after.
+        with self._lock:
+            all_wait = self._others_wait(or_poll=True) and not (nor_is_late and self._late)
+            awaited = list(self._awaited.values())
+        return all_wait and not any(is_true() for is_true in awaited)
 
     def _look_for_deadlock(self) -> None:
         waiting = sum(self._waiting.values())
@@ -182,7 +227,7 @@ class CountingBarrier(StockBarrier):
     def wait(self, thread: Any, logging_info: Any = None) -> None:
         """Waits, and comes late if told to."""
         if (thread.block_id, thread.warpgroup_id) == self.slow:
-            CROWD.poll(lambda: CROWD.others_wait(or_poll=True))
+            CROWD.come_late()
         super().wait(thread, logging_info)
 
     def deallocate(self) -> None:
@@ -367,6 +412,11 @@ def install(
     """
     monkeypatch.setattr(shared_memory, "Barrier", CountingBarrier)
     monkeypatch.setattr(sys.modules[__name__], "CROWD", Crowd())
+    monkeypatch.setattr(
+        quick_simulator.Meetings,
+        "wait",
+        lambda _, have_come, check: CROWD.wait_for(have_come, check),
+    )
     monkeypatch.setattr(thread_map, "futures", types.SimpleNamespace(ThreadPoolExecutor=_Team))
     monkeypatch.setattr(gpu_callbacks, "TcGen05Mma", PairMma)
     stock_commit = gpu_callbacks.tcgen05_commit_arrive

@@ -55,13 +55,11 @@ class SharingPlan(HopperPlan):
 
 
 class Shared:
-    """The words that threads share, and which threads wait for one to change."""
+    """The words that threads share."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.clocks: dict[int, Any] = {}
-        self.waiting: dict[Any, Callable[[], bool]] = {}
-        self.late = 0
         self.chances: dict[Any, random.Random] = {}
         self._arrays: list[Any] = []
 
@@ -74,42 +72,6 @@ class Shared:
         shape = memory.mem[key].content.shape
         first = int(np.ravel_multi_index(tuple(map(_first, access.range)), shape))
         return number + 1 << BITS_OF_OFFSET | 4 * first
-
-    def wait(self, thread: Any, changed: Callable[[], bool], check: Callable[[], Any]) -> None:
-        """Has a thread wait, and check that it need not do so for ever."""
-
-        def is_over() -> bool:
-            check()
-            if changed():
-                return True
-            if self._nobody_goes_on() and not self.late:
-                raise TimeoutError("All threads wait.")
-            return False
-
-        with self.lock:
-            self.waiting[thread] = changed
-        try:
-            blackwell_simulator.CROWD.poll(is_over)
-        finally:
-            with self.lock:
-                del self.waiting[thread]
-
-    def come_late(self) -> None:
-        """Has a thread do nothing while another can do something."""
-        with self.lock:
-            self.late += 1
-        try:
-            blackwell_simulator.CROWD.poll(self._nobody_goes_on)
-        finally:
-            with self.lock:
-                self.late -= 1
-
-    def _nobody_goes_on(self) -> bool:
-        """Whether all others wait: for a barrier, for a word that nobody has changed, or late."""
-        with self.lock:
-            return blackwell_simulator.CROWD.others_wait(or_poll=True) and not any(
-                is_true() for is_true in self.waiting.values()
-            )
 
     def word(self, memory: Any, address: int) -> tuple[np.ndarray, int]:
         """The array of an address, flat, and the number of its word."""
@@ -131,10 +93,9 @@ class Words:
         """Loads a word: again, when it has changed."""
         words, place = self._shared.word(self._memory, address)
         if address in self._seen:
-            self._shared.wait(
-                self._thread,
-                lambda: int(words[place]) != self._seen[address],
-                self._memory.check_failed,
+            seen = self._seen[address]
+            blackwell_simulator.CROWD.wait_for(
+                lambda: int(words[place]) != seen, self._memory.check_failed
             )
         with self._shared.lock:
             self._seen[address] = found = int(words[place])
@@ -175,8 +136,7 @@ class Delays(NamedTuple):
 
     Attributes:
         seed: Of what is drawn.
-        slow: What a program says that each warp begins when all others can do no more. Not of
-            kernels with multicast: CTAs that meet for a copy do not count as waiting.
+        slow: What a program says that each warp begins when all others can do no more.
         warpgroup: Of which warpgroup of each CTA; None for all.
     """
 
@@ -286,7 +246,7 @@ def _run(
     for warp in warps:
         time.sleep(chance.choice(DELAYS))
         if delays.are_for(program, thread):
-            shared.come_late()
+            blackwell_simulator.CROWD.come_late()
         words = Words(memory, shared, thread, is_last_warp=warp == warps[-1])
         found = warp_ptx.run_warp(program.text, program.results, words, given, warp)
     return token, *map(np.int32, found)

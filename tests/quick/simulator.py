@@ -172,8 +172,28 @@ class Meetings:
     """How often each CTA has come to where those meet that share a copy."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.came: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
+        self._changed = threading.Condition()
+        self._came: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
+
+    def come(self, where: Any, who: Any) -> int:
+        """Notes that somebody has come; returns how often now."""
+        with self._changed:
+            came = self._came[where]
+            came[who] = turn = came.get(who, 0) + 1
+            self._changed.notify_all()
+        return turn
+
+    def have_come(self, where: Any, turn: int, sharers: int) -> bool:
+        """Whether so many have come so often."""
+        with self._changed:
+            return sum(turns >= turn for turns in self._came[where].values()) >= sharers
+
+    def wait(self, have_come: Callable[[], bool], check: Callable[[], Any]) -> None:
+        """Waits until the others have come, for ever if one never does, unless a check fails."""
+        with self._changed:
+            while not have_come():
+                check()
+                self._changed.wait(0.1)
 
 
 @gpu_callbacks.fail_on_exception
@@ -184,11 +204,9 @@ def _meet(*, token: Any, mesh_location: Any, thread: Any, sharers: tuple[int, ..
     meetings = vars(memory).setdefault("meetings", Meetings())
     who = [at if size == 1 else None for at, size in zip(cta, sharers, strict=True)]
     role = mesh_location.thread_id, mesh_location.warp_id
-    with meetings.changed:
-        came = meetings.came[mesh_location.cluster_coords, *role, *who]
-        came[cta] = turn = came.get(cta, 0) + 1
-        meetings.changed.notify_all()
-        while sum(turns >= turn for turns in came.values()) < math.prod(sharers):
-            memory.check_failed()
-            meetings.changed.wait(0.1)
+    where = mesh_location.cluster_coords, *role, *who
+    turn = meetings.come(where, cta)
+    meetings.wait(
+        functools.partial(meetings.have_come, where, turn, math.prod(sharers)), memory.check_failed
+    )
     return token

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
@@ -144,15 +145,30 @@ def hand_on_too_early(cta: Any, leg: relay.Leg, total: Any) -> None:
     relay.store_sums(cta, leg, total)
 
 
+def claim_in_every_cta(
+    counter: Any, table: Any, mailbox: Any, tag: Any, claimant: Any, workers: int
+) -> None:
+    """Claims a tile in each CTA of a cluster."""
+    CLAIM(counter, table, mailbox, tag, jnp.ones_like(claimant), workers)
+
+
+def end_in_the_second_cta(board: Any, tag: Any, peeked: Any) -> Any:
+    """Has one CTA of a cluster leave after its first tile, with which the other shares copies."""
+    word = RESOLVE(board, tag, peeked)
+    return jnp.where(lax.axis_index("cluster_row") == 1, mailbox.END, word)
+
+
 def following_beyond_all_workers(cta: Any, number: Any) -> Any:
     """Takes the first pieces for given, though they are claimed, too."""
     return FOLLOWING(cta, number) + cta.plan.workers
 
 
-AWAIT, FLAG, FOLLOWING = (
+AWAIT, CLAIM, FLAG, FOLLOWING, RESOLVE = (
     words.await_arrivals,
+    mailbox.claim,
     table.flag,
     sum_walk._following,
+    mailbox.resolve,
 )
 
 # What is left out or wrong, in which kernel, and what may come of it.
@@ -205,6 +221,16 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
         say(mailbox, "CLAIM", "number, {workers}", "number, 0"),
         "claimed",
         {"race"},
+    ),
+    "every CTA of a cluster claims": (
+        put(mailbox, "claim", claim_in_every_cta),
+        "claimed in clusters",
+        {"wrong", "refused", "stuck"},
+    ),
+    "one CTA of a cluster leaves": (
+        put(mailbox, "resolve", end_in_the_second_cta),
+        "claimed in clusters",
+        {"stuck"},
     ),
     "a word is taken before it is written": (
         put(mailbox, "resolve", lambda *given: given[-1]),
