@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_gemm.api import explain as explanation
 from pallas_gemm.api import function, groups
@@ -56,7 +55,7 @@ def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> 
         ValueError: Something is named, or promised, that cannot be.
     """
     a, b, *_ = operands
-    if why := groups.why_jax({np.dtype(a.dtype), np.dtype(b.dtype)}, call, operands):
+    if why := groups.why_jax(call, operands):
         groups.refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)
         return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)

@@ -204,7 +204,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
             `gemm`.
         col_scale: As `bias`. Or one for each block of the matrices, `[groups, k / g, n]` or
             `[groups, k / g, n / c]`, as for `gemm`. Weights of few bits beside a wider left operand
-            may have them, too: XLA makes matrices of 16 bits of them first.
+            may have them, too.
         up_scale: The same, for the product with `up`.
         col_zero: As for `gemm`.
         up_zero: As `col_zero`, for the product with `up`.
@@ -239,13 +239,16 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
     transpose_b = arguments.flag("transpose_b", transpose_b)
-    b, col_scale = weight_operands.of_groups(a, "b", (b, col_scale, col_zero), transpose_b)
-    up, up_scale = weight_operands.of_groups(a, "up", (up, up_scale, up_zero), transpose_b)
-    a, b, sizes = groups.arrays(a, b, group_sizes, ("a", "b"))
+    if epilogue is not None or len(operands):
+        b, up = (weight_operands.widened(x, a) for x in (b, up))
+    own = {"col_scale": col_scale, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
+    given = Operands(a, b, up, **own, col_zeros=col_zero, up_zeros=up_zero)
+    given = weight_operands.taken_apart(given, ("b", "up"), transpose_b)
+    a, b, sizes = groups.arrays(given.a, given.b, group_sizes, ("a", "b"))
     groups.check_ranks(("a", a), ("b", b))
     groups.check(a, b, sizes, contracted=False, transposed=transpose_b, names=("a", "b"))
     groups.check_values(group_sizes, a.shape[0])
-    up = None if up is None else groups.up(up, b)
+    up = None if given.up is None else groups.up(given.up, b)
     options = planned.stated(arguments.options(implementation, config, schedule, numerics))
     if epilogue is not None or len(operands):
         taken = function.checked(epilogue, operands, function.said(words))
@@ -254,11 +257,10 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         factors = (a, b) if up is None else (a, b, up)
         return function_of_groups.answer(call, factors, sizes, epilogue, taken)
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
-    own = {"bias": bias, "col_scale": col_scale, "up_scale": up_scale, "up_bias": up_bias}
     factors = matrices.factors(a, b, a.shape[1], "b")
     of_rows = factors.pop("row_scale")
     formula, taken = extras.checked(
-        Operands(a, b, up, **own),
+        given._replace(a=a, b=b, up=up),
         Epilogue(alpha),  # type: ignore[arg-type]
         matrices,
         factors,
@@ -273,12 +275,13 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         row_scale=taken.row_scale is not None,
         row_blocks=taken.row_blocks is not None,
     )
-    call = groups.call_of(a, b, sizes, preferred_element_type, precision, options)
+    # Scaled weights of few bits have no say in the type of the result.
+    right = a if groups.has_scaled_weights(formula, a, b) else b
+    call = groups.call_of(a, right, sizes, preferred_element_type, precision, options)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     last = [getattr(taken, name) for name in formula.operands]
     every = (a, b, *([] if up is None else [up]), sizes, *last)
-    types = {np.dtype(a.dtype), np.dtype(b.dtype)}
-    if why := groups.why_jax(types, call, every):
+    if why := groups.why_jax(call, every):
         groups.refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
@@ -331,10 +334,9 @@ def _general(  # noqa: PLR0913 - as of what calls it
     with _as_jax_says(lhs, rhs, sizes, numbers):
         groups.check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
     groups.check_values(group_sizes, lhs.shape[0])
-    operands = {np.dtype(lhs.dtype), np.dtype(rhs.dtype)}
     call = groups.call_of(lhs, rhs, sizes, preferred, precision, options)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
-    if why := groups.why_jax(operands, call, (lhs, rhs)):
+    if why := groups.why_jax(call, (lhs, rhs)):
         return by_jax(why, call.out_dtype)
     return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
 

@@ -14,19 +14,31 @@ from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import element_type
+from pallas_gemm.problem import Epilogue, element_type
 
 OF_LAX = ("lhs", "rhs")
 """The names of the factors in `lax.ragged_dot`."""
 
 
-def why_jax(types: set[np.dtype], call: GroupedCall, operands: Any) -> str | None:
-    """Returns why JAX's own function computes a product; None if it does not."""
+def why_jax(call: GroupedCall, operands: Any) -> str | None:
+    """Returns why JAX's own function computes a product; None if it does not.
+
+    Weights of few bits beside wider rows are multiplied in the type of these.
+    """
+    left, right = (np.dtype(x.dtype) for x in operands[:2])
+    is_widened = not call.contracted and element_types.is_widened(left, right)
+    types = {left} if is_widened else {left, right}
     multiplied = scheme.multiplied(call.precision, types, groups=True)
     if why := element_types.why_no_kernel(multiplied, call.out_dtype, widened=False):
         return why
     is_explicit = request.is_explicit(*operands)
     return "the types of the operands say how a mesh splits them" if is_explicit else None
+
+
+def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
+    """Whether matrices are scaled weights of few bits, which are multiplied in the rows' type."""
+    scaled = epilogue.col_scale or epilogue.col_blocks
+    return scaled and element_types.is_widened(a.dtype, b.dtype)
 
 
 def call_of(

@@ -109,7 +109,7 @@ def of_gemm(
         **result: `preferred_element_type`, `precision` and `out_sharding`, as for `gemm`.
     """
     right = "b" if operands.up is None else "w_gate"
-    operands = weight_operands.taken_apart(operands, right, transpose_b)
+    operands = weight_operands.taken_apart(operands, (right, "w_up"), transpose_b)
     a, b = arguments.array("a", operands.a), arguments.array(right, operands.b)
     transpose_a = arguments.flag("transpose_a", transpose_a)
     transpose_b = arguments.flag("transpose_b", transpose_b)

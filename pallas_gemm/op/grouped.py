@@ -10,6 +10,7 @@ Its derivatives are products of groups again, of both modes and any order:
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,9 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import groups
+from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op.autodiff import check_weights
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
@@ -113,10 +116,13 @@ def _lowered(
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, gpu=gpu)
     lowering.refuse_simulation(call)
-    alone = mesh_context.why_not_partitioned(ctx.module_context) or call.epilogue.blocks
-    if devices is None or alone:
+    alone = mesh_context.why_not_partitioned(ctx.module_context)
+    few_bits = _has_few_bits(call, ctx.avals_in)
+    if devices is None or alone or (call.epilogue.blocks and not few_bits):
         lowering.refuse_unshared(call, ctx.module_context)
         run = functools.partial(xla_groups.by_jax, call)
+    elif call.epilogue.blocks:
+        run = functools.partial(_of_matrices, shared_groups, call)
     else:
         run = functools.partial(shared_groups, call)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
@@ -125,12 +131,41 @@ def _lowered(
 def _lowered_part(
     ctx: mlir.LoweringRuleContext, *operands: Any, call: GroupedCall, gpu: bool
 ) -> Any:
-    """Lowers what one device computes."""
-    tiles = functools.partial(xla_groups.by_tiles, call)
-    return lowering.lower_matrices(ctx, operands, call, tiles, gpu=gpu)
+    """Lowers what one device computes.
+
+    Of weights of few bits that no kernel takes, XLA makes matrices of 16, which one may take.
+    """
+    if _has_few_bits(call, ctx.avals_in):
+        again = dataclasses.replace(call, options=call.options.for_another_product())
+        otherwise = functools.partial(_of_matrices, _part, again)
+    else:
+        otherwise = functools.partial(xla_groups.by_tiles, call)
+    return lowering.lower_matrices(ctx, operands, call, otherwise, gpu=gpu)
+
+
+def _has_few_bits(call: GroupedCall, operands: Sequence[Any]) -> bool:
+    """Whether the matrices are weights of few bits beside wider rows."""
+    return not call.contracted and is_widened(operands[0].dtype, operands[1].dtype)
+
+
+def _of_matrices(
+    compute: Callable[..., jax.Array], call: GroupedCall, *operands: jax.Array
+) -> jax.Array:
+    """Computes a call of weights of few bits from the matrices that they stand for."""
+    whole, given = xla_groups.as_matrices(call, *operands)
+    return compute(whole, *given)
+
+
+def _part(call: GroupedCall, *operands: jax.Array) -> jax.Array:
+    return grouped_part_p.bind(*operands, call=call)
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
+    if _has_few_bits(call, primals):
+        check_weights(primals, call.unpack(linear.changes(tangents)))
+        by_matrices = functools.partial(_of_matrices, grouped, call)
+        change = linear.change_by(by_matrices, primals, linear.changes(tangents))
+        return linear.named(grouped(call, *primals)), change
     if call.epilogue.blocks:
         by_xla = functools.partial(xla_groups.by_jax, call)
         change = linear.change_by(by_xla, primals, linear.changes(tangents))

@@ -1,7 +1,7 @@
 """What a decision stands for: a function of the operands, with what is done around a kernel."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_gemm.call import Call, GroupedCall, Operands
@@ -52,14 +52,9 @@ def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operan
 
 def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     given = call.unpack(operands)
-    sums = []
-    rights = (given.b, given.col_blocks, given.col_zeros)
-    ups = (given.up, given.up_blocks, given.up_zeros)
-    for b, blocks, zeros in (rights, ups):
-        if b is not None:
-            values = {"row_blocks": given.row_blocks, "col_blocks": blocks, "col_zeros": zeros}
-            own = Operands(given.a, b, **values)
-            sums.append(realigned.restore(kernel(*realigned.prepare(own).present())))
+    sums = [
+        realigned.restore(kernel(*realigned.prepare(own).present())) for own in _each_sum(given)
+    ]
     result = (
         sums[0]
         if call.epilogue.of_whole_sums.is_identity
@@ -69,7 +64,20 @@ def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *oper
 
 
 def _unfused_groups(call: GroupedCall, kernel: Callable[..., Any], *operands: Any) -> Any:
-    return xla_groups.finished(call, lambda _, *factors: kernel(*factors), *operands)
+    given, sizes = call.unpack(operands), call.sizes(operands)
+    each = (own.present() for own in _each_sum(given))
+    sums = [kernel(a, b, sizes, *blocks) for a, b, *blocks in each]
+    return xla_groups.applied(call, sums, given, sizes)
+
+
+def _each_sum(given: Operands) -> Iterator[Operands]:
+    """Yields the factors of each sum, and what scales their blocks."""
+    rights = (given.b, given.col_blocks, given.col_zeros)
+    ups = (given.up, given.up_blocks, given.up_zeros)
+    for b, blocks, zeros in (rights, ups):
+        if b is not None:
+            values = {"row_blocks": given.row_blocks, "col_blocks": blocks, "col_zeros": zeros}
+            yield Operands(given.a, b, **values)
 
 
 def _simulator() -> Any:

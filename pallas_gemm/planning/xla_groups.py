@@ -58,26 +58,50 @@ def finished(
         *operands: Of the call.
         dtype: Type of the products; None for that of sums.
     """
-    given, sizes = call.unpack(operands), call.sizes(operands)
-    if call.epilogue.blocks:
-        call, given = xla.without_blocks(call, given)
-    elif call.epilogue.is_identity:
+    is_bare = call.epilogue.is_identity
+    call, operands = as_matrices(call, *operands)
+    if is_bare:
         return products(call, *operands)
+    given, sizes = call.unpack(operands), call.sizes(operands)
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     plain = call.sums(wide if dtype is None else dtype)
     sums = [products(plain, given.a, b, sizes) for b in (given.b, given.up) if b is not None]
+    return applied(call, sums, given, sizes)
+
+
+def as_matrices(
+    call: GroupedCall, *operands: jax.Array
+) -> tuple[GroupedCall, tuple[jax.Array, ...]]:
+    """Returns a call of factors that stand for themselves, and its operands.
+
+    Blocks of factors are scaled, and weights of few bits get the type of the rows.
+    """
+    given, sizes = call.unpack(operands), call.sizes(operands)
+    if call.epilogue.blocks:
+        call, given = xla.without_blocks(call, given)
+    elif not call.contracted:
+        given = xla.widened(given)
+    factors = (x for x in given[:3] if x is not None)
+    return call, (*factors, sizes, *(getattr(given, name) for name in call.epilogue.operands))
+
+
+def applied(
+    call: GroupedCall, sums: list[jax.Array], given: Operands, sizes: jax.Array
+) -> jax.Array:
+    """Applies the epilogue of a call to sums, but for the scales of blocks."""
+    epilogue = call.epilogue.of_whole_sums
     (rows, _), (groups,) = sums[0].shape, sizes.shape
     if groups == 0:
         # Rows are in none, and have none to take a bias of.
         return sums[0].astype(call.out_dtype)
     group = group_of_rows(sizes, rows)
-    extras = {name: getattr(given, name) for name in call.epilogue.operands}
+    extras = {name: getattr(given, name) for name in epilogue.operands}
 
     # So that reverse mode keeps the products alone, and not what is made of them in float32.
     @jax.checkpoint
     def finish(sums: list[jax.Array], extras: dict[str, jax.Array]) -> jax.Array:
         own = _of_rows(Operands(None, None, **extras), jnp.minimum(group, groups - 1))
-        values = xla.finish(call.epilogue, sums, own)
+        values = xla.finish(epilogue, sums, own)
         is_any = lax.broadcast_in_dim(group < groups, values.shape, (0,))
         return jnp.where(is_any, values, jnp.zeros_like(values)).astype(call.out_dtype)
 

@@ -501,17 +501,17 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
                 X, EXPERTS.astype(jnp.bfloat16), SIZES, col_zero=jnp.ones((2, 4, N))
             ),
             TypeError,
-            "are for b of few bits beside rows of bfloat16, .* got bfloat16 and bfloat16",
+            "col_zero is for a right operand of few bits .* got bfloat16 and bfloat16",
         ),
         (
             lambda: grouped_gemm(X, EXPERTS, SIZES, col_scale=jnp.ones((2, 5, N))),
             ValueError,
-            r"scale of b must be \[2, k / group, 24\] for values with k=64, got \[2, 5, 24\]",
+            r"col_scale must be \[k / g, n / c\], .* got \[2, 5, 24\], the nearest is \[4, 24\]",
         ),
         (
             lambda: grouped_gemm(X, EXPERTS, SIZES, col_zero=jnp.ones((2, 4, N))),
             ValueError,
-            "the zero points of b need scales of the same groups",
+            "col_zero needs col_scale, the scales of the same groups",
         ),
         (
             lambda: grouped_gemm(X, EXPERTS, SIZES, up_zero=jnp.ones((2, 4, N))),

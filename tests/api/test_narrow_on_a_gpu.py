@@ -103,6 +103,39 @@ def test_weights_of_few_bits_are_widened(size, dtype, last):
     np.testing.assert_array_equal(found, np.asarray(x, np.float64) @ wide)
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("scaled", ["groups", "columns"])
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "m"),
+    [
+        ("int4", (1, 0, 1), 2),
+        ("int4", (9, 0, 17, 1, 64), 100),
+        ("int8", (300, 5, 0, 128), 600),
+        ("float8_e4m3fn", (0, 0, 3), 40),
+    ],
+)
+def test_experts_of_few_bits_are_widened(dtype, sizes, m, scaled, last):
+    n, k, count = 640, 1024, len(sizes)
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(count, k, n, seed=1)
+    deep = k // 128 if scaled == "groups" else 1
+    scale, bias = _powers(count, deep, n, seed=2), _integers(count, n, seed=3)
+
+    def multiply(x: Any, w: Any, scale: Any, bias: Any, sizes: Any) -> Any:
+        return grouped_gemm(
+            x, w, sizes, transpose_b=last, col_scale=scale, bias=bias, preferred_element_type=F32
+        )
+
+    wide = np.asarray(w, np.float64) * np.asarray(scale, np.float64).repeat(k // deep, 1)
+    expected, start = np.zeros((m, n)), 0
+    for own, added, size in zip(wide, np.asarray(bias, np.float64), sizes, strict=True):
+        rows = slice(start, start + size)
+        expected[rows] = np.asarray(x, np.float64)[rows] @ own + added
+        start += size
+    stored = (jnp.swapaxes(w, 1, 2) if last else w).astype(dtype)
+    found = _by_a_kernel(multiply, x, stored, scale, bias, jnp.array(sizes))
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)])
 def test_quantize_reads_once_for_both_axes(block):
     x = jax.random.normal(jax.random.key(0), (384, 512), BF16)

@@ -52,7 +52,7 @@ def test_there_is_a_config_for_any_rows(m: int, kind: Any, transpose_b: bool, bl
         (problem(blocks=Blocks(256, 0, 1)), r"scales are those of \(32, 64, 128\) weights"),
         (problem(blocks=Blocks(128, 1, 1)), "weights of a column, got blocks of 1 x 128 of a"),
         (problem(blocks=Blocks(128, 0, 1, zeros=True)), "no weight but 0 stands for 0"),
-        (problem(batch=4), "weights of few bits are those of one product"),
+        (problem(symmetric="gram"), "those of one product, of a batch, or of rows in groups"),
         (problem(epilogue=Epilogue(residual=True)), "neither a residual nor a gate, got residual"),
         (problem(epilogue=Epilogue(gated=True)), "neither a residual nor a gate, got gated"),
         (problem(parts=2), "it promises no order in which sums are made"),

@@ -66,7 +66,8 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     """
     if cut is not None:
         return
-    for cols, ctas, step in itertools.product(_columns(problem.m), CTAS, STEPS):
+    columns = _columns_of_groups(problem) if problem.groups else _columns(problem.m)
+    for cols, ctas, step in itertools.product(columns, CTAS, STEPS):
         if ctas > 1 and (cols > NARROW or problem.k < ctas * SHARED):
             continue
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
@@ -81,6 +82,20 @@ def _columns(m: int) -> list[int]:
     if whole <= 128:
         return [whole]
     return sorted({min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16})
+
+
+def _columns_of_groups(problem: Problem) -> list[int]:
+    """How many rows of a group a tile may have: those of a large group, or a part of them."""
+    rows = _groups(problem)[1]
+    widths = {-(-rows // (8 * parts)) * 8 for parts in (1, 2, 3, 4)}
+    return sorted({min(width, MOST_COLUMNS) for width in widths})
+
+
+def _groups(problem: Problem) -> tuple[int, int]:
+    """How many groups have rows at most, and how many rows a large one of them is taken to have."""
+    count = min(problem.groups, problem.m)
+    mean = problem.m / count
+    return count, min(problem.m, math.ceil(mean + math.sqrt(mean)))
 
 
 def _deepest(
@@ -125,7 +140,11 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
         wgmmas * (each + COLUMN_CYCLES * cols),
         LATENCY_CYCLES / max(1, config.stages - 1),
     )
-    waves = math.ceil(config.tiles(problem) / device.coresident_clusters(config.cluster_size))
+    tiles = config.tiles(problem)
+    if problem.groups:
+        (down, _), (groups, length) = config.grid(problem), _groups(problem)
+        tiles = min(tiles, down * groups * math.ceil(length / cols))
+    waves = math.ceil(tiles / device.coresident_clusters(config.cluster_size))
     steps = math.ceil(config.steps(problem) / config.ctas_along_k)
     end = END_CYCLES + ELEMENT_CYCLES * rows * cols + JOINED_CYCLES * (config.ctas_along_k > 1)
     busy = waves * (steps * step + end) / (CLOCK_SHARE * machine.clock_hz)
@@ -135,10 +154,9 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
 
 def bytes_(problem: Problem) -> float:
     """Bytes that are moved at least."""
-    scales = problem.n * problem.k // problem.blocks.k * 2 if problem.blocks else 0
-    return (
-        problem.n * problem.k * BITS[problem.b_dtype] / 8
-        + scales
-        + problem.m
-        * (problem.k * problem.a_dtype.itemsize + problem.n * problem.out_dtype.itemsize)
-    )
+    weights = problem.n * problem.k * BITS[problem.b_dtype] / 8
+    weights += problem.n * problem.k // problem.blocks.k * 2 if problem.blocks else 0
+    matrices = _groups(problem)[0] if problem.groups else problem.batch
+    matrices = 1 if problem.shared_b else matrices
+    each = problem.k * problem.a_dtype.itemsize + problem.n * problem.out_dtype.itemsize
+    return matrices * weights + problem.batch * problem.m * each

@@ -64,8 +64,15 @@ def operand(plan: HopperPlan, sizes: jax.Array) -> Any:
         rows = length(plan) + -(-flags // len(Ranked._fields))
         table = ranked(sizes, problem.k, rows, plan.relay)
         return jax.new_ref(table) if plan.claims_tiles else launch.on_its_own(table)
-    # Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
-    return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else groups.within(sizes, problem.m))
+    return of_rows(sizes, problem.m)
+
+
+def of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns the sizes of groups among so many rows, as a kernel takes them.
+
+    Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
+    """
+    return launch.on_its_own(sizes if sizes.dtype == jnp.int32 else groups.within(sizes, rows))
 
 
 def read(plan: HopperPlan, table: Any, row: Any) -> Ranked:

@@ -93,6 +93,18 @@ class WidenedConfig(GemmConfig):
         """The transposed product, of which the weights are the left operand."""
         return problem if problem.transpose_out else problem.mirrored()
 
+    def grid(self, problem: Problem) -> tuple[int, int]:
+        """Tiles of columns of the result, and of rows: of groups, at most.
+
+        Tiles have rows of one group alone. Rows that are in none have tiles like one more group.
+        """
+        if not problem.groups:
+            return super().grid(problem)
+        own = self.as_computed(problem)
+        rows, cols = self.out_tile(own)
+        most = (own.n + (cols - 1) * (own.groups + 1)) // cols
+        return -(-own.m // rows), min(own.n, most)
+
     def line(self, problem: Problem) -> int:
         """Bytes of a line of a panel of weights in a slot."""
         own = self.as_computed(problem)

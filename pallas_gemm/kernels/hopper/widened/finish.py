@@ -7,12 +7,15 @@ sums ──▶ epilogue ──▶ a slot, transposed ──▶ TMA ──▶ the
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import epilogue, smem
+from pallas_gemm.kernels import epilogue, place, smem
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
+from pallas_gemm.kernels.hopper.groups import group_rows
+from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.ptx import arrays, cluster, fragments
 from pallas_gemm.kernels.traced import Scalar, Values
@@ -75,34 +78,60 @@ def _join_steps(cta: Any, me: Scalar, turn: Scalar, total: Values) -> Values:
 
 def store(cta: Any, me: Scalar, total: Values) -> None:
     """Finishes sums and stores them, chunk by chunk."""
-    plan, config = cta.plan, cta.plan.config
-    chunks = [
-        (top, first, width) for top in range(plan.tops) for first, width in config.store_chunks()
-    ]
-    places = [
-        (slice(top * WGMMA_ROWS, (top + 1) * WGMMA_ROWS), slice(first, first + width))
-        for top, first, width in chunks
-    ]
+    plan, at = cta.plan, cta.at
+    chunks = _chunks(plan)
+    places = [(slice(x.row, x.row + x.rows), slice(x.col, x.col + x.cols)) for x in chunks]
     parts = arrays.taken_apart(plan, total, places, fragments.LAYOUT)
-    swizzled = plan.problem.out_dtype.itemsize == 2
-    for number, ((top, first, width), part) in enumerate(zip(chunks, parts, strict=True)):
-        row = cta.row + me * plan.form.rows + top * WGMMA_ROWS
-        col = cta.col + first
-        strip = epilogue.Strip(None, (row, WGMMA_ROWS), (col, width), fragments.LAYOUT)
+    for number, (chunk, part) in enumerate(zip(chunks, parts, strict=True)):
+        row = at.row + me * plan.form.rows + chunk.row
+        cols = at.col + chunk.col, chunk.cols
+        strip = epilogue.Strip(at.product, (row, chunk.rows), cols, fragments.LAYOUT)
         (values,) = epilogue.finish(plan, cta.gmem, strip, [part], _nothing_to_read)
-        plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
-        slot = number % config.store_slots
-        if swizzled:
-            views = smem.views(cta.slots.out, simulated=plan.simulated)[widths(plan).index(width)]
-            slot *= config.store_columns // width
-            box, tile = (view.at[me, slot] for view in views)
-            tile.transpose((1, 0))[...] = values
-        else:
-            box = cta.slots.out.at[me, slot, pl.ds(0, width)]
-            fragments.write_turned(plan, box, values)
-        plgpu.commit_smem()
-        there = pl.ds(col, width), pl.ds(row, WGMMA_ROWS)
-        plgpu.copy_smem_to_gmem(box, cta.out.at[there])
+        _put(cta, me, number, chunk, values)
+
+
+def store_zeros(cta: Any, me: Scalar) -> None:
+    """Stores zeros for rows that are in no group."""
+    plan = cta.plan
+    for number, chunk in enumerate(_chunks(plan)):
+        nothing = jnp.zeros((chunk.rows, chunk.cols), plan.problem.out_dtype)
+        values = arrays.in_registers(plan, nothing, fragments.LAYOUT)
+        _put(cta, me, number, chunk, values)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _chunks(plan: WidenedPlan) -> list[Chunk]:
+    """The parts of a consumer's sums that are stored at a time."""
+    return [
+        Chunk(top * WGMMA_ROWS, WGMMA_ROWS, first, width)
+        for top in range(plan.tops)
+        for first, width in plan.config.store_chunks()
+    ]
+
+
+def _put(cta: Any, me: Scalar, number: int, chunk: Chunk, values: Values) -> None:
+    """Stores a chunk that is finished."""
+    plan, config, at = cta.plan, cta.plan.config, cta.at
+    plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
+    slot, width = number % config.store_slots, chunk.cols
+    if plan.problem.out_dtype.itemsize == 2:
+        views = smem.views(cta.slots.out, simulated=plan.simulated)[widths(plan).index(width)]
+        slot *= config.store_columns // width
+        box, tile = (view.at[me, slot] for view in views)
+        tile.transpose((1, 0))[...] = values
+    else:
+        box = cta.slots.out.at[me, slot, pl.ds(0, width)]
+        fragments.write_turned(plan, box, values)
+    plgpu.commit_smem()
+    first_row = at.row + me * plan.form.rows + chunk.row
+    out = place.matrix(cta.out, at.product)
+    if at.end is None:
+        there = pl.ds(at.col + chunk.col, width), pl.ds(first_row, WGMMA_ROWS)
+        plgpu.copy_smem_to_gmem(box, out.at[there])
+        return
+    where = place.Where(None, at.col, first_row, end=at.end)
+    turned = Chunk(chunk.col, width, 0, WGMMA_ROWS)
+    group_rows.store(box, out, group_rows.Place(turned, where))
 
 
 def _nothing_to_read(number: int) -> Any:

@@ -33,9 +33,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, smem
+from pallas_gemm.kernels import launch, place, smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
-from pallas_gemm.kernels.hopper.widened import finish
+from pallas_gemm.kernels.hopper.groups import table
+from pallas_gemm.kernels.hopper.widened import finish, walk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, fences, fragments
@@ -74,8 +75,7 @@ class Cta(NamedTuple):
     out: Ref
     slots: Slots
     barriers: Barriers
-    row: Scalar
-    col: Scalar
+    at: walk.Tile
     rank: Scalar
 
 
@@ -92,27 +92,28 @@ def _span(cta: Cta) -> tuple[Scalar, Scalar]:
 def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
     """Starts the loads of a step."""
     plan, form, full = cta.plan, cta.plan.form, cta.barriers.full.at[slot]
-    k, factors = step * form.depth, cta.gmem.factors[0]
-    (x,), w = factors.b, factors.a
+    at, k, factors = cta.at, step * form.depth, cta.gmem.factors[0]
+    w, x = (place.matrix(own, at.product) for own in (factors.a, *factors.b))
     for panel in range(form.panels):
         if form.k_last:
             first = step * (form.depth * form.bits // 8) + panel * form.line
-            there = pl.ds(cta.row, form.all_rows), pl.ds(first, form.line)
+            there = pl.ds(at.row, form.all_rows), pl.ds(first, form.line)
         else:
-            first = lax.div(cta.row * form.bits, jnp.int32(8)) + panel * form.line
+            first = lax.div(at.row * form.bits, jnp.int32(8)) + panel * form.line
             there = pl.ds(k, form.depth), pl.ds(first, form.line)
         plgpu.copy_gmem_to_smem(w.at[there], cta.slots.w.at[slot, panel], full)
     for panel in range(plan.x_panels):
-        there = pl.ds(cta.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
+        there = pl.ds(at.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
         plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
     if not form.group:
         return
-    groups = pl.ds(lax.div(k, jnp.int32(form.group)), plan.scales_of_step)
+    own_groups = pl.ds(lax.div(k, jnp.int32(form.group)), plan.scales_of_step)
     for first in range(0, form.all_rows, WIDEST_COPY):
         width = min(WIDEST_COPY, form.all_rows - first)
         own = cta.slots.scales.at[slot, :, pl.ds(first, width)]
-        scales = cta.gmem.scales[0].at[groups, pl.ds(cta.row + first, width)]
-        plgpu.copy_gmem_to_smem(scales, own, full)
+        scales = place.matrix(cta.gmem.scales[0], at.product)
+        there = own_groups, pl.ds(at.row + first, width)
+        plgpu.copy_gmem_to_smem(scales.at[there], own, full)
 
 
 def _producer(cta: Cta) -> None:
@@ -167,13 +168,22 @@ def _consumer(cta: Cta) -> None:
 def _body(
     plan: WidenedPlan, gmem: launch.Inputs, out: Ref, slots: Slots, barriers: Barriers
 ) -> None:
-    """Gives each warpgroup of a CTA its role."""
-    tile, columns = lax.axis_index(launch.WORKER), plan.config.grid(plan.problem)[1]
-    rows, cols = plan.config.tile
-    col = lax.rem(tile, jnp.int32(columns)) * cols
-    row = lax.div(tile, jnp.int32(columns)) * rows
-    cta = Cta(plan, gmem, out, slots, barriers, row, col, lax.axis_index(ALONG_K))
-    registers = plan.config.registers
+    """Gives each warpgroup of a CTA its role, if it has a tile."""
+    at = walk.tile(plan, gmem)
+    cta = Cta(plan, gmem, out, slots, barriers, at, lax.axis_index(ALONG_K))
+    run = functools.partial(_roles, cta)
+    if at.empty is None:
+        run()
+        return
+    warpgroup = lax.axis_index(launch.WARPGROUP)
+    stores = at.exists & at.empty & (warpgroup < plan.config.consumers) & (cta.rank == 0)
+    pl.when(stores)(lambda: finish.store_zeros(cta, warpgroup))
+    pl.when(at.exists & ~at.empty)(run)
+
+
+def _roles(cta: Cta) -> None:
+    """Runs the role of a warpgroup."""
+    plan, registers = cta.plan, cta.plan.config.registers
 
     def produce() -> None:
         if registers:
@@ -243,12 +253,18 @@ def in_bytes(w: jax.Array, bits: int) -> jax.Array:
 
 
 def build(plan: WidenedPlan) -> Callable[..., Any]:
-    """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes."""
+    """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes.
+
+    Of rows in groups, the sizes of groups follow b.
+    """
 
     def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
+        sizes = None
+        if plan.problem.groups:
+            sizes, rest = table.of_rows(rest[0], plan.problem.n), rest[1:]
         own = plan.typed(rest[0] if plan.problem.blocks else None)
         operands = [in_bytes(b, plan.bits), a, *rest]
-        inputs = launch.inputs(plan.config, plan.problem, operands, None)
+        inputs = launch.inputs(plan.config, plan.problem, operands, sizes)
         kernel = launch.kernel(
             functools.partial(_body, own),
             name="pallas_gemm_widened",

@@ -36,9 +36,8 @@ def _refusals(problem: Problem) -> Iterator[str]:
         yield f"scales are those of {GROUPS} weights of a column, got {blocks}"
     if blocks and blocks.zeros:
         yield f"no weight but 0 stands for 0, got {blocks}"
-    several = problem.batch > 1 or problem.terms or problem.symmetric or problem.in_groups
-    if several or problem.transpose_out:
-        yield "weights of few bits are those of one product"
+    if problem.terms or problem.symmetric or problem.ragged_k or problem.transpose_out:
+        yield "weights of few bits are those of one product, of a batch, or of rows in groups"
     epilogue = problem.epilogue
     if epilogue.gated or problem.loaded_dtypes:
         yield f"it has neither a residual nor a gate, got {' and '.join(epilogue.parts)}"
