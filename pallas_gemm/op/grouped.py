@@ -133,7 +133,7 @@ def _lowered_part(
 ) -> Any:
     """Lowers what one device computes.
 
-    Of weights of few bits that no kernel takes, XLA makes matrices of 16, which one may take.
+    XLA makes matrices of 16 bits of weights of few that no kernel takes. Then one may take these.
     """
     if _has_few_bits(call, ctx.avals_in):
         again = dataclasses.replace(call, options=call.options.for_another_product())

@@ -68,7 +68,7 @@ def operand(plan: HopperPlan, sizes: jax.Array) -> Any:
 
 
 def of_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns the sizes of groups among so many rows, as a kernel takes them.
+    """Returns the sizes of groups of rows, as a kernel takes them.
 
     Sizes in int32 are taken as they are, whatever they say, so that no kernel runs beside.
     """

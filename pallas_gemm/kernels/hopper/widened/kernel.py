@@ -255,7 +255,7 @@ def in_bytes(w: jax.Array, bits: int) -> jax.Array:
 def build(plan: WidenedPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes.
 
-    Of rows in groups, the sizes of groups follow b.
+    Where rows are in groups, the sizes of groups follow b.
     """
 
     def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
