@@ -19,6 +19,7 @@ from pallas_gemm.api import (
     function,
     function_of_groups,
     groups,
+    request,
     weight_operands,
 )
 from pallas_gemm.api import explain as explanation
@@ -276,7 +277,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         row_blocks=taken.row_blocks is not None,
     )
     # Scaled weights of few bits have no say in the type of the result.
-    right = a if groups.has_scaled_weights(formula, a, b) else b
+    right = a if request.has_scaled_weights(formula, a, b) else b
     call = groups.call_of(a, right, sizes, preferred_element_type, precision, options)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     last = [getattr(taken, name) for name in formula.operands]

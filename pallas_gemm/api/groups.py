@@ -14,7 +14,7 @@ from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import Epilogue, element_type
+from pallas_gemm.problem import element_type
 
 OF_LAX = ("lhs", "rhs")
 """The names of the factors in `lax.ragged_dot`."""
@@ -33,12 +33,6 @@ def why_jax(call: GroupedCall, operands: Any) -> str | None:
         return why
     is_explicit = request.is_explicit(*operands)
     return "the types of the operands say how a mesh splits them" if is_explicit else None
-
-
-def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
-    """Whether matrices are scaled weights of few bits, which are multiplied in the rows' type."""
-    scaled = epilogue.col_scale or epilogue.col_blocks
-    return scaled and element_types.is_widened(a.dtype, b.dtype)
 
 
 def call_of(

@@ -183,8 +183,7 @@ def _request(
     rules = dot if multiply.func is _dot_general else matmul
     wanted = element_type(preferred_element_type)
     # Scaled weights of few bits have no say in it.
-    scaled = epilogue.col_scale or epilogue.col_blocks
-    narrow = scaled and element_types.is_widened(operands.a.dtype, operands.b.dtype)
+    narrow = has_scaled_weights(epilogue, operands.a, operands.b)
     right = operands.a if narrow else operands.b
     dtype = arguments.result_type(operands.a, right, wanted, rules, resolved).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
@@ -212,15 +211,20 @@ def _request(
     return Request(call, dims, operands, by_xla, outside)
 
 
+def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
+    """Whether weights of few bits are scaled, and so multiplied in the type of what is wider."""
+    scaled = epilogue.col_scale or epilogue.col_blocks
+    return scaled and element_types.is_widened(a.dtype, b.dtype)
+
+
 def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
     """Returns why no kernel is considered, None if one is."""
     if call.options.implementation == "xla":
         return "implementation='xla'"
     dtypes = {np.dtype(x.dtype) for x in operands[:3] if x is not None}
-    if call.epilogue.col_scale or call.epilogue.col_blocks:
-        left, right = (np.dtype(x.dtype) for x in operands[:2])
-        if left in element_types.FLOATS_16 and element_types.is_widened(left, right):
-            dtypes = {left}
+    left = np.dtype(operands.a.dtype)
+    if left in element_types.FLOATS_16 and has_scaled_weights(call.epilogue, *operands[:2]):
+        dtypes = {left}
     dtypes = scheme.multiplied(call.precision, dtypes)
     if reason := element_types.why_no_kernel(dtypes, call.out_dtype):
         return reason
