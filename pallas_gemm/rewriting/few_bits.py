@@ -80,8 +80,7 @@ class FewBits:
 
 def few_bits_of(level: Level, own: Dense, how: How) -> FewBits | None:
     """Returns a product of the weights as they are stored, if that saves time."""
-    turned = dataclasses.replace(own, dims=own.dims.swapped, factors=own.factors[::-1])
-    for each in (own, turned):
+    for each in (own, own.swapped):
         weights = _weights(level, each.factors[1], each.dims)
         if weights is None or not is_widened(each.factors[0].aval.dtype, weights.values.aval.dtype):
             continue
@@ -93,8 +92,7 @@ def few_bits_of(level: Level, own: Dense, how: How) -> FewBits | None:
 
 def _priced(level: Level, own: Dense, each: Dense, weights: "_Weights", how: How) -> FewBits | None:
     """Returns the product of weights, if it is predicted to be faster."""
-    call = own.call if each is own else own.call.with_swapped_precision()
-    call = dataclasses.replace(call, epilogue=_epilogue(weights.dims))
+    call = dataclasses.replace(each.call, epilogue=_epilogue(weights.dims))
     dims, factors, cuts = weights.dims, (each.factors[0], weights.values), ()
     if dims.col_blocks:
         groups = weights.scale.aval.shape[dims.rhs.index(dims.contracted)]

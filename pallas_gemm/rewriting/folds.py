@@ -115,8 +115,9 @@ class Folder:
         """
         if not _may_be_folded(own):
             return None
+        own = own.in_order
         best, read = self._best(level, (own,))
-        for other in (ours[x] for x in read if x in ours):
+        for other in (ours[x].in_order for x in read if x in ours):
             if _are_a_pair(level, own, other):
                 both, _ = self._best(level, (own, other))
                 if both is not None and (best is None or both.saved > best.saved):
@@ -167,8 +168,8 @@ class Folder:
 
     def _function(self, level: Level, region: Region) -> Function:
         """Returns the function of the sums and of the operands."""
-        key = _key(region)
-        function = None if key is None else _FUNCTIONS.get((key, self._how.exact))
+        key, exact = _key(region), self._how.exact or region.rounds
+        function = None if key is None else _FUNCTIONS.get((key, exact))
         if function is None:
             products = region.products
             program = level.jaxpr.replace(
@@ -183,12 +184,12 @@ class Folder:
             types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in region.operands]
             sums = [jax.ShapeDtypeStruct(x.aval.shape, np.float32) for x in products]
             with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
-                wide = functools.partial(_wide, program, len(sums), exact=self._how.exact)
+                wide = functools.partial(_wide, program, len(sums), exact=exact)
                 closed = jax.make_jaxpr(wide)(*sums, *types)
             run = functools.partial(_as_written, program, dtype, len(sums))
             function = Function(run, closed, len(sums), rounds_to=np.dtype(dtype))
             if key is not None:
-                _FUNCTIONS.put((key, self._how.exact), function)
+                _FUNCTIONS.put((key, exact), function)
         return function
 
 
@@ -312,6 +313,8 @@ def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool) -> list[Any]:
         inner = called(equation)
         if inner is not None:
             outputs = _run(inner, inputs, exact=exact)
+        elif equation.primitive.name == "stop_gradient":
+            outputs = inputs
         else:
             outputs = _bound(equation, inputs)
         types = avals_of(equation.outvars)

@@ -92,6 +92,21 @@ class Dense:
     out: Any
     seconds: float
 
+    @property
+    def swapped(self) -> "Dense":
+        """The same product with the operands in the other order."""
+        call = self.call.with_swapped_precision()
+        return dataclasses.replace(
+            self, call=call, dims=self.dims.swapped, factors=self.factors[::-1]
+        )
+
+    @property
+    def in_order(self) -> "Dense":
+        """The same with the dimensions of the left operand first in the result, if that can be."""
+        dims = self.dims
+        is_turned = dims.columns and dims.out.endswith(dims.columns + dims.rows)
+        return self.swapped if is_turned else self
+
 
 def is_one_devices(own: Dense) -> bool:
     """Whether a product is one device's as far as the types of its operands say."""

@@ -20,6 +20,7 @@ from jax.extend import core
 
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.split import ELEMENTWISE, REDUCTIONS
+from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.level import Level, called, is_stored_by
 
 EXACT = frozenset(
@@ -32,6 +33,10 @@ EXACT = frozenset(
 """Operations whose result is the exact value, rounded once, wherever they are computed."""
 EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
 MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+PICKS = frozenset(("dynamic_slice", "gather"))
+"""Operations that read a few elements of an array: no pass over it."""
+AFTER = 0.5
+"""How much deeper a pass is that needs what another one makes of whole rows."""
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
 AGAIN = 2
@@ -59,6 +64,7 @@ class Region:
         left: Bytes that the passes move that are left.
         is_pass: A whole pass is no longer made.
         made: Operands that would have to be stored for it.
+        rounds: A kernel rounds where the program does: sums of exponentials are of what is stored.
     """
 
     products: tuple[Any, ...]
@@ -70,6 +76,7 @@ class Region:
     left: int
     is_pass: bool
     made: tuple[Any, ...]
+    rounds: bool
 
 
 class _Operands:
@@ -147,7 +154,10 @@ class _Inside:
         # What each value is computed of again, and what is read for it.
         self.base: dict[Any, Any] = {x: x for x in products}
         self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
+        self.of_exp: list[exponentials.SumOfExp] = []
+        self.stored_as: dict[Any, Any] = {}
         self._grow()
+        self._add_sums_of_exp()
 
     def _grow(self) -> None:
         seen: set[int] = set()
@@ -186,6 +196,30 @@ class _Inside:
             (base,) = bases if is_alone else (x,)
             is_better = bytes_of(x) < bytes_of(base) or self.is_stored(x)
             self.base[x] = x if is_better and np.dtype(x.aval.dtype) in FLOATS else base
+
+    def _add_sums_of_exp(self) -> None:
+        """Adds what follows from the largest values of rows, back to the values themselves."""
+        if exponentials.TOTAL not in self.reductions:
+            return
+        bits = functools.reduce(operator.or_, map(self.level.bit, self.products))
+        for largest in [e for e in self.equations if e.primitive.name == exponentials.LARGEST]:
+            self.of_exp += exponentials.sums_of_exp(
+                self.level, largest, bits, self.base, self._is_reduction
+            )
+        known = {id(e) for e in self.equations}
+        for own in self.of_exp:
+            every = (*own.before, own.exp, own.total)
+            self.equations += [e for e in every if id(e) not in known]
+            known.update(map(id, every))
+            self.reads[own.exp.outvars[0]] = self.reads[own.z]
+            self.reduced += own.total.outvars
+        self.equations.sort(key=self.level.place)
+        for own in self.of_exp:
+            short = [x for x in self.products if bytes_of(x) < bytes_of(own.z)]
+            if not any(self.is_stored(x) or self.others(x) for x in short):
+                # XLA widens the sums before it stores them: exponents are not rounded to 16 bits.
+                self.base[own.z] = own.z
+                self.stored_as |= dict.fromkeys(short, own.z)
 
     def settle(self, read: set[Any]) -> None:
         """Has what others read computed again of the last value that all of it follows from.
@@ -228,6 +262,10 @@ class _Inside:
         """Returns what a pass reads for a value, or for the reduction that makes it."""
         return self.reads[x] if x in self.reads else self.reads[self.level.maker(x).invars[0]]
 
+    def bytes_read(self, values: Iterable[Any]) -> int:
+        """Returns the bytes that XLA reads of values."""
+        return _bytes(self.stored_as.get(x, x) for x in values)
+
     def of(self, x: Any) -> frozenset[Any]:
         """Returns the products that a value depends on."""
         return self.reads_of(x).intersection(self.products)
@@ -254,15 +292,21 @@ def region_of(
         return None
     stored = [x for x in inside.base if inside.is_stored(x)]
     apart = [x for x in stored if inside.base[x] is x]
-    later: dict[int, set[Any]] = {}
+    later: dict[float, set[Any]] = {}
     if others := set(stored) - set(apart):
         # A kernel stores no truth values and integers.
         later[inside.depth] = others
+    picked: set[Any] = set()
     for x in inside.base:
         for reader in inside.others(x):
-            if not is_stored_by(reader):
+            if reader.primitive.name in PICKS:
+                picked.add(x)
+            elif not is_stored_by(reader):
                 later.setdefault(level.depth_before(reader), set()).add(x)
-    read = set().union(*later.values())
+    for own in inside.of_exp:
+        for depth in own.read_at(level):
+            later.setdefault(max(depth, inside.depth + AFTER), set()).add(own.z)
+    read = picked.union(*later.values())
     inside.settle(read)
     again = {inside.base[x] for x in read}
     reduced = [x for x in inside.reduced if x in level.results or level.readers(x)]
@@ -279,7 +323,7 @@ def _priced(
     results: list[Any],
     reduced: list[Any],
     apart: list[Any],
-    later: dict[int, set[Any]],
+    later: dict[float, set[Any]],
 ) -> Region | None:
     """Returns the region that computes some values, with what XLA moves for them."""
     level = inside.level
@@ -292,6 +336,8 @@ def _priced(
     every = [*needed, *map(inside.operands.equation, pulled)]
     kept = _kept(inside, set(results) | set(reduced))
     written = [x for x in apart if x not in inside.products]
+    # The largest values come of a pass, and the sums of the next one.
+    again = sum(inside.bytes_read(inside.reads[own.z]) for own in inside.of_exp)
     is_pass = bool(written or reduced) and inside.depth not in later
     left = {depth: _bytes({inside.base[x] for x in read}) for depth, read in later.items()}
     return Region(
@@ -300,14 +346,15 @@ def _priced(
         tuple(sorted(read, key=lambda x: (x.aval.shape != inside.shape, _place(level, x)))),
         (*results, *reduced),
         tuple(e for e in inside.equations if id(e) not in kept),
-        _stock(inside, [*written, *reduced], later) + _bytes(written),
+        _stock(inside, [*written, *reduced], later) + _bytes(written) + again,
         sum(left.values()),
         is_pass,
         tuple(x for x in full if inside.operands.is_made(x)),
+        any(inside.base[own.z] is not own.z for own in inside.of_exp),
     )
 
 
-def _stock(inside: _Inside, first: list[Any], later: dict[int, set[Any]]) -> int:
+def _stock(inside: _Inside, first: list[Any], later: dict[float, set[Any]]) -> int:
     """Returns the bytes that XLA reads, and writes for itself, to compute values again or not.
 
     Args:
@@ -316,17 +363,18 @@ def _stock(inside: _Inside, first: list[Any], later: dict[int, set[Any]]) -> int
         later: The values that others read, by how deep these are.
     """
     start = inside.depth
-    again: dict[int, set[Any]] = {depth: set(read) for depth, read in later.items()}
+    again: dict[float, set[Any]] = {depth: set(read) for depth, read in later.items()}
     if first:
         again.setdefault(start, set()).update(first)
     every = ({y for x in own for y in inside.reads_of(x)} for own in again.values())
     kept = {inside.base[x] for depth, own in later.items() for x in own if depth > start}
-    written = [x for x in kept if x not in inside.products and not inside.is_stored(x)]
+    is_there = {*inside.products, *inside.stored_as.values()}
+    written = [x for x in kept if x not in is_there and not inside.is_stored(x)]
     # Or the first pass stores what the others read.
     once = {y for x in (*first, *kept, *later.get(start, ())) for y in inside.reads_of(x)}
     bases = ({inside.base[x] for x in own} for depth, own in later.items() if depth > start)
-    stored = _bytes(once) + _bytes(written) + sum(map(_bytes, bases))
-    return min(sum(map(_bytes, every)), stored)
+    stored = inside.bytes_read(once) + _bytes(written) + sum(map(_bytes, bases))
+    return min(sum(map(inside.bytes_read, every)), stored)
 
 
 def _place(level: Level, x: Any) -> int:
@@ -359,7 +407,8 @@ def _may_stand_for(equation: Any, x: Any) -> bool:
 
 def _beside(inside: _Inside, equations: list[Any]) -> set[Any]:
     """Returns what operations read that does not depend on the product."""
-    return {x for e in equations for x in variables(e) if x not in inside.base}
+    made = {x for e in inside.equations for x in e.outvars}
+    return {x for e in equations for x in variables(e) if x not in inside.base and x not in made}
 
 
 def _kept(inside: _Inside, stored: set[Any]) -> set[int]:
@@ -377,6 +426,11 @@ def _kept(inside: _Inside, stored: set[Any]) -> set[int]:
 def variables(equation: Any) -> list[Any]:
     """Returns the values that an equation reads, without numbers."""
     return [x for x in equation.invars if isinstance(x, core.Var)]
+
+
+def computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    """Whether an equation computes each element of arrays of this shape, as far as it tells."""
+    return not equation.effects and _is_elementwise(equation, shape, allowed)
 
 
 def is_elementwise(

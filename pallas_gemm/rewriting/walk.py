@@ -5,7 +5,8 @@ and the user's lines survive.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -14,6 +15,7 @@ from pallas_gemm.rewriting import kinds, lines, products
 from pallas_gemm.rewriting.few_bits import few_bits_of
 from pallas_gemm.rewriting.folds import Folder
 from pallas_gemm.rewriting.grams import gram_of
+from pallas_gemm.rewriting.inlining import inlined
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 from pallas_gemm.rewriting.sums import sum_of
@@ -85,9 +87,12 @@ class Rewriter:
         found: list[Found] = []
         inside = [self._inside(equation, found) for equation in jaxpr.eqns]
         equations = inside
-        if any(equation.primitive.name in kinds.DOTS for equation in inside):
-            equations = self._with_products(Level(jaxpr, inside), found)
-        if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
+        if dots := sum(map(_is_dot, inside)):
+            flat = inlined(jaxpr, inside)
+            equations = self._with_products(Level(jaxpr, flat), found)
+            if _are_the_same(equations, flat) and sum(map(_is_dot, flat)) == dots:
+                equations = inside
+        if _are_the_same(equations, jaxpr.eqns):
             return Rewritten(jaxpr, tuple(found))
         old = frozenset().union(*(e.effects for e in jaxpr.eqns))
         effects = frozenset(jaxpr.effects).union(*(e.effects - old for e in equations))
@@ -226,5 +231,9 @@ class Rewriter:
         return new
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _is_dot(equation: Any) -> bool:
+    return equation.primitive.name in kinds.DOTS
+
+
+def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

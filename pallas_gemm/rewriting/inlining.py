@@ -1,0 +1,100 @@
+"""Calls that follow products, replaced by what they do: it then lies beside the products.
+
+XLA does the same. A call stays if it says where its arguments lie, or gives them away; if it has
+products, which are replaced where they are; or if a kernel could compute it as it is.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from pallas_gemm.kernels.split import ELEMENTWISE
+from pallas_gemm.rewriting import kinds, regions
+from pallas_gemm.rewriting.level import is_stored_by
+
+CALL = "jit"
+
+
+def inlined(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> list[Any]:
+    """Returns the equations of a function without such calls, and without what nobody needs.
+
+    Args:
+        jaxpr: The function.
+        equations: Its equations.
+    """
+    found: list[Any] = []
+    after: set[Any] = set()
+    for equation in equations:
+        follows = not after.isdisjoint(filter(_is_variable, equation.invars))
+        if follows or equation.primitive.name in kinds.DOTS:
+            after.update(equation.outvars)
+        if follows:
+            _put(equation, found)
+        else:
+            found.append(equation)
+    return _needed(jaxpr, found)
+
+
+def _put(equation: Any, found: list[Any]) -> None:
+    """Adds an equation, or those of the function that it calls."""
+    if not _may_be_replaced(equation):
+        found.append(equation)
+        return
+    inner, source = equation.params["jaxpr"], equation.source_info
+    stack = source.name_stack.extend(f"{CALL}({equation.params['name']})")
+    known = dict(zip(inner.invars, equation.invars, strict=True))
+    known |= dict(zip(inner.outvars, equation.outvars, strict=True))
+
+    def made(x: Any) -> Any:
+        if isinstance(x, core.DropVar):
+            return x
+        return known.setdefault(x, core.Var(x.aval))
+
+    for own in inner.eqns:
+        info = own.source_info.replace(name_stack=stack + own.source_info.name_stack)
+        new = own.replace(
+            invars=[x if isinstance(x, core.Literal) else known[x] for x in own.invars],
+            outvars=[made(x) for x in own.outvars],
+            source_info=info,
+        )
+        _put(new, found)
+
+
+def _may_be_replaced(equation: Any) -> bool:
+    if equation.primitive.name != CALL or equation.effects:
+        return False
+    params = equation.params
+    inner = params["jaxpr"]
+    places = (*params["in_shardings"], *params["out_shardings"])
+    is_placed = any(type(x).__name__ != "UnspecifiedValue" for x in places)
+    is_laid = any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
+    if is_placed or is_laid or any(params["donated_invars"]) or params["compiler_options_kvs"]:
+        return False
+    if inner.constvars or equation.ctx.xla_metadata or equation.ctx.compute_type:
+        return False
+    made = {x for e in inner.eqns for x in e.outvars}
+    if len(set(map(id, inner.outvars))) < len(inner.outvars) or not made.issuperset(inner.outvars):
+        # A result is an argument, a number, or another result.
+        return False
+    return not is_stored_by(equation) and not _is_elementwise(equation)
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether a kernel could compute a call as it is."""
+    shapes = {x.aval.shape for x in equation.outvars}
+    return len(shapes) == 1 and regions.computes_each(equation, *shapes, ELEMENTWISE)
+
+
+def _needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:
+    """Returns the equations that something depends on."""
+    wanted, found = set(filter(_is_variable, jaxpr.outvars)), []
+    for equation in reversed(list(equations)):
+        if equation.effects or not wanted.isdisjoint(equation.outvars):
+            found.append(equation)
+            wanted.update(filter(_is_variable, equation.invars))
+    return found[::-1]
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, core.Var)

@@ -1,0 +1,160 @@
+"""The softmax of a product's rows, and losses that have one, are computed by its kernel."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend import core
+
+from pallas_gemm import accelerate, target
+from pallas_gemm.rewriting import folds
+from tests.reference import normal
+from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
+
+WORDS = 256
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _with_numbers(x: Any, w: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(_wide(x @ w), labels).mean()
+
+
+def _picked(x: Any, w: Any, labels: Any) -> Any:
+    logs = jax.nn.log_softmax(_wide(x @ w))
+    return -jnp.take_along_axis(logs, labels[..., None], -1).mean()
+
+
+def _with_ones(x: Any, w: Any, labels: Any) -> Any:
+    logs = jax.nn.log_softmax(_wide(x @ w))
+    return -(jax.nn.one_hot(labels, w.shape[1], dtype=logs.dtype) * logs).sum(-1).mean()
+
+
+def _smoothed(x: Any, w: Any, labels: Any) -> Any:
+    ones = jax.nn.one_hot(labels, w.shape[1], dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return optax.softmax_cross_entropy(_wide(x @ w), optax.smooth_labels(ones, 0.1)).mean()
+
+
+def _softmax(x: Any, w: Any, labels: Any) -> Any:
+    return (jax.nn.softmax(_wide(x @ w)) * (1 + labels[..., None])).astype(x.dtype)
+
+
+def _with_its_largest(x: Any, w: Any, labels: Any) -> Any:
+    z = _wide(x @ w)
+    return jax.nn.logsumexp(z, -1), jnp.max(z, -1), labels
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "with_numbers": _with_numbers,
+    "picked": _picked,
+    "with_ones": _with_ones,
+    "smoothed": _smoothed,
+    "softmax": _softmax,
+    "with_its_largest": _with_its_largest,
+}
+LARGE = (SHAPE((8192, 2048), BF16), SHAPE((2048, 32768), BF16), SHAPE((8192,), jnp.int32))
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def drawn() -> tuple[Any, ...]:
+    """Returns operands; logits of a row differ by up to ten."""
+    rng = np.random.default_rng(0)
+    x, w = normal(rng, (2, 32, 64), BF16), normal(rng, (64, WORDS), BF16) * BF16(0.25)
+    return x, w, jnp.asarray(rng.integers(0, WORDS, (2, 32)), jnp.int32)
+
+
+def trained(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of the results and of the gradients of x and w."""
+    return lambda x, w, labels: step(lambda *own: f(*own, labels))(x, w)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_largest_and_the_sum_of_rows_are_the_kernels(name: str) -> None:
+    program, found = rewritten(trained(PROGRAMS[name]), *LARGE)
+    assert {"reduce_max", "exp", "reduce_sum"} <= set(found[0].folded)
+    # What is left of these passes is a reduction of one value for each row.
+    large = [e for e in program.eqns if e.primitive.name == "reduce_max"]
+    assert not any(e.invars[0].aval.size > LARGE[2].size for e in large)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_as_good_as_the_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    args, f = drawn(), trained(PROGRAMS[name])
+    program, found = rewritten(f, *args, implementation="interpret")
+    assert {"reduce_max", "exp", "reduce_sum"} <= set(found[0].folded)
+    expected = jax.tree.leaves(jax.jit(f)(*args))
+    values = jax.tree.leaves(exact(lambda x, w: f(x, w, args[2]), args[:2]))
+    _check(jax.jit(core.jaxpr_as_fun(program))(*args), expected, values)
+
+
+def test_gradients_of_sure_tokens_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If the sum were of other logits than those that are kept, they would not.
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    x, w, _ = drawn()
+    x, w = x * BF16(8), w * BF16(4)
+    labels = jnp.argmax(x @ w, -1)
+    f = trained(_with_numbers)
+    program, found = rewritten(f, x, w, labels, implementation="interpret")
+    assert "exp" in found[0].folded
+    _, dx, _ = jax.jit(core.jaxpr_as_fun(program))(x, w, labels)
+    _, (stock, _) = jax.jit(f)(x, w, labels)
+    assert float(jnp.max(jnp.abs(_wide(dx - stock)))) < 2**-8 * float(jnp.max(jnp.abs(_wide(w))))
+
+
+def test_labels_that_are_no_words_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    x, w, labels = drawn()
+    labels = labels.at[0, :3].set(jnp.array([-1, WORDS, -WORDS - 1]))
+
+    def losses(x: Any, w: Any, labels: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(_wide(x @ w), labels)
+
+    program, found = rewritten(losses, x, w, labels, implementation="interpret")
+    assert "exp" in found[0].folded
+    (given,) = jax.jit(core.jaxpr_as_fun(program))(x, w, labels)
+    assert np.isnan(given).sum() == 2
+    np.testing.assert_allclose(given, jax.jit(losses)(x, w, labels), rtol=2**-7)
+
+
+def test_rows_of_infinities_are_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    x, w, _ = drawn()
+    masks = jnp.zeros((2, 32, 1), BF16).at[0, 0].set(-jnp.inf).at[0, 1].set(jnp.inf)
+
+    def f(x: Any, w: Any, masks: Any) -> Any:
+        return jax.nn.logsumexp(_wide(x @ w + masks), -1)
+
+    program, found = rewritten(f, x, w, masks, implementation="interpret")
+    assert "exp" in found[0].folded
+    (given,) = jax.jit(core.jaxpr_as_fun(program))(x, w, masks)
+    np.testing.assert_allclose(given, jax.jit(f)(x, w, masks), rtol=2**-7)
+    assert np.isneginf(given[0, 0])
+    assert np.isposinf(given[0, 1])
+
+
+def test_derivatives_of_a_loss_are_the_programs() -> None:
+    args = drawn()
+    with target("h200"):
+        found = jax.jit(trained(accelerate(_with_numbers)))(*args)
+    expected = jax.jit(trained(_with_numbers))(*args)
+    values = exact(lambda x, w: trained(_with_numbers)(x, w, args[2]), args[:2])
+    _check(*map(jax.tree.leaves, (found, expected, values)))
+
+
+def test_exact_leaves_sums_of_exponentials() -> None:
+    program, found = rewritten(_with_its_largest, *LARGE, exact=True)
+    assert "exp" not in found[0].folded
+    assert count(program, "exp") == 1
