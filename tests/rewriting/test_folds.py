@@ -145,7 +145,8 @@ def test_what_is_around_products_is_folded(name: str) -> None:
     program, found = rewritten(step(PROGRAMS[name]), *LARGE, SHAPE((4096,), BF16))
     assert count(program, "pallas_gemm_fused") == FOLDED[name]
     folded = [one for one in found if one.folded and "added" not in one.answer]
-    assert len(folded) == FOLDED[name]
+    pairs = sum("the other of its gate" in one.folded for one in folded) // 2
+    assert len(folded) - pairs == FOLDED[name]
     assert count(program, "dot_general") == 0
 
 
