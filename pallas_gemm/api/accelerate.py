@@ -190,7 +190,9 @@ class _Accelerated:
         except Exception as error:
             words = str(error).strip().partition("\n")[0]
             raise _NotTracedError(f"it cannot be traced: {words}") from error
-        results = core.jaxpr_as_fun(self._rewritten(program, static))(*arrays)
+        new = self._rewritten(program, static)
+        # What is as it was is as it would be without a call around it.
+        results = core.jaxpr_as_fun(_called(program) if new is program else new)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _rewritten(self, program: core.Jaxpr, static: _Static) -> core.Jaxpr:
@@ -247,6 +249,16 @@ def _name(f: Any) -> str:
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__name__", type(f).__name__)
+
+
+def _called(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns the function that a program calls, if it does nothing else."""
+    if len(program.eqns) != 1 or program.eqns[0].primitive.name not in ("jit", "pjit"):
+        return program
+    (call,) = program.eqns
+    if call.invars != program.invars or call.outvars != program.outvars:
+        return program
+    return call.params["jaxpr"]
 
 
 def _is_eager(arrays: Sequence[Any]) -> bool:

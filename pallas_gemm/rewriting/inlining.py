@@ -71,7 +71,9 @@ def _may_be_replaced(equation: Any) -> bool:
     is_laid = any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
     if is_placed or is_laid or any(params["donated_invars"]) or params["compiler_options_kvs"]:
         return False
-    if inner.constvars or equation.ctx.xla_metadata or equation.ctx.compute_type:
+    if equation.ctx.xla_metadata or equation.ctx.compute_type:
+        return False
+    if inner.constvars or not inner.outvars:
         return False
     made = {x for e in inner.eqns for x in e.outvars}
     if len(set(map(id, inner.outvars))) < len(inner.outvars) or not made.issuperset(inner.outvars):
@@ -82,8 +84,8 @@ def _may_be_replaced(equation: Any) -> bool:
 
 def _is_elementwise(equation: Any) -> bool:
     """Whether a kernel could compute a call as it is."""
-    shapes = {x.aval.shape for x in equation.outvars}
-    return len(shapes) == 1 and regions.computes_each(equation, *shapes, ELEMENTWISE)
+    (shape, *others) = dict.fromkeys(x.aval.shape for x in equation.outvars)
+    return not others and regions.computes_each(equation, shape, ELEMENTWISE)
 
 
 def _needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:

@@ -84,6 +84,19 @@ def test_without_a_gpu_the_function_is_called_as_it_is(x: Any) -> None:
     assert calls == [x]
 
 
+def test_a_program_without_products_is_as_it_was(x: Any) -> None:
+    @jax.custom_jvp
+    def f(x: Any) -> Any:
+        return jnp.sin(x) + 1
+
+    f.defjvp(lambda primals, tangents: (f(*primals), *tangents))
+    with target("h200"):
+        program = jax.make_jaxpr(accelerate(f))(x)
+        mapped = jax.jit(jax.grad(lambda x: jnp.sum(accelerate(f)(x))))(x)
+    assert str(program) == str(jax.make_jaxpr(f)(x))
+    assert jnp.all(mapped == 1)
+
+
 def test_it_can_be_turned_off(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def f(x: Any) -> Any:
         return x @ x
