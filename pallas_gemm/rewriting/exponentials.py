@@ -28,7 +28,7 @@ class SumOfExp(NamedTuple):
         z: The values, each of which is an exponent but for what is subtracted.
         exp: The equation of the exponentials.
         total: The equation that adds them up.
-        before: Those before both, in their order: of what is subtracted, and the subtraction.
+        before: The equations before both: those of the value that is subtracted, the subtraction.
     """
 
     z: Any
@@ -54,7 +54,7 @@ def sums_of_exp(
     Args:
         level: The function that they are in.
         largest: The equation of the largest values.
-        bits: Those of the products.
+        bits: The bits of the products.
         known: The values that a kernel has, each of the shape of the products.
         is_total: Whether an equation adds up what a kernel may add up.
     """

@@ -1,7 +1,7 @@
 """Calls that follow products, replaced by what they do: it then lies beside the products.
 
-XLA does the same. A call stays if it says where its arguments lie, or gives them away; if it has
-products, which are replaced where they are; or if a kernel could compute it as it is.
+XLA does the same. A call stays if it says where its arguments lie, or gives them away. It stays if
+it has products, which are replaced where they are, and if a kernel could compute it as it is.
 """
 
 from collections.abc import Iterable, Sequence

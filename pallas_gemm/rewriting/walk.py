@@ -219,13 +219,13 @@ class Rewriter:
         if turn is None or turn.primitive.name != "transpose":
             return own
         (before,) = turn.invars
-        if not level.is_stored(before, but=turn):
-            # What makes it writes it so.
-            return own
         order, letters = turn.params["permutation"], getattr(own.dims, name)
         stored = "".join(letters[order.index(i)] for i in range(len(letters)))
         new = products.turned(own, self._how, **{name: (stored, before)})
         if new is None:
+            return own
+        if not level.is_stored(before, but=turn) and new.seconds > own.seconds:
+            # What makes it writes it so.
             return own
         unread.append(turn)
         return new
