@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.problem import KINDS, OF_FACTORS, Blocks, Epilogue, Problem
+from pallas_gemm.problem import KINDS, OF_FACTORS, OF_UP, Blocks, Epilogue, Problem
 from pallas_gemm.program import Program
 from schedules import OnlineSchedule, Pieces, Schedule
 
@@ -50,6 +50,16 @@ class Operands(NamedTuple):
     def present(self) -> tuple[Any, ...]:
         """Returns those that there are, in order: how a product takes them."""
         return tuple(operand for operand in self if operand is not None)
+
+    def of_sum(self, names: Sequence[str], *, up: bool) -> "Operands":
+        """Returns what one of a gated product's sums takes, as that of a product with one.
+
+        Args:
+            names: The operands that it takes beside the factors, by the names of the first sum's.
+            up: It is the second.
+        """
+        taken = {name: getattr(self, OF_UP.get(name, name) if up else name) for name in names}
+        return Operands(self.a, self.up if up else self.b, **taken)
 
 
 DIMENSIONS = MappingProxyType({"a": "mk", "b": "kn", "up": "kn", **KINDS})
@@ -150,11 +160,15 @@ class Call:
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", np.dtype(self.out_dtype))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its operands, but for those of a program."""
+        factors = ("a", "b", "up") if self.epilogue.gated else ("a", "b")
+        return (*factors, *self.epilogue.operands)
+
     def unpack(self, operands: Sequence[Any]) -> Operands:
         """Gives each operand its name; of a sum of products, those of the first."""
-        factors = ("a", "b", "up") if self.epilogue.gated else ("a", "b")
-        names = (*factors, *self.epilogue.operands)
-        return Operands(**dict(zip(names, operands, strict=False)))
+        return Operands(**dict(zip(self.names, operands, strict=False)))
 
     def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of the result for operands of these shapes."""
@@ -236,7 +250,7 @@ class Call:
         epilogue = dataclasses.replace(self.epilogue, program=program)
         return dataclasses.replace(self, out_dtype=dtype, epilogue=epilogue)
 
-    def sums(self, out_dtype: Any) -> "Call":
+    def sums(self, out_dtype: Any) -> Self:
         """Returns the call for the sums alone, of the same operands and computed as told.
 
         Blocks of the factors are scaled in them.
@@ -299,6 +313,11 @@ class GroupedCall(Call):
     def sizes(self, operands: Sequence[Any]) -> Any:
         """Returns the sizes of the groups among the operands."""
         return operands[self._factors]
+
+    def packed(self, given: Operands, sizes: Any) -> tuple[Any, ...]:
+        """Returns operands in their order."""
+        every = given.present()
+        return (*every[: self._factors], sizes, *every[self._factors :])
 
     @property
     def _factors(self) -> int:

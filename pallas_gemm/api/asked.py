@@ -208,7 +208,7 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     elif equation.primitive is fused_groups_p:
         of_rows = equation.params["function"]
         found = fused_groups.plan(call, of_rows, given)
-        alone = call, given[: 2 + of_rows.sums]
+        alone = call, given[: len(call.names) + 1]
         yield _of_function(equation, found, alone, of_rows.function, common)
     elif equation.primitive is projections_p:
         each = operands_of_each(call, given[1:])
@@ -237,7 +237,7 @@ def _of_dense_function(
 ) -> Asked:
     """Returns a product of dense factors, likewise."""
     found = fused.plan(call, dims, function, given)
-    alone = merged(call, dims, given[: 1 + function.sums])[:2]
+    alone = merged(call, dims, tuple(fused.factors_of(call, given)[0]))[:2]
     return _of_function(equation, found, alone, function, common)
 
 

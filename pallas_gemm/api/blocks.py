@@ -218,6 +218,7 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
         found[name] = _shaped(x, (*x.shape[:-2], *parts))
         letters[name] = front + "".join(own for own, _ in each)
     _, letters["out"] = _reshaped(None, dims.out, cuts)
+    letters["whole"] = dims.out
     return dims.with_letters(**letters), Operands(**{"a": None, "b": None} | found)
 
 
@@ -282,16 +283,6 @@ def cut_spec(spec: Any, before: str, after: str) -> Any:
         found.append(axes.get(whole) if is_first else None)
         is_first = letter in before
     return tuple(found)
-
-
-def joined(result: jax.Array, shape: Shape) -> jax.Array:
-    """Returns a result whose dimensions are cut in a shape where they are not; one at a time."""
-    for place, size in enumerate(shape):
-        while result.shape[place] != size:
-            first, second = result.shape[place : place + 2]
-            own = (*result.shape[:place], first * second, *result.shape[place + 2 :])
-            result = result.reshape(own)
-    return result
 
 
 def _shaped(x: Any, shape: Shape) -> Any:

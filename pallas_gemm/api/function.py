@@ -1,21 +1,24 @@
 """The caller's function as an epilogue: checked, and traced with the product's shape."""
 
+import dataclasses
+import functools
 import pathlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
 from pallas_gemm.api import arguments, request, weight_operands
 from pallas_gemm.api.extras import Result
+from pallas_gemm.api.weights import QuantizedWeight
 from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.explicit import explicit_fused
 from pallas_gemm.op.fused import Function
-from pallas_gemm.planning import dispatch, numerics
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.planning import dispatch, numerics, xla
+from pallas_gemm.problem import SCALES, VALUES, Epilogue
 from pallas_gemm.rewriting import lines
 
 
@@ -33,7 +36,7 @@ def said(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(
-    factors: Sequence[Any],
+    given: Operands,
     epilogue: Any,
     operands: Sequence[Any],
     options: Options,
@@ -44,7 +47,7 @@ def answer(
     """Computes `epilogue(a @ b, *operands)`, or `epilogue(a @ b, a @ up, *operands)`.
 
     Args:
-        factors: a and b, and up if there are two right operands.
+        given: a and b, up if there are two right operands, and what scales them.
         epilogue: The function.
         operands: The arrays that it takes beside the float32 sums.
         options: How to compute it.
@@ -53,35 +56,102 @@ def answer(
         compute: Computes a product without an epilogue.
         **how: As for `request.of_gemm`.
     """
-    given = checked(epilogue, operands, words)
-    # A function is given the products of what weights of few bits stand for.
-    factors = [weight_operands.widened(x, factors[0]) for x in factors]
+    taken = checked(epilogue, operands, words)
+    given = widened(given)
 
-    def asked_of(*factors: Any) -> request.Request:
-        return request.of_gemm(
-            Operands(*factors), Epilogue(), options, preferred_element_type=np.float32, **how
-        )
+    def asked_of(own: Operands) -> request.Request:
+        return request.of_gemm(own, Epilogue(), options, preferred_element_type=np.float32, **how)
 
-    asked = asked_of(*factors)
+    asked = asked_of(given)
     flags = (how.get("transpose_a", False), how.get("transpose_b", False))
-    shape = Result.of(asked.operands.a, asked.operands.b, *flags).whole
-    sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (len(factors) - 1)
-    function, tree = traced(epilogue, sums, given)
-    everything = (*asked.operands.present(), *given)
+    shape = asked.shape or Result.of(asked.operands.a, asked.operands.b, *flags).whole
+    sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (1 + (given.up is not None))
+    if asked.outside is not None:
+        every = [given.of_sum(SCALES[:2], up=up) for up in (False, True)[: len(sums)]]
+        products = [compute(asked_of(own)) for own in every]
+        function, tree = traced(epilogue, sums, taken)
+        return jax.tree.unflatten(tree, function(*products, *taken))
+    scaled = Scaled.of(epilogue, asked.operands, len(sums))
+    call = dataclasses.replace(asked.call, epilogue=scaled.rest(asked.call.epilogue))
+    dims = asked.contraction.with_letters(**dict.fromkeys(scaled.names, ""))
+    factors = asked.operands._replace(**dict.fromkeys(scaled.names))
+    taken = [*scaled.scales, *taken]
+    function, tree = traced(scaled.function, sums, taken)
+    everything = (*factors.present(), *taken)
     explicit, on_mesh = request.is_explicit(*everything), mesh_context.is_on_mesh(*everything)
-    promised = asked.call.options.numerics
+    promised = call.options.numerics
     if promised is not None and (explicit or on_mesh):
         raise ValueError(numerics.why_not_kept(promised, fused.ON_MESH))
-    if asked.outside is not None:
-        a, *rights = factors
-        products = [compute(asked_of(a, b)) for b in rights]
-        return jax.tree.unflatten(tree, function(*products, *given))
-    dims, own = fused.squeezed(asked.call, asked.contraction, asked.operands.present())
+    dims, own = fused.squeezed(call, dims, factors.present())
     if options.names_something and not on_mesh:
-        signature = fused.signature_of((*own, *given))
-        check_named(options, fused.plan(asked.call, dims, function, signature))
+        signature = fused.signature_of((*own, *taken))
+        check_named(options, fused.plan(call, dims, function, signature))
     run = explicit_fused if explicit else fused.fused
-    return jax.tree.unflatten(tree, run(asked.call, dims, function, *own, *given))
+    return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
+
+
+def widened(given: Operands) -> Operands:
+    """Returns operands with what records of few bits stand for: a function is given their products.
+
+    Raises:
+        ValueError: There are scales beside a record.
+    """
+    for name, scale in (("b", "col_scale"), ("up", "up_scale")):
+        x = getattr(given, name)
+        if isinstance(x, QuantizedWeight) and getattr(given, scale) is not None:
+            raise ValueError(
+                f"{scale} must be None beside a QuantizedWeight, which has scales of its own"
+            )
+        given = given._replace(**{name: weight_operands.widened(x, given.a)})
+    return given
+
+
+class Scaled(NamedTuple):
+    """A function of sums whose rows and columns are scaled, as one of the sums and these scales.
+
+    Attributes:
+        function: It takes the sums, the scales, then its other operands.
+        names: The names of the scales.
+        scales: The scales.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    scales: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], given: Operands, sums: int) -> Self:
+        """Returns a function of scaled sums, of which there are so many, with their scales."""
+        names = tuple(name for name in SCALES if getattr(given, name) is not None)
+        if not names:
+            return cls(function, (), ())
+
+        @functools.wraps(function)
+        def scaled(*args: Any) -> Any:
+            totals, scales, others = args[:sums], args[sums : sums + len(names)], args[sums:]
+            of_name = dict(zip(names, scales, strict=True))
+            pairs = zip(totals, VALUES, strict=False)
+            return function(*(_times(x, own, of_name) for x, own in pairs), *others[len(names) :])
+
+        return cls(scaled, names, tuple(getattr(given, name) for name in names))
+
+    @property
+    def of_names(self) -> list[tuple[str, Any]]:
+        """The scales with their names."""
+        return list(zip(self.names, self.scales, strict=True))
+
+    def rest(self, epilogue: Epilogue) -> Epilogue:
+        """Returns an epilogue without these scales."""
+        none: dict[str, Any] = dict.fromkeys(self.names, False)
+        return dataclasses.replace(epilogue, **none)
+
+
+def _times(total: Any, names: Sequence[str], scales: Mapping[str, Any]) -> Any:
+    """Multiplies a sum by those scales that there are of these names."""
+    for name in names:
+        if name in scales:
+            total = total * xla.aligned(name, scales[name].astype(total.dtype), total.ndim)
+    return total
 
 
 def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:

@@ -15,36 +15,38 @@ from pallas_gemm.op import fused, fused_groups, mesh_context
 from pallas_gemm.op.fused import Function
 from pallas_gemm.op.fused_groups import OfRows
 from pallas_gemm.planning import numerics, xla_groups
-from pallas_gemm.problem import Epilogue
+from pallas_gemm.problem import SCALES
 
 
-def answer(
-    call: GroupedCall, factors: Sequence[Any], sizes: Any, epilogue: Any, given: Sequence[Any]
-) -> Any:
+def answer(call: GroupedCall, factors: Sequence[Any], epilogue: Any, given: Sequence[Any]) -> Any:
     """Computes a function of products of rows in groups.
 
     Args:
-        call: One of the products, in the type of the sums.
-        factors: The rows, and the one or two matrices of each group.
-        sizes: How many rows each group has.
+        call: The products, with scales and nothing else, in the type of the sums.
+        factors: The rows, the one or two matrices of each group, the sizes, and the scales.
         epilogue: The function.
         given: The arrays that it takes besides. A row gets the values of its group.
 
     Raises:
         ValueError: An operand may be of rows or of groups, or a result has no value for each row.
     """
-    a, *rights = factors
-    call = dataclasses.replace(call, epilogue=Epilogue(gated=len(rights) > 1))
-    shape = call.matrix_shape(a.shape, rights[0].shape)
-    of_groups = _of_groups(given, shape, sizes.shape[0])
-    every = zip(given, of_groups, strict=True)
+    own, sizes = call.unpack(factors), call.sizes(factors)
+    sums = 1 + call.epilogue.gated
+    shape = call.matrix_shape(own.a.shape, own.b.shape)
+    scaled = function.Scaled.of(epilogue, own, sums)
+    call = dataclasses.replace(call, epilogue=scaled.rest(call.epilogue))
+    factors = call.packed(own._replace(**dict.fromkeys(scaled.names)), sizes)
+    # A scale of columns is that of all groups, or has a row for each.
+    scales = [(x, name != SCALES[0] and x.ndim == 2) for name, x in scaled.of_names]
+    every = [*scales, *zip(given, _of_groups(given, shape, sizes.shape[0]), strict=True)]
     of_rows = [
         jax.ShapeDtypeStruct((shape[0], *x.shape[1:]), x.dtype) if many else x for x, many in every
     ]
-    sums = [jax.ShapeDtypeStruct(shape, call.out_dtype)] * len(rights)
-    own, tree = function.traced(epilogue, sums, of_rows)
-    _check_rows(own, shape[0])
-    results = _computed(call, OfRows(own, of_groups), (*factors, sizes, *given))
+    types = [jax.ShapeDtypeStruct(shape, call.out_dtype)] * sums
+    run, tree = function.traced(scaled.function, types, of_rows)
+    _check_rows(run, shape[0])
+    taken, of_groups = zip(*every, strict=True) if every else ((), ())
+    results = _computed(call, OfRows(run, of_groups), (*factors, *taken))
     return jax.tree.unflatten(tree, results)
 
 

@@ -66,8 +66,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     >>> y.shape, y.dtype
     ((64, 32), dtype(bfloat16))
 
-    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32. The
-    results are what the function returns, in the types that it gives them:
+    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32, with
+    its scales. The results are what the function returns, in the types that it gives them:
 
     >>> def biased(s, b):
     ...     z = s + b[None]
@@ -84,7 +84,8 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         a: The left operand.
         b: The right operand, or a `QuantizedWeight`.
         epilogue: A function of the float32 product and of `operands`, instead of the words that
-            follow. Define it once, outside of a loop: each new function is compiled anew.
+            follow, but for `row_scale` and `col_scale`. Define it once, outside of a loop: each new
+            function is compiled anew.
         operands: The arrays that `epilogue` takes after the product.
         bias: One value per column of the result, or one for all.
         residual: An array of the result's shape, or that broadcasts to it.
@@ -141,8 +142,10 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     numbers = {"alpha": alpha, "beta": beta}
     if epilogue is not None or len(operands):
         others = {"activation": activation, "preferred_element_type": preferred_element_type}
+        scales = {name: extras.pop(name) for name in ("row_scale", "col_scale")}
         said = function.said(extras | others | numbers)
-        return function.answer((a, b), epilogue, operands, options, said, answer, **how)
+        given = Operands(a, b, **scales)
+        return function.answer(given, epilogue, operands, options, said, answer, **how)
     words = Epilogue(activation=activation, **numbers)  # type: ignore[arg-type]
     asked = request.of_gemm(
         Operands(a, b, **extras),
@@ -267,7 +270,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
             `QuantizedWeight`.
         w_up: The other right operand, of the same shape and type.
         epilogue: A function of both float32 products and of `operands`, instead of the words that
-            follow, as for `gemm`.
+            follow but for scales, as for `gemm`.
         operands: The arrays that `epilogue` takes after the products.
         activation: As for `gemm`; "silu" is SwiGLU, "gelu" GeGLU.
         gate_bias: One value per column, added to `a @ w_gate`.
@@ -307,9 +310,6 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
                 "gate_bias": gate_bias,
                 "up_bias": up_bias,
                 "alpha": alpha,
-                "row_scale": row_scale,
-                "gate_scale": gate_scale,
-                "up_scale": up_scale,
                 "gate_zero": gate_zero,
                 "up_zero": up_zero,
                 "residual": residual,
@@ -323,8 +323,9 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
             "precision": precision,
             "out_sharding": out_sharding,
         }
-        factors = (a, w_gate, as_operand("w_up", w_up))
-        return function.answer(factors, epilogue, operands, options, said, answer, **how)
+        scales = {"row_scale": row_scale, "col_scale": gate_scale, "up_scale": up_scale}
+        given = Operands(a, w_gate, as_operand("w_up", w_up), **scales)
+        return function.answer(given, epilogue, operands, options, said, answer, **how)
     words = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
     given = Operands(
         *(a, w_gate, as_operand("w_up", w_up)),

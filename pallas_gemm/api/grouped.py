@@ -184,9 +184,9 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
 
     >>> y = grouped_gemm(x, experts, sizes, bias=bias, activation="gelu")
 
-    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32, or
-    `f(s, s_up, *operands)` with up. Each result has a value, or values, for each row. They are
-    zeros for rows in no group, whatever f makes of zeros.
+    With `epilogue=f` it computes `f(s, *operands)`, where `s` is the whole product in float32, with
+    its scales, or `f(s, s_up, *operands)` with up. Each result has a value, or values, for each
+    row. They are zeros for rows in no group, whatever f makes of zeros.
 
     Args:
         a: The rows, `[m, k]`, those of a group together, one group after the other.
@@ -194,7 +194,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         group_sizes: How many rows each group has.
         up: A second matrix for each group, which makes the result a gated one.
         epilogue: A function of the float32 product, or of both, and of `operands`, instead of the
-            words that follow.
+            words that follow but for scales.
         operands: The arrays that `epilogue` takes after the products. For one of
             `[groups, n]` or `[groups, 1]`, each row gets the values of its group.
         bias: One value per column, `[n]`, or of each group, `[groups, n]`.
@@ -240,10 +240,17 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
     transpose_b = arguments.flag("transpose_b", transpose_b)
+    others = None
     if epilogue is not None or len(operands):
-        b, up = (weight_operands.widened(x, a) for x in (b, up))
+        for name in ("row_scale", "col_scale", "up_scale"):
+            del words[name]
+        others = function.checked(epilogue, operands, function.said(words))
+        # The function says what happens to scaled sums.
+        preferred_element_type = np.float32
     own = {"col_scale": col_scale, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     given = Operands(a, b, up, **own, col_zeros=col_zero, up_zeros=up_zero)
+    if others is not None:
+        given = function.widened(given)
     given = weight_operands.taken_apart(given, ("b", "up"), transpose_b)
     a, b, sizes = groups.arrays(given.a, given.b, group_sizes, ("a", "b"))
     groups.check_ranks(("a", a), ("b", b))
@@ -251,12 +258,6 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     groups.check_values(group_sizes, a.shape[0])
     up = None if given.up is None else groups.up(given.up, b)
     options = planned.stated(arguments.options(implementation, config, schedule, numerics))
-    if epilogue is not None or len(operands):
-        taken = function.checked(epilogue, operands, function.said(words))
-        call = groups.call_of(a, b, sizes, np.float32, precision, options)
-        call = dataclasses.replace(call, transpose_b=transpose_b)
-        factors = (a, b) if up is None else (a, b, up)
-        return function_of_groups.answer(call, factors, sizes, epilogue, taken)
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
     factors = matrices.factors(a, b, a.shape[1], "b")
     of_rows = factors.pop("row_scale")
@@ -282,6 +283,8 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     last = [getattr(taken, name) for name in formula.operands]
     every = (a, b, *([] if up is None else [up]), sizes, *last)
+    if others is not None:
+        return function_of_groups.answer(call, every, epilogue, others)
     if why := groups.why_jax(call, every):
         groups.refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)

@@ -73,7 +73,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
         said = function.said(words)
         each = arguments.each_with_operands(weights, operands)
         return tuple(
-            function.answer((a, w), epilogue, own, options, said, answer, **how) for w, own in each
+            function.answer(Operands(a, w), epilogue, own, options, said, answer, **how)
+            for w, own in each
         )
     asked = []
     each = arguments.each_with_extras(weights, biases, activations)

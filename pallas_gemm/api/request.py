@@ -50,7 +50,7 @@ class Request:
 
     def answered(self, result: jax.Array) -> jax.Array:
         """Returns the result as it was asked for."""
-        return result if self.shape is None else blocks.joined(result, self.shape)
+        return result if self.shape is None else contraction.joined(result, self.shape)
 
     @property
     def merged(self) -> canonical.Merged:

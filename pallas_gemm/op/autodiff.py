@@ -37,7 +37,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
-from pallas_gemm.problem import OF_UP, OF_VALUE, SCALES, VALUES, Epilogue
+from pallas_gemm.problem import OF_VALUE, SCALES, VALUES, Epilogue
 
 
 def _jvp(
@@ -224,9 +224,7 @@ def pre_activations(
 
 def _own(before: Call, x: Operands, up: bool) -> Operands:
     """Returns what one of the products takes of all operands."""
-    names = {name: OF_UP.get(name, name) if up else name for name in before.epilogue.operands}
-    taken = {name: getattr(x, own) for name, own in names.items()}
-    return Operands(x.a, x.up if up else x.b, **taken)
+    return x.of_sum(before.epilogue.operands, up=up)
 
 
 def _after(epilogue: Epilogue, moved: Operands) -> Epilogue:

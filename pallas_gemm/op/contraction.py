@@ -55,6 +55,8 @@ class Contraction:
         up_blocks: The same for the second right operand of a gated product.
         col_zeros: The dimensions of the values that stand for 0 in the right operand's blocks.
         up_zeros: The same for the second right operand of a gated product.
+        whole: The dimensions of the result before they were cut into blocks, if they were. What was
+            cut has the letter of its last part.
         lettered: The letters are those of the caller's einsum.
     """
 
@@ -74,6 +76,7 @@ class Contraction:
     up_blocks: str = ""
     col_zeros: str = ""
     up_zeros: str = ""
+    whole: str = ""
     lettered: bool = False
 
     @functools.cached_property
@@ -236,6 +239,16 @@ class Contraction:
             call = call.with_swapped_precision()
             return _dot_general(self.swapped, call.precision, out_dtype, b, a, spec)
         return _dot_general(self, call.precision, out_dtype, a, b, spec)
+
+
+def joined(result: jax.Array, shape: Shape) -> jax.Array:
+    """Returns a result whose dimensions are cut in a shape where they are not; one at a time."""
+    for place, size in enumerate(shape):
+        while result.shape[place] != size:
+            first, second = result.shape[place : place + 2]
+            own = (*result.shape[:place], first * second, *result.shape[place + 2 :])
+            result = result.reshape(own)
+    return result
 
 
 def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:

@@ -18,9 +18,9 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_gemm.call import NO_EPILOGUE, OF_RESULT, Call, Operands
+from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, fused, linear
-from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.contraction import Contraction, joined
 from pallas_gemm.op.product import product, run_as_jax_does
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -78,19 +78,21 @@ class _Fused:
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the product, then the function by XLA."""
-        call = dataclasses.replace(self.call, epilogue=NO_EPILOGUE)
-        (a, *rights), given = operands[: 1 + self.function.sums], operands[1 + self.function.sums :]
-        multiply = functools.partial(explicit_product, call, self.contraction, self.sums, a)
-        return self.function(*map(multiply, rights), *given)
+        factors, given = fused.factors_of(self.call, operands)
+        each = fused.each_sum(self.call, self.contraction, factors, self.call.out_dtype)
+        sums = [explicit_product(own, dims, self.sums, *x.present()) for own, dims, x in each]
+        types = self.function.types
+        return self.function(*(joined(x, types[0].shape) for x in sums), *given)
 
 
 def explicit_fused(
     call: Call, contraction: Contraction, function: fused.Function, *operands: jax.Array
 ) -> list[jax.Array]:
     """Computes a function of a product of operands on an explicit mesh."""
-    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
-    by_xla = functools.partial(contraction.by_xla, plain)
-    sums: Any = jax.make_jaxpr(by_xla)(*operands[:2]).out_avals[0]
+    factors, _ = fused.factors_of(call, operands)
+    plain, dims, own = fused.each_sum(call, contraction, factors, call.out_dtype)[0]
+    by_xla = functools.partial(dims.by_xla, plain)
+    sums: Any = jax.make_jaxpr(by_xla)(*own.present()).out_avals[0]
     whole = _Fused(call, contraction, function, sums.sharding)
     results: Any = jax.make_jaxpr(whole.apart)(*operands).out_avals
     return computed(whole, [x.sharding for x in results], *operands)

@@ -6,6 +6,9 @@
 `kernels/split.py` says which part of the function a kernel computes. XLA computes the rest, or all
 of it where no kernel takes the product. JAX derives the function. If its derivative needs the sums,
 the kernel keeps them as one more result, in the type of the factors: no result is rounded twice.
+
+Blocks of the factors may have scales. The sums are then those of the scaled blocks, and of their
+derivatives XLA computes all.
 """
 
 import dataclasses
@@ -19,14 +22,14 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import NO_EPILOGUE, Call, Signature
+from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
 from pallas_gemm.call import signature_of as signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
-from pallas_gemm.op.batching import fronted, with_dimension
+from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged
-from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.contraction import Contraction, joined
 from pallas_gemm.op.fused_partition import is_turned, names_of, program_kernel_p, shared_program
 from pallas_gemm.op.parts import told_apart
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
@@ -124,10 +127,10 @@ def fused(
     """Computes a function of a product.
 
     Args:
-        call: The product, with float32 sums and no epilogue but a gate.
+        call: The product, with float32 sums and no epilogue but a gate and scales of blocks.
         contraction: Its dimensions.
         function: The function of the sums.
-        *operands: The factors, then what the function takes.
+        *operands: The factors, their scales, then what the function takes.
     """
     given = equally_varying(operands)
     devices = mesh_context.device_request(call, given)
@@ -140,16 +143,36 @@ def apart(
     call: Call, contraction: Contraction, function: Function, *operands: jax.Array
 ) -> list[jax.Array]:
     """Computes the product, then the function by XLA."""
-    (a, *rights), given = _factors(function, operands)
-    dtype = function.rounds_to or call.out_dtype
-    plain = dataclasses.replace(call, out_dtype=dtype, epilogue=NO_EPILOGUE)
-    sums = (product(plain, contraction, a, b).astype(call.out_dtype) for b in rights)
-    return function(*sums, *given)
+    factors, given = factors_of(call, operands)
+    each = each_sum(call, contraction, factors, function.rounds_to or call.out_dtype)
+    sums = [product(own, dims, *x.present()).astype(call.out_dtype) for own, dims, x in each]
+    return function(*_joined(function, sums), *given)
 
 
-def _factors(function: Function, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the factors of a product among its operands, and what a function of it takes."""
-    return operands[: 1 + function.sums], operands[1 + function.sums :]
+def factors_of(call: Call, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the factors of a product and their scales, and what a function of it takes."""
+    end = len(call.names)
+    return operands[:end], operands[end:]
+
+
+def each_sum(
+    call: Call, contraction: Contraction, factors: Sequence[Any], dtype: Any
+) -> list[tuple[Call, Contraction, Operands]]:
+    """Returns the product that each sum is, in a type: what it takes of factors and scales."""
+    plain, given = call.sums(dtype), call.unpack(factors)
+    return [
+        (
+            plain,
+            contraction.of_up if up else contraction,
+            given.of_sum(plain.epilogue.operands, up=up),
+        )
+        for up in (False, True)[: 1 + call.epilogue.gated]
+    ]
+
+
+def _joined(function: Function, sums: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns sums in the shape that a function takes, where none of its dimensions are cut."""
+    return [joined(x, own.shape) for x, own in zip(sums, function.types, strict=False)]
 
 
 class Fused(NamedTuple):
@@ -171,10 +194,9 @@ class Fused(NamedTuple):
 
     def run(self, compute: Callable[..., Any], *operands: jax.Array) -> list[jax.Array]:
         """Computes the results; `compute` is the kernel."""
-        sums = self.split.program.sums
-        (a, *rights), given = operands[: 1 + sums], operands[1 + sums :]
-        factors = (self.form.a.apply(a), *map(self.form.b.apply, rights))
-        results = compute(*factors, *self.split.prepared(given))
+        factors, given = factors_of(self.call, operands)
+        ready = self.form.ready(self.call.unpack(factors))
+        results = compute(*ready.present(), *self.split.prepared(given))
         return self.split.finished(given, results)
 
 
@@ -184,7 +206,7 @@ NOT_IN_ORDER = "the dimensions of the result are not batch, rows and columns, in
 def parts_of(contraction: Contraction, function: Function) -> Split | str:
     """Returns a function of a product in its parts, or why it is XLA's as a whole."""
     names = names_of(contraction)
-    if names.of_kind("mn") != contraction.out:
+    if names.of_kind("mn") != names.out:
         return NOT_IN_ORDER
     parts = split(function.closed, names, function.sums)
     if isinstance(parts, Split) and not (parts.program.steps or parts.program.reductions):
@@ -216,7 +238,7 @@ def _plan(
     parts = parts_of(contraction, function)
     if isinstance(parts, str):
         return parts
-    matrices = merged(call, contraction, _factors(function, signature)[0])
+    matrices = merged(call, contraction, tuple(factors_of(call, signature)[0]))
     if is_turned(matrices.form):
         return NOT_IN_ORDER
     fused_call = matrices.call.with_program(parts.program)
@@ -244,9 +266,10 @@ def _types(
 
 def _by_xla(contraction: Contraction, function: Function, call: Call, *operands: Any) -> list[Any]:
     """Computes it as JAX would."""
-    (a, *rights), given = _factors(function, operands)
-    plain = dataclasses.replace(call, epilogue=NO_EPILOGUE)
-    return function(*(contraction.by_xla(plain, a, b) for b in rights), *given)
+    factors, given = factors_of(call, operands)
+    each = each_sum(call, contraction, factors, call.out_dtype)
+    sums = [dims.by_xla(own, *x.present()) for own, dims, x in each]
+    return function(*_joined(function, sums), *given)
 
 
 def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
@@ -305,7 +328,7 @@ def _lowered(
             raise ValueError(numerics.why_not_kept(promised, ON_MESH))
         parts = parts_of(contraction, function)
         alone = devices is None or mesh_context.why_not_partitioned(ctx.module_context)
-        if isinstance(parts, str) or alone:
+        if isinstance(parts, str) or alone or call.epilogue.blocks:
             run = functools.partial(apart, call, contraction, function)
         else:
             run = functools.partial(_shared, call, contraction, function, parts)
@@ -332,21 +355,13 @@ def _jvp(
     function: Function,
     **_: Any,
 ) -> Any:
-    (a, *rights), given = _factors(function, primals)
-    (da, *of_rights), changes = _factors(function, linear.changes(tangents))
-    plain = call.plain(np.float32)
-    of_left: list[Any] = [None] * len(rights)
-    if da is not None:
-        dims = [contraction] * len(rights)
-        of_left = projections(plain, dims, da, [(b,) for b in rights])
-    terms = [
-        [term, None if db is None else product(plain, contraction, a, db)]
-        for term, db in zip(of_left, of_rights, strict=True)
-    ]
-    moves = [*map(_sum, terms), *changes]
+    factors, given = factors_of(call, primals)
+    of_factors, changes = factors_of(call, linear.changes(tangents))
+    of_sums = _changes_in_blocks if call.epilogue.blocks else _changes_of_sums
+    moves = [*of_sums(call, contraction, function, factors, of_factors), *changes]
     moved = tuple(change is not None for change in moves)
     if function.derivative_needs_sums(moved):
-        keeping = function.keeping_sums(kept_dtype(a.dtype))
+        keeping = function.keeping_sums(kept_dtype(factors[0].dtype))
         every = fused(call, contraction, keeping, *primals)
         results, sums = every[: -function.sums], every[-function.sums :]
         sums = list(map(linear.named, sums))
@@ -362,6 +377,37 @@ def _jvp(
 
     moving = [x for x in moves if x is not None]
     return list(map(linear.named, results)), change(sums, tuple(given), moving)
+
+
+def _changes_of_sums(
+    call: Call, contraction: Contraction, function: Function, given: Any, moved: Any
+) -> list[Any]:
+    """Returns how each sum changes with its factors; None where it does not."""
+    (a, *rights), (da, *of_rights) = given, moved
+    plain = call.plain(np.float32)
+    of_left: list[Any] = [None] * function.sums
+    if da is not None:
+        dims = [contraction] * function.sums
+        of_left = projections(plain, dims, da, [(b,) for b in rights])
+    return [
+        _sum([term, None if db is None else product(plain, contraction, a, db)])
+        for term, db in zip(of_left, of_rights, strict=True)
+    ]
+
+
+def _changes_in_blocks(
+    call: Call, contraction: Contraction, function: Function, given: Any, moved: Any
+) -> list[Any]:
+    """Returns the same where blocks of the factors have scales, as XLA computes it."""
+    found = []
+    each = (each_sum(call, contraction, x, np.float32) for x in (given, moved))
+    for (own, dims, x), (_, _, dx) in zip(*each, strict=True):
+        tangents = [t for t, there in zip(dx, x, strict=True) if there is not None]
+        change = None
+        if any(t is not None for t in tangents):
+            change = linear.change_by(functools.partial(dims.by_xla, own), x.present(), tangents)
+        found.append(change if change is None else joined(change, function.types[0].shape))
+    return found
 
 
 def _sum(terms: Sequence[Any]) -> Any:
@@ -409,9 +455,17 @@ def _batch(
     **_: Any,
 ) -> tuple[list[Any], list[int]]:
     """Maps it: the product has one dimension more, unless only the function's operands do."""
+    if call.epilogue.blocks:
+        run = functools.partial(fused, call, contraction, function)
+        if call.options.numerics is None:
+            run = functools.partial(apart, call, contraction, function)
+            results = jax.vmap(run, tuple(dims))(*operands)
+        else:
+            results = one_by_one(run, operands, dims)
+        return results, [0] * len(results)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    (a, *rights), given = _factors(function, operands)
-    (of_a, *of_rights), others = _factors(function, dims)
+    (a, *rights), given = factors_of(call, operands)
+    (of_a, *of_rights), others = factors_of(call, dims)
     if call.options.numerics is not None and {of_a, *of_rights} == {None}:
         # A promise is that of a kernel that applies the function.
         a, of_a = jnp.broadcast_to(a, (size, *a.shape)), 0

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import NO_EPILOGUE, GroupedCall, Signature, signature_of
+from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
 from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
@@ -83,27 +83,33 @@ def of_rows_in_groups(x: Any, is_in_group: jax.Array) -> jax.Array:
 
 
 class Given(NamedTuple):
-    """The operands of such a product: its factors, the sizes, and what the function takes."""
+    """The operands: factors and their scales, sizes, and what the function takes."""
 
-    a: Any
-    rights: tuple[Any, ...]
+    factors: Operands
     sizes: Any
     others: tuple[Any, ...]
 
     @classmethod
-    def of(cls, function: OfRows, operands: Sequence[Any]) -> "Given":
+    def of(cls, call: GroupedCall, operands: Sequence[Any]) -> "Given":
         """Returns operands by their names."""
-        (a, *left), sums = operands, function.sums
-        return cls(a, tuple(left[:sums]), left[sums], tuple(left[sums + 1 :]))
+        end = len(call.names) + 1
+        return cls(call.unpack(operands[:end]), call.sizes(operands), tuple(operands[end:]))
+
+    def each_sum(self, call: GroupedCall, dtype: Any) -> list[tuple[GroupedCall, tuple[Any, ...]]]:
+        """Returns the product that each sum is, in a type, and its operands."""
+        plain = call.sums(dtype)
+        every = (False, True)[: 1 + call.epilogue.gated]
+        each = (self.factors.of_sum(plain.epilogue.operands, up=up) for up in every)
+        return [(plain, plain.packed(own, self.sizes)) for own in each]
 
 
 def fused_groups(call: GroupedCall, function: OfRows, *operands: jax.Array) -> list[jax.Array]:
     """Computes a function of rows in groups.
 
     Args:
-        call: The product, with float32 sums and no epilogue but a gate.
+        call: The product, with float32 sums and no epilogue but a gate and scales of blocks.
         function: The function of the sums.
-        *operands: The factors, the sizes, then what the function takes.
+        *operands: The factors, the sizes, scales of blocks, then what the function takes.
     """
     devices = mesh_context.device_request(call, operands)
     given = equally_varying(operands)
@@ -117,13 +123,9 @@ def apart(
     multiply: Callable[..., jax.Array] = grouped,
 ) -> list[jax.Array]:
     """Computes the products, then the function by XLA."""
-    given, plain = Given.of(function, operands), _plain(call)
-    sums = [multiply(plain, given.a, b, given.sizes) for b in given.rights]
+    given = Given.of(call, operands)
+    sums = [multiply(plain, *own) for plain, own in given.each_sum(call, call.out_dtype)]
     return function.finished(sums, given.sizes, given.others)
-
-
-def _plain(call: GroupedCall) -> GroupedCall:
-    return dataclasses.replace(call, epilogue=NO_EPILOGUE)
 
 
 class FusedGroups(NamedTuple):
@@ -148,11 +150,11 @@ class FusedGroups(NamedTuple):
 
     def run(self, compute: Callable[..., Any], *operands: jax.Array) -> list[jax.Array]:
         """Computes the results; `compute` is the kernel."""
-        given = Given.of(self.function, operands)
+        given = Given.of(self.call, operands)
         groups, group = given.sizes.shape[0], _group(given)
         every = self.function.spread(group, groups, given.others)
         ready = _prepared(self.split, self.places, given.others, every)
-        results = compute(given.a, *given.rights, given.sizes, *ready)
+        results = compute(*self.call.packed(given.factors, given.sizes), *ready)
         finished = self.split.finished(every, results)
         # Rows of no group are zeros in what the kernel stores.
         return [
@@ -162,7 +164,7 @@ class FusedGroups(NamedTuple):
 
 
 def _group(given: Given) -> jax.Array:
-    return xla_groups.group_of_rows(given.sizes, given.a.shape[0])
+    return xla_groups.group_of_rows(given.sizes, given.factors.a.shape[0])
 
 
 def _prepared(
@@ -210,11 +212,11 @@ def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGro
         for own, place in zip(parts.program.operands, places, strict=True)
     )
     program = dataclasses.replace(parts.program, operands=operands)
-    given = Given.of(function, signature)
+    given = Given.of(call, signature)
     shapes = [jax.ShapeDtypeStruct(*x) for x in given.others]
     of_rows = function.function.types[function.sums :]
     ready = jax.eval_shape(functools.partial(_prepared, parts, places), shapes, of_rows)
-    own = (given.a, *given.rights, given.sizes, *signature_of(tuple(ready)))
+    own = (*call.packed(given.factors, given.sizes), *signature_of(tuple(ready)))
     fused_call = call.with_program(program)
     decision = dispatch.decide(fused_call, own)
     return FusedGroups(function, parts, places, fused_call, own, decision)
@@ -264,19 +266,12 @@ def _lowered(
 def _jvp(
     primals: Any, tangents: Any, *, call: GroupedCall, function: OfRows, **_: Any
 ) -> tuple[Any, Any]:
-    given = Given.of(function, primals)
-    moves = Given.of(function, linear.changes(tangents))
-    plain = call.plain(np.float32)
-
-    def of_sum(b: Any, db: Any) -> Any:
-        terms = [] if moves.a is None else [grouped(plain, moves.a, b, given.sizes)]
-        terms += [] if db is None else [grouped(plain, given.a, db, given.sizes)]
-        return sum(terms[1:], terms[0]) if terms else None
-
-    changes = [*map(of_sum, given.rights, moves.rights), *moves.others]
+    given = Given.of(call, primals)
+    moves = Given.of(call, linear.changes(tangents))
+    changes = [*_changes_of_sums(call, given, moves), *moves.others]
     moved = tuple(change is not None for change in changes)
     if function.function.derivative_needs_sums(moved):
-        keeping = function.keeping_sums(kept_dtype(given.a.dtype))
+        keeping = function.keeping_sums(kept_dtype(given.factors.a.dtype))
         every = fused_groups(call, keeping, *primals)
         results, sums = every[: -function.sums], every[-function.sums :]
         sums = list(map(linear.named, sums))
@@ -296,6 +291,29 @@ def _jvp(
 
     moving = [x for x in changes if x is not None]
     return list(map(linear.named, results)), change(sums, given.sizes, given.others, moving)
+
+
+def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]:
+    """Returns how each sum changes with its factors and scales; None where it does not."""
+    found: list[Any] = []
+    each = given.each_sum(call, np.float32)
+    for up, (own, operands) in enumerate(each):
+        x = given.factors.of_sum(own.epilogue.operands, up=up > 0)
+        dx = moves.factors.of_sum(own.epilogue.operands, up=up > 0)
+        if call.epilogue.blocks:
+            pairs = zip(x, dx, strict=True)
+            a, b, *scales = (t for own_x, t in pairs if own_x is not None)
+            tangents, change = (a, b, None, *scales), None
+            if any(t is not None for t in tangents):
+                by_jax = functools.partial(xla_groups.by_jax, own)
+                change = linear.change_by(by_jax, operands, tangents)
+            found.append(change)
+            continue
+        plain = call.plain(np.float32)
+        terms = [] if dx.a is None else [grouped(plain, dx.a, x.b, given.sizes)]
+        terms += [] if dx.b is None else [grouped(plain, x.a, dx.b, given.sizes)]
+        found.append(sum(terms[1:], terms[0]) if terms else None)
+    return found
 
 
 def _batch(

@@ -108,7 +108,12 @@ class Shared:
 
 def names_of(contraction: Contraction) -> Names:
     """Returns the dimensions of the sums of a product."""
-    return Names(contraction.out, contraction.rows, contraction.columns)
+    whole = contraction.whole or contraction.out
+
+    def uncut(letters: str) -> str:
+        return "".join(x for x in letters if x in whole)
+
+    return Names(whole, uncut(contraction.rows), uncut(contraction.columns))
 
 
 def shared_program(call: Call, contraction: Contraction, parts: Parts, *operands: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from pallas_gemm import explain, gated_gemm, gemm, matmul, target
 from pallas_gemm.api import blocks
+from pallas_gemm.problem import Blocks
 from tests import meshes
 
 M, N, K = 32, 48, 128
@@ -121,6 +122,79 @@ def test_gated_products_have_blocks_in_both_factors() -> None:
         gated_gemm(a, gate, up, gate_scale=first)
     with pytest.raises(ValueError, match=r"one shape where .*, got \[4, 3\] and \[48\]"):
         gated_gemm(a, gate, up, gate_scale=first, up_scale=_scales(N))
+
+
+def _biased(s: jax.Array, bias: jax.Array) -> Any:
+    z = s + bias[None]
+    return z.astype(jnp.float32), jnp.sum(z, -1), jnp.max(z, -2)
+
+
+VECTORS = [((M,), (N,)), ((M, 4), (N,)), ((M, 1), (4, 3)), ((M,), None)]
+
+
+@pytest.mark.parametrize(("row", "col"), [*SHAPES, *VECTORS], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_function_is_given_the_scaled_product(row: Any, col: Any, transposed: bool) -> None:
+    a, b, bias = _drawn(M, K, dtype=E4M3), _drawn(K, N, dtype=E4M3), _drawn(N)
+    row, col = (x and _scales(*x) for x in (row, col))
+    found = gemm(
+        *(a, b.T if transposed else b),
+        row_scale=row,
+        col_scale=col,
+        transpose_b=transposed,
+        epilogue=_biased,
+        operands=(bias,),
+    )
+    shapes = zip((row, col), ((-1, 1), (1, -1)), strict=True)
+    as_blocks = [x if x is None or x.ndim == 2 else x.reshape(own) for x, own in shapes]
+    z = _expected(a, b, *as_blocks) + np.asarray(bias)
+    for own, expected in zip(found, (z, z.sum(-1), z.max(-2)), strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_a_function_of_gated_products_is_given_both_of_them_scaled() -> None:
+    a, gate, up = _drawn(M, K), _drawn(K, N), _drawn(K, N, seed=1)
+    row, first, second = _scales(M, 4), _scales(4, 3), _scales(4, 3, seed=1)
+    scales = {"row_scale": row, "gate_scale": first, "up_scale": second}
+
+    def both(s: jax.Array, t: jax.Array) -> jax.Array:
+        return jnp.maximum(s, 0) - t
+
+    found = gated_gemm(a, gate, up, epilogue=both, **scales)
+    expected = np.maximum(_expected(a, gate, row, first), 0) - _expected(a, up, row, second)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_functions_are_derived_and_mapped_as_words_are() -> None:
+    a, b, row, col = _drawn(M, K), _drawn(K, N), _scales(M, 4), _scales(4, 3)
+
+    def by_function(*x: jax.Array) -> jax.Array:
+        return gemm(x[0], x[1], row_scale=x[2], col_scale=x[3], epilogue=jax.nn.tanh)
+
+    def by_words(*x: jax.Array) -> jax.Array:
+        return gemm(x[0], x[1], row_scale=x[2], col_scale=x[3], activation="tanh")
+
+    both = by_function, by_words
+    slopes = (jax.grad(lambda *x, f=f: f(*x).sum(), (0, 1, 2, 3))(a, b, row, col) for f in both)
+    for x, y in zip(*slopes, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+    given = jnp.stack([a, -a]), b, jnp.stack([row, 2 * row]), col
+    results = (jax.vmap(f, (0, None, 0, None))(*given) for f in both)
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+def test_a_kernel_computes_functions_of_scaled_products() -> None:
+    shapes = [((256, 512), E4M3), ((384, 512), E4M3), ((256, 4), jnp.float32)]
+    shapes += [((4, 3), jnp.float32), ((384,), jnp.float32)]
+
+    def product(a: Any, b: Any, row: Any, col: Any, bias: Any) -> Any:
+        scales = {"row_scale": row, "col_scale": col, "transpose_b": True}
+        return gemm(a, b, **scales, epilogue=_biased, operands=(bias,))
+
+    with target("h200"):
+        (entry,) = explain(product, *(jax.ShapeDtypeStruct(*x) for x in shapes)).entries
+    assert entry.decision.implementation == "hopper"
+    assert entry.decision.problem.blocks == Blocks(128, 1, 128)
 
 
 LEADS = [((3,), (), (3,), ()), ((3,), (3,), (), (3,)), ((2, 3), (3,), (1, 3), (3,))]

@@ -70,6 +70,33 @@ def test_each_block_is_scaled(row: Any, col: Any, kernel: bool) -> None:
     np.testing.assert_array_equal(found, _expected(a, b, row, col))
 
 
+@pytest.mark.parametrize(("row", "col"), [*SHAPES, ((M,), (N,)), ((M, 2), (GROUPS, N))], ids=str)
+@pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
+def test_a_function_is_given_the_scaled_product(row: Any, col: Any, kernel: bool) -> None:
+    a, b, bias = _drawn(M, K), _drawn(GROUPS, N, K), _drawn(GROUPS, N, dtype=jnp.float32)
+    row, col = (x and _scales(*x) for x in (row, col))
+    how = {"config": CONFIG, "implementation": "interpret"} if kernel else {}
+    scales = {"row_scale": row, "col_scale": col, "transpose_b": True}
+
+    def biased(s: jax.Array, bias: jax.Array) -> Any:
+        return s + bias, jnp.max(s, -1)
+
+    with races.recorded() as raced:
+        given = {"epilogue": biased, "operands": (bias,)}
+        found, largest = grouped_gemm(a, b, SIZES, **given, **scales, **how)
+        jax.block_until_ready(found)
+        assert not raced()
+    row = row[:, None] if row is not None and row.ndim == 1 else row
+    if col is not None and col.shape in ((N,), (GROUPS, N)):
+        col = jnp.broadcast_to(col, (GROUPS, N))[:, None]
+    sums = _expected(a, b, row, col)
+    group = np.repeat(np.arange(GROUPS), SIZES)
+    expected = sums.copy()
+    expected[: len(group)] += np.asarray(bias)[group]
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(largest, sums.max(-1) * (np.arange(M) < len(group)))
+
+
 def test_derivatives_are_those_of_the_formula() -> None:
     a, b = (_drawn(*shape, dtype=jnp.float32) / 8 for shape in ((M, K), (GROUPS, K, N)))
     row, col = _scales(M, 2), _scales(GROUPS, 2, 3)
@@ -85,6 +112,21 @@ def test_derivatives_are_those_of_the_formula() -> None:
 
     slopes = (jax.grad(f, (0, 1, 2, 3))(a, b, row, col) for f in (ours, formula))
     for x, y in zip(*slopes, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_function_is_derived_as_words_are() -> None:
+    a, b = (_drawn(*shape, dtype=jnp.float32) / 8 for shape in ((M, K), (GROUPS, K, N)))
+    given = a, b, _scales(M, 2), _scales(GROUPS, 2, 3)
+
+    def of(how: Any) -> Any:
+        def total(*x: jax.Array) -> jax.Array:
+            y = grouped_gemm(x[0], x[1], SIZES, row_scale=x[2], col_scale=x[3], **how)
+            return jnp.sum(y**2)
+
+        return jax.grad(total, (0, 1, 2, 3))(*given)
+
+    for x, y in zip(of({"epilogue": jnp.tanh}), of({"activation": "tanh"}), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "k": (256, 512),
     "types": ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)),
     "out": (jnp.bfloat16, jnp.float32, E5M2),
-    "epilogue": ("none", "bias", "gated"),
+    "epilogue": ("none", "bias", "gated", "function"),
     # As many products as blocks of k would make scales of columns those of each product.
     "batch": ((), (3,)),
 }
@@ -64,7 +64,8 @@ def _problem(case: covering.Case) -> Problem:
         *(*_sizes(case), case["k"]),
         *(*case["types"], case["out"]),
         transpose_b=True,
-        epilogue=Epilogue(bias=case["epilogue"] == "bias", gated=gated),
+        # A function takes the registers of a bias: it adds one.
+        epilogue=Epilogue(bias=case["epilogue"] in ("bias", "function"), gated=gated),
         blocks=Blocks(g, r, c),
     )
 
@@ -83,7 +84,7 @@ def _is_legal(case: covering.Case) -> bool:
         return False
     early = case["out"] == jnp.float32 or config.pingpong or config.is_online
     early = early or config.consumer_tile == (128, 64)
-    return not (case["late_store"] and (early or is_gated))
+    return not (case["late_store"] and (early or is_gated or case["epilogue"] == "function"))
 
 
 def _scales(rng: np.random.Generator, *shape: int) -> Any:
@@ -94,6 +95,16 @@ def _whole(scale: Any, size: tuple[int, int], each: tuple[int, int]) -> np.ndarr
     for axis in (0, 1):
         scale = np.repeat(scale, each[axis], scale.ndim - 2 + axis)
     return np.asarray(scale)[..., : size[0], : size[1]]
+
+
+def _biased(out: Any) -> Any:
+    """Returns a function of a product: it rounds, and finds the extremes of rows and columns."""
+
+    def function(s: jax.Array, bias: jax.Array) -> Any:
+        z = s + jnp.expand_dims(bias, range(s.ndim - 1))
+        return z.astype(out), jnp.max(z, -1), jnp.min(z, -2)
+
+    return function
 
 
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 300), ids=str)
@@ -111,7 +122,8 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     lead = case["batch"]
     row = _scales(rng, *lead, -(-m // r), k // g) if r else None
     cols = [_scales(rng, k // g, -(-n // c)) if c else None for _ in range(2)]
-    bias = ints(n, dtype=jnp.float32) if case["epilogue"] == "bias" else None
+    has_bias = case["epilogue"] in ("bias", "function")
+    bias = ints(n, dtype=jnp.float32) if has_bias else None
     how = {
         "transpose_b": True,
         "preferred_element_type": case["out"],
@@ -119,10 +131,15 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
         "implementation": "interpret",
         "row_scale": row,
     }
+    extremes: list[Any] = []
     with races.recorded() as raced:
         if case["epilogue"] == "gated":
             how |= {"gate_scale": cols[0], "up_scale": cols[1], "activation": "relu"}
             found = gated_gemm(a, *weights, **how)
+        elif case["epilogue"] == "function":
+            del how["preferred_element_type"]
+            function = {"epilogue": _biased(case["out"]), "operands": (bias,)}
+            found, *extremes = gemm(a, weights[0], col_scale=cols[0], **function, **how)
         else:
             found = gemm(a, weights[0], col_scale=cols[0], bias=bias, **how)
         jax.block_until_ready(found)
@@ -136,5 +153,8 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sums[0] + (0 if bias is None else np.asarray(bias))
     if case["epilogue"] == "gated":
         expected = np.maximum(sums[0], 0) * sums[1]
+    if case["epilogue"] == "function":
+        for own, expected_one in zip(extremes, (expected.max(-1), expected.min(-2)), strict=True):
+            np.testing.assert_array_equal(own, expected_one)
     rounded = jnp.asarray(expected, jnp.float32).astype(case["out"])
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(rounded, np.float32))
