@@ -34,7 +34,7 @@ from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import numerics as planned
 from pallas_gemm.planning.xla_groups import ROWS
-from pallas_gemm.problem import Epilogue, element_type
+from pallas_gemm.problem import SCALES, Epilogue, element_type
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
 GROUPED_GEMM = (
@@ -240,17 +240,11 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
     transpose_b = arguments.flag("transpose_b", transpose_b)
-    others = None
-    if epilogue is not None or len(operands):
-        for name in ("row_scale", "col_scale", "up_scale"):
-            del words[name]
-        others = function.checked(epilogue, operands, function.said(words))
-        # The function says what happens to scaled sums.
-        preferred_element_type = np.float32
+    others = _of_function(epilogue, operands, words)
     own = {"col_scale": col_scale, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     given = Operands(a, b, up, **own, col_zeros=col_zero, up_zeros=up_zero)
     if others is not None:
-        given = function.widened(given)
+        given, preferred_element_type = function.widened(given), np.float32
     given = weight_operands.taken_apart(given, ("b", "up"), transpose_b)
     a, b, sizes = groups.arrays(given.a, given.b, group_sizes, ("a", "b"))
     groups.check_ranks(("a", a), ("b", b))
@@ -292,6 +286,14 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     call = planned.resolved_groups(call, a, b)
     dispatch.check(call, signature_of(every))
     return grouped(call, *every)
+
+
+def _of_function(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any] | None:
+    """Returns what a function takes beside scaled sums; None without one."""
+    if epilogue is None and not len(operands):
+        return None
+    others = {name: x for name, x in words.items() if name not in SCALES}
+    return function.checked(epilogue, operands, function.said(others))
 
 
 def _general(  # noqa: PLR0913 - as of what calls it
