@@ -121,7 +121,7 @@ class Scaled(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], given: Operands, sums: int) -> Self:
-        """Returns a function of scaled sums, of which there are so many, with their scales."""
+        """Returns a function of this number of scaled sums, with their scales."""
         names = tuple(name for name in SCALES if getattr(given, name) is not None)
         if not names:
             return cls(function, (), ())

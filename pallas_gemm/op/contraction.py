@@ -55,8 +55,8 @@ class Contraction:
         up_blocks: The same for the second right operand of a gated product.
         col_zeros: The dimensions of the values that stand for 0 in the right operand's blocks.
         up_zeros: The same for the second right operand of a gated product.
-        whole: The dimensions of the result before they were cut into blocks, if they were. What was
-            cut has the letter of its last part.
+        whole: The dimensions of the result before they were cut into blocks, if they were. The last
+            part of each has its letter.
         lettered: The letters are those of the caller's einsum.
     """
 
