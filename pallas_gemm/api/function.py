@@ -96,7 +96,7 @@ def widened(given: Operands) -> Operands:
     Raises:
         ValueError: There are scales beside a record.
     """
-    for name, scale in (("b", "col_scale"), ("up", "up_scale")):
+    for name, scale in zip(("b", "up"), SCALES[1:], strict=True):
         x = getattr(given, name)
         if isinstance(x, QuantizedWeight) and getattr(given, scale) is not None:
             raise ValueError(
