@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from pallas_gemm.api import arguments, request, weight_operands
+from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
-from pallas_gemm.api.weights import QuantizedWeight
 from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.explicit import explicit_fused
@@ -57,7 +56,6 @@ def answer(
         **how: As for `request.of_gemm`.
     """
     taken = checked(epilogue, operands, words)
-    given = widened(given)
 
     def asked_of(own: Operands) -> request.Request:
         return request.of_gemm(own, Epilogue(), options, preferred_element_type=np.float32, **how)
@@ -88,22 +86,6 @@ def answer(
         check_named(options, fused.plan(call, dims, function, signature))
     run = explicit_fused if explicit else fused.fused
     return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
-
-
-def widened(given: Operands) -> Operands:
-    """Returns operands with what records of few bits stand for: a function is given their products.
-
-    Raises:
-        ValueError: There are scales beside a record.
-    """
-    for name, scale in zip(("b", "up"), SCALES[1:], strict=True):
-        x = getattr(given, name)
-        if isinstance(x, QuantizedWeight) and getattr(given, scale) is not None:
-            raise ValueError(
-                f"{scale} must be None beside a QuantizedWeight, which has scales of its own"
-            )
-        given = given._replace(**{name: weight_operands.widened(x, given.a)})
-    return given
 
 
 class Scaled(NamedTuple):

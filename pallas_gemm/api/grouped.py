@@ -244,7 +244,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     own = {"col_scale": col_scale, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     given = Operands(a, b, up, **own, col_zeros=col_zero, up_zeros=up_zero)
     if others is not None:
-        given, preferred_element_type = function.widened(given), np.float32
+        preferred_element_type = np.float32
     given = weight_operands.taken_apart(given, ("b", "up"), transpose_b)
     a, b, sizes = groups.arrays(given.a, given.b, group_sizes, ("a", "b"))
     groups.check_ranks(("a", a), ("b", b))

@@ -219,6 +219,36 @@ def test_experts_take_records(zero: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("deep", [4, 1])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_function_follows_experts_of_few_bits(gated: bool, deep: int) -> None:
+    sizes, x, bias = jnp.array([3, 0, 4]), _left(9, K), _left(3, N, dtype=jnp.float32, seed=3)
+    gate, up = (_record(lead=(3,), zero=False, seed=seed) for seed in (1, 5))
+    gate, up = (dataclasses.replace(w, scale=w.scale[:, :deep]) for w in (gate, up))
+    of = np.repeat([0, 2], [3, 4])
+
+    def one(s: Any, bias: Any) -> Any:
+        return jax.nn.relu(s + bias)
+
+    def two(s: Any, t: Any, bias: Any) -> Any:
+        return jax.nn.relu(s + bias) * t
+
+    def ours(x: Any, bias: Any) -> Any:
+        more = {"up": up, "epilogue": two} if gated else {"epilogue": one}
+        return grouped_gemm(x, gate, sizes, operands=(bias,), **more)
+
+    def stock(x: Any, bias: Any) -> Any:
+        stands = [jnp.asarray(_stands(w)[of], jnp.float32) for w in (gate, up)]
+        sums: Any = [jnp.einsum("mk,mkn->mn", x[:7].astype(jnp.float32), w) for w in stands]
+        found = two(sums[0], sums[1], bias[of]) if gated else one(sums[0], bias[of])
+        return jnp.pad(found, ((0, 2), (0, 0)))
+
+    np.testing.assert_array_equal(ours(x, bias), stock(x, bias))
+    wide = x.astype(jnp.float32)
+    grads = [jax.grad(lambda *a, f=f: jnp.sum(f(*a)), (0, 1))(wide, bias) for f in (ours, stock)]
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+
+
 def test_experts_of_one_group_have_zero_points_too() -> None:
     sizes, w = jnp.array([3, 0, 4]), _record(lead=(3,))
     w = dataclasses.replace(w, scale=w.scale[:, :1], zero=w.zero[:, :1])
@@ -543,3 +573,77 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
 def test_what_makes_no_sense_is_named(call: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("scaled", ["groups", "columns", "tensor"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_function_follows_weights_of_few_bits(gated: bool, scaled: str) -> None:
+    shape = {"groups": (K // 32, N), "columns": (1, N), "tensor": (1, N)}[scaled]
+    x, bias = _left(M, K), _left(N, dtype=jnp.float32, seed=5)
+    gate, up = (
+        QuantizedWeight(
+            _weights(K, N, dtype=jnp.int4, seed=seed),
+            _scales(*shape, seed=seed),
+            dtype=jnp.dtype(jnp.bfloat16),
+        )
+        for seed in (1, 3)
+    )
+
+    def one(s: Any, bias: Any) -> Any:
+        return jax.nn.relu(s + bias[None]), jnp.sum(s, -1)
+
+    def two(s: Any, t: Any, bias: Any) -> Any:
+        return jax.nn.relu(s + bias[None]) * t
+
+    def ours(x: Any, bias: Any) -> Any:
+        if gated:
+            return gated_gemm(x, gate, up, epilogue=two, operands=(bias,))
+        return gemm(x, gate, epilogue=one, operands=(bias,))
+
+    def stock(x: Any, bias: Any) -> Any:
+        sums: Any = [
+            x.astype(jnp.float32) @ jnp.asarray(_stands(w), jnp.float32) for w in (gate, up)
+        ]
+        return two(sums[0], sums[1], bias) if gated else one(sums[0], bias)
+
+    jax.tree.map(np.testing.assert_array_equal, ours(x, bias), stock(x, bias))
+    many, biases = _left(3, M, K, seed=7), _left(3, N, dtype=jnp.float32, seed=8)
+    for axes in ((0, None), (None, 0), (0, 0)):
+        each = zip((x, bias), (many, biases), axes, strict=True)
+        given = [y if axis is None else ys for y, ys, axis in each]
+        found, expected = (jax.vmap(f, axes)(*given) for f in (ours, stock))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    change, expected = (jax.jvp(f, (x, bias), (x, bias))[1] for f in (ours, stock))
+    jax.tree.map(np.testing.assert_array_equal, change, expected)
+    grads = [
+        jax.grad(lambda x, bias, f=f: jnp.sum(jax.tree.leaves(f(x, bias))[0]), (0, 1))(x, bias)
+        for f in (ours, stock)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_vmap_of_weights_with_a_function(mapped: bool) -> None:
+    x, w = _left(3, M, K), _record(lead=(3,), zero=False)
+    x = x if mapped else x[0]
+
+    def f(x: Any, w: Any) -> Any:
+        return gemm(x, w, epilogue=jax.nn.relu)
+
+    found = jax.vmap(f, (0 if mapped else None, 0))(x, w)
+    wide = np.asarray(x, np.float64) @ _stands(w)
+    reference.assert_exact(found, np.maximum(wide, 0))
+
+
+def test_a_function_is_computed_by_the_kernel_of_few_bits() -> None:
+    x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
+
+    def f(x: Any) -> Any:
+        w = QuantizedWeight.of(jnp.ones((512, 256), jnp.bfloat16), bits=4, group=128)
+        return gemm(x, w, epilogue=lambda s: jax.nn.gelu(s).astype(jnp.bfloat16))
+
+    with pallas_gemm.target("h200"):
+        [decision] = explain(f, x).products
+    assert decision.implementation == "hopper"
+    assert str(decision.problem.b_dtype) == "int4"
+    assert decision.problem.epilogue.program is not None
