@@ -270,16 +270,16 @@ def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_blocks_of_8_bits_learn_as_bfloat16_does(api: str) -> None:
-    """Two blocks along each dimension of a layer; the last steps' losses are alike in the mean."""
+    """Two blocks along each dimension of a layer; losses are alike in the mean once they settle."""
     settings = Settings(1, 256, 4, 256, 32, 16, 16, "bfloat16", 1e-3)
     trainer, curves = Trainer(settings, api, "xla"), []
     for kind in ("stock", "fp8_blocks"):
         trainee = trainer.trainee(kind, kind)
-        for step in range(200):
+        for step in range(40):
             trainee.train(trainer.batch(step))
         curves.append(trainee.curve)
     stock, ours = curves
-    assert stock[-40:].mean() < 0.25 * stock[0]
+    assert stock[-20:].mean() < 0.25 * stock[0]
     assert not np.array_equal(stock, ours)
     # The same examples: what is left is how products are rounded.
-    assert abs(ours[-40:].mean() / stock[-40:].mean() - 1) < 0.01
+    assert abs(ours[-20:].mean() / stock[-20:].mean() - 1) < 0.01

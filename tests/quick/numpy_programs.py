@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 Values = Sequence[Any]
@@ -167,14 +168,20 @@ def _divide(eqn: Any) -> Rule:
     return lambda a, b: (np.floor_divide(a - np.fmod(a, b), b),)
 
 
-def _shift(eqn: Any) -> Rule | None:
-    dtype, by = eqn.outvars[0].aval.dtype, eqn.invars[1]
-    if not isinstance(by, core.Literal):
-        return None
-    unsigned = np.dtype(f"u{dtype.itemsize}")
-    return lambda value, by: (
-        np.right_shift(np.asarray(value).view(unsigned), by.astype(unsigned)).view(dtype),
-    )
+def _shift(function: Callable[..., Any]) -> Callable[..., Rule]:
+    def maker(eqn: Any) -> Rule:
+        dtype = eqn.outvars[0].aval.dtype
+        bits, unsigned = 8 * dtype.itemsize, np.dtype(f"u{dtype.itemsize}")
+
+        def run(value: Any, by: Any) -> Values:
+            value, by = np.asarray(value).view(unsigned), np.asarray(by).astype(unsigned)
+            # Of a number of bits that a word lacks, C says nothing.
+            moved = np.where(by < bits, function(value, np.minimum(by, bits - 1)), 0)
+            return (moved.astype(unsigned).view(dtype),)
+
+        return run
+
+    return maker
 
 
 def _select(eqn: Any) -> Rule:
@@ -203,6 +210,39 @@ def _slice(eqn: Any, *, start_indices: Any, limit_indices: Any, strides: Any) ->
     return lambda value: (value[window],)
 
 
+def _iota(eqn: Any, *, dtype: Any, shape: Any, dimension: int, **_: Any) -> Rule:
+    sizes = [1] * len(shape)
+    sizes[dimension] = shape[dimension]
+    made = np.broadcast_to(np.arange(shape[dimension]).astype(dtype).reshape(sizes), shape)
+    return lambda *_: (made,)
+
+
+def _concatenate(eqn: Any, *, dimension: int) -> Rule:
+    return lambda *values: (np.concatenate(values, dimension),)
+
+
+def _extreme(function: Callable[..., Any]) -> Callable[..., Rule]:
+    return lambda _, *, axes, **__: lambda value: (function(value, axis=axes),)
+
+
+def _gather(
+    eqn: Any, *, dimension_numbers: Any, slice_sizes: Any, mode: Any, **_: Any
+) -> Rule | None:
+    """Elements of a vector, with NaN for what it lacks."""
+    vector = eqn.invars[0].aval
+    filled = mode == lax.GatherScatterMode.FILL_OR_DROP and vector.dtype.kind == "f"
+    if vector.ndim != 1 or dimension_numbers.offset_dims or not filled:
+        return None
+    (size,), nan = vector.shape, np.asarray(np.nan, vector.dtype)
+
+    def run(value: Any, places: Any) -> Values:
+        places = places[..., 0]
+        inside = (places >= 0) & (places < size)
+        return (np.where(inside, value[np.clip(places, 0, size - 1)], nan),)
+
+    return run
+
+
 def _dynamic_slice(eqn: Any, *, slice_sizes: Any) -> Rule:
     last = [of - size for of, size in zip(eqn.invars[0].aval.shape, slice_sizes, strict=True)]
 
@@ -221,6 +261,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": np.minimum,
     "square": np.square,
     "sign": np.sign,
+    "abs": np.abs,
     "rem": np.fmod,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
@@ -243,13 +284,19 @@ MAKERS: dict[str, Callable[..., Rule | None]] = {
     "scan": _scan,
     "convert_element_type": _convert,
     "div": _divide,
-    "shift_right_logical": _shift,
+    "shift_right_logical": _shift(np.right_shift),
+    "shift_left": _shift(np.left_shift),
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _reshape,
     "slice": _slice,
+    "iota": _iota,
+    "concatenate": _concatenate,
+    "reduce_max": _extreme(np.max),
+    "reduce_min": _extreme(np.min),
+    "gather": _gather,
     "dynamic_slice": _dynamic_slice,
 }
-QUIET = {*FUNCTIONS, "convert_element_type", "div"}
+QUIET = {*FUNCTIONS, "convert_element_type", "div", "reduce_max", "reduce_min"}
 """Of these with floating-point numbers, NumPy would warn of what JAX says nothing about."""

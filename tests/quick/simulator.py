@@ -113,7 +113,12 @@ def _evaluated() -> Callable[..., None]:
                 if len(programs) > KEPT_PROGRAMS:
                     del programs[next(iter(programs))]
             program = programs[id(jaxpr)][1]
-        program(*map(np.asarray, (*consts, *args)))
+        try:
+            program(*map(np.asarray, (*consts, *args)))
+        except Exception as error:
+            # Callbacks tell by themselves. Of anything else nobody would know, and wait for ever.
+            gpu_callbacks._get_shared_memory().set_failed(error, top_level=False)
+            raise
 
     return run
 

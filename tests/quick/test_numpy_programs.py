@@ -17,7 +17,13 @@ MEMORY = np.zeros(3, np.float32)
 
 def _integers(i: Any, word: Any) -> list[Any]:
     halves = [word // 3, word % -5, -word // 7, lax.div(word, jnp.int32(-4)), lax.rem(word, i)]
-    logic = [(word & 12) | (i ^ 5), ~word, word << 2, lax.shift_right_logical(word, jnp.int32(3))]
+    logic = [(word & 12) | (i ^ 5), ~word, jnp.abs(word)]
+    by = [jnp.int32(3), jnp.int32(0), i, i + 25, i + 26, i - 7]
+    logic += [
+        shift(word, jnp.broadcast_to(bits, word.shape))
+        for shift in (lax.shift_left, lax.shift_right_logical)
+        for bits in by
+    ]
     picked = [
         jnp.where(word > 2, word, i),
         lax.select_n(i % 3, word, -word, 2 * word),
@@ -38,7 +44,18 @@ def _reals(x: Any) -> list[Any]:
     narrow = x.astype(jnp.bfloat16)
     # One operation each: of several, XLA may make one that rounds once.
     operations = [x / jnp.flip(x, 0), narrow * narrow, narrow + narrow, jnp.maximum(x, jnp.nan)]
-    return [*numbers, *operations, lax.erf(x)]
+    extremes = [jnp.abs(x), jnp.max(x, 1), jnp.min(x, 0), jnp.max(x, (0, 1))]
+    return [*numbers, *operations, *extremes, *_places(x), lax.erf(x)]
+
+
+def _places(x: Any) -> list[Any]:
+    counted = [
+        lax.broadcasted_iota(dtype, SHAPE, axis)
+        for dtype, axis in ((jnp.int32, 0), (jnp.float32, 1))
+    ]
+    places = jnp.array([[3, 0, 31], [-1, 32, 40]])
+    taken = [jnp.take(x.ravel(), places), jnp.take(x, jnp.array([1, 3]), axis=1)]
+    return [*counted, *taken, jnp.concatenate([x, x[:1], 2 * x]), jnp.concatenate([x, x], 1)]
 
 
 def _control(i: Any, x: Any) -> list[Any]:

@@ -3,12 +3,17 @@
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock  # noqa: TID251
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory  # noqa: TID251
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # noqa: TID251
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tests.quick import numpy_programs
 from tests.quick import simulator as quick_simulator
 
 
@@ -36,6 +41,38 @@ def test_requests_are_read_as_by_jax(cls: Any) -> None:
     for wrong in (numbers[1:], numbers.astype(np.float32)):
         with pytest.raises(ValueError, match="integers"):
             cls.from_array(wrong)
+
+
+def test_a_thread_that_fails_outside_of_a_callback_ends_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(eqn: Any, *_: Any) -> Any:
+        raise ArithmeticError(eqn.primitive.name)
+
+    monkeypatch.setattr(numpy_programs, "_of_jax", fail)
+
+    def body(out: Any, scratch: Any, barrier: Any) -> None:
+        @pl.when(lax.axis_index("role") == 0)
+        def _wait() -> None:
+            plgpu.barrier_wait(barrier)
+            out[...] = scratch[...]
+
+        @pl.when(lax.axis_index("role") == 1)
+        def _arrive() -> None:
+            scratch[...] = lax.erf(scratch[...])
+            plgpu.barrier_arrive(barrier)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="role",
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ArithmeticError: erf"):
+        jax.block_until_ready(kernel())
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def test_a_barrier_has_the_key_that_jax_finds() -> None:
