@@ -94,7 +94,9 @@ def test_weights_on_the_left_are_xlas() -> None:
         ({"tile": (256, 64)}, "a warpgroup holds at most 60 registers of sums, got 128"),
         # A consumer frees a slot when it has its next one: with four all would wait for ever.
         ({"stages": 4}, "from twice as many to 32, got 4"),
-        ({"persistence": "static"}, "persistence must be 'none'"),
+        ({"persistence": "dynamic"}, "persistence must be 'none' or 'static' for ctas_along_k=1"),
+        ({"persistence": "static", "ctas_along_k": 2}, "must be 'none' for ctas_along_k=2"),
+        ({"split_k": 2}, "split_k"),
     ],
     ids=str,
 )

@@ -120,6 +120,7 @@ def _deepest(
                 along_k=along_k,
                 ctas_along_k=ctas,
                 store_columns=chunk,
+                persistence="static" if problem.groups and ctas == 1 else "none",
             )
         except ValueError:
             return None
@@ -147,7 +148,9 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     waves = math.ceil(tiles / device.coresident_clusters(config.cluster_size))
     steps = math.ceil(config.steps(problem) / config.ctas_along_k)
     end = END_CYCLES + ELEMENT_CYCLES * rows * cols + JOINED_CYCLES * (config.ctas_along_k > 1)
-    busy = waves * (steps * step + end) / (CLOCK_SHARE * machine.clock_hz)
+    # The ring runs on: only the last tile is finished while nothing is loaded.
+    ends = 1 if config.persistence == "static" else waves
+    busy = (waves * steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) / (MEMORY_SHARE * machine.dram_bytes_per_second)
     return LAUNCH_SECONDS + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
 

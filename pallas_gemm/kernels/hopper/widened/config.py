@@ -201,8 +201,11 @@ class WidenedConfig(GemmConfig):
                 f"stages must be a multiple of along_k, from twice as many to {MAX_BARRIERS}, got"
                 f" {self.stages} and along_k={self.along_k}"
             )
-        if self.persistence != "none" or self.cluster != (1, 1) or self.split_k > 1:
+        if self.cluster != (1, 1) or self.split_k > 1:
+            yield f"cluster must be (1, 1) and split_k 1, got {self.cluster} and {self.split_k}"
+        legal = ("none", "static") if self.ctas_along_k == 1 else ("none",)
+        if self.persistence not in legal:
             yield (
-                "persistence must be 'none', cluster (1, 1) and split_k 1, got"
-                f" {self.persistence!r}, {self.cluster} and {self.split_k}"
+                f"persistence must be {' or '.join(map(repr, legal))} for"
+                f" ctas_along_k={self.ctas_along_k}, got {self.persistence!r}"
             )

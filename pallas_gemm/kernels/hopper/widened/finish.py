@@ -17,7 +17,7 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.ptx import arrays, cluster, fragments
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -38,15 +38,23 @@ def meet(plan: WidenedPlan) -> None:
         cluster.meet(plan)
 
 
-def join_and_store(cta: Any, me: Scalar, turn: Scalar, total: Values) -> None:
-    """Hands over a consumer's sums; or adds up what others hand over, and stores it."""
+def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Values) -> None:
+    """Hands over a consumer's sums; or adds up what others hand over, and stores it.
+
+    Args:
+        cta: The CTA.
+        me: Which of the consumers this is that share the columns.
+        part: Which of those that take the steps in turns.
+        before: The steps of the tiles before.
+        total: Its sums.
+    """
     plan, config = cta.plan, cta.plan.config
     if config.along_k > 1:
-        total = _join_steps(cta, me, turn, total)
+        total = _join_steps(cta, me, part, before, total)
     if config.ctas_along_k > 1:
-        sends = (cta.rank > 0) & (turn == 0)
+        sends = (cta.rank > 0) & (part == 0)
         total = cluster.joined(plan, total, cta.slots.apart, cta.rank, me, sends)
-    stores = (turn == 0) & (cta.rank == 0)
+    stores = (part == 0) & (cta.rank == 0)
 
     @pl.when(stores)
     def _store() -> None:
@@ -56,13 +64,15 @@ def join_and_store(cta: Any, me: Scalar, turn: Scalar, total: Values) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _join_steps(cta: Any, me: Scalar, turn: Scalar, total: Values) -> Values:
+def _join_steps(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Values) -> Values:
     """Adds up the sums of consumers that took other steps, in the first of them."""
-    plan, joined = cta.plan, cta.barriers.joined.at[me]
+    plan, joined, taken = cta.plan, cta.barriers.joined.at[me], cta.barriers.taken
 
-    @pl.when(turn > 0)
+    @pl.when(part > 0)
     def _hand_over() -> None:
-        arrays.write_blocks(plan, cta.slots.joined.at[turn - 1, me], total, fragments.LAYOUT)
+        if taken is not None:
+            pl.when(before > 0)(lambda: plgpu.barrier_wait(taken.at[me]))
+        arrays.write_blocks(plan, cta.slots.joined.at[part - 1, me], total, fragments.LAYOUT)
         plgpu.commit_smem()
         plgpu.barrier_arrive(joined)
 
@@ -71,9 +81,12 @@ def _join_steps(cta: Any, me: Scalar, turn: Scalar, total: Values) -> Values:
         for other in range(plan.config.along_k - 1):
             own = cta.slots.joined.at[other, me]
             total += arrays.read_blocks(plan, own, total.dtype, fragments.LAYOUT)
+        if taken is not None:
+            fences.after_loads(plan)
+            plgpu.barrier_arrive(taken.at[me])
         return total
 
-    return lax.cond(turn == 0, add_up, lambda total: total, total)
+    return lax.cond(part == 0, add_up, lambda total: total, total)
 
 
 def store(cta: Any, me: Scalar, total: Values) -> None:

@@ -18,9 +18,11 @@ Barriers
     empty[s]     one thread of each of them                      the producer
     joined[c]    each consumer that shares columns with c and    that one, which adds up and stores
                  took other steps, when its sums are written
+    taken[c]     that one, when it has read them                 the others, before those of the
+                                                                 next tile, and at the end
 
-A CTA computes one tile: few rows are read once, and memory is busy. CTAs of a cluster may share the
-steps; the first of them adds up.
+A CTA computes one tile, or several: then the ring runs on. CTAs of a cluster may share the steps of
+one; the first of them adds up.
 """
 
 import functools
@@ -65,6 +67,7 @@ class Barriers(NamedTuple):
     full: Any
     empty: Any
     joined: Any
+    taken: Any
 
 
 class Cta(NamedTuple):
@@ -84,7 +87,8 @@ def _span(cta: Cta) -> tuple[Scalar, Scalar]:
     plan = cta.plan
     ctas, steps = plan.config.ctas_along_k, plan.k_steps
     if ctas == 1:
-        return jnp.int32(0), jnp.int32(steps)
+        own = jnp.int32(steps)
+        return jnp.int32(0), own if cta.at.empty is None else jnp.where(cta.at.empty, 0, own)
     first = lax.div(cta.rank * steps, jnp.int32(ctas))
     return first, lax.div((cta.rank + 1) * steps, jnp.int32(ctas)) - first
 
@@ -116,16 +120,38 @@ def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
         plgpu.copy_gmem_to_smem(scales.at[there], own, full)
 
 
+def _each_tile(cta: Cta, compute: Callable[[Cta, Scalar], None]) -> Scalar:
+    """Goes through the tiles of a CTA; returns how many steps they take.
+
+    Args:
+        cta: The CTA.
+        compute: Computes a tile, or loads it: given how many steps those before took.
+    """
+    share, none = walk.share(cta.plan, cta.gmem), jnp.int32(0)
+
+    def one(turn: Scalar, before: Scalar) -> Scalar:
+        own = cta._replace(at=share.tile(turn))
+        compute(own, before)
+        return before + _span(own)[1]
+
+    return one(none, none) if share.count is None else lax.fori_loop(0, share.count, one, none)
+
+
 def _producer(cta: Cta) -> None:
     """Fills the ring, and waits until all of it has been read."""
     stages = jnp.int32(cta.plan.config.stages)
-    first, steps = _span(cta)
 
-    @pl.loop(0, steps)
-    def _step(i: Scalar) -> None:
-        slot = lax.rem(i, stages)
-        pl.when(i >= stages)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
-        _load(cta, first + i, slot)
+    def load(cta: Cta, before: Scalar) -> None:
+        first, steps = _span(cta)
+
+        @pl.loop(0, steps)
+        def _step(i: Scalar) -> None:
+            step = before + i
+            slot = lax.rem(step, stages)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
+            _load(cta, first + i, slot)
+
+    steps = _each_tile(cta, load)
 
     @pl.loop(lax.max(steps - stages, jnp.int32(0)), steps)
     def _drain(i: Scalar) -> None:
@@ -133,18 +159,45 @@ def _producer(cta: Cta) -> None:
 
 
 def _consumer(cta: Cta) -> None:
-    """Multiplies what is loaded, and hands over its sums or stores them."""
+    """Computes its part of each tile."""
+    consumers = jnp.int32(cta.plan.config.consumers)
+    warpgroup = lax.axis_index(launch.WARPGROUP)
+    me, part = lax.rem(warpgroup, consumers), lax.div(warpgroup, consumers)
+
+    def compute(cta: Cta, before: Scalar) -> None:
+        multiply = functools.partial(_multiply, cta, me, part, before)
+        if cta.at.empty is None:
+            multiply()
+        else:
+            stores = cta.at.empty & (part == 0) & (cta.rank == 0)
+            pl.when(stores)(lambda: finish.store_zeros(cta, me))
+            pl.when(~cta.at.empty)(multiply)
+
+    steps = _each_tile(cta, compute)
+    if cta.barriers.taken is not None:
+        is_read = (part > 0) & (steps > 0)
+        pl.when(is_read)(lambda: plgpu.barrier_wait(cta.barriers.taken.at[me]))
+
+
+def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
+    """Multiplies what is loaded of a tile, and hands over its sums or stores them.
+
+    Args:
+        cta: The CTA.
+        me: Which of the consumers this is that share the columns.
+        part: Which of those that take the steps in turns: the same slots are always its.
+        before: The steps of the tiles before.
+    """
     plan, config, form = cta.plan, cta.plan.config, cta.plan.form
-    warpgroup, stages = lax.axis_index(launch.WARPGROUP), jnp.int32(config.stages)
-    me = lax.rem(warpgroup, jnp.int32(config.consumers))
-    turn = lax.div(warpgroup, jnp.int32(config.consumers))
+    stages, parts = jnp.int32(config.stages), jnp.int32(config.along_k)
     _, steps = _span(cta)
     zeros = jnp.zeros((form.rows, form.cols), jnp.float32)
     total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
+    first = lax.rem(part + parts - lax.rem(before, parts), parts)
 
     def one_step(i: Scalar, total: Values) -> Values:
-        step = i * config.along_k + turn
+        step = before + first + i * config.along_k
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(cta.barriers.full.at[slot])
         scales = cta.slots.scales.at[slot] if form.group else None
@@ -152,38 +205,26 @@ def _consumer(cta: Cta) -> None:
         total = fragments.add_step(plan, total, w, x, scales, me, form)
         fences.after_loads(plan)
         # WGMMAs of the step before have ended with the first of this one's.
-        before = lax.rem(step + (config.stages - config.along_k), stages)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[before]))
+        last = lax.rem(step + (config.stages - config.along_k), stages)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[last]))
         return total
 
-    count = lax.div(steps - turn + (config.along_k - 1), jnp.int32(config.along_k))
+    count = lax.div(steps - first + (config.along_k - 1), parts)
     total = lax.fori_loop(0, count, one_step, total)
     plgpu.wgmma_wait(0)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
-    last = lax.rem((count - 1) * config.along_k + turn, stages)
+    last = lax.rem(before + first + (count - 1) * config.along_k, stages)
     plgpu.barrier_arrive(cta.barriers.empty.at[last])
-    finish.join_and_store(cta, me, turn, total)
+    finish.join_and_store(cta, me, part, before, total)
 
 
 def _body(
     plan: WidenedPlan, gmem: launch.Inputs, out: Ref, slots: Slots, barriers: Barriers
 ) -> None:
-    """Gives each warpgroup of a CTA its role, if it has a tile."""
-    at = walk.tile(plan, gmem)
-    cta = Cta(plan, gmem, out, slots, barriers, at, lax.axis_index(ALONG_K))
-    run = functools.partial(_roles, cta)
-    if at.empty is None:
-        run()
-        return
-    warpgroup = lax.axis_index(launch.WARPGROUP)
-    stores = at.exists & at.empty & (warpgroup < plan.config.consumers) & (cta.rank == 0)
-    pl.when(stores)(lambda: finish.store_zeros(cta, warpgroup))
-    pl.when(at.exists & ~at.empty)(run)
-
-
-def _roles(cta: Cta) -> None:
-    """Runs the role of a warpgroup."""
-    plan, registers = cta.plan, cta.plan.config.registers
+    """Gives each warpgroup of a CTA its role."""
+    nowhere = walk.Tile(None, None)
+    cta = Cta(plan, gmem, out, slots, barriers, nowhere, lax.axis_index(ALONG_K))
+    registers = plan.config.registers
 
     def produce() -> None:
         if registers:
@@ -240,6 +281,9 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages),
         joined=plgpu.Barrier(num_arrivals=config.along_k - 1, num_barriers=config.consumers)
         if config.along_k > 1
+        else None,
+        taken=plgpu.Barrier(num_arrivals=1, num_barriers=config.consumers)
+        if config.along_k > 1 and plan.has_several_tiles
         else None,
     )
     return slots, barriers

@@ -52,6 +52,11 @@ class WidenedPlan(KernelPlan):
         )
 
     @property
+    def has_several_tiles(self) -> bool:
+        """Whether a CTA may compute several tiles, one after the other."""
+        return self.config.tiles(self.problem) > self.workers
+
+    @property
     def bits(self) -> int:
         """The bits of a weight."""
         return BITS[self.problem.a_dtype]

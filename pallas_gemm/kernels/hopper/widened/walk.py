@@ -1,13 +1,15 @@
-"""Which tile a CTA computes: rows and columns are those of the transposed product.
+"""Which tiles a CTA computes: rows and columns are those of the transposed product.
 
     products         columns of tiles follow each other, then rows, then the products of a batch
     rows in groups   each group has columns of tiles of its own. A CTA adds up the sizes of groups,
                      from which follows how many there are. Rows in no group have such tiles, too:
                      they are zeros. A CTA beyond all tiles ends.
 
-CTAs that follow each other have the same weights, or those that lie side by side.
+CTAs that follow each other have the same weights, or those that lie side by side. A CTA has one
+tile, or takes every so many of all: then the loads of the next one begin before the last has ended.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +29,6 @@ class Tile(NamedTuple):
         col: Its first column: a row of the result.
         product: Which product of a batch it is of, or which group; None if there is one.
         end: The row of the result after its last; None if it goes as far as the result.
-        exists: Whether there is such a tile; None if there always is.
         empty: Whether its rows are in no group; None if they never are.
     """
 
@@ -35,25 +36,52 @@ class Tile(NamedTuple):
     col: Scalar
     product: Any = None
     end: Any = None
-    exists: Any = None
     empty: Any = None
 
 
-def tile(plan: WidenedPlan, gmem: launch.Inputs) -> Tile:
-    """Finds the tile of this CTA."""
+class Share(NamedTuple):
+    """The tiles of a CTA.
+
+    Attributes:
+        count: How many there are; None if there is one.
+        tile: Returns one of them, by its number.
+    """
+
+    count: Any
+    tile: Callable[[Scalar], Tile]
+
+
+def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
+    """Returns the tiles of this CTA."""
     worker = lax.axis_index(launch.WORKER)
     if plan.problem.groups:
-        return _in_groups(plan, gmem.order, worker)
+        return _share_of_groups(plan, gmem.order, worker)
+
+    def tile(turn: Scalar) -> Tile:
+        return _of_products(plan, worker + turn * plan.workers)
+
+    tiles = plan.config.tiles(plan.problem)
+    return Share(None if tiles <= plan.workers else _count(plan, tiles, worker), tile)
+
+
+def _count(plan: WidenedPlan, tiles: Any, worker: Scalar) -> Scalar:
+    """How many of all tiles a worker has."""
+    workers = jnp.int32(plan.workers)
+    return lax.div(lax.max(tiles - worker, jnp.int32(0)) + (workers - 1), workers)
+
+
+def _of_products(plan: WidenedPlan, number: Scalar) -> Tile:
+    """A tile of a product, or of a batch of them."""
     down, across = plan.config.grid(plan.problem)
     height, width = plan.config.out_tile(plan.problem)
-    row, col = lax.div(worker, jnp.int32(across)), lax.rem(worker, jnp.int32(across))
+    row, col = lax.div(number, jnp.int32(across)), lax.rem(number, jnp.int32(across))
     if plan.problem.batch == 1:
         return Tile(row * height, col * width)
     product, row = lax.div(row, jnp.int32(down)), lax.rem(row, jnp.int32(down))
     return Tile(row * height, col * width, product)
 
 
-def _in_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Tile:
+def _share_of_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Share:
     problem, (down, most) = plan.problem, plan.config.grid(plan.problem)
     height, width = plan.config.out_tile(problem)
     limit, start = jnp.int32(problem.n), At(*(jnp.int32(0),) * 4)
@@ -61,10 +89,15 @@ def _in_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Tile:
     ends = find(plan, sizes, start, jnp.int32(BEYOND), known)
     rest = lax.div(limit - lax.min(ends.row, limit) + (width - 1), jnp.int32(width))
     across = lax.min(lax.min(ends.tile, jnp.int32(most)) + rest, jnp.int32(most))
-    number, row = lax.rem(worker, across), lax.div(worker, across)
-    at = find(plan, sizes, start, number, known)
-    col = at.row + (number - at.tile) * width
-    empty = number >= ends.tile
-    end = lax.select(empty, limit, lax.min(at.row + at.rows, limit))
-    group = lax.min(at.group, jnp.int32(problem.groups - 1))
-    return Tile(row * height, col, group, end, row < down, empty)
+
+    def tile(turn: Scalar) -> Tile:
+        place = worker + turn * plan.workers
+        number, row = lax.rem(place, across), lax.div(place, across)
+        at = find(plan, sizes, start, number, known)
+        col = at.row + (number - at.tile) * width
+        empty = number >= ends.tile
+        end = lax.select(empty, limit, lax.min(at.row + at.rows, limit))
+        group = lax.min(at.group, jnp.int32(problem.groups - 1))
+        return Tile(row * height, col, group, end, empty)
+
+    return Share(_count(plan, across * down, worker), tile)

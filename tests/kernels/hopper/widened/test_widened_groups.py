@@ -59,8 +59,22 @@ def of_groups(sizes: Sequence[int], **options: Any) -> Problem:
         # Sizes say more than there are rows.
         (of_groups((4, 30), m=20), (4, 16), Config()),
         (of_groups((1,), m=1, group=128, transpose_b=True), (1,), Config(tile=(64, 8))),
+        # CTAs take several tiles each: some have one more, and the last are zeros.
+        (
+            of_groups((5, 0, 17, 2), m=34, group=128),
+            (5, 0, 17, 2),
+            Config(tile=(64, 8), persistence="static", ctas=4),
+        ),
+        (
+            of_groups((19, 3), m=22, kind=jnp.int8, out_dtype=jnp.bfloat16),
+            (19, 3),
+            Config(tile=(128, 8), consumers=2, stages=6, step=64, persistence="static", ctas=3),
+        ),
     ],
-    ids=["empty", "rest", "one row", "no group", "16 bits", "too many", "single"],
+    ids=[
+        *("empty", "rest", "one row", "no group", "16 bits", "too many", "single"),
+        *("in turns", "in odd turns"),
+    ],
 )
 def test_each_group_has_its_weights(asked: Problem, sizes: Any, config: Any) -> None:
     a, b, scales, wide = operands(asked)
@@ -91,6 +105,14 @@ def test_groups_have_biases_of_their_own() -> None:
     )
     expected[:9] = expected[:9] * alpha[group, None] * scale[:9, None] + bias[group]
     np.testing.assert_array_equal(found, expected)
+
+
+def test_ctas_take_tiles_of_a_product_in_turns() -> None:
+    asked = problem(jnp.int4, 40, 192, 448, group=64, out_dtype=jnp.float32)
+    a, b, scales, wide = operands(asked)
+    config = Config(tile=(64, 16), step=64, along_k=4, stages=8, persistence="static", ctas=2)
+    found = run(asked, config, a, b, *scales)
+    np.testing.assert_array_equal(found, np.asarray(a, np.float64) @ wide)
 
 
 @pytest.mark.parametrize("shared", ["", "a", "b"])
