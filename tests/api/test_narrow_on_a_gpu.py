@@ -137,6 +137,18 @@ def test_experts_of_few_bits_are_widened(dtype, sizes, m, scaled, last):
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)])
+@pytest.mark.parametrize("columns", [32, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nothing_beyond_the_edge_is_stored(columns, dtype):
+    x, w = _integers(256, 128, seed=0, dtype=BF16), _integers(columns, 128, seed=1)
+    scale = _powers(1, columns, seed=2)
+    found = gemm(
+        x, w.astype("int8"), transpose_b=True, col_scale=scale, preferred_element_type=dtype
+    )
+    exact = np.asarray(x, np.float64) @ (np.asarray(w, np.float64).T * np.asarray(scale))
+    np.testing.assert_array_equal(found, jnp.asarray(exact, F32).astype(dtype))
+
+
 def test_quantize_reads_once_for_both_axes(block):
     x = jax.random.normal(jax.random.key(0), (384, 512), BF16)
     both = _by_a_kernel(lambda x: quantize(x, block=block, axis="both"), x)

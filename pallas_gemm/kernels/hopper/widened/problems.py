@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 RESULTS = element_types.FLOATS_16 | {element_types.SINGLE}
@@ -64,5 +65,9 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
         )
     if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
         yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
+    if problem.n == WGMMA_ROWS and problem.out_dtype == element_types.SINGLE:
+        # A box in shared memory is as wide, and is not swizzled. JAX copies such a box to whole
+        # rows without TMA, and what lies beyond the edge would get into other rows.
+        yield f"a result of {problem.out_dtype} must not have {WGMMA_ROWS} columns"
     if problem.n * problem.out_dtype.itemsize % ROW_BYTES:
         yield f"the result needs rows of a multiple of 16 bytes, got n={problem.n}"

@@ -1,5 +1,6 @@
 """Weights of few bits, compiled for an H200: nothing is spilled, and no WGMMA waits for another."""
 
+import re
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 from pallas_gemm import offline
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.hopper.widened import kernel
+from pallas_gemm.kernels.hopper.widened import kernel, problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.planning import heuristics
@@ -58,3 +59,23 @@ def test_what_is_chosen_spills_nothing(
     found = report(problem, config, scales)
     assert (found.spill_bytes, found.serialized) == (0, ())
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 96), (300, 128)])
+def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -> None:
+    problem = Problem(rows, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=jnp.float32)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    stores = re.findall(r"cp\.async\.bulk\S*\.global\.shared\S*", report(problem, config, None).ptx)
+    assert stores
+    assert all("tensor" in store for store in stores)
+
+
+def test_whole_rows_of_float32_are_refused() -> None:
+    def asked(columns: int, dtype: Any) -> Problem:
+        return Problem(256, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=dtype)
+
+    refused = problems.refusals(asked(64, jnp.float32))
+    assert refused == ("a result of float32 must not have 64 columns",)
+    assert not problems.refusals(asked(64, jnp.bfloat16))
+    assert not problems.refusals(asked(128, jnp.float32))
