@@ -368,7 +368,7 @@ CASES = {
         problem=dataclasses.replace(IN_BLOCKS, terms=(2048, 2048)),
     ),
     "blocks cut": Case(
-        ("scales of blocks need split_k=1 and partial_sums=1, got 1 and 2",),
+        ("scales of blocks need partial_sums=1, got 2",),
         config(tile=(128, 128), partial_sums=2),
         IN_BLOCKS,
     ),

@@ -72,7 +72,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import joining, launch, tiles, words, work
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join
-from pallas_gemm.kernels.hopper.along_k.product import CutAlongK, Relayed
+from pallas_gemm.kernels.hopper.along_k.product import CutAlongK, CutAlongKInBlocks, Relayed
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,
@@ -104,7 +104,7 @@ def product_of(plan: HopperPlan) -> type[Product]:
     if plan.problem.ragged_k:
         return Relayed if plan.relay else SumsOverGroups
     if plan.joins:
-        return CutAlongK
+        return CutAlongK if plan.problem.blocks is None else CutAlongKInBlocks
     if plan.problem.blocks is not None:
         return InBlocks
     return SummedOperands if plan.problem.arrays else Product
@@ -172,6 +172,7 @@ def consumer(product: Product, walk: tiles.Walk) -> None:
 
     if plan.config.pingpong:
         walk = functools.partial(_walk_alternately, product.cta, walk)
+    product.begin(me)
     turns, end = walk(one_tile, Progress(ending.start(), ring.upcoming(plan)))
     ending.end(turns, end.previous)
     product.end(me)

@@ -131,10 +131,8 @@ def cut_refusals(problem: Problem, split_k: int, partial_sums: int) -> Iterator[
             f"partial_sums must be at least {fewest}, for sums of at most {problem.longest_sum}"
             f" elements, got {partial_sums}"
         )
-    if problem.blocks is not None and (split_k > 1 or partial_sums > 1):
-        yield (
-            f"scales of blocks need split_k=1 and partial_sums=1, got {split_k} and {partial_sums}"
-        )
+    if problem.blocks is not None and partial_sums > 1:
+        yield f"scales of blocks need partial_sums=1, got {partial_sums}"
     if split_k > 1 and problem.arrays:
         yield f"operands that are sums of arrays need split_k=1, got {split_k}"
     if split_k > 1 and (problem.reductions or len(problem.result_dtypes) != 1):

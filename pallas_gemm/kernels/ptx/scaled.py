@@ -16,7 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation
+from pallas_gemm.kernels.ptx import turns
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
 
@@ -106,7 +107,12 @@ class Block(NamedTuple):
 
 @Operation
 def add_step(
-    total: Values, before: Values | None, a: Any, b: Sequence[Any], blocks: Sequence[Block]
+    total: Values,
+    before: Values | None,
+    turn: turns.Turn | None,
+    a: Any,
+    b: Sequence[Any],
+    blocks: Sequence[Block],
 ) -> Any:
     """Adds the scaled products of a step's blocks, one after the other, and waits for each.
 
@@ -116,34 +122,36 @@ def add_step(
     Args:
         total: The sum.
         before: The last product of the step before, if it is taken again.
+        turn: Whose turn it is to issue WGMMAs, if warpgroups take turns.
         a: The left operand; it has the rows of the sum.
         b: Parts of the right operand, whose columns are those of the sum.
         blocks: The blocks.
     """
     refs = [plgpu.RefType(smem.tile_transforms(ATOM_BYTES, ref.dtype)) for ref in (a, *b)]
     given = [pair for block in blocks for pair in block.operands]
-    spare = () if before is None else (before,)
-    types = (LAYOUT, *(LAYOUT for _ in spare), *refs, *(kind for _, kind in given))
+    spare, numbers = (() if x is None else (x,) for x in (before, turn and turn.me))
+    types = (LAYOUT, *(LAYOUT for _ in spare), *(NUMBER for _ in numbers), *refs)
     shapes = (total.shape, (WGMMA_ROWS, b[0].shape[0]))
     out = [plgpu.ShapeDtypeStruct(shape, total.dtype, layout=LAYOUT) for shape in shapes]
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=out)
+    @plgpu.inline_mgpu(arg_types=(*types, *(kind for _, kind in given)), return_type=out)
     def inline(_: Any, total: Values, *others: Any) -> Any:
         left = iter(others)
         last = [_in_order(next(left)) for _ in spare]
         registers = list(last[0].registers.flat) if last else []
         registers = [vector.extract(x, [], [0]) for x in registers]
+        own = turn and turn._replace(me=word_of(next(left)))
         a, parts = next(left), [next(left) for _ in b]
         acc = _in_order(total)
         sums = acc.registers.copy()
         for block in blocks:
-            registers = _add(sums, a, parts, block.within(left), registers)
+            registers = _add(sums, a, parts, block.within(left), registers, own)
         one = utils.ir.VectorType.get((1,), utils.ir.F32Type.get())
         product = np.array([vector.broadcast(one, x) for x in registers], dtype=object)
         product = product.reshape((1, shapes[1][1] // 8, *sums.shape[2:]))
         return [_back(x, acc.layout, total.layout) for x in (sums, product)]
 
-    return inline(total, *spare, a, *b, *(x for x, _ in given))
+    return inline(total, *spare, *numbers, a, *b, *(x for x, _ in given))
 
 
 def _in_order(values: Any) -> Any:
@@ -159,9 +167,14 @@ def _back(registers: Any, layout: Any, wanted: Any) -> Any:
 
 @add_step.meaning
 def _(
-    total: Values, before: Values | None, a: Any, b: Sequence[Any], blocks: Sequence[Block]
+    total: Values,
+    before: Values | None,
+    turn: turns.Turn | None,
+    a: Any,
+    b: Sequence[Any],
+    blocks: Sequence[Block],
 ) -> Any:
-    del before
+    del before, turn
     for block in blocks:
         products = [_simulated(total, a, part, block, i) for i, part in enumerate(b)]
         total = total + jnp.concatenate(products, axis=1)
@@ -186,7 +199,14 @@ def _simulated(total: Values, a: Any, part: Any, block: Block, number: int) -> A
     return scale * pl.run_scoped(product, plgpu.ACC((total.shape[0], count), total.dtype))
 
 
-def _add(sums: Any, a: Any, parts: Sequence[Any], block: Block, registers: Sequence[Any]) -> Any:
+def _add(
+    sums: Any,
+    a: Any,
+    parts: Sequence[Any],
+    block: Block,
+    registers: Sequence[Any],
+    turn: turns.Turn | None,
+) -> Any:
     """Adds the scaled products of a block. Returns the registers in which the last one was."""
     start = 0
     for number, part in enumerate(parts):
@@ -195,7 +215,7 @@ def _add(sums: Any, a: Any, parts: Sequence[Any], block: Block, registers: Seque
         for panel in range(len(sums)):
             left = utils.memref_slice(a, slice(panel * ATOMS, (panel + 1) * ATOMS))
             row = None if block.rows is None else _of_panel(block.rows, panel)
-            registers = _product(left, part, width, block.depth, registers)
+            registers = _product(left, part, width, block.depth, registers, turn)
             mine = sums[panel : panel + 1, start // 8 : (start + width) // 8]
             mine[...] = _added(mine, registers, row, scale)
         start += width
@@ -208,7 +228,14 @@ def _of_panel(rows: Any, panel: int) -> list[Any]:
     return [vector.extract(x, dynamic_position=[], static_position=[0]) for x in each]
 
 
-def _product(left: Any, right: Any, columns: int, depth: slice, before: Sequence[Any]) -> list[Any]:
+def _product(
+    left: Any,
+    right: Any,
+    columns: int,
+    depth: slice,
+    before: Sequence[Any],
+    turn: turns.Turn | None,
+) -> list[Any]:
     """Issues the WGMMAs of a block into fresh registers, and waits for them.
 
     Args:
@@ -218,6 +245,7 @@ def _product(left: Any, right: Any, columns: int, depth: slice, before: Sequence
         depth: Which contracted elements.
         before: The registers of the product before, which are taken again. Else the assembler would
             start this one while those are in use, and have too few.
+        turn: See `add_step`.
     """
     types = [utils.ir.MemRefType(x.type).element_type for x in (left, right)]
     whole = ATOM_BYTES // utils.bytewidth(types[0])
@@ -230,46 +258,48 @@ def _product(left: Any, right: Any, columns: int, depth: slice, before: Sequence
     )
     each = DEPTH_BYTES // utils.bytewidth(types[0])
     steps = range(depth.start // each, depth.stop // each)
-    utils.nvvm.wgmma_fence_aligned()
     offsets = [(i * a_strides[-1], i * b_strides[-1]) for i in steps]
-    struct: Any = _wgmmas(a, b, columns, offsets, types, before)
-    utils.nvvm.wgmma_commit_group_sync_aligned()
-    utils.nvvm.wgmma_wait_group_sync_aligned(0)
-    f32 = utils.ir.F32Type.get()
-    count = columns // 2
-    fence: Any = llvm.inline_asm(
+    text = _text(columns, offsets, types, len(before), in_turns=turn is not None)
+    waits = turn.barriers if turn else ()
+    operands: list[Any] = [*before, a, b, *waits]
+    f32, count = utils.ir.F32Type.get(), columns // 2
+    found: Any = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
-        [llvm.extractvalue(f32, struct, [i]) for i in range(count)],
-        "",
-        ",".join(["=f"] * count + [str(i) for i in range(count)]),
+        operands,
+        text,
+        ",".join([*["=f"] * count, *map(str, range(len(before))), "l", "l", *["r"] * len(waits)]),
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [llvm.extractvalue(f32, fence, [i]) for i in range(count)]
+    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
-def _wgmmas(a: Any, b: Any, columns: int, offsets: Any, types: Any, before: Sequence[Any]) -> Any:
+def _text(columns: int, offsets: Any, types: Any, before: int, *, in_turns: bool) -> str:
+    """The WGMMAs of a block, and the wait for them: one text, of whose results nothing is early.
+
+    The first half of them is a group of its own: when that has ended, the next turn begins.
+    """
     count = columns // 2
+    a, b, wait, give = (f"${count + before + i}" for i in range(4))
     registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     names = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
     kinds = ".".join(names[str(x)] for x in types)
-    first = count + len(before)
-    text = ["{ .reg .pred p; .reg .b64 a, b;"]
-    for number, (left, right) in enumerate(offsets):
-        text.append(
-            f"setp.ne.b32 p, {int(number > 0)}, 0;"
-            f" add.s64 a, ${first}, {left >> 4}; add.s64 b, ${first + 1}, {right >> 4};"
-            f" wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH_BYTES}.f32.{kinds}"
-            f" {registers}, a, b, p, 1, 1;"
-        )
-    return llvm.inline_asm(
-        llvm.StructType.get_literal([utils.ir.F32Type.get()] * count),
-        [*before, a, b],
-        " ".join(text) + " }",
-        ",".join(["=f"] * count + [str(i) for i in range(len(before))] + ["l", "l"]),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
+    commit = "wgmma.commit_group.sync.aligned;"
+    each = [
+        f"setp.ne.b32 p, {int(number > 0)}, 0;"
+        f" add.s64 a, {a}, {left >> 4}; add.s64 b, {b}, {right >> 4};"
+        f" wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH_BYTES}.f32.{kinds}"
+        f" {registers}, a, b, p, 1, 1;"
+        for number, (left, right) in enumerate(offsets)
+    ]
+    half = len(each) // 2
+    lines = ["wgmma.fence.sync.aligned;", *each[:half], commit, *each[half:], commit]
+    if in_turns:
+        lines = [turns.wait(wait), *lines]
+        lines += ["wgmma.wait_group.sync.aligned 1;"] if half else []
+        lines.append(turns.arrive(give))
+    lines.append("wgmma.wait_group.sync.aligned 0;")
+    return " ".join(["{ .reg .pred p; .reg .b64 a, b;", *lines, "}"])
 
 
 def _added(own: Any, products: list[Any], row: Any, scale: Any) -> Any:

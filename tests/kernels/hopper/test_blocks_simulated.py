@@ -23,6 +23,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "cluster": ((1, 1), (2, 1), (1, 2)),
     "schedule": ("hilbert", "online_swizzle:3:cols"),
     "stages": (2, 3),
+    "split_k": (1, 2),
     # Rows, columns and contracted elements of a block; 0 of a factor without scales.
     "blocks": (
         *((1, 128, 128), (1, 1, 128), (128, 128, 128), (1, 1, 32), (1, 32, 64), (64, 0, 256)),
@@ -51,6 +52,7 @@ def _config(case: covering.Case) -> HopperConfig | None:
             cluster=case["cluster"],
             schedule=case["schedule"],
             stages=case["stages"],
+            split_k=case["split_k"],
             store_columns=max(width, 32 if case["out"] == E5M2 else 16),
             ctas=4,
         )
@@ -83,6 +85,8 @@ def _is_legal(case: covering.Case) -> bool:
     if case["blocks"][2] > case["k"] or not config.registers_suffice(_problem(case)):
         return False
     early = case["out"] == jnp.float32 or config.pingpong or config.is_online
+    early = early or case["split_k"] > 1
+    early = early or (case["epilogue"] == "bias" and config.consumer_tile == (64, 128))
     early = early or config.consumer_tile == (128, 64)
     return not (case["late_store"] and (early or is_gated or case["epilogue"] == "function"))
 

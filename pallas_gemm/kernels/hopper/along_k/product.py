@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_gemm.kernels import place, work
 from pallas_gemm.kernels.hopper.along_k import join, relay
-from pallas_gemm.kernels.hopper.dense import late_store, multiply
+from pallas_gemm.kernels.hopper.dense import in_blocks, late_store, multiply
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
 from pallas_gemm.kernels.hopper.groups.product import SumsOverGroups
 from pallas_gemm.kernels.traced import Scalar, Values
@@ -31,6 +31,17 @@ class CutAlongK(Product):
     def ending(self, me: Scalar) -> late_store.AtOnce:
         """See `Product`."""
         return HandedOver(self.cta, me)
+
+
+class CutAlongKInBlocks(CutAlongK, in_blocks.InBlocks):
+    """Besides, blocks of the factors have scales."""
+
+    def add_up(
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        own, at = steps._replace(count=piece.steps), self.place(piece, me)
+        return in_blocks.add_up(self.cta, me, at, own, stores, piece.first_step)
 
 
 class HandedOver(late_store.AtOnce):

@@ -3,10 +3,10 @@
     per k    wait full[s]; per block: WGMMA into fresh registers; wait for it; multiply and add;
              arrive empty[s]
 
-While one consumer multiplies and adds, the WGMMAs of the other run. Each thread loads the scales
-that it needs from global memory. It does so for several steps at a time, while it computes the
-several before: the way from the L2 is longer than a step. Where a block is longer than a step, its
-steps are scaled one by one.
+While one consumer multiplies and adds, the WGMMAs of the other run. Where each column has a scale,
+they take turns (`ptx/turns.py`). Each thread loads the scales that it needs from global memory. It
+does so for several steps at a time, while it computes the several before: the way from the L2 is
+longer than a step. Where a block is longer than a step, its steps are scaled one by one.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import late_store, multiply
 from pallas_gemm.kernels.hopper.dense.product import Product
-from pallas_gemm.kernels.ptx import arrays, scaled
+from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import arrays, scaled, turns
 from pallas_gemm.kernels.traced import Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -41,6 +42,17 @@ Step = tuple[Scales, ...]
 class InBlocks(Product):
     """Blocks of the factors have scales."""
 
+    def begin(self, me: Scalar) -> None:
+        """See `Product`."""
+        if turn := _turn(self.plan, me):
+            turns.begin(self.plan, turn.me, count=turn.count)
+
+    def end(self, me: Scalar) -> None:
+        """See `Product`."""
+        super().end(me)
+        if turn := _turn(self.plan, me):
+            turns.end(self.plan, turn.me)
+
     def add_up(
         self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
@@ -49,11 +61,25 @@ class InBlocks(Product):
 
 
 def add_up(
-    cta: Cta, me: Scalar, at: place.Where, steps: multiply.Steps, stores: late_store.Stores
+    cta: Cta,
+    me: Scalar,
+    at: place.Where,
+    steps: multiply.Steps,
+    stores: late_store.Stores,
+    begin: Any = 0,
 ) -> tuple[Any, Any]:
-    """Runs the k loop of one tile; returns the sum, and the slot of the last step."""
+    """Runs the k loop of one tile, or of a piece of it that begins with some step.
+
+    Returns the sum, and the slot of the last step.
+    """
     plan, barriers = cta.plan, cta.barriers
     ahead, end = plan.scales.ahead, plan.k_steps
+    if steps.count is not None:
+        # How many steps are left is not known here.
+        ahead, end = 1, steps.count
+
+    def scales_of(k: Scalar) -> Step:
+        return load(cta, at, begin + k)
 
     def step(slot: Scalar, total: Values, before: Values | None, scales: Step) -> Any:
         barrier = ring.barrier(plan, slot, me)
@@ -64,7 +90,7 @@ def add_up(
 
     def several(first: Scalar, count: int) -> tuple[Step, ...]:
         first = lax.min(first, jnp.int32(end - count))
-        return tuple(load(cta, at, first + number) for number in range(count))
+        return tuple(scales_of(first + number) for number in range(count))
 
     def compute(count: int, first: Scalar, done: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         """Computes the steps whose scales are there, and loads those of the next ones."""
@@ -83,13 +109,13 @@ def add_up(
         plgpu.barrier_wait(barriers.baton.at[me])
     zeros = arrays.in_registers(plan, jnp.zeros(plan.config.consumer_tile, jnp.float32), LAYOUT)
     slot = ring.first_slot(plan, steps.turn, steps.slot)
-    total, _ = step(slot, zeros, None, load(cta, at, jnp.int32(0)))
+    total, _ = step(slot, zeros, None, scales_of(jnp.int32(0)))
     done: Any = (ring.keep(plan, slot), total, several(jnp.int32(1), 1))
-    done, issued = multiply.store_between(stores, None, advance, done)
+    done, issued = multiply.store_between(stores, steps.count, advance, done)
     # Then there are so many left that several at a time are all of them.
-    alone = issued + (end - issued) % ahead
+    alone = end if ahead == 1 else issued + (end - issued) % ahead
     kept, total, _ = lax.fori_loop(issued, alone, advance, done)
-    if alone < end:
+    if ahead > 1 and alone < end:
         kept, total, _ = lax.fori_loop(
             0,
             (end - alone) // ahead,
@@ -162,4 +188,10 @@ def _added(cta: Cta, me: Scalar, slot: Scalar, sums: tuple[Any, Any], scales: St
         scaled.Block(slice(number * depth, (number + 1) * depth), own.rows, own.columns)
         for number, own in enumerate(scales)
     ]
-    return scaled.add_step(plan, *sums, a, b, blocks)
+    return scaled.add_step(plan, *sums, _turn(plan, me), a, b, blocks)
+
+
+def _turn(plan: HopperPlan, me: Scalar) -> turns.Turn | None:
+    """The turn of a consumer, where several share a tile and each column has a scale."""
+    shared = plan.config.consumers > 1 and not plan.config.pingpong
+    return turns.Turn(me, plan.config.consumers) if shared and plan.scales.apart else None

@@ -7,6 +7,7 @@
     sums over crowded groups    besides, the sum is handed on from worker to worker (`along_k/`)
     operands are sums           small terms are summed up first (`summed_operands.py`)
     cut along k                 a piece takes some steps, and leaves its sum (`along_k/`)
+    in blocks                   besides any of these but two, blocks have scales (`in_blocks.py`)
 
 A kernel is built for one of them: `kernel.py` chooses, and its roles do not ask.
 """
@@ -97,6 +98,9 @@ class Product:
         """Chooses when and how a consumer stores its sums."""
         when = late_store.Late if self.plan.config.late_store else late_store.AtOnce
         return when(self.cta, me)
+
+    def begin(self, me: Scalar) -> None:
+        """Begins the work of a consumer."""
 
     def end(self, me: Scalar) -> None:
         """Ends the work of a consumer, when all tiles are stored."""

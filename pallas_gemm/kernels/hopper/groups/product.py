@@ -39,6 +39,7 @@ class RowsInGroups(Product):
 
     def end(self, me: Scalar) -> None:
         """See `Product`."""
+        super().end(me)
         group_rows.zero_the_rest(self.cta, me)
 
 
