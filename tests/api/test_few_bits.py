@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from pallas_gemm import QuantizedWeight, explain, gated_gemm, gemm, grouped_gemm
 from pallas_gemm.call import Call
 from pallas_gemm.planning import xla
 from pallas_gemm.problem import Epilogue, element_type
-from tests import reference
+from tests import covering, reference
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
 M, K, N, GROUP = 5, 64, 24, 16
@@ -59,16 +60,18 @@ def _wide(values: Any, scale: Any = 1.0, zero: Any = 0.0) -> np.ndarray:
 
 
 SHAPES = {"tensor": (), "column": (N,), "one group": (1, N), "groups": (K // GROUP, N)}
+OPTIONS: dict[str, Sequence[Any]] = {
+    "left": LEFT,
+    "dtype": TYPES,
+    "scale": tuple(SHAPES),
+    "zero": (None, "as the weights", "float"),
+    "transposed": (False, True),
+}
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("zero", [None, "as the weights", "float"])
-@pytest.mark.parametrize("scale", SHAPES)
-@pytest.mark.parametrize("dtype", TYPES, ids=lambda x: jnp.dtype(x).name)
-@pytest.mark.parametrize("left", LEFT, ids=lambda x: jnp.dtype(x).name)
-def test_weights_of_few_bits_are_scaled(
-    left: Any, dtype: Any, scale: str, zero: str | None, transposed: bool
-) -> None:
+@pytest.mark.parametrize("case", covering.pairs(OPTIONS, bool, 2000, strength=3), ids=str)
+def test_weights_of_few_bits_are_scaled(case: covering.Case) -> None:
+    left, dtype, scale, zero, transposed = (case[name] for name in OPTIONS)
     x, w = _left(M, K, dtype=left), _weights(K, N, dtype=dtype)
     scales, given, taken = _scales(*SHAPES[scale], dtype=left), {}, 0.0
     if zero is not None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import linear_cross_entropy
 from pallas_gemm.op import loss_chunks, loss_plan
-from tests import meshes, reference
+from tests import covering, meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 TOKENS, WIDTH, WORDS = 64, 8, 15008
@@ -154,7 +154,7 @@ def test_export_with_a_size_that_is_a_symbol():
 
     exported = jax.export.export(jax.jit(both), platforms=["cpu", "cuda"])(*shapes, labels)
     again = jax.export.deserialize(exported.serialize())
-    _check(again.call(H, W, B, LABELS), _every(_stock)(H, W, B))
+    _check(again.call(H, W, B, LABELS), _wanted())
 
 
 SPLIT: dict[str, tuple[P, ...]] = {
@@ -165,10 +165,21 @@ SPLIT: dict[str, tuple[P, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("memory", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("specs", SPLIT.values(), ids=SPLIT)
-def test_on_a_mesh(specs: Any, memory: Any, kind: Any) -> None:
+@functools.cache
+def _wanted() -> Any:
+    return jax.jit(_every(_stock))(H, W, B)
+
+
+PLACED = {
+    "specs": tuple(SPLIT),
+    "memory": tuple(HOWS),
+    "kind": (AxisType.Auto, AxisType.Explicit),
+}
+
+
+@pytest.mark.parametrize("case", covering.pairs(PLACED, bool, 100), ids=str)
+def test_on_a_mesh(case: covering.Case) -> None:
+    specs, memory, kind = SPLIT[case["specs"]], HOWS[case["memory"]], case["kind"]
     mesh = meshes.make_mesh(kind)
     with jax.set_mesh(mesh):
         h, w, b, labels = (
@@ -177,7 +188,8 @@ def test_on_a_mesh(specs: Any, memory: Any, kind: Any) -> None:
         )
         ours = functools.partial(_ours, labels=labels, memory=memory)
         compiled = jax.jit(_every(ours)).lower(h, w, b).compile()
-        _check(compiled(h, w, b), _every(_stock)(H, W, B))
+        found = jax.device_get(compiled(h, w, b))
+    _check(found, _wanted())
     if kind == AxisType.Auto and specs is not SPLIT["hidden"]:
         # Nobody gathers the weight or logits.
         assert set(meshes.sent_in(compiled.as_text())) <= {"all-reduce"}
@@ -208,7 +220,7 @@ def test_words_are_split_in_shard_map(inner: bool, check_vma: bool, memory: Any)
             return _every(lambda h, w, b: whole(h, w, b, labels))(h, w, b)
 
     compiled = jax.jit(program).lower(H, W, B, LABELS).compile()
-    _check(compiled(H, W, B, LABELS), _every(_stock)(H, W, B))
+    _check(compiled(H, W, B, LABELS), _wanted())
     # Nobody gathers the weight or logits.
     assert "all-gather" not in meshes.sent_in(compiled.as_text())
 
