@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_gemm
-from pallas_gemm import dot_general, einsum, explain
+from pallas_gemm import QuantizedWeight, dot_general, einsum, explain, numerics, target
 from pallas_gemm.op.product import product_p
-from tests import reference, traced
+from tests import meshes, reference, traced
 
 # Subscripts, shapes, and how many products and transposed operands they come down to.
 CASES: list[tuple[str, list[tuple[int, ...]], int, int]] = [
@@ -238,3 +239,32 @@ def test_ours_may_stand_in_for_those_of_jax(
         # What is planned asks for the rules of types, too.
         with pallas_gemm.target("h200"):
             assert len(explain(multiply, a, b).products) == 1
+
+
+@pytest.mark.parametrize("subscripts", ["mk,kn->mn", "kn,mk->mn"])
+def test_a_promise_leaves_the_type_of_the_result_as_it_is_asked_for(subscripts: str) -> None:
+    operands = [
+        jax.ShapeDtypeStruct(tuple({"m": 256, "k": 128, "n": 384}[x] for x in own), jnp.bfloat16)
+        for own in subscripts.partition("->")[0].split(",")
+    ]
+
+    def product(*operands: Any) -> jax.Array:
+        how: dict[str, Any] = {"preferred_element_type": jnp.float32}
+        return einsum(subscripts, *operands, numerics=numerics("rows"), **how)
+
+    with target("h200"):
+        (found,) = explain(product, *operands).products
+    assert found.problem is not None
+    assert found.problem.out_dtype == jnp.float32
+
+
+def test_where_a_result_with_weights_of_few_bits_lies_is_asked_for() -> None:
+    mesh = meshes.make_mesh(AxisType.Explicit)
+    rng = np.random.default_rng(0)
+    weight = QuantizedWeight.of(reference.normal(rng, (64, 32), jnp.float32), dtype="s8")
+    x = reference.normal(rng, (8, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P()))
+        weight = jax.device_put(weight, NamedSharding(mesh, P()))
+        found = einsum("mk,kn->mn", x, weight, out_sharding=P("x", "y"))
+        assert jax.typeof(found).sharding.spec == P("x", "y")

@@ -135,6 +135,21 @@ def test_a_function_for_each_of_several_projections() -> None:
         projections(A, [B], epilogue=jnp.tanh, biases=[jnp.ones(24)])
 
 
+def test_options_of_projections_hold_beside_a_function() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(24, 16)), jnp.float32)
+    how: dict[str, Any] = {"epilogue": lambda s: 2 * s, "transpose_b": True}
+    (found,) = projections(x, [w], precision="highest", **how)
+    np.testing.assert_allclose(found, 2 * np.asarray(x) @ np.asarray(w).T, rtol=1e-5, atol=1e-5)
+
+    def asked(precision: str) -> str:
+        return str(
+            jax.make_jaxpr(lambda x, w: projections(x, [w], precision=precision, **how))(x, w)
+        )
+
+    assert asked("highest") != asked("default")
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 def test_a_function_of_a_symmetric_product(transpose: bool) -> None:
     x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 16)), jnp.bfloat16)

@@ -261,6 +261,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.sort(s, -1), numerics=ROWS),
         "XLA computes the epilogue",
     ),
+    "a function of groups of a type": (
+        lambda: grouped_gemm(
+            *(X.astype(jnp.int32), HEADS.astype(jnp.int32), SIZES),
+            epilogue=lambda s: s + 1,
+            numerics=ROWS,
+        ),
+        "int32",
+    ),
     "a program of others": (
         lambda: _within(lambda: pallas_gemm.accelerate(jnp.matmul)(X, W)),
         "nobody knows what their rows are",
@@ -276,6 +284,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "sums over groups have no chunks",
     ),
 }
+
+
+def test_every_reduction_whose_order_is_told_keeps_a_promise_beside_the_others() -> None:
+    def f(x: jax.Array) -> Any:
+        def function(s: jax.Array) -> Any:
+            return jnp.max(s, -1), jnp.min(s, -1), jnp.sum(s, -1)
+
+        return gemm(x, HEADS[0], epilogue=function, numerics=ROWS)
+
+    with target("h200"):
+        (own,) = numerics.of(f, X)
+    assert own.invariant == "rows"
 
 
 @pytest.mark.parametrize(("f", "why"), REFUSED.values(), ids=REFUSED)

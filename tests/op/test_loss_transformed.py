@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import linear_cross_entropy
-from pallas_gemm.op import loss_chunks, loss_plan
+from pallas_gemm import linear_cross_entropy, target
+from pallas_gemm.op import loss_chunks, loss_partition, loss_plan
 from tests import covering, meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -317,3 +317,35 @@ def test_the_plan(
     assert 0 < found.first <= found.each
     if isinstance(memory, int):
         assert found.bytes <= memory
+
+
+def _forward(words: int, platform: str) -> str:
+    shapes = (((256, 256), BF16), ((256, words), BF16), ((256,), jnp.int32))
+    operands = [jax.ShapeDtypeStruct(*own) for own in shapes]
+    with target("h200"):
+        traced = jax.jit(linear_cross_entropy).trace(*operands)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_statistics_are_one_kernel_on_a_gpu_and_chunks_elsewhere():
+    kernel, loop = "@mosaic_gpu_v2(", "stablehlo.while"
+    text = _forward(40_064, "cuda")
+    assert (text.count(kernel), text.count(loop)) == (1, 0)
+    text = _forward(40_064, "cpu")
+    assert (text.count(kernel), text.count(loop)) == (0, 1)
+
+
+def test_an_axis_splits_tokens_or_words_into_parts_of_one_size():
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+
+    def shared_out(tokens: int, words: int, **placed: tuple[str, ...]) -> Any:
+        return loss_partition._shared_out(mesh, {"t": tokens, "w": words}, placed)
+
+    assert shared_out(64, 128, t=("x",), w=("y",)) == {"t": ("x",), "w": ("y",)}
+    assert shared_out(64, 128, t=("x", "y"), w=()) == {"t": ("x", "y"), "w": ()}
+    # The larger has it.
+    assert shared_out(64, 128, t=("x",), w=("x", "y")) == {"t": (), "w": ("x", "y")}
+    assert shared_out(256, 128, t=("x",), w=("x", "y")) == {"t": ("x",), "w": ("y",)}
+    # 4 do not divide 66, and 8 do not divide 68.
+    assert shared_out(66, 128, t=("x", "y"), w=()) == {"t": ("y",), "w": ()}
+    assert shared_out(68, 128, t=("x", "y"), w=()) == {"t": ("x",), "w": ()}

@@ -74,6 +74,7 @@ def test_what_no_mesh_can_split_is_refused_as_by_jax() -> None:
     for *case, named in (
         # An axis on two dimensions, and one of four devices for six columns.
         ("bd,df->bf", [P("x"), P(None, "x")], None, "; 'x' splits b and f"),
+        ("bd,df->bf", [P("x", "y"), P("y", "x")], None, "; 'x' splits b and f"),
         ("bd,df->bf", [P("x"), P()], P("x", "x"), ""),
         ("bd,dn->bn", [P("x"), P()], P(None, "y"), ""),
     ):

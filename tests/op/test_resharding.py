@@ -134,3 +134,11 @@ def test_axes_of_a_dimension_keep_the_order_that_its_operands_have() -> None:
     # Three quarters of the sums are scattered, and what is left is exchanged between two.
     received = (3 * 32 * 32 // 4 + 32 * 32 // 4) * 4
     assert f"{received / 1e6:.3g} MB arrive at each device" in str(explained.products[0].mesh)
+
+
+def test_what_is_split_into_the_fewest_parts_is_gathered_first() -> None:
+    sizes = {"x": 4, "y": 2}
+    whole = ((), ())
+    for now, dim in (((("x",), ("y",)), 1), ((("y",), ("x",)), 0)):
+        step = resharding._gather(now, whole, sizes)
+        assert (step.name, step.axes, step.source) == ("gather", ("y",), dim)
