@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.program import Program, Result
+from pallas_gemm.program import ADDING, Program, Result
 
 ROW_BYTES = 16
 """What TMA asks of rows: a multiple of it."""
@@ -378,8 +378,8 @@ class Problem:
     @property
     def adds_rows_in_order(self) -> bool:
         """Whether it adds up along rows, and the order of that may not depend on the tiles."""
-        sums = [own for own in self.reductions if (own.kind, own.reduction) == ("m", "sum")]
-        return bool(self.parts and sums) and not self.in_groups
+        sums = [own for own in self.reductions if own.kind == "m" and own.reduction in ADDING]
+        return bool(self.parts and sums)
 
     @property
     def stored_dtypes(self) -> tuple[np.dtype, ...]:

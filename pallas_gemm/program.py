@@ -42,6 +42,8 @@ CARRIED = frozenset(map(np.dtype, (np.bool_, np.int8, np.uint8)))
 
 LOGSUMEXP = "logsumexp"
 """The reduction to the largest value, and the sum of exp of what each value is less than it."""
+ADDING = ("sum", LOGSUMEXP)
+"""Reductions whose bits depend on an order."""
 
 
 COARSE = 2

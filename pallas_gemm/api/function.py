@@ -77,9 +77,7 @@ def answer(
     function, tree = traced(scaled.function, sums, taken)
     everything = (*factors.present(), *taken)
     explicit, on_mesh = request.is_explicit(*everything), mesh_context.is_on_mesh(*everything)
-    promised = call.options.numerics
-    if promised is not None and (explicit or on_mesh):
-        raise ValueError(numerics.why_not_kept(promised, fused.ON_MESH))
+    call = request.in_parts(call, asked.contraction, asked.operands, finished=True)
     dims, own = fused.squeezed(call, dims, factors.present())
     if options.names_something and not on_mesh:
         signature = fused.signature_of((*own, *taken))

@@ -11,7 +11,7 @@ from pallas_gemm.api import function, groups
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.axes import ONE, Axes
-from pallas_gemm.op import fused, fused_groups, mesh_context
+from pallas_gemm.op import fused_groups, mesh_context
 from pallas_gemm.op.fused import Function
 from pallas_gemm.op.fused_groups import OfRows
 from pallas_gemm.planning import numerics, xla_groups
@@ -61,10 +61,8 @@ def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> 
         groups.refuse_promised(call.options, why)
         explanation.note_outside((a, b), call.out_dtype, why)
         return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)
-    call = numerics.resolved_groups(call, a, b)
+    call = numerics.resolved_groups(call, a, b, finished=True)
     on_mesh = mesh_context.is_on_mesh(*operands)
-    if on_mesh:
-        groups.refuse_promised(call.options, fused.ON_MESH)
     if call.options.names_something and call.options.implementation != "xla" and not on_mesh:
         found = fused_groups.plan(call, of_rows, signature_of(operands))
         function.check_named(call.options, found)

@@ -203,9 +203,7 @@ def _request(
     if options.numerics is not None:
         if outside is not None:
             raise ValueError(numerics.why_not_kept(options.numerics, outside))
-        sizes = dims.sizes(operands.a.shape, operands.b.shape)
-        n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
-        call = numerics.resolved_call(call, n, k, operands.a.dtype)
+        call = in_parts(call, dims, operands)
     multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
     by_xla = functools.partial(_by_xla, call, multiply, wanted)
     return Request(call, dims, operands, by_xla, outside)
@@ -215,6 +213,13 @@ def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
     """Whether weights of few bits are scaled, and so multiplied in the type of what is wider."""
     scaled = epilogue.col_scale or epilogue.col_blocks
     return scaled and element_types.is_widened(a.dtype, b.dtype)
+
+
+def in_parts(call: Call, dims: Contraction, operands: Operands, *, finished: bool = False) -> Call:
+    """Returns a call with the parts of sums that are promised; see `numerics.resolved_call`."""
+    sizes = dims.sizes(operands.a.shape, operands.b.shape)
+    n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
+    return numerics.resolved_call(call, n, k, operands.a.dtype, finished=finished)
 
 
 def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:

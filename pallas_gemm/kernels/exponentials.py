@@ -31,10 +31,22 @@ def of_both(one: Pair, other: Pair, exp: Callable[[Any], Any] = jnp.exp) -> Pair
     return largest, _weighted(*one, largest, exp) + _weighted(*other, largest, exp)
 
 
-def joined(left: Pair) -> Any:
+def joined(left: Pair, add: Callable[..., Any] = jnp.sum) -> Any:
     """Reduces the first axis of what is left of several parts; returns both as one array."""
     largest = jnp.max(left[0], axis=0)
-    return jnp.stack([largest, jnp.sum(_weighted(*left, largest[None]), axis=0)])
+    return jnp.stack([largest, add(_weighted(*left, largest[None]), axis=0)])
+
+
+def in_pairs(x: Any, axis: int = 0) -> Any:
+    """Adds up the first axis in an order that follows from its size alone."""
+    assert axis == 0
+    # A product and a sum may otherwise be one instruction, or two, as XLA likes.
+    x = lax.optimization_barrier(x)
+    while (count := x.shape[0]) > 1:
+        half = count // 2
+        pairs = x[:half] + x[half : 2 * half]
+        x = jnp.concatenate([pairs, x[2 * half :]]) if count % 2 else pairs
+    return x[0]
 
 
 def across(left: Any, axes: Any) -> Any:

@@ -79,8 +79,7 @@ def _jvp_in_blocks(
 ) -> tuple[Any, Any]:
     """Derives a product of factors whose blocks are scaled as XLA computes it."""
     check_weights(primals, call.unpack(tangents))
-    by_xla = functools.partial(contraction.by_xla, call)
-    change = linear.change_by(by_xla, primals, tangents)
+    change = linear.change_by_xla(call, contraction.by_xla, primals, tangents)
     return linear.named(product(call, contraction, *primals)), change
 
 

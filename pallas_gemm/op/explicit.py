@@ -22,6 +22,7 @@ from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, fused, linear
 from pallas_gemm.op.contraction import Contraction, joined
 from pallas_gemm.op.product import product, run_as_jax_does
+from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
 explicit_p.multiple_results = True
@@ -202,6 +203,9 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
         result, change = _product_jvp(f, shardings[0], primals, linear.changes(tangents))
         return [result], [change]
     if isinstance(f, _Fused):
+        if (promised := f.call.options.numerics) is not None:
+            why = "on an explicit mesh, XLA computes a function that is derived"
+            raise ValueError(numerics.why_not_kept(promised, why))
         # All that is kept for the derivative has to be on the explicit mesh.
         return _apart_jvp(f, primals, linear.changes(tangents))
     changes = [t for t in linear.changes(tangents) if t is not None]

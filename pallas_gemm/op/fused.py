@@ -30,14 +30,19 @@ from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, joined
-from pallas_gemm.op.fused_partition import is_turned, names_of, program_kernel_p, shared_program
+from pallas_gemm.op.fused_partition import (
+    NOT_IN_ORDER,
+    is_turned,
+    names_of,
+    program_kernel_p,
+    shared_program,
+)
 from pallas_gemm.op.parts import told_apart
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.dispatch import Decision
-from pallas_gemm.program import LOGSUMEXP
 
 fused_p = core.Primitive("pallas_gemm_fused")
 fused_p.multiple_results = True
@@ -200,9 +205,6 @@ class Fused(NamedTuple):
         return self.split.finished(given, results)
 
 
-NOT_IN_ORDER = "the dimensions of the result are not batch, rows and columns, in this order"
-
-
 def parts_of(contraction: Contraction, function: Function) -> Split | str:
     """Returns a function of a product in its parts, or why it is XLA's as a whole."""
     names = names_of(contraction)
@@ -223,11 +225,7 @@ def plan(
         ValueError: Something is promised of the results that is not kept.
     """
     found = _plan(call, contraction, function, signature)
-    parts = found if isinstance(found, str) else found.split
-    if (promised := call.options.numerics) is not None:
-        in_order = ("max", "min", "sum") if promised.invariant == "rows" else REDUCED
-        if why := why_not_kept(parts, in_order):
-            raise ValueError(numerics.why_not_kept(promised, why))
+    refuse_unpromised(call, found if isinstance(found, str) else found.split)
     return found
 
 
@@ -291,26 +289,17 @@ def _run(
     return functools.partial(found.run, kernel)
 
 
-REDUCED = ("max", "min", "sum", LOGSUMEXP)
-"""All reductions, whose order is the same in every run."""
-ON_MESH = "nothing is promised on a mesh of a function that is the epilogue"
-"""Why nothing is promised of its results."""
-
-
-def why_not_kept(parts: Split | str, in_order: Sequence[str] = ("max", "min")) -> str | None:
-    """Returns why the rows of a function's results may change their bits, None if they do not.
+def refuse_unpromised(call: Call, parts: Split | str) -> None:
+    """Raises an error if a call promises the bits of a function that XLA computes.
 
     Args:
+        call: The product.
         parts: The function, or why XLA computes all of it.
-        in_order: The reductions along rows whose order does not depend on the tiles.
     """
-    if left := parts if isinstance(parts, str) else parts.left:
-        return f"XLA computes the epilogue, or a part of it: {left}"
-    assert isinstance(parts, Split)
-    along_rows = {own.reduction for own in parts.program.reductions if own.kind == "m"}
-    if not along_rows <= set(in_order):
-        return "the epilogue adds up along rows, in an order that depends on the tiles"
-    return None
+    left = parts if isinstance(parts, str) else parts.left
+    if (promised := call.options.numerics) is not None and left:
+        why = f"XLA computes the epilogue, or a part of it: {left}"
+        raise ValueError(numerics.why_not_kept(promised, why))
 
 
 def _lowered(
@@ -324,11 +313,13 @@ def _lowered(
 ) -> Any:
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         lowering.refuse_simulation(call)
-        if (promised := call.options.numerics) is not None:
-            raise ValueError(numerics.why_not_kept(promised, ON_MESH))
         parts = parts_of(contraction, function)
+        refuse_unpromised(call, parts)
         alone = devices is None or mesh_context.why_not_partitioned(ctx.module_context)
-        if isinstance(parts, str) or alone or call.epilogue.blocks:
+        alone = alone or call.epilogue.blocks
+        if alone:
+            lowering.refuse_unshared(call, ctx.module_context)
+        if isinstance(parts, str) or alone:
             run = functools.partial(apart, call, contraction, function)
         else:
             run = functools.partial(_shared, call, contraction, function, parts)
@@ -405,7 +396,7 @@ def _changes_in_blocks(
         tangents = [t for t, there in zip(dx, x, strict=True) if there is not None]
         change = None
         if any(t is not None for t in tangents):
-            change = linear.change_by(functools.partial(dims.by_xla, own), x.present(), tangents)
+            change = linear.change_by_xla(own, dims.by_xla, x.present(), tangents)
         found.append(change if change is None else joined(change, function.types[0].shape))
     return found
 

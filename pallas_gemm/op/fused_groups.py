@@ -25,11 +25,11 @@ from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import one_by_one
-from pallas_gemm.op.fused import Function, changed, kept_dtype, why_not_kept
+from pallas_gemm.op.fused import Function, changed, kept_dtype, refuse_unpromised
 from pallas_gemm.op.fused_partition import program_kernel_p
 from pallas_gemm.op.grouped import grouped
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
-from pallas_gemm.planning import dispatch, numerics, xla_groups
+from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import Operand
 
@@ -190,10 +190,7 @@ def plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGrou
         ValueError: Something is promised of the results that is not kept.
     """
     found = _plan(call, function, signature)
-    if (promised := call.options.numerics) is not None:
-        parts = found if isinstance(found, str) else found.split
-        if why := why_not_kept(parts):
-            raise ValueError(numerics.why_not_kept(promised, why))
+    refuse_unpromised(call, found if isinstance(found, str) else found.split)
     return found
 
 
@@ -259,6 +256,7 @@ def _lowered(
         run = _run(call, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
         return mesh_context.lower_off_mesh(ctx, run, operands)
     lowering.refuse_simulation(call)
+    refuse_unpromised(call, "devices share the rows in groups")
     run = functools.partial(apart, call, function)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
@@ -305,8 +303,7 @@ def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]
             a, b, *scales = (t for own_x, t in pairs if own_x is not None)
             tangents, change = (a, b, None, *scales), None
             if any(t is not None for t in tangents):
-                by_jax = functools.partial(xla_groups.by_jax, own)
-                change = linear.change_by(by_jax, operands, tangents)
+                change = linear.change_by_xla(own, xla_groups.by_jax, operands, tangents)
             found.append(change)
             continue
         plain = call.plain(np.float32)

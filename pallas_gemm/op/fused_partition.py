@@ -31,10 +31,11 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh_axes import Split
 from pallas_gemm.op.parts import note, part_p
 from pallas_gemm.op.resharding import Placement
-from pallas_gemm.planning import dispatch, targeting, xla_program
+from pallas_gemm.planning import dispatch, numerics, targeting, xla_program
 from pallas_gemm.planning.dispatch import Decision
-from pallas_gemm.program import LOGSUMEXP, Program, Result
+from pallas_gemm.program import ADDING, LOGSUMEXP, Program, Result
 
+NOT_IN_ORDER = "the dimensions of the result are not batch, rows and columns, in this order"
 PARTS = "+"
 """The dimension that both parts of log-sum-exps are in front of the others."""
 
@@ -155,6 +156,7 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
     signature = signature_of(tuple(factors))
     split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
     split = _evenly(shared, split, [x.shape for x in factors])
+    _refuse_unpromised(shared, split)
 
     def shardings(each: Sequence[str]) -> list[Any]:
         axes = {**split.axes, PARTS: ()}
@@ -189,6 +191,22 @@ def _evenly(shared: Shared, split: Split, shapes: Sequence[Any]) -> Split:
     sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True))
     axes = {x: own if sizes[x] % split.size(own) == 0 else () for x, own in split.axes.items()}
     return dataclasses.replace(split, axes=axes, scattered=dict.fromkeys(dims.out, ()))
+
+
+def _refuse_unpromised(shared: Shared, split: Split) -> None:
+    """Raises an error if devices add up sums whose bits are promised."""
+    options = shared.call.options
+    if options.numerics is None:
+        return
+    why = None
+    if split.contracted:
+        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
+    columns = any(split.axes[letter] for letter in shared.names.columns)
+    adding = [x for x in shared.program.reductions if x.kind == "m" and x.reduction in ADDING]
+    if options.parts and columns and adding:
+        why = f"the mesh splits the columns ({split}), along which the epilogue adds up"
+    if why:
+        raise ValueError(numerics.why_not_kept(options.numerics, why))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -279,7 +297,7 @@ def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> A
 
 
 def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
-    return mesh_context.lower_off_mesh(ctx, share, operands)
+    return mesh_context.lower_share(ctx, share, operands)
 
 
 def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared, gpu: bool) -> Any:
@@ -287,11 +305,13 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared,
     run = functools.partial(shared.by_xla, shared.call)
     signature = signature_of(tuple(ctx.avals_in))
     call, own, form = _of_device(shared, signature)
-    if not is_turned(form):
-        decision = dispatch.decide(call, own)
-        if decision.plan is not None:
-            kernel = functools.partial(program_kernel_p.bind, call=call, decision=decision)
-            run = functools.partial(_of_matrices, shared, form, kernel)
+    decision = None if is_turned(form) else dispatch.decide(call, own)
+    if decision is not None and decision.plan is not None:
+        kernel = functools.partial(program_kernel_p.bind, call=call, decision=decision)
+        run = functools.partial(_of_matrices, shared, form, kernel)
+    elif (promised := shared.call.options.numerics) is not None:
+        why = NOT_IN_ORDER if is_turned(form) and gpu else numerics.ELSEWHERE
+        run = lowering.refused_as_it_runs(numerics.why_not_kept(promised, why), run)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 

@@ -167,8 +167,7 @@ def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[A
         change = linear.change_by(by_matrices, primals, linear.changes(tangents))
         return linear.named(grouped(call, *primals)), change
     if call.epilogue.blocks:
-        by_xla = functools.partial(xla_groups.by_jax, call)
-        change = linear.change_by(by_xla, primals, linear.changes(tangents))
+        change = linear.change_by_xla(call, xla_groups.by_jax, primals, linear.changes(tangents))
         return linear.named(grouped(call, *primals)), change
     if not call.epilogue.is_identity:
         return _jvp_of_epilogue(call, primals, linear.changes(tangents))

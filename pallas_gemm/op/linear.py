@@ -7,6 +7,7 @@ of bfloat16 operands to bfloat16), because there is no kernel for mixed types; o
 are widened to bfloat16 instead, which is exact.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +54,20 @@ def change_by(
 
     moving, changes = ([of[i] for i in places] for of in (primals, tangents))
     return jax.jvp(of_moving, moving, changes)[1]
+
+
+def change_by_xla(
+    call: Call, by_xla: Callable[..., jax.Array], primals: Sequence[Any], tangents: Sequence[Any]
+) -> jax.Array:
+    """Returns how a product changes that XLA computes where it is derived; see `change_by`.
+
+    Raises:
+        ValueError: Something is promised of it.
+    """
+    if (promised := call.options.numerics) is not None:
+        why = "XLA derives a product whose factors have scales of blocks, or are of few bits"
+        raise ValueError(numerics.why_not_kept(promised, why))
+    return change_by(functools.partial(by_xla, call), primals, tangents)
 
 
 def affine_change(

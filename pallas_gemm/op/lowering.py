@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.extend.mlir import ir
@@ -255,25 +256,39 @@ def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
         problem = decision.problem
         is_empty = 0 in (problem.m, problem.n, problem.k, problem.batch)
         if call.options.numerics is not None and not is_empty:
-            return functools.partial(_refused_as_it_runs, call)
+            words = numerics.why_not_kept(call.options.numerics, numerics.ELSEWHERE)
+            by_xla = xla_groups.by_jax if isinstance(call, GroupedCall) else xla.product
+            return refused_as_it_runs(words, functools.partial(by_xla, call))
         return None
     return functools.partial(kernel_p.bind, call=call, decision=decision)
 
 
-def _refused_as_it_runs(call: Call, *operands: Any) -> Any:
-    """Stands where a program that is planned for a GPU is compiled for another platform.
+def refused_as_it_runs(words: str, by_xla: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what stands where a program for a GPU is compiled for another platform.
 
-    It may be compiled, and looked at. It raises an error if it runs.
+    It may be compiled, and looked at. It raises an error if it runs. What devices of a mesh share
+    cannot, so its results are no numbers then; of integers, the least.
+
+    Args:
+        words: The error's.
+        by_xla: Computes the same by XLA, which is promised nothing of.
     """
-    assert call.options.numerics is not None
-    words = numerics.why_not_kept(call.options.numerics, numerics.ELSEWHERE)
 
     def refuse(*_: Any) -> Any:
         raise ValueError(words)
 
-    by_xla = xla_groups.by_jax if isinstance(call, GroupedCall) else xla.product
-    result = jax.eval_shape(functools.partial(by_xla, call), *operands)
-    return jax.pure_callback(refuse, result, *operands)
+    def run(*operands: Any) -> Any:
+        results = jax.eval_shape(by_xla, *operands)
+        if mesh_context.may_call_back():
+            return jax.pure_callback(refuse, results, *operands)
+        return jax.tree.map(_no_number, results)
+
+    return run
+
+
+def _no_number(x: jax.ShapeDtypeStruct) -> jax.Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.full(x.shape, jnp.nan if is_float else jnp.iinfo(x.dtype).min, x.dtype)
 
 
 def lowered_kernel(

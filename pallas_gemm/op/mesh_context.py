@@ -1,5 +1,6 @@
 """The facts of meshes and devices while a program is traced and lowered."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,6 +123,25 @@ def lower_off_mesh(
         # Where the simulator has got to, from one call to the next.
         ctx.set_tokens_out(inner.tokens_out)
     return result
+
+
+_IN_SHARE: contextvars.ContextVar[bool] = contextvars.ContextVar("in_share", default=False)
+
+
+def lower_share(
+    ctx: mlir.LoweringRuleContext, run: Callable[..., Any], operands: Sequence[Any]
+) -> Any:
+    """Lowers what one device of a mesh computes, where the partitioner asks for it."""
+    before = _IN_SHARE.set(True)
+    try:
+        return lower_off_mesh(ctx, run, operands)
+    finally:
+        _IN_SHARE.reset(before)
+
+
+def may_call_back() -> bool:
+    """Whether what is lowered may call Python: JAX loses the functions of a partitioner's parts."""
+    return not _IN_SHARE.get()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -151,7 +151,7 @@ def _abstract_share(*_: Any, share: Share) -> Any:
 
 def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: Share) -> Any:
     with _parts_of(share.whole):
-        return mesh_context.lower_off_mesh(ctx, share, operands)
+        return mesh_context.lower_share(ctx, share, operands)
 
 
 mlir.register_lowering(share_p, _lowered_share)

@@ -13,6 +13,7 @@ may be chosen for few rows, and many rows only lose the tiles that two sums have
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,16 +25,17 @@ from pallas_gemm.call import Call, GroupedCall, Numerics, Options
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.problem import Problem
 
-NARROW = 2048
-"""Columns of a right operand, below which few rows are too few tiles to keep an H200 busy. 2048 are
-32 tiles of 64: 1 to 255 rows of 2048 x 8192 run at 0.72 to 0.88 times the speed that they have
-without a promise, and 4096 rows at 1.00 times instead of 0.96 in parts."""
 LONG_STEPS = 64
-"""Steps of k from which on it takes long that so few SMs are busy."""
-PARTS = 4
-"""Into how many parts such sums are cut. 1 to 255 rows of 1024 x 4096, 1152 x 6912 and 1536 x 8960
-run at 0.88 to 1.04 times the speed that they have on an H200 without a promise. With whole sums it
-is 0.55 to 0.83, and with two parts 0.76 to 1.01."""
+"""Steps of k from which on it takes long that few SMs are busy."""
+PARTS = ((1024, 4), (1408, 3), (1536, 4), (2047, 2))
+"""(columns, at most, parts of so long a k). 256 rows are where the wrong number costs most: tiles
+of 64 x 128, or 64 x 192, then fill the 132 SMs of an H200 once, or nearly. 3 parts of 256 x 1152 x
+6912 run at 0.99 times the speed without a promise, and 4 at 0.89; of 256 x 1536 x 7168 it is 0.81
+and 1.00. From 2048 columns on 1 to 255 rows run at 0.72 to 0.88 times the speed, and many as fast
+as without."""
+LONGEST_SUM = 4096
+"""Elements of k that the tensor cores add up in one sum, where the result is float32 and operands
+are shorter. What they cut off is an error that such a result shows."""
 
 ELSEWHERE = (
     "this program is compiled for another platform than an NVIDIA GPU; implementation='interpret'"
@@ -59,15 +61,15 @@ def refuse(why: str, own: Numerics | None = None) -> None:
         raise ValueError(why_not_kept(promised, why))
 
 
-def resolved(options: Options, n: int, k: int, dtype: Any, rights: int = 1) -> Options:
+def resolved(options: Options, n: int, k: int, dtype: Any, longest: int = 0) -> Options:
     """Returns options with the number of parts that keeps what they promise.
 
     Args:
         options: As the caller stated them.
-        n: Columns of the right operand.
+        n: Columns of the right operands.
         k: The contracted size.
         dtype: Type of the operands.
-        rights: Right operands: two if the product is gated.
+        longest: Elements of k in one part at most, where the parts follow from k; 0 for any number.
 
     Raises:
         ValueError: The parts that are stated are none of k.
@@ -75,13 +77,27 @@ def resolved(options: Options, n: int, k: int, dtype: Any, rights: int = 1) -> O
     asked = options.numerics
     if asked is None:
         return options
-    return dataclasses.replace(options, parts=_parts(asked, n * rights, k, np.dtype(dtype)))
+    return dataclasses.replace(options, parts=_parts(asked, n, k, np.dtype(dtype), longest))
 
 
-def resolved_call[C: Call](call: C, n: int, k: int, dtype: Any) -> C:
-    """Returns a call with the number of parts that keeps what its options promise."""
+def resolved_call[C: Call](call: C, n: int, k: int, dtype: Any, *, finished: bool = False) -> C:
+    """Returns a call with the number of parts that keeps what its options promise.
+
+    Args:
+        call: The product.
+        n: Columns of each right operand.
+        k: The contracted size.
+        dtype: Type of the operands.
+        finished: The caller's function is applied to the sums, which takes registers.
+    """
+    if call.epilogue.blocks:
+        # Each block's sum is added up in float32 anyway, and no kernel cuts such sums.
+        n = 0
     rights = 2 if call.epilogue.gated else 1
-    return dataclasses.replace(call, options=resolved(call.options, n, k, dtype, rights))
+    is_short = np.dtype(dtype).itemsize <= 2 and not np.issubdtype(dtype, np.integer)
+    is_wide = is_short and call.out_dtype == np.float32 and not (finished or call.epilogue.blocks)
+    longest = LONGEST_SUM if is_wide else 0
+    return dataclasses.replace(call, options=resolved(call.options, n * rights, k, dtype, longest))
 
 
 def over_rows(call: Call, rows: int, dtype: Any) -> Call:
@@ -93,15 +109,21 @@ def over_rows(call: Call, rows: int, dtype: Any) -> Call:
     return dataclasses.replace(call, options=resolved(options, 0, rows, dtype))
 
 
-def resolved_groups(call: GroupedCall, a: Any, b: Any) -> GroupedCall:
+def resolved_groups(call: GroupedCall, a: Any, b: Any, *, finished: bool = False) -> GroupedCall:
     """Returns the call of a product of groups, with the parts that keep what its options promise.
+
+    Args:
+        call: The product.
+        a: Its left operand.
+        b: Its right operand.
+        finished: As for `resolved_call`.
 
     Raises:
         ValueError: The parts that are stated are none of k, or groups are summed over in parts.
     """
     if not call.contracted:
         n = b.shape[1 if call.transpose_b else 2]
-        return resolved_call(call, n, a.shape[1], a.dtype)
+        return resolved_call(call, n, a.shape[1], a.dtype, finished=finished)
     if (asked := call.options.numerics) is None:
         return call
     options = dataclasses.replace(call.options, numerics=asked.over_rows)
@@ -112,7 +134,7 @@ def resolved_groups(call: GroupedCall, a: Any, b: Any) -> GroupedCall:
     return dataclasses.replace(call, options=options)
 
 
-def _parts(asked: Numerics, n: Any, k: Any, dtype: np.dtype) -> int:
+def _parts(asked: Numerics, n: Any, k: Any, dtype: np.dtype, longest: int = 0) -> int:
     if is_symbolic_dim(k) or is_symbolic_dim(n):
         # No kernel takes such sizes, which is said where one is looked for.
         return 1
@@ -121,7 +143,9 @@ def _parts(asked: Numerics, n: Any, k: Any, dtype: np.dtype) -> int:
         return _stated_parts(asked.part, k, step)
     if asked.invariant != "rows":
         return 0
-    return PARTS if 0 < n < NARROW and k >= LONG_STEPS * step else 1
+    is_cut = n > 0 and k >= LONG_STEPS * step
+    of_columns = next((parts for most, parts in PARTS if is_cut and n <= most), 1)
+    return max(of_columns, -(-k // longest) if longest else 1)
 
 
 def _stated_parts(part: int, k: int, step: int) -> int:
@@ -145,7 +169,8 @@ def stating(problem: Problem) -> Numerics | None:
     if not problem.parts:
         return None
     rows, n = Numerics("rows"), problem.n * problem.sums
-    if _parts(rows, n, problem.k, problem.a_dtype) == problem.parts:
+    own = functools.partial(_parts, rows, n, problem.k, problem.a_dtype)
+    if problem.parts == own(LONGEST_SUM if problem.out_dtype == np.float32 else 0):
         return rows
     return Numerics("run", part=problem.k // problem.parts)
 

@@ -1,5 +1,7 @@
 """`numerics`: rows keep their bits among others, or an error says why not; and the test kit."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,9 @@ from pallas_gemm import (
     ragged_dot_general,
     target,
 )
-from pallas_gemm.planning import xla_groups
+from pallas_gemm.op import parts
+from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning.sums import Sums
 
 ROWS = numerics(invariant="rows")
 SIMULATED: dict[str, Any] = {"numerics": ROWS, "implementation": "interpret"}
@@ -183,8 +187,8 @@ def test_explain_and_of_show_the_same_record() -> None:
     assert own.parts == (3,)
 
 
-def _squares(s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return s.astype(jnp.bfloat16), jnp.sum(s * s, -1)
+def _squares(s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return s.astype(jnp.bfloat16), jnp.sum(s * s, -1), jax.nn.logsumexp(s, -1)
 
 
 WIDER = draw(K, 320, seed=5)
@@ -197,7 +201,13 @@ def test_sums_along_rows_keep_their_bits() -> None:
     found = numerics.check(f, X, variants=6)
     assert found, found
     exact = _squares(jnp.matmul(X, WIDER, preferred_element_type=jnp.float32))
-    np.testing.assert_allclose(f(X)[1], exact[1], rtol=1e-5)
+    whole = f(X)
+    np.testing.assert_allclose(whole[1], exact[1], rtol=1e-5)
+    np.testing.assert_allclose(whole[2], exact[2], rtol=1e-5)
+    sizes = jnp.array([30, 0, M - 30], jnp.int32)
+    grouped = grouped_gemm(X, jnp.stack([WIDER] * 3), sizes, epilogue=_squares, **SIMULATED)
+    for x, y in zip(grouped, whole, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_sums_along_rows_are_made_alike_whatever_the_rows() -> None:
@@ -216,12 +226,20 @@ def test_sums_along_rows_are_made_alike_whatever_the_rows() -> None:
         assert wanted == {(128, 16)}
 
 
-def test_a_log_sum_exp_is_the_same_in_every_run() -> None:
-    def f(x: jax.Array) -> jax.Array:
-        return gemm(x, HEADS[0], epilogue=lambda s: jax.nn.logsumexp(s, -1), **run)
-
-    run: dict[str, Any] = {"numerics": numerics("run"), "implementation": "interpret"}
-    np.testing.assert_array_equal(f(X), f(X))
+@pytest.mark.parametrize("n", [8, 24, 64, 72, 4096])
+def test_sums_along_few_columns_are_made_alike_whatever_the_rows(n: int) -> None:
+    widths = set()
+    for m in (1, 300, 4096):
+        x = jax.ShapeDtypeStruct((m, 512), jnp.bfloat16)
+        w = jax.ShapeDtypeStruct((n, 512), jnp.bfloat16)
+        how: dict[str, Any] = {"transpose_b": True, "epilogue": _squares, "numerics": ROWS}
+        with target("h200"):
+            (found,) = explain(functools.partial(gemm, **how), x, w).products
+        assert found.plan is not None
+        config = found.plan.config
+        assert isinstance(config, HopperConfig)
+        widths.add(config.consumer_tile[1])
+    assert len(widths) == 1
 
 
 def _within(f: Callable[[], Any]) -> Any:
@@ -247,15 +265,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: einsum("ab,bc,cd->ad", X, W, W.T, numerics=ROWS),
         "3 operands are multiplied in an order",
     ),
-    "a log-sum-exp": (
-        lambda: gemm(X, HEADS[0], epilogue=lambda s: jax.nn.logsumexp(s, -1), numerics=ROWS),
-        "the epilogue adds up along rows",
-    ),
     "a tile that adds up along rows in another order": (
         lambda: gemm(
             X, HEADS[0], epilogue=_squares, numerics=ROWS, config=HopperConfig((128, 256))
         ),
-        "must have 128 columns where sums along rows are promised",
+        "must have 64 columns where sums along rows are promised",
     ),
     "a function of XLA's": (
         lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.sort(s, -1), numerics=ROWS),
@@ -373,11 +387,11 @@ def test_an_exported_program_has_the_kernel_that_keeps_the_promise() -> None:
     assert "pallas_gemm_hopper_join" in module or module.count("mosaic_gpu") >= 2
 
 
-def on_mesh(f: Callable[..., Any], *specs: Any) -> Any:
+def on_mesh(f: Callable[..., Any], *specs: Any, columns: int = 64) -> Any:
     """Compiles a product of X and W whose operands are split so."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in specs]
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 64))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, columns))]
     with target("h200"):
         return jax.jit(f, in_shardings=split).lower(*shapes).compile()
 
@@ -395,6 +409,81 @@ def test_devices_that_add_up_their_sums_keep_no_promise() -> None:
     assert "all-reduce" not in on_mesh(f, (None, "x"), (None, None)).as_text()
     with pytest.raises(Exception, match=r"the mesh splits what is summed over \(k along x\)"):
         on_mesh(f, (None, "x"), ("x", None))
+
+
+def _part_of(epilogue: Any, *specs: Any) -> Any:
+    """Returns how one device computes its part of a function, and how all of it is computed."""
+
+    def f(a: jax.Array, b: jax.Array) -> Any:
+        return gemm(a, b, epilogue=epilogue, numerics=ROWS)
+
+    with parts.noted() as noted:
+        on_mesh(f, *specs, columns=128)
+    (part,) = noted.found
+    with target("h200"):
+        whole = explain(
+            f, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 128), (128, 128)))
+        )
+    return dispatch.decide(part.call, part.signature), whole.products[0]
+
+
+def _largest(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.tanh(s).astype(jnp.bfloat16), jnp.max(s, -1)
+
+
+def test_devices_compute_their_part_of_a_function_as_one_would() -> None:
+    for f, b in ((_squares, (None, None)), (_largest, (None, "y"))):
+        part, whole = _part_of(f, ("x", None), b)
+        assert part.problem.m == 32
+        assert part.problem.n == (128 if b[1] is None else 64)
+        assert part.plan is not None
+        own = Sums.of(part)
+        assert dataclasses.replace(own, epilogue=Sums.of(whole).epilogue) == Sums.of(whole)
+
+
+def test_devices_that_add_up_what_a_function_takes_or_gives_keep_no_promise() -> None:
+    with pytest.raises(Exception, match=r"the mesh splits the columns .* adds up"):
+        _part_of(_squares, ("x", None), (None, "y"))
+    with pytest.raises(Exception, match=r"the mesh splits what is summed over \(k along x\)"):
+        _part_of(_largest, (None, "x"), ("x", None))
+    with pytest.raises(ValueError, match="part of it: sort"):
+        _part_of(lambda s: jnp.sort(s, -1), ("x", None), (None, None))
+
+
+def test_a_mesh_of_cpus_keeps_no_promise() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    a = jax.device_put(
+        jnp.ones((64, 128)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    )
+    b = jnp.ones((128, 64))
+    for f in (gemm, functools.partial(gemm, epilogue=_largest)):
+        own = functools.partial(f, numerics=ROWS)
+        with pytest.raises(Exception, match="another platform"):
+            jax.jit(own)(a, b)
+        # What is planned for a GPU is compiled, and computes nothing.
+        with target("h200"):
+            found = jax.tree.leaves(jax.jit(own)(a, b))
+        assert all(np.isnan(np.asarray(x, np.float32)).all() for x in found)
+    sizes = jnp.array([40, 24], jnp.int32)
+    with target("h200"), pytest.raises(Exception, match="devices share the rows in groups"):
+        jax.jit(
+            lambda a: grouped_gemm(a, b[None].repeat(2, 0), sizes, epilogue=_largest, numerics=ROWS)
+        )(a)
+
+
+def test_a_derived_function_keeps_no_promise_on_an_explicit_mesh() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=kinds, devices=jax.devices()[:4])
+
+    def f(a: jax.Array, b: jax.Array) -> jax.Array:
+        return gemm(a, b, epilogue=_largest, numerics=ROWS)[1]
+
+    with jax.set_mesh(mesh), target("h200"):
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        a, b = jax.device_put(jnp.ones((64, 128)), split), jnp.ones((128, 64))
+        jax.jit(f).lower(a, b).compile()
+        with pytest.raises(ValueError, match="on an explicit mesh, XLA computes a function"):
+            jax.jit(jax.grad(lambda a, b: f(a, b).sum())).lower(a, b)
 
 
 def test_the_kit_names_the_first_operation_that_differs() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from pallas_gemm import numerics, target
 from pallas_gemm.planning import precision
 from tests import choices, covering, reference
 from tests.covering import Case
@@ -17,9 +18,10 @@ from tests.covering import Case
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Draws the cases of a test; those of three choices only where they are asked for."""
-    if metafunc.function not in (test_any_two_choices, test_any_three_choices):
+    of_two = (test_any_two_choices, test_any_two_choices_obey_a_promise)
+    if metafunc.function not in (*of_two, test_any_three_choices):
         return
-    strength = 2 if metafunc.function is test_any_two_choices else 3
+    strength = 2 if metafunc.function in of_two else 3
     is_left_out = strength == 3 and "not stress" in metafunc.config.getoption("markexpr")
     cases = covering.pairs(
         choices.OPTIONS,
@@ -41,6 +43,45 @@ def _name(case: Case) -> str:
 
 def test_any_two_choices(case: Case) -> None:
     check(case)
+
+
+def test_any_two_choices_obey_a_promise(case: Case) -> None:
+    """Every product is one of ours that is promised, or an error says why it is not."""
+    case = {**case, "mesh": None}
+    rng = np.random.default_rng(0)
+    given = choices.typed(case, choices.draw(case, rng))
+    f: Any = functools.partial(choices.call, case)
+    if case["mapped"]:
+        f = jax.vmap(f, in_axes=(choices.mapped_axes(case),))
+    # Nothing is promised of sums over rows that the gradients of other operands are.
+    names = [name for name in choices.changed(case) if name in ("a", "b", "u")]
+
+    def program(given: Any) -> Any:
+        if not case["derivative"] or not names:
+            return f(given)
+        results, pull = jax.vjp(lambda own: f(given | own), {x: given[x] for x in names})
+        return results, pull([jnp.ones(x.shape, x.dtype) for x in results])
+
+    try:
+        with numerics(invariant="rows"), target("h200"):
+            jaxpr, refused = jax.make_jaxpr(program)(given).jaxpr, ""
+    except ValueError as error:
+        jaxpr, refused = None, str(error)
+    if jaxpr is None:
+        assert "numerics(invariant='rows') is a promise of the kernels" in refused
+        return
+    promised = [call.options.numerics for call in _calls(jaxpr) if call is not None]
+    assert promised, jaxpr
+    assert None not in promised, jaxpr
+    names_of_jaxs = {"dot_general", "ragged_dot_general", "ragged_dot"}
+    assert names_of_jaxs.isdisjoint(_primitives(jaxpr)), jaxpr
+
+
+def _primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        if (inner := equation.params.get("jaxpr")) is not None:
+            yield from _primitives(getattr(inner, "jaxpr", inner))
 
 
 @pytest.mark.stress

@@ -94,7 +94,7 @@ def test_explain_says_which_part_is_xlas() -> None:
     assert "the rest of the epilogue by XLA: the function computes nothing" in str(nothing)
 
 
-def test_a_promise_holds_unless_rows_are_added_up() -> None:
+def test_a_promise_holds_of_what_a_kernel_computes() -> None:
     a, b = _drawn((M, K), (GROUPS, K, N))
     how = {"implementation": "interpret", "config": SMALL, "numerics": numerics(invariant="rows")}
 
@@ -108,8 +108,6 @@ def test_a_promise_holds_unless_rows_are_added_up() -> None:
     others = grouped_gemm(moved, b[jnp.array([1, 1, 0])], sizes, epilogue=largest, **how)
     for x, y in zip(found, others, strict=True):
         np.testing.assert_array_equal(np.asarray(x[:5], F32), np.asarray(y[7:12], F32))
-    with pytest.raises(ValueError, match="the epilogue adds up along rows"):
-        grouped_gemm(a, b, SIZES, epilogue=lambda s: jnp.sum(s * s, -1), **how)
     with pytest.raises(ValueError, match="XLA computes the epilogue, or a part of it: div"):
         grouped_gemm(a, b, SIZES, epilogue=_over_the_largest, **how)
 

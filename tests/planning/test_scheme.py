@@ -1,5 +1,6 @@
 """Products of more precision than the tensor cores have, as sums of products that they compute."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -152,9 +153,25 @@ def test_highest_errs_no_more_than_float32(positive: bool) -> None:
     assert np.sqrt(np.mean(ours**2)) <= np.sqrt(np.mean(single**2))
     assert ours.max() <= single.max()
     # As one sum it would, and with fewer terms.
-    other = SPLITS["BF16_BF16_F32_X6"] if positive else Scheme("", BF16, schemes.THREE, 64)
-    assert other is not None
+    other = Scheme("", BF16, schemes.SIX) if positive else Scheme("", BF16, schemes.THREE, 64)
     assert _errors(_by_tensor_cores(other, x, y), x, y).max() > single.max()
+
+
+@pytest.mark.parametrize("name", ["BF16_BF16_F32_X6", "BF16_BF16_F32_X9"])
+@pytest.mark.parametrize("positive", [False, True])
+def test_three_arrays_err_far_less_than_one_sum_of_the_tensor_cores(
+    name: str, positive: bool
+) -> None:
+    x, y = _rows(positive)
+    own = SPLITS[name]
+    assert own is not None
+    one = dataclasses.replace(own, longest_sum=0)
+    ours, whole = (
+        np.sqrt(np.mean(_errors(_by_tensor_cores(each, x, y), x, y) ** 2)) for each in (own, one)
+    )
+    assert ours < whole / 2.5
+    single = np.sqrt(np.mean(_errors(_in_single(x, y), x, y) ** 2))
+    assert ours < single
 
 
 def _cut(x: np.ndarray) -> list[np.ndarray]:

@@ -88,7 +88,10 @@ def test_without_a_promise_they_do() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "dtype", "parts"),
     [
-        (2047, 4096, jnp.bfloat16, 4),
+        (1024, 4096, jnp.bfloat16, 4),
+        (1025, 4096, jnp.bfloat16, 3),
+        (1536, 4096, jnp.bfloat16, 4),
+        (2047, 4096, jnp.bfloat16, 2),
         (2048, 4096, jnp.bfloat16, 1),
         (2047, 4095, jnp.bfloat16, 1),
         (512, 8192, E4M3, 4),
@@ -100,13 +103,35 @@ def test_few_columns_and_a_long_k_are_cut(n: int, k: int, dtype: Any, parts: int
     assert call(n, k, dtype).options.parts == parts
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "out", "parts"),
+    [
+        (4096, 4096, jnp.bfloat16, jnp.float32, 1),
+        (4096, 8192, jnp.bfloat16, jnp.float32, 2),
+        (4096, 8256, E4M3, jnp.float32, 3),
+        (4096, 8192, jnp.bfloat16, jnp.bfloat16, 1),
+        (4096, 8192, jnp.float32, jnp.float32, 1),
+        (4096, 8192, jnp.int8, jnp.int32, 1),
+        (512, 32768, jnp.bfloat16, jnp.float32, 8),
+        (512, 8192, jnp.bfloat16, jnp.float32, 4),
+    ],
+)
+def test_results_of_float32_are_summed_up_in_short_parts(
+    n: int, k: int, dtype: Any, out: Any, parts: int
+) -> None:
+    own = Call(np.dtype(out), options=Options(target=H200, numerics=ROWS))
+    assert numerics.resolved_call(own, n, k, dtype).options.parts == parts
+    # A function takes the registers that another part needs.
+    assert numerics.resolved_call(own, 4096, k, dtype, finished=True).options.parts == 1
+
+
 def test_a_gated_product_counts_both_of_its_right_operands() -> None:
     own = Call(
         jnp.bfloat16,
         epilogue=Epilogue(gated=True),
         options=Options(target=H200, numerics=ROWS),
     )
-    assert numerics.resolved_call(own, 1023, 8192, jnp.bfloat16).options.parts == 4
+    assert numerics.resolved_call(own, 1023, 8192, jnp.bfloat16).options.parts == 2
     assert numerics.resolved_call(own, 1024, 8192, jnp.bfloat16).options.parts == 1
 
 

@@ -13,7 +13,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals
-from pallas_gemm.kernels.hopper.tiling import ORDERED_COLUMNS, HopperTiling
+from pallas_gemm.kernels.hopper.tiling import HopperTiling, ordered_columns
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS
 from pallas_gemm.problem import Problem
@@ -150,10 +150,10 @@ class HopperConfig(HopperTiling):
                 f" {problem.layout} where {why}, got tile={self.tile}; the nearest is"
                 f" {(self.tile[0], whole)}"
             )
-        if problem.adds_rows_in_order and columns != ORDERED_COLUMNS:
+        if problem.adds_rows_in_order and columns != (wanted := ordered_columns(problem)):
             yield (
-                f"a consumer's tile must have {ORDERED_COLUMNS} columns where sums along rows are"
-                f" promised, got {columns} of tile={self.tile}"
+                f"a consumer's tile must have {wanted} columns where sums along rows are promised,"
+                f" got {columns} of tile={self.tile}"
             )
         narrowest = min((width for _, width in self.store_chunks(problem)), default=16)
         for dtype in problem.stored_dtypes:

@@ -28,8 +28,8 @@ takes 2,267 instructions of a kernel in strips of 32 columns, and 4,619 in strip
 MOST_COMPARED = 3
 """Vectors of rows of a mirrored product stored late, beside the numbers of its columns. Four spill
 14 registers of a tile of 128 x 256, and none without the numbers."""
-ORDERED_COLUMNS, ORDERED_STRIP = 128, 16
-"""Columns of a consumer's tile, and of a strip, where the order of sums along rows is promised."""
+ORDERED_STRIP = 16
+"""Columns of a strip, where the order of sums along rows is promised."""
 UNROLLED_STEPS = 8
 """Steps of a k loop that the compiler unrolls."""
 MOST_OF_CONSUMERS = Registers(24, 240)
@@ -42,6 +42,14 @@ TOLD_SLOTS = 8
 """Pieces of groups that may be told of ahead; a power of two."""
 TOLD_HEADER = 2
 """Words before those that are told of pieces: what rows in groups are, or scratch of two warps."""
+
+
+def ordered_columns(problem: Problem) -> int:
+    """Columns of a consumer's tile where sums along rows are promised: a power of two, at most 128.
+
+    They follow from the number of columns alone, as the order of the sums has to.
+    """
+    return min(128, max(ORDERED_STRIP, 1 << (problem.n - 1).bit_length()))
 
 
 @dataclasses.dataclass(frozen=True)

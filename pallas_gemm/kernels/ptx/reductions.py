@@ -31,14 +31,15 @@ class Reduction(NamedTuple):
         along: Reduces an axis of values; returns what is left of them, one vector or several. The
             function that computes `exp` may be its third argument.
         both: Reduces what is left of some values, and of others, likewise.
-        joined: Reduces the first axis of what is left of several parts; returns an array.
+        joined: Reduces the first axis of what is left of several parts; returns an array. What
+            adds it up may be its second argument.
         neutral: The value that changes nothing.
         of_registers: Reduces two registers; None where nothing is reduced along columns.
     """
 
     along: Callable[..., Vectors]
     both: Callable[..., Vectors]
-    joined: Callable[[Vectors], Any]
+    joined: Callable[..., Any]
     neutral: float
     of_registers: Any = None
 
@@ -48,7 +49,7 @@ def _simple(along: Callable[..., Any], both: Callable[[Any, Any], Any], *others:
     return Reduction(
         lambda x, axis, _=None: (along(x, axis=axis),),
         lambda one, other, _=None: (both(*one, *other),),
-        lambda left: along(*left, axis=0),
+        lambda left, along=along: along(*left, axis=0),
         *others,
     )
 

@@ -18,14 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place, words
+from pallas_gemm.kernels import exponentials, place, words
 from pallas_gemm.kernels.epilogue import Strip
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, in_threads, store_columns
 from pallas_gemm.kernels.traced import Values
-from pallas_gemm.program import LOGSUMEXP, Result
+from pallas_gemm.program import ADDING, LOGSUMEXP, Result
 
 Rows = tuple[Vectors, ...]
 """What has been reduced along the rows of a tile, for each result; empty before the first strip."""
@@ -37,18 +37,10 @@ def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
     found = []
     for own, vectors in zip(plan.problem.reductions, _of_each(plan, left), strict=True):
         within = tuple(x[..., : sizes[own.kind]] for x in vectors)
-        is_ordered = plan.problem.adds_rows_in_order and own.reduction == "sum"
-        found.append(_added(*within) if is_ordered else REDUCTIONS[own.reduction].joined(within))
+        in_order = plan.problem.adds_rows_in_order and own.reduction in ADDING
+        how = (exponentials.in_pairs,) if in_order else ()
+        found.append(REDUCTIONS[own.reduction].joined(within, *how))
     return found
-
-
-def _added(x: Any) -> Any:
-    """Adds up the first axis in an order that follows from its size alone."""
-    while (count := x.shape[0]) > 1:
-        half = count // 2
-        pairs = x[:half] + x[half : 2 * half]
-        x = jnp.concatenate([pairs, x[2 * half :]]) if count % 2 else pairs
-    return x[0]
 
 
 def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
