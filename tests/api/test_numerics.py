@@ -195,7 +195,7 @@ WIDER = draw(K, 320, seed=5)
 
 
 def test_sums_along_rows_keep_their_bits() -> None:
-    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return gemm(x, WIDER, epilogue=_squares, **SIMULATED)
 
     found = numerics.check(f, X, variants=6)
