@@ -266,8 +266,8 @@ def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
 def refused_as_it_runs(words: str, by_xla: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what stands where a program for a GPU is compiled for another platform.
 
-    It may be compiled, and looked at. It raises an error if it runs. What devices of a mesh share
-    cannot, so its results are no numbers then; of integers, the least.
+    It may be compiled, and looked at. It raises an error if it runs. A part that a device of a mesh
+    has cannot do that: its results are no numbers instead, or the least integers.
 
     Args:
         words: The error's.

@@ -47,8 +47,8 @@ SHORTEST_SUM = 64
 """Contracted elements that the tensor cores add up where the error is to be float32's own."""
 SHORT_SUM = 256
 """The same for three arrays of bfloat16 by name. 4096 cubed in X6 takes 1,207 us on an H200, and
-errs 2.4e-7 (root mean square); with sums of 64 it is 1,377 us and 1.6e-7, with one sum 1,083 us and
-4.4e-6. XLA takes 1,496 us and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x 8192."""
+errs 2.4e-7 (root mean square). With sums of 64 it is 1,377 us and 1.6e-7, with one sum 1,083 us
+and 4.4e-6. XLA takes 1,496 us and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x 8192."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,8 @@ class Reduction(NamedTuple):
         along: Reduces an axis of values; returns what is left of them, one vector or several. The
             function that computes `exp` may be its third argument.
         both: Reduces what is left of some values, and of others, likewise.
-        joined: Reduces the first axis of what is left of several parts; returns an array. What
-            adds it up may be its second argument.
+        joined: Reduces the first axis of what is left of several parts; returns an array. Its
+            second argument may be the function that adds up.
         neutral: The value that changes nothing.
         of_registers: Reduces two registers; None where nothing is reduced along columns.
     """
