@@ -31,8 +31,8 @@ PARTS = ((1024, 4), (1408, 3), (1536, 4), (2047, 2))
 """(columns, at most, parts of so long a k). 256 rows are where the wrong number costs most: tiles
 of 64 x 128, or 64 x 192, then fill the 132 SMs of an H200 once, or nearly. 3 parts of 256 x 1152 x
 6912 run at 0.99 times the speed without a promise, and 4 at 0.89. 3 parts of 256 x 1536 x 7168 run
-at 0.81 times, and 4 at 1.00. From 2048 columns on 1 to 255 rows run at 0.72 to 0.88 times the speed, and many as fast
-as without."""
+at 0.81 times, and 4 at 1.00. From 2048 columns on sums are whole: 1 to 255 rows run at 0.72 to 0.88
+times the speed, and many as fast as without."""
 LONGEST_SUM = 4096
 """Elements of k that the tensor cores add up in one sum, where the result is float32 and operands
 are shorter. Such a result shows the error of what they cut off."""
