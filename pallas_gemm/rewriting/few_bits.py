@@ -2,6 +2,7 @@
 
     x @ (w.astype(x.dtype) * scale)          a scale for each column, or one for all
     x @ (w.reshape(groups, -1, n) * scale[:, None]).reshape(k, n)        for each group of rows
+    x @ (w.astype(x.dtype) * jnp.repeat(scale, k // groups, axis=0))     the same
 
 The scales of columns are multiplied into the sums, so that no weight is rounded.
 """
@@ -16,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.call import Call, signature_of
-from pallas_gemm.kernels.element_types import BITS, is_widened
+from pallas_gemm.kernels.element_types import BITS, FLOATS, is_widened
 from pallas_gemm.op import lowering, mesh_context
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import ONE, Contraction
@@ -173,17 +174,26 @@ def _weights(level: Level, x: Any, dims: Contraction) -> _Weights | None:
         values = _values(level, wide, shape, seen)
         found = None if values is None else _scale(level, scale, made.outvars[0].aval.shape, dims)
         if found is not None:
-            seen += [] if found[1] is scale else [level.maker(scale)]
+            _behind(level, scale, seen, but=found[1])
             return _Weights(values, *found, tuple(seen))
     return None
 
 
-def _behind(level: Level, x: Any, seen: list[Any]) -> Any:
-    """Returns what makes a value, or makes what it is a conversion or another shape of."""
+def _behind(level: Level, x: Any, seen: list[Any], *, but: Any = None) -> Any:
+    """Returns what makes a value, or makes what it is a conversion or another shape of.
+
+    Args:
+        level: The function that they are in.
+        x: The value.
+        seen: Notes what is between.
+        but: A value to stop at; more than conversions and shapes may be before it.
+    """
     made = level.maker(x)
-    while made is not None and made.primitive.name in SAME_VALUES:
+    names = SAME_VALUES if but is None else SAME_VALUES | MOVES
+    while made is not None and x is not but and made.primitive.name in names:
         seen.append(made)
-        made = level.maker(made.invars[0])
+        (x,) = made.invars
+        made = level.maker(x)
     return made
 
 
@@ -217,7 +227,8 @@ def _scale(
         used = "".join(x if size != 1 else ONE for x, size in zip(letters, own, strict=True))
         if set(used) - {ONE} <= set(dims.columns):
             return dataclasses.replace(dims, col_scale=used), scale
-        return None
+        stored = _repeated(level, scale, dims)
+        return None if stored is None else (dataclasses.replace(dims, col_blocks=letters), stored)
     # The contracted dimension is two here: groups, which have a scale each, and their rows.
     if len(dims.contracted) != 1 or len(shape) != len(letters) + 1:
         return None
@@ -228,4 +239,35 @@ def _scale(
         return None
     if before.primitive.name not in MOVES or before.invars[0].aval.shape != stored:
         return None
-    return dataclasses.replace(dims, col_blocks=letters), before.invars[0]
+    return dataclasses.replace(dims, col_blocks=letters), _not_widened(level, before.invars[0])
+
+
+def _repeated(level: Level, scale: Any, dims: Contraction) -> Any:
+    """Returns scales of groups as they are stored, of those for each row; None if they are none."""
+    if len(dims.contracted) != 1:
+        return None
+    place, rank = dims.rhs.index(dims.contracted), len(dims.rhs)
+    cut: list[Any] = []
+    spread = _behind(level, scale, cut)
+    if spread is None or spread.primitive.name != "broadcast_in_dim":
+        return None
+    stored = spread.invars[0]
+    if isinstance(stored, core.Literal):
+        return None
+    axes = tuple(i for i in range(rank + 1) if i != place + 1)
+    is_spread = tuple(spread.params["broadcast_dimensions"]) == axes
+    own, each = stored.aval.shape, spread.outvars[0].aval.shape
+    joined = (*each[:place], each[place] * each[place + 1], *each[place + 2 :])
+    is_whole = joined == scale.aval.shape and tuple(each[i] for i in axes) == own
+    return _not_widened(level, stored) if is_spread and is_whole else None
+
+
+def _not_widened(level: Level, x: Any) -> Any:
+    """Returns what a value is a wider float of; itself if it is none."""
+    made = level.maker(x)
+    if made is None or made.primitive.name != "convert_element_type":
+        return x
+    (before,) = made.invars
+    types = {np.dtype(own.aval.dtype) for own in (x, before)}
+    is_wider = before.aval.dtype.itemsize < x.aval.dtype.itemsize
+    return before if types <= FLOATS and is_wider else x

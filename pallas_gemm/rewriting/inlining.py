@@ -4,6 +4,7 @@ XLA does the same. A call stays if it says where its arguments lie, or gives the
 it has products, which are replaced where they are, and if a kernel could compute it as it is.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from jax.extend import core
 
 from pallas_gemm.kernels.split import ELEMENTWISE
 from pallas_gemm.rewriting import kinds, regions
-from pallas_gemm.rewriting.level import is_stored_by
 
 CALL = "jit"
 
@@ -76,10 +76,26 @@ def _may_be_replaced(equation: Any) -> bool:
     if inner.constvars or not inner.outvars:
         return False
     made = {x for e in inner.eqns for x in e.outvars}
-    if len(set(map(id, inner.outvars))) < len(inner.outvars) or not made.issuperset(inner.outvars):
+    each = set(map(id, inner.outvars))
+    is_made = all(_is_variable(x) and x in made for x in inner.outvars)
+    if len(each) < len(inner.outvars) or not is_made:
         # A result is an argument, a number, or another result.
         return False
-    return not is_stored_by(equation) and not _is_elementwise(equation)
+    return not _has_products(inner) and not _is_elementwise(equation)
+
+
+def _has_products(jaxpr: core.Jaxpr) -> bool:
+    if jaxpr not in _HAS_PRODUCTS:
+        _HAS_PRODUCTS[jaxpr] = any(
+            e.primitive.name in kinds.DOTS
+            or e.primitive.name.startswith("pallas_gemm")
+            or any(map(_has_products, core.jaxprs_in_params(e.params)))
+            for e in jaxpr.eqns
+        )
+    return _HAS_PRODUCTS[jaxpr]
+
+
+_HAS_PRODUCTS: weakref.WeakKeyDictionary[core.Jaxpr, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_elementwise(equation: Any) -> bool:

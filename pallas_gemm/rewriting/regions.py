@@ -155,7 +155,6 @@ class _Inside:
         self.base: dict[Any, Any] = {x: x for x in products}
         self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
         self.of_exp: list[exponentials.SumOfExp] = []
-        self.stored_as: dict[Any, Any] = {}
         self._grow()
         self._add_sums_of_exp()
 
@@ -214,12 +213,6 @@ class _Inside:
             self.reads[own.exp.outvars[0]] = self.reads[own.z]
             self.reduced += own.total.outvars
         self.equations.sort(key=self.level.place)
-        for own in self.of_exp:
-            short = [x for x in self.products if bytes_of(x) < bytes_of(own.z)]
-            if not any(self.is_stored(x) or self.others(x) for x in short):
-                # XLA widens the sums before it stores them: exponents are not rounded to 16 bits.
-                self.base[own.z] = own.z
-                self.stored_as |= dict.fromkeys(short, own.z)
 
     def settle(self, read: set[Any]) -> None:
         """Has what others read computed again of the last value that all of it follows from.
@@ -261,10 +254,6 @@ class _Inside:
     def reads_of(self, x: Any) -> frozenset[Any]:
         """Returns what a pass reads for a value, or for the reduction that makes it."""
         return self.reads[x] if x in self.reads else self.reads[self.level.maker(x).invars[0]]
-
-    def bytes_read(self, values: Iterable[Any]) -> int:
-        """Returns the bytes that XLA reads of values."""
-        return _bytes(self.stored_as.get(x, x) for x in values)
 
     def of(self, x: Any) -> frozenset[Any]:
         """Returns the products that a value depends on."""
@@ -337,7 +326,7 @@ def _priced(
     kept = _kept(inside, set(results) | set(reduced))
     written = [x for x in apart if x not in inside.products]
     # The largest values come of a pass, and the sums of the next one.
-    again = sum(inside.bytes_read(inside.reads[own.z]) for own in inside.of_exp)
+    again = sum(_bytes(inside.reads[own.z]) for own in inside.of_exp)
     is_pass = bool(written or reduced) and inside.depth not in later
     left = {depth: _bytes({inside.base[x] for x in read}) for depth, read in later.items()}
     return Region(
@@ -350,7 +339,7 @@ def _priced(
         sum(left.values()),
         is_pass,
         tuple(x for x in full if inside.operands.is_made(x)),
-        any(inside.base[own.z] is not own.z for own in inside.of_exp),
+        bool(inside.of_exp),
     )
 
 
@@ -368,13 +357,12 @@ def _stock(inside: _Inside, first: list[Any], later: dict[float, set[Any]]) -> i
         again.setdefault(start, set()).update(first)
     every = ({y for x in own for y in inside.reads_of(x)} for own in again.values())
     kept = {inside.base[x] for depth, own in later.items() for x in own if depth > start}
-    is_there = {*inside.products, *inside.stored_as.values()}
-    written = [x for x in kept if x not in is_there and not inside.is_stored(x)]
+    written = [x for x in kept if x not in inside.products and not inside.is_stored(x)]
     # Or the first pass stores what the others read.
     once = {y for x in (*first, *kept, *later.get(start, ())) for y in inside.reads_of(x)}
     bases = ({inside.base[x] for x in own} for depth, own in later.items() if depth > start)
-    stored = inside.bytes_read(once) + _bytes(written) + sum(map(_bytes, bases))
-    return min(sum(map(inside.bytes_read, every)), stored)
+    stored = _bytes(once) + _bytes(written) + sum(map(_bytes, bases))
+    return min(sum(map(_bytes, every)), stored)
 
 
 def _place(level: Level, x: Any) -> int:

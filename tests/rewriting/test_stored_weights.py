@@ -50,6 +50,17 @@ def _in_groups(x: Any, w: Any, scale: Any) -> Any:
     return x @ each.reshape(w.shape)
 
 
+def _repeated(x: Any, w: Any, scale: Any) -> Any:
+    each = jnp.repeat(scale.astype(F32), w.shape[0] // scale.shape[0], axis=0)
+    return x @ (w.astype(F32) * each).astype(x.dtype)
+
+
+def _tiled(x: Any, w: Any, scale: Any) -> Any:
+    # Its scales are in turns, not in groups.
+    each = jnp.tile(scale.astype(F32), (w.shape[0] // scale.shape[0], 1))
+    return x @ (w.astype(F32) * each).astype(x.dtype)
+
+
 def _rows(x: Any, w: Any, scale: Any) -> Any:
     return x @ (w.astype(x.dtype) * scale[:, None])
 
@@ -68,10 +79,11 @@ def test_they_are_not_widened_in_memory(f: Callable[..., Any], dtype: Any) -> No
     assert found.answer == f"by a kernel, with weights of {np.dtype(dtype)}"
 
 
+@pytest.mark.parametrize("f", [_in_groups, _repeated])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
-def test_scales_of_groups_are_those_of_the_kernel(dtype: Any) -> None:
+def test_scales_of_groups_are_those_of_the_kernel(f: Callable[..., Any], dtype: Any) -> None:
     args = SHAPE((ROWS, K), BF16), SHAPE((K, N), dtype), SHAPE((GROUPS, N), BF16)
-    program, (found,) = rewritten(_in_groups, *args)
+    program, (found,) = rewritten(f, *args)
     assert [e.primitive.name for e in program.eqns] == ["reshape", "reshape", "pallas_gemm"]
     assert found.answer == f"by a kernel, with weights of {np.dtype(dtype)}"
 
@@ -83,9 +95,10 @@ def test_exact_folds_no_scale() -> None:
         assert ("weights of" in found.answer) == is_folded
 
 
-def test_scales_of_rows_stay_the_programs() -> None:
-    args = SHAPE((ROWS, K), BF16), SHAPE((K, N), jnp.int8), SHAPE((K,), BF16)
-    _, (found,) = rewritten(_rows, *args)
+@pytest.mark.parametrize(("f", "shape"), [(_rows, (K,)), (_tiled, (GROUPS, N))])
+def test_scales_of_rows_stay_the_programs(f: Callable[..., Any], shape: tuple[int, ...]) -> None:
+    args = SHAPE((ROWS, K), BF16), SHAPE((K, N), jnp.int8), SHAPE(shape, BF16)
+    _, (found,) = rewritten(f, *args)
     assert found.answer == "by a kernel"
 
 
@@ -99,7 +112,7 @@ def test_weights_that_others_read_stay() -> None:
     assert [e.primitive.name for e in program.eqns].count("convert_element_type") == 1
 
 
-@pytest.mark.parametrize("f", [*FORMS, _in_groups])
+@pytest.mark.parametrize("f", [*FORMS, _in_groups, _repeated])
 def test_values_are_as_good_as_the_programs(
     f: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +126,9 @@ def test_values_are_as_good_as_the_programs(
     rng = np.random.default_rng(0)
     x = normal(rng, (ROWS, 2048), BF16)
     w = jnp.asarray(rng.integers(-127, 128, (2048, 2048)), jnp.int8)
-    scale = jnp.asarray(0.5 + rng.random((16, 2048) if f is _in_groups else (2048,)), BF16)
+    scale = jnp.asarray(
+        0.5 + rng.random((16, 2048) if f in (_in_groups, _repeated) else (2048,)), BF16
+    )
     program, _ = rewritten(f, x, w, scale)
     assert not any(e.primitive.name == "mul" for e in program.eqns)
     (found,) = jax.jit(core.jaxpr_as_fun(program))(x, w, scale)

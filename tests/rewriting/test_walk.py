@@ -137,6 +137,19 @@ def test_equal_functions_are_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(count) == 2
 
 
+def test_calls_that_return_numbers_and_arguments_stay_right() -> None:
+    several = jax.jit(lambda a, b: (a, 1.0, jnp.sum(a) + b, b, b))
+
+    def f(x: Any, w: Any) -> Any:
+        y = x @ w
+        return several(y, y[0, 0]), several(y, 1), jax.jit(lambda a: jnp.sum(a, 0))(y)
+
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert names(program).count("pallas_gemm") == 1
+
+
 def test_only_what_changes_is_another_equation() -> None:
     def f(x: Any, w: Any) -> Any:
         with jax.named_scope("within"):
