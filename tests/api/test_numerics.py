@@ -275,6 +275,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.sort(s, -1), numerics=ROWS),
         "XLA computes the epilogue",
     ),
+    "groups of a type": (
+        lambda: grouped_gemm(X.astype(jnp.int32), HEADS.astype(jnp.int32), SIZES, numerics=ROWS),
+        "int32",
+    ),
     "a function of groups of a type": (
         lambda: grouped_gemm(
             *(X.astype(jnp.int32), HEADS.astype(jnp.int32), SIZES),

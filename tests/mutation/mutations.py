@@ -100,7 +100,9 @@ def of(path: str, source: str) -> list[Mutant]:
         for kind, changes in KINDS.items():
             for part, new in changes(node, text):
                 lines = (part.lineno, part.end_lineno or part.lineno)  # type: ignore[attr-defined]
-                mutant = Mutant(path, kind, lines, text.span(part), new, imported)
+                # A function is found where it is defined, and returns where it runs.
+                at_import = imported and kind != "variable"
+                mutant = Mutant(path, kind, lines, text.span(part), new, at_import)
                 found.setdefault((mutant.span, new), mutant)
     return list(found.values())
 

@@ -55,6 +55,14 @@ def test_each_kind_of_mistake_is_planted() -> None:
     ]
 
 
+def test_what_runs_at_import_is_told_from_what_runs_in_a_function() -> None:
+    imported = [each for each in mutations.of("m.py", SOURCE) if each.imported]
+    assert {each.diff(SOURCE).splitlines()[0] for each in imported} == {
+        "- LIMIT: int = 100",
+        "- def clipped(x: int, most: int = LIMIT, *, strict: bool = False) -> int:",
+    }
+
+
 def test_types_words_and_what_is_asked_twice_are_left_alone() -> None:
     whole = "\n".join(each.diff(SOURCE) for each in mutations.of("m.py", SOURCE))
     assert "is less than" not in whole
