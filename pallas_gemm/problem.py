@@ -294,7 +294,9 @@ class Problem:
         """How many operands are scales of blocks."""
         if self.blocks is None:
             return 0
-        return bool(self.blocks.rows) + bool(self.blocks.columns) * self.sums
+        of_both = self.blocks.rows, self.blocks.columns
+        left, right = map(bool, of_both[::-1] if self.transpose_out else of_both)
+        return left + right * self.sums
 
     @property
     def pairs(self) -> int:

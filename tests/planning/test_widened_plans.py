@@ -27,8 +27,12 @@ def problem(m: int = 16, n: int = 4096, k: int = 4096, kind: Any = jnp.int4, **o
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("blocks", [None, BLOCKS, Blocks(32, 0, 1)])
-def test_there_is_a_config_for_any_rows(m: int, kind: Any, transpose_b: bool, blocks: Any) -> None:
-    asked = problem(m, kind=kind, transpose_b=transpose_b, blocks=blocks)
+@pytest.mark.parametrize("gated", [False, True])
+def test_there_is_a_config_for_any_rows(
+    m: int, kind: Any, transpose_b: bool, blocks: Any, gated: bool
+) -> None:
+    epilogue = Epilogue(gated=gated, residual=gated)
+    asked = problem(m, kind=kind, transpose_b=transpose_b, blocks=blocks, epilogue=epilogue)
     assert of_problem(asked)[0] is WIDENED
     config = heuristics.best(asked, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
@@ -53,8 +57,10 @@ def test_there_is_a_config_for_any_rows(m: int, kind: Any, transpose_b: bool, bl
         (problem(blocks=Blocks(128, 1, 1)), "weights of a column, got blocks of 1 x 128 of a"),
         (problem(blocks=Blocks(128, 0, 1, zeros=True)), "no weight but 0 stands for 0"),
         (problem(symmetric="gram"), "those of one product, of a batch, or of rows in groups"),
-        (problem(epilogue=Epilogue(residual=True)), "neither a residual nor a gate, got residual"),
-        (problem(epilogue=Epilogue(gated=True)), "neither a residual nor a gate, got gated"),
+        (
+            problem(epilogue=Epilogue(residual=True), residual_dtype=jnp.int8),
+            "what has a value for each element must be one of bfloat16, float16, float32, got int8",
+        ),
         (problem(parts=2), "it promises no order in which sums are made"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -64,7 +70,7 @@ def test_what_the_kernel_does_not_take_is_said_in_words(asked: Problem, reason: 
         assert not problems.refusals(asked), "; ".join(problems.refusals(asked))
 
 
-def test_a_function_of_the_product_has_one_result() -> None:
+def test_a_function_of_the_product_reduces_nothing() -> None:
     x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((512, 256), jnp.int8)
 
@@ -74,7 +80,7 @@ def test_a_function_of_the_product_has_one_result() -> None:
     with target("h200"):
         text = " ".join(str(pallas_gemm.explain(f, x, w)).split())
     assert "the rest of the epilogue by XLA" in text
-    assert "a function of the product has one result" in text
+    assert "a function of the product reduces nothing" in text
 
 
 def test_weights_on_the_left_are_xlas() -> None:

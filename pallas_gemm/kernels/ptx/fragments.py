@@ -128,37 +128,6 @@ def _(total: Values) -> Any:
     return total
 
 
-@Operation
-def write_turned(slot: Ref, values: Values) -> None:
-    """Writes values of 32 bits of 64 rows to shared memory, transposed."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
-    def inline(_: Any, slot: Ref, values: Values) -> None:
-        line = 4 * WGMMA_ROWS
-        place = widen.run(
-            "{ .reg .b32 lane, warp; mov.u32 lane, %tid.x; shr.b32 warp, lane, 5;"
-            " and.b32 warp, warp, 3; and.b32 lane, lane, 31; shr.b32 $0, lane, 2;"
-            " mad.lo.u32 $0, warp, 16, $0; mad.lo.u32 $0, $0, 4, $1; and.b32 lane, lane, 3;"
-            f" mad.lo.u32 $0, lane, {2 * line}, $0; }}",
-            _address(slot),
-        )
-        acc = values.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        for number, x in enumerate(acc.registers.flat):
-            block, (below, beside) = number // 4, divmod(number % 4, 2)
-            offset = (8 * block + beside) * line + 32 * below
-            word = utils.bitcast(x, utils.ir.IntegerType.get_signless(32))
-            utils.inline_ptx(
-                f"st.shared.b32 [$0+{offset}], $1;", place, word, has_side_effects=True
-            )
-
-    inline(slot, values)
-
-
-@write_turned.meaning
-def _(slot: Ref, values: Values) -> None:
-    slot.transpose((1, 0))[...] = values
-
-
 _EXCHANGE = """{
     .reg .pred odd, low; .reg .b32 lane, source, one, two, here, there, bit;
     mov.u32 lane, %laneid;

@@ -28,6 +28,8 @@ JOINED_CYCLES = 1500
 SHORT_LINE = 1.08
 """Tiles of 64 columns take longer by this factor. 1 x 8192 x 8192 in int4 takes 16.2 us in them,
 and 14.9 in tiles of 128 that two CTAs share."""
+MOST_ROWS = 128
+"""Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 CHUNKS = (64, 32, 16)
@@ -71,7 +73,11 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
         if ctas > 1 and (cols > NARROW or problem.k < ctas * SHARED):
             continue
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
-            config = _deepest(problem, device, (rows, cols), (consumers, along_k), ctas, step)
+            # A gated column has two rows of sums.
+            tile = rows * problem.sums, cols
+            if tile[0] // consumers > MOST_ROWS:
+                continue
+            config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
             if config is not None:
                 yield config
 
@@ -160,6 +166,7 @@ def bytes_(problem: Problem) -> float:
     weights = problem.n * problem.k * BITS[problem.b_dtype] / 8
     weights += problem.n * problem.k // problem.blocks.k * 2 if problem.blocks else 0
     matrices = _groups(problem)[0] if problem.groups else problem.batch
-    matrices = 1 if problem.shared_b else matrices
-    each = problem.k * problem.a_dtype.itemsize + problem.n * problem.out_dtype.itemsize
+    matrices = (1 if problem.shared_b else matrices) * problem.sums
+    of_element = sum(x.itemsize for x in (*problem.result_dtypes, *problem.loaded_dtypes))
+    each = problem.k * problem.a_dtype.itemsize + problem.n * of_element
     return matrices * weights + problem.batch * problem.m * each

@@ -93,6 +93,10 @@ class WidenedConfig(GemmConfig):
         """The transposed product, of which the weights are the left operand."""
         return problem if problem.transpose_out else problem.mirrored()
 
+    def out_tile(self, problem: Problem) -> tuple[int, int]:
+        """Columns of the result, and rows: gated, there are two rows of sums for each column."""
+        return self.tile[0] // problem.sums, self.tile[1]
+
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Tiles of columns of the result, and of rows: of groups, at most.
 
@@ -108,7 +112,8 @@ class WidenedConfig(GemmConfig):
     def line(self, problem: Problem) -> int:
         """Bytes of a line of a panel of weights in a slot."""
         own = self.as_computed(problem)
-        along = self.tile[0] if own.transpose_a else self.step
+        rows = self.tile[0] if own.sums == 1 else self.consumer_tile[0] // own.sums
+        along = rows if own.transpose_a else self.step
         return min(128, along * BITS[own.a_dtype] // 8)
 
     def scales_of_step(self, problem: Problem) -> int:
@@ -130,17 +135,14 @@ class WidenedConfig(GemmConfig):
         own, stages = self.as_computed(problem), stages or self.stages
         rows, cols = self.tile
         joined = (self.along_k + self.ctas_along_k - 2) * rows * cols * 4
+        stored = self.consumers * self.store_slots * self.store_columns * WGMMA_ROWS
         buffers = (
             stages * rows * self.step * BITS[own.a_dtype] // 8,
             stages * cols * self.step * own.b_dtype.itemsize,
             stages * self.scales_of_step(own) * rows * SCALE_BYTES,
             joined,
-            self.consumers
-            * self.store_slots
-            * self.store_columns
-            * WGMMA_ROWS
-            * own.out_dtype.itemsize,
-            8 * (2 * stages + self.consumers),
+            *(stored * dtype.itemsize for dtype in (*own.result_dtypes, *own.loaded_dtypes)),
+            8 * (2 * stages + (2 + self.store_slots) * self.consumers),
         )
         return sum(-(-size // ALIGNED) * ALIGNED for size in buffers)
 
@@ -159,8 +161,18 @@ class WidenedConfig(GemmConfig):
             yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
         if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
             yield f"along_k and ctas_along_k share {steps} steps, got {self}"
+        own = self.scales_of_step(problem)
+        parts = {self.tile[0], self.consumer_tile[0] // problem.sums}
+        if own > 1 and problem.k % self.step and problem.n in parts:
+            # JAX copies whole rows without TMA, which would leave out those beyond the edge.
+            yield f"step must be a part of k={problem.k} where a tile has all columns, got {self.step}"
         if self.schedule != "raster":
             yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
+        if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):
+            yield (
+                f"tile[0] must be a multiple of {WGMMA_ROWS * problem.sums} for each consumer of a"
+                f" gated result, got tile={self.tile}"
+            )
         line = self.line(problem)
         if line < 32:
             yield f"a line of weights in a slot must have at least 32 bytes, got {line}"

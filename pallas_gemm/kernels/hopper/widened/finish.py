@@ -5,6 +5,9 @@ CTAs of a cluster               ──▶ shared memory of the first CTA ──�
 sums ──▶ epilogue ──▶ a slot, transposed ──▶ TMA ──▶ the result
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, turned
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -92,29 +95,74 @@ def _join_steps(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Value
 def store(cta: Any, me: Scalar, total: Values) -> None:
     """Finishes sums and stores them, chunk by chunk."""
     plan, at = cta.plan, cta.at
-    chunks = _chunks(plan)
-    places = [(slice(x.row, x.row + x.rows), slice(x.col, x.col + x.cols)) for x in chunks]
-    parts = arrays.taken_apart(plan, total, places, fragments.LAYOUT)
-    for number, (chunk, part) in enumerate(zip(chunks, parts, strict=True)):
-        row = at.row + me * plan.form.rows + chunk.row
+    chunks, beyond = _chunks(plan), plan.form.rows // plan.problem.sums
+    places = [
+        (slice(first + x.row, first + x.row + x.rows), slice(x.col, x.col + x.cols))
+        for x in chunks
+        for first in range(0, plan.form.rows, beyond)
+    ]
+    parts = itertools.batched(
+        arrays.taken_apart(plan, total, places, fragments.LAYOUT), plan.problem.sums
+    )
+    for number, (chunk, sums) in enumerate(zip(chunks, parts, strict=True)):
         cols = at.col + chunk.col, chunk.cols
+        row = at.row + me * beyond + chunk.row
         strip = epilogue.Strip(at.product, (row, chunk.rows), cols, fragments.LAYOUT)
-        (values,) = epilogue.finish(plan, cta.gmem, strip, [part], _nothing_to_read)
+        if plan.problem.loaded_dtypes:
+            plgpu.barrier_wait(cta.barriers.loaded.at[_loaded_slot(plan, me, number)])
+        read = functools.partial(_read, cta, me, number, chunk)
+        values = epilogue.finish(plan, cta.gmem, strip, sums, read)
         _put(cta, me, number, chunk, values)
+        if plan.problem.loaded_dtypes and number + plan.config.store_slots < len(chunks):
+            _fetch(cta, me, number + plan.config.store_slots)
 
 
 def store_zeros(cta: Any, me: Scalar) -> None:
     """Stores zeros for rows that are in no group."""
     plan = cta.plan
     for number, chunk in enumerate(_chunks(plan)):
-        nothing = jnp.zeros((chunk.rows, chunk.cols), plan.problem.out_dtype)
-        values = arrays.in_registers(plan, nothing, fragments.LAYOUT)
+        nothing = [jnp.zeros((chunk.rows, chunk.cols), x) for x in plan.problem.result_dtypes]
+        values = [arrays.in_registers(plan, x, fragments.LAYOUT) for x in nothing]
         _put(cta, me, number, chunk, values)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def fetch_first(cta: Any, me: Scalar) -> None:
+    """Starts the loads of what the first chunks take beside their sums."""
+    for number in range(min(cta.plan.config.store_slots, len(_chunks(cta.plan)))):
+        _fetch(cta, me, number)
+
+
+def _fetch(cta: Any, me: Scalar, number: int) -> None:
+    """Starts the loads of what a chunk takes beside its sums; its slots have been read."""
+    plan, chunk = cta.plan, _chunks(cta.plan)[number]
+    fences.after_loads(plan)
+    full = cta.barriers.loaded.at[_loaded_slot(plan, me, number)]
+    there = _place(cta, me, chunk)
+    for x, slots in zip(cta.gmem.loaded(plan.problem), cta.slots.loaded, strict=True):
+        slot = slots.at[me, number % plan.config.store_slots, pl.ds(0, chunk.cols)]
+        plgpu.copy_gmem_to_smem(place.matrix(x, cta.at.product).at[there], slot, full)
+
+
+def _read(cta: Any, me: Scalar, number: int, chunk: Chunk, operand: int) -> Values:
+    """Reads what was loaded of an operand for a chunk."""
+    slot = cta.slots.loaded[operand].at[me, number % cta.plan.config.store_slots]
+    return turned.read(cta.plan, slot.at[pl.ds(0, chunk.cols)])
+
+
+def _loaded_slot(plan: WidenedPlan, me: Scalar, number: int) -> Scalar:
+    return me * plan.config.store_slots + number % plan.config.store_slots
+
+
+def _place(cta: Any, me: Scalar, chunk: Chunk) -> tuple[Any, Any]:
+    """Where a chunk lies in the result."""
+    beyond = cta.plan.form.rows // cta.plan.problem.sums
+    row = cta.at.row + me * beyond + chunk.row
+    return pl.ds(cta.at.col + chunk.col, chunk.cols), pl.ds(row, WGMMA_ROWS)
+
+
 def _chunks(plan: WidenedPlan) -> list[Chunk]:
-    """The parts of a consumer's sums that are stored at a time."""
+    """The parts of a consumer's columns of the result that are stored at a time."""
     return [
         Chunk(top * WGMMA_ROWS, WGMMA_ROWS, first, width)
         for top in range(plan.tops)
@@ -122,31 +170,40 @@ def _chunks(plan: WidenedPlan) -> list[Chunk]:
     ]
 
 
-def _put(cta: Any, me: Scalar, number: int, chunk: Chunk, values: Values) -> None:
+def _put(cta: Any, me: Scalar, number: int, chunk: Chunk, values: Sequence[Values]) -> None:
     """Stores a chunk that is finished."""
-    plan, config, at = cta.plan, cta.plan.config, cta.at
-    plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
-    slot, width = number % config.store_slots, chunk.cols
-    if plan.problem.out_dtype.itemsize == 2:
-        views = smem.views(cta.slots.out, simulated=plan.simulated)[widths(plan).index(width)]
-        slot *= config.store_columns // width
-        box, tile = (view.at[me, slot] for view in views)
-        tile.transpose((1, 0))[...] = values
-    else:
-        box = cta.slots.out.at[me, slot, pl.ds(0, width)]
-        fragments.write_turned(plan, box, values)
+    plan = cta.plan
+    # Each result has a store of its own.
+    plgpu.wait_smem_to_gmem((plan.config.store_slots - 1) * len(values), wait_read_only=True)
+    boxes = [
+        _write(plan, slots, me, number % plan.config.store_slots, x)
+        for slots, x in zip(cta.slots.out, values, strict=True)
+    ]
     plgpu.commit_smem()
-    first_row = at.row + me * plan.form.rows + chunk.row
-    out = place.matrix(cta.out, at.product)
+    for box, out in zip(boxes, cta.out, strict=True):
+        _store(cta, me, chunk, box, place.matrix(out, cta.at.product))
+
+
+def _write(plan: WidenedPlan, slots: Any, me: Scalar, slot: int, values: Values) -> Any:
+    """Writes values to a slot, transposed; returns what of it is stored."""
+    width = values.shape[1]
+    if values.dtype.itemsize != 2:
+        box = slots.at[me, slot, pl.ds(0, width)]
+        turned.write(plan, box, values)
+        return box
+    views = smem.views(slots, simulated=plan.simulated)[widths(plan).index(width)]
+    slot *= plan.config.store_columns // width
+    box, tile = (view.at[me, slot] for view in views)
+    tile.transpose((1, 0))[...] = values
+    return box
+
+
+def _store(cta: Any, me: Scalar, chunk: Chunk, box: Any, out: Any) -> None:
+    """Starts the store of a chunk, as far as its group goes."""
+    there, at = _place(cta, me, chunk), cta.at
     if at.end is None:
-        there = pl.ds(at.col + chunk.col, width), pl.ds(first_row, WGMMA_ROWS)
         plgpu.copy_smem_to_gmem(box, out.at[there])
         return
-    where = place.Where(None, at.col, first_row, end=at.end)
-    turned = Chunk(chunk.col, width, 0, WGMMA_ROWS)
-    group_rows.store(box, out, group_rows.Place(turned, where))
-
-
-def _nothing_to_read(number: int) -> Any:
-    """No operand of such an epilogue passes through shared memory."""
-    raise AssertionError(number)
+    where = place.Where(None, at.col, there[1].start, end=at.end)
+    own = Chunk(chunk.col, chunk.cols, 0, WGMMA_ROWS)
+    group_rows.store(box, out, group_rows.Place(own, where))

@@ -39,15 +39,13 @@ from pallas_gemm.kernels import launch, place, smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.widened import finish, walk
-from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from pallas_gemm.kernels.hopper.widened.plan import WIDEST_COPY, WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, fences, fragments
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 ALONG_K = "along_k"
 """The axis of a cluster."""
-WIDEST_COPY = 256
-"""Elements of a line that TMA copies at a time."""
 
 
 class Slots(NamedTuple):
@@ -59,6 +57,7 @@ class Slots(NamedTuple):
     joined: Any
     apart: Any
     out: Any
+    loaded: Any
 
 
 class Barriers(NamedTuple):
@@ -68,6 +67,7 @@ class Barriers(NamedTuple):
     empty: Any
     joined: Any
     taken: Any
+    loaded: Any
 
 
 class Cta(NamedTuple):
@@ -75,7 +75,7 @@ class Cta(NamedTuple):
 
     plan: WidenedPlan
     gmem: launch.Inputs
-    out: Ref
+    out: tuple[Ref, ...]
     slots: Slots
     barriers: Barriers
     at: walk.Tile
@@ -95,28 +95,31 @@ def _span(cta: Cta) -> tuple[Scalar, Scalar]:
 
 def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
     """Starts the loads of a step."""
-    plan, form, full = cta.plan, cta.plan.form, cta.barriers.full.at[slot]
-    at, k, factors = cta.at, step * form.depth, cta.gmem.factors[0]
-    w, x = (place.matrix(own, at.product) for own in (factors.a, *factors.b))
-    for panel in range(form.panels):
-        if form.k_last:
+    plan, form, at, full = cta.plan, cta.plan.form, cta.at, cta.barriers.full.at[slot]
+    k, factors = step * form.depth, cta.gmem.factors[0]
+    x, *weights = (place.matrix(own, at.product) for own in (factors.a, *factors.b))
+    if form.k_last:
+        for panel, part in plan.panel_parts:
             first = step * (form.depth * form.bits // 8) + panel * form.line
-            there = pl.ds(at.row, form.all_rows), pl.ds(first, form.line)
-        else:
-            first = lax.div(at.row * form.bits, jnp.int32(8)) + panel * form.line
+            there = pl.ds(at.row + part.source, part.rows), pl.ds(first, form.line)
+            own = cta.slots.w.at[slot, panel, pl.ds(part.first, part.rows)]
+            plgpu.copy_gmem_to_smem(weights[part.array].at[there], own, full)
+    else:
+        for panel, part in enumerate(plan.parts(8 * form.line // form.bits)):
+            first = lax.div((at.row + part.source) * form.bits, jnp.int32(8))
             there = pl.ds(k, form.depth), pl.ds(first, form.line)
-        plgpu.copy_gmem_to_smem(w.at[there], cta.slots.w.at[slot, panel], full)
+            own = cta.slots.w.at[slot, panel]
+            plgpu.copy_gmem_to_smem(weights[part.array].at[there], own, full)
     for panel in range(plan.x_panels):
         there = pl.ds(at.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
         plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
     if not form.group:
         return
     own_groups = pl.ds(lax.div(k, jnp.int32(form.group)), plan.scales_of_step)
-    for first in range(0, form.all_rows, WIDEST_COPY):
-        width = min(WIDEST_COPY, form.all_rows - first)
-        own = cta.slots.scales.at[slot, :, pl.ds(first, width)]
-        scales = place.matrix(cta.gmem.scales[0], at.product)
-        there = own_groups, pl.ds(at.row + first, width)
+    for part in plan.parts(WIDEST_COPY):
+        own = cta.slots.scales.at[slot, :, pl.ds(part.first, part.rows)]
+        scales = place.matrix(cta.gmem.scales[part.array], at.product)
+        there = own_groups, pl.ds(at.row + part.source, part.rows)
         plgpu.copy_gmem_to_smem(scales.at[there], own, full)
 
 
@@ -191,6 +194,9 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     plan, config, form = cta.plan, cta.plan.config, cta.plan.form
     stages, parts = jnp.int32(config.stages), jnp.int32(config.along_k)
     _, steps = _span(cta)
+    if plan.problem.loaded_dtypes:
+        stores = (part == 0) & (cta.rank == 0)
+        pl.when(stores)(lambda: finish.fetch_first(cta, me))
     zeros = jnp.zeros((form.rows, form.cols), jnp.float32)
     total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
@@ -218,12 +224,11 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     finish.join_and_store(cta, me, part, before, total)
 
 
-def _body(
-    plan: WidenedPlan, gmem: launch.Inputs, out: Ref, slots: Slots, barriers: Barriers
-) -> None:
+def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
     """Gives each warpgroup of a CTA its role."""
+    *out, slots, barriers = rest
     nowhere = walk.Tile(None, None)
-    cta = Cta(plan, gmem, out, slots, barriers, nowhere, lax.axis_index(ALONG_K))
+    cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, lax.axis_index(ALONG_K))
     registers = plan.config.registers
 
     def produce() -> None:
@@ -253,7 +258,7 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         (config.consumers, config.store_slots * (config.store_columns // width), width, WGMMA_ROWS)
         for width in finish.widths(plan)
     ]
-    swizzled = plan.problem.out_dtype.itemsize == 2
+    whole = (config.consumers, config.store_slots, config.store_columns, WGMMA_ROWS)
     slots = Slots(
         w=plgpu.SMEM(
             (stages, form.panels, form.lines, form.line),
@@ -272,15 +277,25 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
         if config.ctas_along_k > 1
         else None,
-        out=smem.boxed(boxes, plan.problem.out_dtype, simulated=plan.simulated)
-        if swizzled
-        else plgpu.SMEM(boxes[0], plan.problem.out_dtype),
+        out=tuple(
+            smem.boxed(boxes, dtype, simulated=plan.simulated)
+            if dtype.itemsize == 2
+            else plgpu.SMEM(whole, dtype)
+            for dtype in plan.problem.result_dtypes
+        ),
+        loaded=tuple(plgpu.SMEM(whole, dtype) for dtype in plan.problem.loaded_dtypes),
     )
+    loaded = len(plan.problem.loaded_dtypes)
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages),
         joined=plgpu.Barrier(num_arrivals=config.along_k - 1, num_barriers=config.consumers)
         if config.along_k > 1
+        else None,
+        loaded=plgpu.Barrier(
+            num_arrivals=loaded, num_barriers=config.consumers * config.store_slots
+        )
+        if loaded
         else None,
         taken=plgpu.Barrier(num_arrivals=1, num_barriers=config.consumers)
         if config.along_k > 1 and plan.has_several_tiles
@@ -299,15 +314,16 @@ def in_bytes(w: jax.Array, bits: int) -> jax.Array:
 def build(plan: WidenedPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes.
 
-    Where rows are in groups, the sizes of groups follow b.
+    A second b follows the first. Where rows are in groups, their sizes come next.
     """
 
     def run(a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
+        ups, rest = rest[: plan.problem.sums - 1], rest[plan.problem.sums - 1 :]
         sizes = None
         if plan.problem.groups:
             sizes, rest = table.of_rows(rest[0], plan.problem.n), rest[1:]
         own = plan.typed(rest[0] if plan.problem.blocks else None)
-        operands = [in_bytes(b, plan.bits), a, *rest]
+        operands = [a, *(in_bytes(x, plan.bits) for x in (b, *ups)), *rest]
         inputs = launch.inputs(plan.config, plan.problem, operands, sizes)
         kernel = launch.kernel(
             functools.partial(_body, own),
@@ -315,13 +331,16 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
             grid=launch.Grid(
                 plan.workers, {ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
             ),
-            results=(jax.ShapeDtypeStruct(plan.problem.out_shape, plan.problem.out_dtype),),
+            results=tuple(
+                jax.ShapeDtypeStruct(plan.problem.out_shape, dtype)
+                for dtype in plan.problem.result_dtypes
+            ),
             scratch=_scratch(own),
             operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
             interpret=plan.interpret,
             approx_math=plan.approx_math,
         )
-        (out,) = kernel(inputs)
-        return out
+        results = kernel(inputs)
+        return results if plan.problem.epilogue.program is not None else results[0]
 
     return run

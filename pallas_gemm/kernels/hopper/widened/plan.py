@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -13,6 +13,25 @@ from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
 from pallas_gemm.kernels.ptx.weights import Form
+
+WIDEST_COPY = 256
+"""Elements, or lines, that TMA copies at a time."""
+
+
+class Part(NamedTuple):
+    """Rows of a slot that are those of one array.
+
+    Attributes:
+        array: Which: gated, there are gate and up.
+        source: Its first row there, counted from the first of the tile.
+        first: Its first row in the slot.
+        rows: How many there are.
+    """
+
+    array: int
+    source: int
+    first: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +93,28 @@ class WidenedPlan(KernelPlan):
     @property
     def copies(self) -> int:
         """TMA copies of a step."""
-        wide = -(-self.config.tile[0] // 256) if self.scales_of_step else 0
-        return self.form.panels + self.x_panels + wide
+        scales = len(self.parts(WIDEST_COPY)) if self.scales_of_step else 0
+        weights = len(self.panel_parts) if self.form.k_last else self.form.panels
+        return weights + self.x_panels + scales
+
+    def parts(self, most: int) -> list[Part]:
+        """The rows of a slot in parts of one array each, and of a number of rows at most."""
+        sums, found = self.problem.sums, []
+        for consumer in range(self.config.consumers if sums > 1 else 1):
+            own = self.form.rows // sums if sums > 1 else self.form.all_rows
+            for number in range(sums):
+                begin = (consumer * sums + number) * own
+                found += [
+                    Part(number, consumer * own + first, begin + first, min(most, own - first))
+                    for first in range(0, own, most)
+                ]
+        return found
+
+    @property
+    def panel_parts(self) -> list[tuple[int, Part]]:
+        """The copies of weights stored [rows, k]: each panel, and a part of its lines."""
+        parts = self.parts(WIDEST_COPY)
+        return [(panel, part) for panel in range(self.form.panels) for part in parts]
 
     @property
     def steps_of_cta(self) -> int:
@@ -84,8 +123,8 @@ class WidenedPlan(KernelPlan):
 
     @property
     def tops(self) -> int:
-        """How many times 64 rows a consumer has."""
-        return self.form.rows // WGMMA_ROWS
+        """How many times 64 columns of the result a consumer has."""
+        return self.form.rows // self.problem.sums // WGMMA_ROWS
 
     @property
     def joined_shape(self) -> tuple[int, ...]:

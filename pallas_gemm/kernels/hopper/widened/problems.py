@@ -39,11 +39,8 @@ def _refusals(problem: Problem) -> Iterator[str]:
         yield f"no weight but 0 stands for 0, got {blocks}"
     if problem.terms or problem.symmetric or problem.ragged_k or problem.transpose_out:
         yield "weights of few bits are those of one product, of a batch, or of rows in groups"
-    epilogue = problem.epilogue
-    if epilogue.gated or problem.loaded_dtypes:
-        yield f"it has neither a residual nor a gate, got {' and '.join(epilogue.parts)}"
-    if problem.reductions or len(problem.result_dtypes) != 1:
-        yield "a function of the product has one result"
+    if problem.reductions or not problem.result_dtypes:
+        yield "a function of the product reduces nothing, and has a value for each element"
     if problem.parts:
         yield "it promises no order in which sums are made"
 
@@ -52,9 +49,13 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     """Yields what TMA cannot load or store."""
     if 0 in (problem.m, problem.n, problem.k):
         yield f"sizes must be positive, got m={problem.m}, n={problem.n} and k={problem.k}"
-    if problem.out_dtype not in RESULTS:
-        names = ", ".join(sorted(map(str, RESULTS)))
-        yield f"the result must be one of {names}, got {problem.out_dtype}"
+    names = ", ".join(sorted(map(str, RESULTS)))
+    for dtype in problem.result_dtypes:
+        if dtype not in RESULTS:
+            yield f"the result must be one of {names}, got {dtype}"
+    for dtype in problem.loaded_dtypes:
+        if dtype not in RESULTS:
+            yield f"what has a value for each element must be one of {names}, got {dtype}"
     if problem.transpose_a:
         yield "the left operand must be stored with k last"
     last, whole = problem.b_shape[-1], ROW_BYTES * 8 // BITS[problem.b_dtype]
@@ -65,9 +66,11 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
         )
     if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
         yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
-    if problem.n == WGMMA_ROWS and problem.out_dtype == element_types.SINGLE:
+    whole = {x for x in problem.result_dtypes if x == element_types.SINGLE}
+    if problem.n == WGMMA_ROWS and (names := sorted(map(str, whole | {*problem.loaded_dtypes}))):
         # A box in shared memory is as wide, and is not swizzled. JAX copies such a box to whole
         # rows without TMA, and what lies beyond the edge would get into other rows.
-        yield f"a result of {problem.out_dtype} must not have {WGMMA_ROWS} columns"
-    if problem.n * problem.out_dtype.itemsize % ROW_BYTES:
+        yield f"a result of {', '.join(names)} must not have {WGMMA_ROWS} columns"
+    each = (*problem.result_dtypes, *problem.loaded_dtypes)
+    if problem.n * min((x.itemsize for x in each), default=ROW_BYTES) % ROW_BYTES:
         yield f"the result needs rows of a multiple of 16 bytes, got n={problem.n}"

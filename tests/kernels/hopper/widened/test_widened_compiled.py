@@ -17,17 +17,23 @@ from pallas_gemm.planning.architectures import WIDENED
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 
 BLOCKS = Blocks(128, 0, 1)
+GATED = Epilogue(gated=True, residual=True, activation=jax.nn.silu)
+WIDE = {"residual_dtype": jnp.float32}
 
 
 def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
-    operands = [
-        jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype),
-        jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype),
-    ]
+    operands = [jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype)]
+    operands += [jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)] * problem.sums
+    operands += [jax.ShapeDtypeStruct((problem.groups,), jnp.int32)] * bool(problem.groups)
     if problem.blocks:
-        groups = problem.k // problem.blocks.k
-        operands.append(jax.ShapeDtypeStruct((groups, problem.n), scales))
-    operands += [jax.ShapeDtypeStruct((problem.n,), jnp.float32) for _ in problem.epilogue.operands]
+        lead = (problem.groups,) if problem.groups else ()
+        shape = (*lead, problem.k // problem.blocks.k, problem.n)
+        operands += [jax.ShapeDtypeStruct(shape, scales)] * problem.sums
+    shapes = {"residual": problem.out_shape}
+    operands += [
+        jax.ShapeDtypeStruct(shapes.get(name, (problem.n,)), jnp.float32)
+        for name in problem.epilogue.operands
+    ]
     run = kernel.build(WidenedPlan(problem, config, H200))
     return offline.compile_report(run, *operands, target="h200")
 
@@ -47,8 +53,15 @@ def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
             None,
             {"epilogue": Epilogue(bias=True, col_scale=True, activation=jax.nn.gelu)},
         ),
+        (24, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS, "groups": 8}),
+        (16, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, **WIDE}),
+        (512, jnp.int8, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, **WIDE}),
+        (128, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, "groups": 8, **WIDE}),
     ],
-    ids=["1", "64", "512", "e4m3", "e2m1", "gelu"],
+    ids=[
+        *("1", "64", "512", "e4m3", "e2m1", "gelu"),
+        *("experts", "gated", "512 gated", "gated experts"),
+    ],
 )
 def test_what_is_chosen_spills_nothing(
     rows: int, kind: Any, scales: Any, options: Any, transpose_b: bool

@@ -1,0 +1,86 @@
+"""Transposed chunks in shared memory: a line has 64 elements, those of a column of registers."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.ptx import widen
+from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.widen import Register
+from pallas_gemm.kernels.traced import Ref, Values
+
+LAYOUT = plgpu.Layout.WGMMA
+ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+
+
+@Operation
+def write(slot: Ref, values: Values) -> None:
+    """Writes values of 32 bits of 64 rows to shared memory, transposed."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def inline(_: Any, slot: Ref, values: Values) -> None:
+        start = _place_of_thread(slot, values.mlir_dtype.width // 8)
+        for number, x in enumerate(values.to_layout(ACC).registers.flat):
+            word = utils.bitcast(x, utils.ir.IntegerType.get_signless(32))
+            utils.inline_ptx(
+                f"st.shared.b32 [$0+{4 * _offset(number)}], $1;", start, word, has_side_effects=True
+            )
+
+    inline(slot, values)
+
+
+@write.meaning
+def _(slot: Ref, values: Values) -> None:
+    slot.transpose((1, 0))[...] = values
+
+
+@Operation
+def read(slot: Ref) -> Values:
+    """Reads floats of 16 or 32 bits of 64 rows, transposed, as float32."""
+    kind, (cols, _) = np.dtype(slot.dtype), slot.shape
+    like = plgpu.ShapeDtypeStruct((WGMMA_ROWS, cols), jnp.float32, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=like)
+    def inline(_: Any, slot: Ref) -> Any:
+        llvm: Any = utils.llvm
+        ir, size = utils.ir, kind.itemsize
+        start, single = _place_of_thread(slot, size), ir.F32Type.get()
+        zero = utils.c(0, ir.IntegerType.get_signless(32))
+        registers = np.empty(ACC.registers_shape((WGMMA_ROWS, cols)), object)
+        for number in range(registers.size):
+            word = widen.load(start, size * _offset(number), size)
+            word = word if size == 4 else widen.scale(word, kind, widen.F32)
+            vector = llvm.mlir_undef(ir.VectorType.get((1,), single))
+            registers.flat[number] = llvm.insertelement(vector, utils.bitcast(word, single), zero)
+        kept = {"_registers": registers, "_layout": ACC, "_is_signed": None}
+        return fragmented_array.FragmentedArray(**kept).to_layout(LAYOUT.to_mgpu())
+
+    return inline(slot)
+
+
+@read.meaning
+def _(slot: Ref) -> Values:
+    return slot[...].T.astype(jnp.float32)
+
+
+def _place_of_thread(slot: Ref, size: int) -> Register:
+    """Where the first element of a thread lies, of this many bytes each."""
+    word = utils.ir.IntegerType.get_signless(32)
+    start = utils.llvm.ptrtoint(word, utils.memref_ptr(slot))
+    return widen.run(
+        "{ .reg .b32 lane, warp; mov.u32 lane, %tid.x; shr.b32 warp, lane, 5;"
+        " and.b32 warp, warp, 3; and.b32 lane, lane, 31; shr.b32 $0, lane, 2;"
+        f" mad.lo.u32 $0, warp, 16, $0; mad.lo.u32 $0, $0, {size}, $1; and.b32 lane, lane, 3;"
+        f" mad.lo.u32 $0, lane, {2 * size * WGMMA_ROWS}, $0; }}",
+        start,
+    )
+
+
+def _offset(number: int) -> int:
+    """How many elements further a register of a thread lies: two columns of a row, then another."""
+    block, (below, beside) = number // 4, divmod(number % 4, 2)
+    return (8 * block + beside) * WGMMA_ROWS + 8 * below

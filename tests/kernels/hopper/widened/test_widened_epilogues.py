@@ -1,0 +1,98 @@
+"""What follows sums of weights of few bits, in the GPU simulator: gates, residuals, functions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels import words
+from pallas_gemm.kernels.axes import Names
+from pallas_gemm.kernels.split import Split, split
+from pallas_gemm.problem import Epilogue, Problem
+from tests.kernels.hopper.widened.test_widened_groups import of_groups, operands, run
+from tests.kernels.hopper.widened.test_widened_simulated import Config, problem
+
+GATED = Epilogue(gated=True, residual=True, beta=None)
+
+
+def gated(asked: Problem, config: Any, *sizes: int) -> None:
+    """Simulates a gated product with a residual; without an activation, all of it is exact."""
+    a, gate, scales, wide = operands(asked)
+    up, wide_up = (x[..., ::-1, :] for x in (gate, wide))
+    up = gate[..., ::-1] if asked.transpose_b else up
+    scales += [x[..., ::-1, :] for x in scales]
+    rng = np.random.default_rng(1)
+    residual = jnp.asarray(rng.integers(-9, 9, (asked.m, asked.n)), asked.added_dtype)
+    given = [jnp.array(sizes)] if sizes else []
+    found = run(asked, config, a, gate, up, *given, *scales, residual, jnp.float32(2))
+    x = np.asarray(a, np.float64)
+    if sizes:
+        group = np.repeat(range(len(sizes)), sizes)
+        sums = [np.einsum("mk,mkn->mn", x[: len(group)], own[group]) for own in (wide, wide_up)]
+    else:
+        sums = [x @ own for own in (wide, wide_up)]
+    expected = np.zeros((asked.m, asked.n))
+    rows = len(sums[0])
+    expected[:rows] = (sums[0] * sums[1] + 2 * np.asarray(residual, np.float64)[:rows]).astype(
+        np.float32
+    )
+    if asked.out_dtype != np.float32:
+        expected = np.asarray(jnp.asarray(expected).astype(asked.out_dtype), np.float64)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "out", "options"),
+    [
+        (jnp.int4, jnp.float32, {"tile": (128, 16)}),
+        (jnp.int8, jnp.bfloat16, {"tile": (256, 24), "consumers": 2, "stages": 6, "step": 64}),
+        (jnp.int4, jnp.bfloat16, {"tile": (256, 16), "along_k": 1}),
+    ],
+)
+def test_gate_and_up_are_one_kernel(kind: Any, out: Any, options: Any, transpose_b: bool) -> None:
+    asked = problem(
+        *(kind, 21, 192, 256), group=128, epilogue=GATED, out_dtype=out, transpose_b=transpose_b
+    )
+    gated(asked, Config(**options))
+
+
+def test_experts_have_gates() -> None:
+    asked = of_groups((5, 0, 11), m=19, group=64, epilogue=GATED, residual_dtype=jnp.bfloat16)
+    gated(asked, Config(tile=(128, 8), step=64, persistence="static", ctas=3), 5, 0, 11)
+
+
+def of_function(function: Any, *operands: Any, m: int, n: int) -> Epilogue:
+    """A function of the sums as the epilogue of a kernel."""
+    sums = jax.ShapeDtypeStruct((m, n), jnp.float32)
+    parts = split(jax.make_jaxpr(function)(sums, *operands), Names("mn", "m", "n"), 1)
+    assert isinstance(parts, Split)
+    assert not parts.left
+    return Epilogue(program=parts.program)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_function_has_several_results_and_operands(batch: int) -> None:
+    m, n, rng = 37, 192, np.random.default_rng(1)
+
+    def f(s: Any, x: Any, y: Any, bias: Any) -> Any:
+        z = s + x.astype(jnp.float32) + bias[None]
+        return z.astype(jnp.bfloat16), z * y.astype(jnp.float32)
+
+    shape = (m, n) if batch == 1 else (batch, m, n)
+    x, y = (jnp.asarray(rng.integers(-9, 9, shape), t) for t in (jnp.bfloat16, jnp.float16))
+    bias = jnp.asarray(rng.integers(-9, 9, n), jnp.float32)
+    own = (x, y) if batch == 1 else (x[0], y[0])
+    epilogue = of_function(f, *own, bias, m=m, n=n)
+    asked = problem(
+        *(jnp.int8, m, n, 256), group=128, epilogue=epilogue, batch=batch, out_dtype=jnp.bfloat16
+    )
+    assert len(words.program(asked).results) == 2
+    a, b, scales, wide = operands(asked)
+    config = Config(tile=(128, 40), consumers=2, along_k=1, stages=2)
+    found = run(asked, config, a, b, *scales, x, y, bias)
+    z = np.asarray(a, np.float64) @ wide + np.asarray(x, np.float64) + np.asarray(bias)
+    np.testing.assert_array_equal(found[0], np.asarray(jnp.asarray(z, jnp.bfloat16), np.float64))
+    np.testing.assert_array_equal(found[1], z * np.asarray(y, np.float64))
