@@ -165,7 +165,8 @@ class WidenedConfig(GemmConfig):
         parts = {self.tile[0], self.consumer_tile[0] // problem.sums}
         if own > 1 and problem.k % self.step and problem.n in parts:
             # JAX copies whole rows without TMA, which would leave out those beyond the edge.
-            yield f"step must be a part of k={problem.k} where a tile has all columns, got {self.step}"
+            k = problem.k
+            yield f"step must be a part of k={k} where a tile has all columns, got {self.step}"
         if self.schedule != "raster":
             yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
         if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):
