@@ -250,8 +250,8 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.warpgroups, consume, produce)
 
 
-def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
-    """The buffers and barriers of a CTA."""
+def _slots(plan: WidenedPlan) -> Slots:
+    """The buffers of a CTA."""
     config, form, stages = plan.config, plan.form, plan.config.stages
     ring = smem.ATOM_BYTES
     boxes = [
@@ -259,7 +259,7 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         for width in finish.widths(plan)
     ]
     whole = (config.consumers, config.store_slots, config.store_columns, WGMMA_ROWS)
-    slots = Slots(
+    return Slots(
         w=plgpu.SMEM(
             (stages, form.panels, form.lines, form.line),
             jnp.int8,
@@ -285,8 +285,12 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         ),
         loaded=tuple(plgpu.SMEM(whole, dtype) for dtype in plan.problem.loaded_dtypes),
     )
-    loaded = len(plan.problem.loaded_dtypes)
-    barriers = Barriers(
+
+
+def _barriers(plan: WidenedPlan) -> Barriers:
+    """The barriers of a CTA."""
+    config, stages, loaded = plan.config, plan.config.stages, len(plan.problem.loaded_dtypes)
+    return Barriers(
         full=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages),
         joined=plgpu.Barrier(num_arrivals=config.along_k - 1, num_barriers=config.consumers)
@@ -301,7 +305,6 @@ def _scratch(plan: WidenedPlan) -> tuple[Slots, Barriers]:
         if config.along_k > 1 and plan.has_several_tiles
         else None,
     )
-    return slots, barriers
 
 
 def in_bytes(w: jax.Array, bits: int) -> jax.Array:
@@ -335,7 +338,7 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
                 jax.ShapeDtypeStruct(plan.problem.out_shape, dtype)
                 for dtype in plan.problem.result_dtypes
             ),
-            scratch=_scratch(own),
+            scratch=(_slots(own), _barriers(own)),
             operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
             interpret=plan.interpret,
             approx_math=plan.approx_math,
