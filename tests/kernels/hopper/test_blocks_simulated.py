@@ -84,6 +84,8 @@ def _is_legal(case: covering.Case) -> bool:
         return False
     if case["blocks"][2] > case["k"] or not config.registers_suffice(_problem(case)):
         return False
+    if case["split_k"] > 1 and (config.pingpong or case["epilogue"] == "function"):
+        return False
     early = case["out"] == jnp.float32 or config.pingpong or config.is_online
     early = early or case["split_k"] > 1
     early = early or (case["epilogue"] == "bias" and config.consumer_tile == (64, 128))
