@@ -22,6 +22,7 @@ from jax.extend import core
 
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.split import ELEMENTWISE
 from pallas_gemm.op import fused, mesh_context
 from pallas_gemm.op.fused import Function, Fused, fused_p
 from pallas_gemm.op.product import product_p
@@ -29,7 +30,7 @@ from pallas_gemm.planning import xla_time
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.level import Level, called
 from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
-from pallas_gemm.rewriting.regions import Region, bytes_of, region_of
+from pallas_gemm.rewriting.regions import EXACT, Region, bytes_of, region_of
 
 LEAST_SAVED = 0.05
 """A fold has to save this part of its product's time: predictions err by as much. A residual, and
@@ -150,6 +151,19 @@ class Folder:
                 # It reduces nothing.
                 break
         return best, read
+
+    @property
+    def elementwise(self) -> frozenset[str]:
+        """The operations that it computes for each element."""
+        return EXACT if self._how.exact else ELEMENTWISE
+
+    def again(self, level: Level, fold: Fold, region: Region) -> Fold | None:
+        """Returns a kernel that is there with more in it, if it still saves time."""
+        function = self._function(level, region)
+        saved = self._saved(fold.products, region, function, fold.call)
+        if saved is None or saved <= 0:
+            return None
+        return fold._replace(saved=saved, region=region, function=function)
 
     def _saved(
         self, products: tuple[Dense, ...], region: Region, function: Function, call: Call

@@ -13,9 +13,10 @@ from jax.extend import core
 
 from pallas_gemm.rewriting import kinds, lines, products
 from pallas_gemm.rewriting.few_bits import few_bits_of
-from pallas_gemm.rewriting.folds import Folder
+from pallas_gemm.rewriting.folds import Fold, Folder
 from pallas_gemm.rewriting.grams import gram_of
 from pallas_gemm.rewriting.inlining import inlined
+from pallas_gemm.rewriting.kept import computed_again
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 from pallas_gemm.rewriting.scattered import chosen
@@ -150,17 +151,20 @@ class Rewriter:
         """Lets products be kernels with what is around them, or with each other."""
         by_result = {own.out: own for own, _ in ours}
         folded: dict[Any, tuple[str, ...]] = {}
+        folds: list[Fold] = []
         for own, record in ours:
             if own.out not in folded:
                 equation = level.maker(own.out)
                 with equation.ctx.manager:
-                    folded |= self._combined(level, own, by_result)
+                    best = self._combined(level, own, by_result)
+                folded |= {} if best is None else best.told
+                folds += [best] if isinstance(best, Fold) else []
             found.append(dataclasses.replace(record, folded=folded.get(own.out, ())))
+        if not self._how.exact:
+            computed_again(level, self._folder, folds)
 
-    def _combined(
-        self, level: Level, own: Dense, ours: Mapping[Any, Dense]
-    ) -> dict[Any, tuple[str, ...]]:
-        """Lets a product be a kernel with others; returns what it is with, by their results."""
+    def _combined(self, level: Level, own: Dense, ours: Mapping[Any, Dense]) -> Any:
+        """Lets a product be a kernel with others; returns what it is with them."""
         together = sum_of(level, own, ours, self._how)
         if together is not None and together.saved <= 0:
             together = None
@@ -172,10 +176,10 @@ class Rewriter:
         )
         there = [x for x in each if x is not None]
         if not there:
-            return {}
+            return None
         best = max(there, key=lambda x: x.saved)
         best.apply(level)
-        return best.told
+        return best
 
     def _is_meant(self, equation: Any) -> bool:
         if self._how.only is None:

@@ -1,0 +1,97 @@
+"""A value that is kept for a derivative is computed again by the kernel that reads its parts."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+from pallas_gemm.rewriting import folds, kept
+from tests.rewriting.test_folds import (
+    BF16,
+    SHAPE,
+    _check,
+    _swiglu,
+    count,
+    drawn,
+    exact,
+    rewritten,
+    step,
+)
+
+LARGE = (SHAPE((16384, 4096), BF16), SHAPE((4096, 14336), BF16), SHAPE((14336, 4096), BF16))
+BIAS = SHAPE((14336,), BF16)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _blocks(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    for _ in range(3):
+        x = x + _swiglu(x, w, v, bias)
+    return x
+
+
+def _kept_by_the_caller(x: Any, w: Any, v: Any, bias: Any) -> Any:
+    hidden = jax.nn.silu(x @ w) * (x @ (w + bias))
+    return _blocks(x + hidden @ v, w, v, bias), hidden
+
+
+def _results(program: Any) -> list[int]:
+    fused = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    return sorted(len(e.outvars) for e in fused)
+
+
+def test_what_is_read_much_later_is_stored_by_the_kernel_that_reads_its_parts() -> None:
+    program, _ = rewritten(step(_blocks), *LARGE, BIAS)
+    # The last block's is read at once.
+    assert _results(program).count(3) == 2
+    fused = [e for e in program.eqns if e.primitive.name == "pallas_gemm_fused"]
+    for equation in (e for e in fused if len(e.outvars) == 3):
+        readers = [e for e in program.eqns if equation.outvars[-1] in e.invars]
+        assert len(readers) == 1
+
+
+def test_exact_computes_nothing_again() -> None:
+    program, _ = rewritten(step(_blocks), *LARGE, BIAS, exact=True)
+    assert 3 not in _results(program)
+
+
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes every fold, whatever it is predicted to save."""
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    again = folds.Folder.again
+    saved = folds.Folder._saved
+
+    def cheap(self: Any, *args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                folds.Folder, "_saved", lambda *own: None if saved(*own) is None else 1.0
+            )
+            return again(self, *args)
+
+    monkeypatch.setattr(folds.Folder, "again", cheap)
+
+
+@pytest.mark.parametrize("f", [_blocks, _kept_by_the_caller])
+def test_values_are_as_good_as_the_programs(
+    f: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _always(monkeypatch)
+    found: list[Any] = []
+    apply = kept._apply
+    monkeypatch.setattr(kept, "_apply", lambda *args: (found.append(1), apply(*args)))
+    args = drawn(64, 64, 128)
+    program, _ = rewritten(step(f), *args, implementation="interpret")
+    assert len(found) == 2
+    given = jax.jit(core.jaxpr_as_fun(program))(*args)
+    expected, values = jax.jit(step(f))(*args), exact(step(f), args)
+    _check(given, *map(jax.tree.leaves, (expected, values)))
+    assert count(program, "dot_general") == 0
+    assert jnp.isfinite(given[0]).all()
