@@ -1,9 +1,9 @@
-"""Values that a program keeps for its derivative, computed again by a kernel that reads their parts.
+"""Values that a program keeps for its derivative, computed again by a kernel that has their parts.
 
     h = silu(gate) * up        the forward pass multiplies h; so does the derivative, much later
 
-The kernel of the derivative reads gate and up, and stores h beside what it makes of them. So nothing
-keeps h in between. That takes the kernel as long as it takes to write it.
+The kernel of the derivative reads gate and up. It stores h beside its own results, so that nothing
+keeps h in between. The kernel takes longer by the time to write h.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def computed_again(level: Level, folder: Folder, folds: Sequence[Fold]) -> None:
     Args:
         level: The function.
         folder: Plans kernels.
-        folds: Those that are in it.
+        folds: The kernels with more than a product in them.
     """
     for fold in folds:
         equation = level.maker(fold.region.results[0])
