@@ -148,6 +148,24 @@ def test_nothing_beyond_the_edge_is_stored(columns, dtype):
     np.testing.assert_array_equal(found, jnp.asarray(exact, F32).astype(dtype))
 
 
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nothing_beyond_a_group_or_the_edge_is_stored(columns, dtype):
+    sizes = (1, 0, 5, 64, 67, 19)
+    x, w = _integers(160, 128, seed=0, dtype=BF16), _integers(6, columns, 128, seed=1)
+    scale = _powers(6, 1, columns, seed=2)
+    found = grouped_gemm(
+        x, w.astype("int8"), jnp.array(sizes), transpose_b=True, col_scale=scale,
+        preferred_element_type=dtype,
+    )  # fmt: skip
+    owner = np.repeat(range(6), sizes)
+    exact = np.zeros((160, columns))
+    for row, group in enumerate(owner):
+        own = np.asarray(w[group], np.float64).T * np.asarray(scale[group])
+        exact[row] = np.asarray(x[row], np.float64) @ own
+    np.testing.assert_array_equal(found, jnp.asarray(exact, F32).astype(dtype))
+
+
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)])
 def test_quantize_reads_once_for_both_axes(block):
     x = jax.random.normal(jax.random.key(0), (384, 512), BF16)

@@ -206,4 +206,7 @@ def _store(cta: Any, me: Scalar, chunk: Chunk, box: Any, out: Any) -> None:
         return
     where = place.Where(None, at.col, there[1].start, end=at.end)
     own = Chunk(chunk.col, chunk.cols, 0, WGMMA_ROWS)
-    group_rows.store(box, out, group_rows.Place(own, where))
+    # Of a box that is not swizzled, single rows are copied without TMA, which clips nothing.
+    inside = there[1].start < cta.plan.problem.m
+    pl.when(inside)(lambda: group_rows.store(box, out, group_rows.Place(own, where)))
+    pl.when(~inside)(plgpu.commit_smem_to_gmem_group)

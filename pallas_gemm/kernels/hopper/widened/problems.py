@@ -66,11 +66,23 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
         )
     if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
         yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
-    whole = {x for x in problem.result_dtypes if x == element_types.SINGLE}
-    if problem.n == WGMMA_ROWS and (names := sorted(map(str, whole | {*problem.loaded_dtypes}))):
-        # A box in shared memory is as wide, and is not swizzled. JAX copies such a box to whole
-        # rows without TMA, and what lies beyond the edge would get into other rows.
-        yield f"a result of {', '.join(names)} must not have {WGMMA_ROWS} columns"
+    yield from _refused_boxes(problem)
     each = (*problem.result_dtypes, *problem.loaded_dtypes)
     if problem.n * min((x.itemsize for x in each), default=ROW_BYTES) % ROW_BYTES:
         yield f"the result needs rows of a multiple of 16 bytes, got n={problem.n}"
+
+
+def _refused_boxes(problem: Problem) -> Iterator[str]:
+    """Yields which results need boxes that JAX copies without TMA.
+
+    So it copies a box of shared memory that is not swizzled to whole rows, or to a single one. What
+    lies beyond the edge would then get into the next row.
+    """
+    whole = {x for x in problem.result_dtypes if x == element_types.SINGLE}
+    if problem.n == WGMMA_ROWS and (names := sorted(map(str, whole | {*problem.loaded_dtypes}))):
+        yield f"a result of {', '.join(names)} must not have {WGMMA_ROWS} columns"
+    if problem.groups and whole and problem.n % WGMMA_ROWS:
+        yield (
+            f"float32 results of rows in groups need a multiple of {WGMMA_ROWS} columns, got"
+            f" n={problem.n}"
+        )

@@ -1,5 +1,6 @@
 """Weights of few bits, compiled for an H200: nothing is spilled, and no WGMMA waits for another."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -90,5 +91,9 @@ def test_whole_rows_of_float32_are_refused() -> None:
 
     refused = problems.refusals(asked(64, jnp.float32))
     assert refused == ("a result of float32 must not have 64 columns",)
+    grouped = dataclasses.replace(asked(96, jnp.float32), groups=3)
+    assert "a multiple of 64 columns, got n=96" in problems.refusals(grouped)[0]
+    assert not problems.refusals(dataclasses.replace(grouped, n=128))
+    assert not problems.refusals(dataclasses.replace(grouped, out_dtype=jnp.bfloat16))
     assert not problems.refusals(asked(64, jnp.bfloat16))
     assert not problems.refusals(asked(128, jnp.float32))
