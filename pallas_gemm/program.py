@@ -9,7 +9,9 @@ Every step computes a value of kind "mn" from earlier ones. Values are numbered:
 first, then the operands, then the steps.
 """
 
+import collections
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,6 +99,26 @@ class Result(NamedTuple):
         return 2 if self.reduction == LOGSUMEXP else 1
 
 
+PICKED = ("m", "sum")
+"""The kind and the reduction of a result that is one value of each row."""
+
+
+class Pick(NamedTuple):
+    """A value of each row, in the column that a vector says; 0 if there is no such column.
+
+    Attributes:
+        value: The number of the sum.
+        compared: The number of the step that compares columns.
+        vector: The operand that says them.
+        columns: The operand that counts them.
+    """
+
+    value: int
+    compared: int
+    vector: int
+    columns: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What becomes of the sums of a product.
@@ -136,10 +158,58 @@ class Program:
         """The results that are reduced along rows or columns."""
         return tuple(result for result in self.results if result.kind != "mn")
 
+    def vectors(self, result: Result) -> int:
+        """How many vectors a result that is reduced leaves.
+
+        The largest values of sums of exp leave none: the sums have them.
+        """
+        of_exp = (own.value for own in self.results if own.reduction == LOGSUMEXP)
+        theirs = (result.kind, result.reduction) == ("m", "max") and result.value in of_exp
+        return 0 if theirs else result.vectors
+
     @property
     def primitives(self) -> frozenset[str]:
         """The names of all operations."""
         return frozenset(step.primitive.name for step in self.steps)
+
+    @functools.cached_property
+    def picked(self) -> dict[int, Pick]:
+        """Sums along rows of what is not 0 in one column alone, by the numbers of their steps."""
+        users = collections.Counter(x for step in self.steps for x in step.inputs)
+        users.update(result.value for result in self.results)
+        found = {}
+        for result in self.results:
+            own = self._pick(result.value) if (result.kind, result.reduction) == PICKED else None
+            if own and users[own.compared] == users[result.value] == 1:
+                found[result.value] = own
+        return found
+
+    def _pick(self, number: int) -> Pick | None:
+        """Returns what a step picks: select(column == vector, 0, sum)."""
+        first = self.sums + len(self.operands)
+        whole = self.steps[number - first] if number >= first else None
+        if whole is None or whole.primitive.name != "select_n" or len(whole.inputs) != 3:
+            return None
+        compared, zero, value = whole.inputs
+        is_zero = isinstance(zero, Constant) and zero.value == 0
+        if not is_zero or isinstance(compared, Constant) or isinstance(value, Constant):
+            return None
+        if value >= self.sums or compared < first:
+            return None
+        step = self.steps[compared - first]
+        of = {
+            (own.kind, own.counts): i
+            for i, own in enumerate(self.operands)
+            if self.sums + i in step.inputs
+        }
+        if step.primitive.name != "eq" or of.keys() != {("m", False), ("n", True)}:
+            return None
+        return Pick(value, compared, of["m", False], of["n", True])
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is more to do than to reduce sums as they are."""
+        return len(self.steps) > 2 * len(self.picked)
 
     @property
     def sums_exp(self) -> bool:

@@ -13,7 +13,7 @@ from pallas_gemm.kernels import launch, place, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem
-from pallas_gemm.program import Constant, Operand, Step
+from pallas_gemm.program import Constant, Operand, Pick, Step
 
 
 class Strip(NamedTuple):
@@ -25,12 +25,14 @@ class Strip(NamedTuple):
             columns.
         cols: (first column of the result, how many).
         layout: How its values lie in registers.
+        reaches: Whether it may reach beyond an edge of the result.
     """
 
     batch: Any
     rows: tuple[Any, int]
     cols: tuple[Any, int]
     layout: Any
+    reaches: bool = False
 
 
 ReadLoaded = Callable[[int], Any]
@@ -42,7 +44,8 @@ def finish(
 ) -> list[Any]:
     """Runs the program of an epilogue on the sums of a strip.
 
-    Returns its results, each with a value for each element: those to be reduced are not yet.
+    Returns its results, each with a value for each element: those to be reduced are not yet. None
+    stands for those of which one is picked in each row.
 
     Args:
         plan: The kernel's.
@@ -68,19 +71,37 @@ def finish(
                 made[number] = _load(problem, strip, gmem.operands[i], operand)
         return made[number]
 
+    unused = {x for number, own in program.picked.items() for x in (number, own.compared)}
     for number, step in enumerate(program.steps, first + len(program.operands)):
+        if number in unused:
+            continue
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         inputs = _alike(step, inputs, shape)
         params = dict(step.params)
         if step.primitive is lax.logistic_p and program.is_coarse:
             made[number] = quick.sigmoid(plan, *inputs, strip.layout)
         elif step.primitive is shorter.ONE_PLUS_TANH:
-            made[number] = quick.one_plus_tanh(plan, *inputs, params["scale"], strip.layout)
+            made[number] = quick.one_plus_tanh(plan, *inputs, *params.values(), strip.layout)
         elif step.primitive is shorter.FMA:
             made[number] = quick.fma(plan, inputs, params["signs"], strip.layout)
         else:
             made[number] = step.primitive.bind(*inputs, **params)
-    return [value(result.value) for result in program.results]
+    numbers = (result.value for result in program.results)
+    return [None if number in unused else value(number) for number in numbers]
+
+
+def columns(problem: Problem, gmem: launch.Inputs, strip: Strip, pick: Pick) -> Any:
+    """Returns the columns that are picked, counted from the first; a strip may not have them."""
+    program = shorter.shorter(words.program(problem))
+    vector = _vector(strip, gmem.operands[pick.vector], program.operands[pick.vector], 0)
+    return vector - place.vector(gmem.operands[pick.columns], strip.batch)[strip.cols[0]]
+
+
+def picks(problem: Problem) -> list[Pick | None]:
+    """Returns what is picked for each result that is reduced along rows; None for other ones."""
+    program = shorter.shorter(words.program(problem))
+    own = [result for result in program.results if result.kind == "m"]
+    return [program.picked.get(result.value) for result in own]
 
 
 def _alike(step: Step, inputs: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
@@ -106,14 +127,19 @@ def _load(problem: Problem, strip: Strip, vector: Any, operand: Operand) -> Any:
         return _of_type(place.scalar(vector, strip.batch), operand.dtype)
     # Rows of the result are columns of a kernel that keeps its sums transposed.
     axis = "mn".index(operand.kind) ^ problem.transpose_out
-    first, length = (strip.rows, strip.cols)[axis]
     if operand.counts:
+        first = (strip.rows, strip.cols)[axis][0]
         shape = (strip.rows[1], strip.cols[1])
         counted = plgpu.broadcasted_iota(operand.dtype, shape, axis, layout=strip.layout)
         return counted + place.vector(vector, strip.batch)[first]
-    here = pl.ds(first, length)
+    values = _vector(strip, vector, operand, axis)
+    return lax.broadcast_in_dim(values, (strip.rows[1], strip.cols[1]), (axis,))
+
+
+def _vector(strip: Strip, vector: Any, operand: Operand, axis: int) -> Any:
+    """Loads the values of a vector for a strip, along an axis of it."""
+    here = pl.ds(*(strip.rows, strip.cols)[axis])
     # The layout that a sum over the other axis would have.
     layout = strip.layout.reduce(1 - axis)
     values = plgpu.load(place.vector(vector, strip.batch).at[here], layout=layout, optimized=False)
-    values = _of_type(values, operand.dtype)
-    return lax.broadcast_in_dim(values, (strip.rows[1], strip.cols[1]), (axis,))
+    return _of_type(values, operand.dtype)

@@ -1,9 +1,9 @@
 """Sums of exp in one pass: the largest value of some, and the sum of exp beside it.
 
-    left of values       largest, sum(exp(x - largest))
-    left of two parts    both sums beside the larger of both, added up
+    left of values    largest, sum(exp(x - largest))
 
-Where the largest value is infinite or no number, 0 is in its place, as in JAX's `logsumexp`.
+Where the largest value is infinite or no number, 0 is in its place, as in JAX's `logsumexp`. A
+kernel has a number of 38 digits there, which takes fewer instructions: the sum is 0 or infinite.
 """
 
 import math
@@ -17,18 +17,19 @@ Pair = tuple[Any, Any]
 """The largest values, and the sums of exp beside them."""
 
 
-def along(x: Any, axis: int, exp: Callable[[Any], Any] = jnp.exp) -> Pair:
-    """Reduces an axis of values, with this function as `exp`."""
+LARGEST = 2e38
+"""A number of float32 that still is one when it is multiplied by the logarithm of e to base 2."""
+
+
+def along(x: Any, axis: int) -> Pair:
+    """Reduces an axis of values."""
     largest = jnp.max(x, axis=axis)
-    kept = tuple(i for i in range(x.ndim) if i != axis)
-    beside = lax.broadcast_in_dim(_finite(largest), x.shape, kept)
-    return largest, jnp.sum(exp(x - beside), axis=axis)
+    return largest, jnp.sum(jnp.exp(x - jnp.expand_dims(_finite(largest), axis)), axis=axis)
 
 
-def of_both(one: Pair, other: Pair, exp: Callable[[Any], Any] = jnp.exp) -> Pair:
-    """Reduces what is left of two parts."""
-    largest = jnp.maximum(one[0], other[0])
-    return largest, _weighted(*one, largest, exp) + _weighted(*other, largest, exp)
+def bounded(largest: Any) -> Any:
+    """Returns what a kernel takes sums of exp beside: finite numbers, or none."""
+    return jnp.minimum(jnp.maximum(largest, -LARGEST), LARGEST)
 
 
 def joined(left: Pair, add: Callable[..., Any] = jnp.sum) -> Any:
@@ -66,8 +67,8 @@ def _finite(largest: Any) -> Any:
     return jnp.where(jnp.abs(largest) < math.inf, largest, jnp.zeros_like(largest))
 
 
-def _weighted(own: Any, sums: Any, largest: Any, exp: Callable[[Any], Any] = jnp.exp) -> Any:
+def _weighted(own: Any, sums: Any, largest: Any) -> Any:
     """Returns sums beside their own largest values as they are beside larger ones."""
-    weights = exp(_finite(own) - _finite(largest))
+    weights = jnp.exp(_finite(own) - _finite(largest))
     # Of minus infinity alone the sum is 0, and its weight may be infinite.
     return jnp.where(sums == 0, sums, sums * weights)

@@ -2,7 +2,8 @@
 
     x * y + z          one instruction, which rounds once
     c1 * (c2 * x)      numbers are multiplied beforehand, and so in c1 * (c2 + x)
-    1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x
+    1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x; and as
+                       many for half of it, or other powers of two
 
 The last errs by as much as the rounding of 1 + tanh(x). It takes the place of tanh(x) where every
 use of that adds it, or its square, to a number. Elsewhere tanh stays precise for small numbers.
@@ -22,7 +23,7 @@ from pallas_gemm.program import Constant, Program, Step
 FMA = core.Primitive("fma")
 """x * y + z; `signs` are the numbers, 1 or -1, by which x * y and z are multiplied."""
 ONE_PLUS_TANH = core.Primitive("one_plus_tanh")
-"""1 + tanh(scale * x)."""
+"""times * (1 + tanh(scale * x))."""
 
 _FLOAT32 = np.dtype(np.float32)
 _LARGEST = 1e30
@@ -157,11 +158,12 @@ class _Shortened:
         return step if shorten is None else shorten(number, step) or step
 
     def _multiplied(self, number: int, step: Step) -> Step | None:
-        """c1 * (c2 * x), c1 * (c2 + x) and c1 * (c2 * x + c3)."""
-        del number
+        """c1 * (c2 * x), c1 * (c2 + x), c1 * (c2 * x + c3) and c * (1 + tanh(x))."""
         if (pair := _number_first(step.inputs)) is None:
             return None
         c, inner = pair
+        if whole := self._times(number, c, inner):
+            return whole
         if (own := self._alone(inner, lax.mul_p, lax.add_p)) and (
             pair := _number_first(own.inputs)
         ):
@@ -215,9 +217,22 @@ class _Shortened:
         (x,), scale = step.inputs, 1.0
         if (own := self._alone(x, lax.mul_p)) and (pair := _number_first(own.inputs)):
             scale, x = float(pair[0].value), pair[1]
-        whole = self._added(Step(ONE_PLUS_TANH, (("scale", scale),), (x,)), number)
+        params = (("scale", scale), ("times", 1.0))
+        whole = self._added(Step(ONE_PLUS_TANH, params, (x,)), number)
         self._beside[number] = whole
         return _fma(whole, Constant(1.0, _FLOAT32), Constant(-1.0, _FLOAT32))
+
+    def _times(self, number: int, c: Constant, inner: int) -> Step | None:
+        """Returns c * (1 + tanh(x)) as one step, if it has no other use and c rounds nothing."""
+        tangents = [x for x, whole in self._beside.items() if whole == inner]
+        adds = [user for x in tangents for user in self._users[x]]
+        alone = len(adds) == 1 and self._same[adds[0]] == inner and adds[0] not in self._kept
+        exact = c.value > 0 and math.frexp(float(c.value))[0] == 0.5
+        if not alone or self._users[adds[0]] != [number] or not exact:
+            return None
+        scale = dict(self._made[inner].params)["scale"]
+        params = (("scale", scale), ("times", float(c.value)))
+        return self._made[inner]._replace(params=params)
 
     @functools.cached_property
     def _beside(self) -> dict[Any, int]:

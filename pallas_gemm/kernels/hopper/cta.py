@@ -27,6 +27,7 @@ class Smem(NamedTuple):
         lines: Store slots for threads, or None.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
         loaded: Slots of operands of the epilogue that have their own, like `out`.
+        columns: The columns of a tile as each warp has reduced them, or None.
         told: What the roles are told of pieces in groups (`told.py`), or None.
     """
 
@@ -36,6 +37,7 @@ class Smem(NamedTuple):
     lines: Any = None
     mirrored: Any = None
     loaded: Any = ()
+    columns: Any = None
     told: Any = None
 
 
@@ -120,7 +122,9 @@ def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
     boxed = functools.partial(smem.boxed, simulated=plan.simulated)
     uses_out = plan.stored_by_tma or plan.loads_into_results
     mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
+    columns = plan.warp_columns_shape
     buffers = Smem(
+        columns=plgpu.SMEM(columns, jnp.float32) if columns else None,
         out=tuple(boxed(by_tma, dtype) for dtype in problem.result_dtypes) if uses_out else (),
         lines=None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, problem.out_dtype),
         mirrored=boxed(mirrored, problem.out_dtype) if problem.symmetric else None,
@@ -140,7 +144,7 @@ def views(plan: HopperPlan, buffers: Smem) -> Smem:
         None if slots is None else operand.views(slots)
         for operand, slots in ((plan.a, buffers.a), (plan.b, buffers.b))
     )
-    return Smem(a, b, out, buffers.lines, mirrored, loaded, buffers.told)
+    return buffers._replace(a=a, b=b, out=out, mirrored=mirrored, loaded=loaded)
 
 
 def tile_to_load(cta: Cta, piece: work.Piece) -> place.Where:

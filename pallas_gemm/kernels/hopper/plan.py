@@ -9,7 +9,7 @@ import jax
 
 from pallas_gemm.kernels import protocol, words
 from pallas_gemm.kernels.exchange import ALONE, Exchange
-from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
@@ -234,23 +234,26 @@ class HopperPlan(KernelPlan):
     def left_of_tiles(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What tiles leave of results that are reduced: vectors of each tile beside another.
 
-        Along rows there is one of each consumer's tile; along columns, of each of its warps.
+        There is one of each consumer's tile.
         """
-        found = []
+        found: list[jax.ShapeDtypeStruct] = []
+        program = words.program(self.problem)
         sizes = zip(self.reach, self.consumer_out_tile, strict=True)
         beside = [reach // own for reach, own in sizes]
         batch = (self.problem.batch,) if self.problem.batch > 1 else ()
         for result in self.problem.reductions:
-            along_rows = result.kind == "m"
-            vectors = beside[1] if along_rows else beside[0] * self.warps_reducing
-            shape = (vectors, *batch, self.reach[0 if along_rows else 1])
-            found += [jax.ShapeDtypeStruct(shape, result.dtype)] * result.vectors
+            axis = 0 if result.kind == "m" else 1
+            shape = (beside[1 - axis], *batch, self.reach[axis])
+            found += [jax.ShapeDtypeStruct(shape, result.dtype)] * program.vectors(result)
         return tuple(found)
 
     @property
-    def warps_reducing(self) -> int:
-        """Warps of a consumer that each reduce rows of their own; the simulator has none."""
-        return 1 if self.simulated else WARPS
+    def warp_columns_shape(self) -> tuple[int, ...] | None:
+        """The shape of what warps leave of columns in shared memory; the simulator has none."""
+        results = sum(own.kind == "n" for own in self.problem.reductions)
+        warps = 1 if self.simulated else WARPS
+        shape = (self.config.consumers, results, warps, self.consumer_out_tile[1])
+        return shape if results else None
 
     @property
     def loads_into_results(self) -> bool:
@@ -286,9 +289,14 @@ class HopperPlan(KernelPlan):
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
-    def strips(self, columns: int) -> list[slice]:
-        """The parts of so many columns that an epilogue is applied to one after the other."""
-        width = self.config.finished_columns(self.problem)
+    def strips(self, columns: int, *, reaches: bool = False) -> list[slice]:
+        """The parts of so many columns that an epilogue is applied to one after the other.
+
+        If some may reach beyond the edge, they are as narrow as can be: to replace what is beyond
+        takes registers. But where the order of sums along rows is promised, all are as wide.
+        """
+        narrow = reaches and not self.problem.adds_rows_in_order
+        width = WGMMA_COLUMNS if narrow else self.config.finished_columns(self.problem)
         return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
 
     @property

@@ -28,7 +28,8 @@ def epilogue_registers(problem: Problem, rows: int, columns: int) -> int:
 
 def _arrays(problem: Problem) -> int:
     """How many registers an epilogue takes for each value at most, but for the sum's own."""
-    if problem.epilogue.is_identity:
+    program = words.program(problem)
+    if problem.epilogue.is_identity or not (program.arrays or program.computes):
         return 0
     # A residual is added when nothing else is left to be computed.
     bare = dataclasses.replace(problem.epilogue, residual=False)
@@ -39,13 +40,14 @@ def _vectors(problem: Problem, rows: int, columns: int) -> int:
     """How many registers of a thread hold what scales so many rows and columns, and address it.
 
     One vector of columns is part of what is left for the assembler. Reductions along rows count
-    for two strips: that of the tile so far, and the next one.
+    for two strips: that of the tile so far, and the next one. Numbers of columns that only say
+    which one is picked are not there.
     """
     program = words.program(problem)
-    kinds = [operand.kind for operand in program.operands]
+    kinds = [own.kind for own in program.operands if not (own.counts and program.picked)]
     of_rows, of_columns = kinds.count("m"), kinds.count("n") - problem.epilogue.bias
     across, along = (columns // 4, rows // 32)[:: -1 if problem.transpose_out else 1]
-    reduced = 2 * along * sum(own.vectors for own in program.reductions if own.kind == "m")
+    reduced = 2 * along * sum(program.vectors(own) for own in program.reductions if own.kind == "m")
     return (along + ADDRESS) * of_rows + (across + ADDRESS) * of_columns + reduced
 
 

@@ -10,6 +10,7 @@ from pallas_gemm.kernels.elementwise import divides
 from pallas_gemm.kernels.hardware import (
     MAX_REGISTERS,
     WARPGROUP_THREADS,
+    WARPS,
     WGMMA_COLUMNS,
     WGMMA_ROWS,
 )
@@ -220,7 +221,9 @@ class HopperTiling(GemmConfig):
         loaded = slots * self.consumer_tile[0] * self.store_columns
         # An operand takes the slots of a result of its type that TMA stores; else it has its own.
         alone = problem.own_dtypes if stored_by_tma(problem) else problem.loaded_dtypes
+        along_columns = sum(own.kind == "n" for own in problem.reductions)
         buffers = (
+            4 * WARPS * self.consumers * self.consumer_tile[1] * along_columns,
             self.tile[0] * depth * problem.a_dtype.itemsize,
             self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
             *(stored * dtype.itemsize for dtype in problem.result_dtypes),

@@ -25,6 +25,13 @@ _EXP = f"""{{
     mul.f32 x, $1, {LOG2_E};
     ex2.approx.ftz.f32 $0, x;
 }}"""
+EXP_BESIDE = f"""{{
+    .reg .f32 x, y;
+    neg.f32 y, $2;
+    fma.rn.f32 x, $1, {LOG2_E}, y;
+    ex2.approx.ftz.f32 $0, x;
+}}"""
+"""exp(x - y), of x and of y times the logarithm of e to base 2."""
 _SIGMOID = f"""{{
     .reg .f32 x;
     mul.f32 x, $1, {MINUS_LOG2_E};
@@ -59,24 +66,24 @@ def _(values: Values, layout: Any) -> Any:
 
 
 @Operation
-def one_plus_tanh(values: Values, scale: float, layout: Any) -> Any:
-    """Returns `1 + tanh(scale * x)` of float32 values in registers."""
-    factor = _number(-2 * math.log2(math.e) * scale)
+def one_plus_tanh(values: Values, scale: float, times: float, layout: Any) -> Any:
+    """Returns `times * (1 + tanh(scale * x))` of float32 values in registers."""
+    factor, half = _number(-2 * math.log2(math.e) * scale), _number(0.5 / times)
     # 2 / (1 + exp(-2 x)), whose half is taken first.
     text = f"""{{
         .reg .f32 x;
         mul.f32 x, $1, {factor};
         ex2.approx.ftz.f32 x, x;
-        fma.rn.f32 x, x, {_number(0.5)}, {_number(0.5)};
+        fma.rn.f32 x, x, {half}, {half};
         rcp.approx.ftz.f32 $0, x;
     }}"""
     return _of_each(text, layout, values)
 
 
 @one_plus_tanh.meaning
-def _(values: Values, scale: float, layout: Any) -> Any:
+def _(values: Values, scale: float, times: float, layout: Any) -> Any:
     del layout
-    return 1 + lax.tanh(np.float32(scale) * values)
+    return np.float32(times) * (1 + lax.tanh(np.float32(scale) * values))
 
 
 @Operation
@@ -123,7 +130,7 @@ def _of_each(text: str, layout: Any, *arrays: Values) -> Any:
         first = arrays[0]
         registers = np.empty_like(first.registers)
         for place in np.ndindex(registers.shape):
-            registers[place] = _of_register(text, [x.registers[place] for x in arrays])
+            registers[place] = of_register(text, [x.registers[place] for x in arrays])
         return mgpu.FragmentedArray(
             _registers=registers, _layout=first.layout, _is_signed=first.is_signed
         )
@@ -131,7 +138,7 @@ def _of_each(text: str, layout: Any, *arrays: Values) -> Any:
     return inline(*arrays)
 
 
-def _of_register(text: str, given: Sequence[Any]) -> Any:
+def of_register(text: str, given: Sequence[Any]) -> Any:
     """A register of Mosaic's is a vector of one or more numbers."""
     float32, found = ir.F32Type.get(), given[0]
     for i in range(ir.VectorType(found.type).shape[0]):

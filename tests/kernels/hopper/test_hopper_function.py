@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm import HopperConfig, gated_gemm, gemm, offline, target
+from pallas_gemm import HopperConfig, explain, gated_gemm, gemm, offline, target
 from pallas_gemm.planning import implementation
 from tests import covering, races
 
@@ -292,6 +292,50 @@ def test_a_kernel_counts_columns_and_waits_for_no_load_of_them() -> None:
     assert "ld.v2.b32" not in report.ptx
     # Nothing is stored by TMA, so that consumers need no barrier of their own either.
     assert "fence.proxy.async" not in report.ptx
+
+
+def test_threads_of_a_row_exchange_values_once_for_a_tile() -> None:
+    # With tiles that reach beyond the edge, the strips are in the kernel twice.
+    config = HopperConfig(tile=(128, 256), late_store=False)
+    for columns in (24576, 24640):
+        shape = (4096, columns, 2048)
+        report = _report_of(lambda *x: _loss(*x)[0], shape, 0, config)
+        # A thread has values of two rows, and exchanges those of three vectors twice.
+        assert report.ptx.count("shfl.sync.bfly") == 2 * 2 * 3
+
+
+def test_labels_are_compared_only_where_a_tile_has_some() -> None:
+    labels = _report_of(lambda *x: _loss(*x)[0], (4096, 24576, 2048), 0)
+    only = _report_of(lambda s, _: jax.nn.logsumexp(s, -1), (4096, 24576, 2048), 0)
+    # In no strip of the others: as many exponentials, and about as many additions.
+    assert labels.ptx.count("ex2.approx") == only.ptx.count("ex2.approx")
+    assert labels.ptx.count("add.rn.f32") - only.ptx.count("add.rn.f32") < 32
+
+
+def test_columns_are_reduced_by_a_warpgroup() -> None:
+    def f(s: Any) -> Any:
+        return s.astype(BF16), jnp.sum(s, 0)
+
+    shapes = [jax.ShapeDtypeStruct((4096, 4096), BF16)] * 2
+    with target("h200"):
+        program = jax.jit(lambda a, b: gemm(a, b, epilogue=f)).trace(*shapes)
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+    # One vector of each consumer's 64 rows is left for XLA.
+    assert "tensor<64x4096xf32>" in text
+    assert "tensor<256x4096xf32>" not in text
+
+
+@pytest.mark.parametrize("words", [32768, 151936])
+def test_consumers_take_turns_where_nothing_but_sums_of_exp_is_left(words: int) -> None:
+    shapes = [jax.ShapeDtypeStruct(x, BF16) for x in ((8192, 2048), (2048, words))]
+
+    def f(a: Any, b: Any) -> Any:
+        return gemm(a, b, epilogue=lambda s: jax.nn.logsumexp(s, -1))
+
+    with target("h200"):
+        plan = explain(f, *shapes).entries[-1].decision.plan
+    assert plan is not None
+    assert (plan.config.tile, plan.config.overlap) == ((128, 192), "turns")
 
 
 def _of_both(gate: Any, up: Any, residual: Any) -> Any:

@@ -54,10 +54,16 @@ class AtOnce(NamedTuple):
     def take(self, piece: work.Piece, total: Values, at: place.Where) -> store.Tile | None:
         """Takes the sums of a tile, and returns what is left to be stored."""
         del piece
-        rows: reduce.Rows = ()
-        for chunk in range(len(self.cta.plan.chunks)):
-            rows = store.store_sums(self.cta, self.me, store.Tile(total, at), chunk, rows)
-        reduce.leave_rows(self.cta, at, rows)
+        cta, me = self.cta, self.me
+
+        def store_all(reaches: bool) -> reduce.Rows:
+            rows: reduce.Rows = ()
+            for chunk in range(len(cta.plan.chunks)):
+                rows = store.store_sums(cta, me, store.Tile(total, at, reaches), chunk, rows)
+            return rows
+
+        reduce.leave_rows(cta, at, reduce.either_way(cta.plan, at, store_all))
+        reduce.leave_columns(cta, me, at)
         return None
 
     def end(self, turns: Scalar, last: store.Tile | None) -> None:
@@ -92,7 +98,7 @@ class Late(AtOnce):
     def take(self, piece: work.Piece, total: Values, at: place.Where) -> store.Tile:
         """See `AtOnce`."""
         del piece
-        return store.Tile(store.finish(self.cta, total, at), at)
+        return store.Tile(store.finish(self.cta, self.me, total, at), at)
 
     def end(self, turns: Scalar, last: Any) -> None:
         """See `AtOnce`."""

@@ -1,8 +1,9 @@
 """Results that are reduced along rows or columns: what a consumer leaves of each of its tiles.
 
-    along a row       reduced in registers, chunk after chunk: a value for each row of the tile
+    along a row       reduced by each thread, strip after strip, then by the four threads of a row,
+                      once for a tile: a value for each row of the tile
     along a column    reduced by each thread, strip after strip, then by each warp, once for a
-                      chunk: a value for each column and warp
+                      chunk, then by the warps, once for a tile: a value for each column of the tile
 
 XLA reduces what all tiles leave, in a fixed order. A value that changes nothing replaces what lies
 beyond the edges of the result.
@@ -18,24 +19,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import exponentials, place, words
+from pallas_gemm.kernels import epilogue, exponentials, place, words
 from pallas_gemm.kernels.epilogue import Strip
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick
-from pallas_gemm.kernels.ptx.reductions import REDUCTIONS, Vectors, in_threads, store_columns
-from pallas_gemm.kernels.traced import Values
+from pallas_gemm.kernels.ptx.reductions import (
+    REDUCTIONS,
+    Vectors,
+    across_threads,
+    exp_in_threads,
+    in_threads,
+    picked_in_threads,
+    reduce_warps,
+    rows_in_threads,
+    store_columns,
+)
+from pallas_gemm.kernels.traced import Scalar, Values
 from pallas_gemm.program import ADDING, LOGSUMEXP, Result
 
 Rows = tuple[Vectors, ...]
-"""What has been reduced along the rows of a tile, for each result; empty before the first strip."""
+"""The rows of a tile as each thread has reduced them so far, for each result; empty at first."""
 
 
 def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
     """Reduces what all tiles have left, without what lies beyond the edges of the result."""
     sizes = {"m": plan.problem.m, "n": plan.problem.n}
     found = []
-    for own, vectors in zip(plan.problem.reductions, _of_each(plan, left), strict=True):
+    pairs = list(zip(plan.problem.reductions, _of_each(plan, left), strict=True))
+    largest = {own.value: own_left[:1] for own, own_left in pairs if own.reduction == LOGSUMEXP}
+    for own, own_left in pairs:
+        vectors = own_left or largest[own.value]
         within = tuple(x[..., : sizes[own.kind]] for x in vectors)
         in_order = plan.problem.adds_rows_in_order and own.reduction in ADDING
         how = (exponentials.in_pairs,) if in_order else ()
@@ -46,7 +60,8 @@ def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
 def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
     """Returns the arrays that tiles leave of each result that is reduced."""
     every = iter(left)
-    return [tuple(itertools.islice(every, own.vectors)) for own in plan.problem.reductions]
+    counts = map(words.program(plan.problem).vectors, plan.problem.reductions)
+    return [tuple(itertools.islice(every, count)) for count in counts]
 
 
 class Taken(NamedTuple):
@@ -63,39 +78,56 @@ class Taken(NamedTuple):
     columns: list[Any]
 
 
-def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows) -> Taken:
-    """Takes what is reduced out of the values of a strip; `rows` of the strips before it."""
+def either_way(plan: HopperPlan, at: place.Where, run: Callable[[bool], Any]) -> Any:
+    """Runs `run(reaches)`, where `reaches` is whether the tile may reach beyond an edge.
+
+    It is in the kernel twice then: most tiles have nothing to compare. Where strips choose for
+    themselves, each has registers for both.
+    """
+    sizes = plan.problem.m, plan.problem.n
+    beyond = [i for i, size in enumerate(sizes) if size != plan.reach[i]]
+    if not plan.problem.reductions or not beyond:
+        return run(False)
+    ends = [first + size for first, size in zip(at[1:3], plan.consumer_out_tile, strict=True)]
+    reaches = functools.reduce(jnp.logical_or, [ends[i] > sizes[i] for i in beyond])
+    return lax.cond(reaches, functools.partial(run, True), functools.partial(run, False))
+
+
+def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows, picked: Sequence[Any]) -> Taken:
+    """Takes what is reduced out of the values of a strip.
+
+    Args:
+        cta: The CTA.
+        strip: Where the strip lies.
+        values: Its values, for each result; None where one is picked of each row.
+        rows: The rows of the strips before it, reduced.
+        picked: The values that have been picked in its chunk, or in those before.
+    """
     plan = cta.plan
     if not plan.problem.reductions:
         return Taken(list(values), rows, [])
     whole: list[Any] = []
     along_rows: list[Vectors] = []
     columns: list[Any] = []
-    exp = functools.partial(quick.exp, plan, layout=strip.layout)
-    reduced = _Reduced(plan, strip, exp)
+    reduced, before, chosen = _Reduced(plan, strip), iter(rows), iter(picked)
     for result, x in zip(words.program(plan.problem).results, values, strict=True):
         if result.kind == "mn":
             whole.append(x)
             continue
         if result.kind == "m":
-            along_rows.append(reduced.along_rows(result, x))
+            own = next(before, ())
+            along_rows.append((next(chosen),) if x is None else reduced.along_rows(result, x, own))
         else:
             columns.append(in_threads(plan, reduced.masked(result, x), result.reduction))
-    if rows:
-        kinds = [own.reduction for own in plan.problem.reductions if own.kind == "m"]
-        both = zip(kinds, rows, along_rows, strict=True)
-        exp = functools.partial(quick.exp, plan, layout=strip.layout.reduce(1))
-        along_rows = [REDUCTIONS[kind].both(x, y, exp) for kind, x, y in both]
     return Taken(whole, tuple(along_rows), columns)
 
 
 class _Reduced:
     """What is reduced of the values of a strip; nothing is masked or compared twice."""
 
-    def __init__(self, plan: HopperPlan, strip: Strip, exp: Callable[[Any], Any]) -> None:
-        self._plan, self._strip, self._exp = plan, strip, exp
+    def __init__(self, plan: HopperPlan, strip: Strip) -> None:
+        self._plan, self._strip = plan, strip
         self._masked: dict[Any, Any] = {}
-        self._largest: dict[int, Any] = {}
 
     def masked(self, result: Result, x: Any) -> Any:
         """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
@@ -104,31 +136,74 @@ class _Reduced:
             self._masked[key] = _masked(self._plan, self._strip, x, result)
         return self._masked[key]
 
-    def along_rows(self, result: Result, x: Any) -> Vectors:
-        """Reduces values along rows; the largest values of sums of exp are those of the values."""
-        if result.reduction == "max" and result.value in self._largest:
-            return (self._largest[result.value],)
-        found = REDUCTIONS[result.reduction].along(self.masked(result, x), 1, self._exp)
+    def along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
+        """Reduces values along rows, and what is left of the strips before."""
+        if not words.program(self._plan.problem).vectors(result):
+            return ()
+        x = self.masked(result, x)
         if result.reduction == LOGSUMEXP:
-            self._largest[result.value] = found[0]
-        return found
+            return _sums_of_exp(self._plan, x, before)
+        found = rows_in_threads(self._plan, x, result.reduction)
+        return (REDUCTIONS[result.reduction].both(*before, found) if before else found,)
+
+
+def pick(cta: Cta, strip: Strip, sums: Sequence[Any], rows: Rows) -> list[Any]:
+    """Picks sums of a chunk, or of a tile, before its strips are taken: then they are not needed.
+
+    Returns those of each result of which one is picked in each row.
+    """
+    plan, (first, limit) = cta.plan, strip.cols
+    limit = jnp.int32(limit)
+    if strip.reaches:
+        limit = jnp.minimum(limit, plan.problem.n - first)
+    nothing = plgpu.layout_cast(jnp.zeros(strip.rows[1]), plgpu.Layout.WGMMA.reduce(1))
+    found = []
+    for i, own in enumerate(epilogue.picks(plan.problem)):
+        if own:
+            columns = epilogue.columns(plan.problem, cta.gmem, strip, own)
+            (before,) = rows[i] if rows else (nothing,)
+            found.append(picked_in_threads(plan, sums[own.value], columns, limit, before))
+    return found
+
+
+def _sums_of_exp(plan: HopperPlan, x: Any, before: Vectors) -> Vectors:
+    """Returns the largest values, and sums of exp beside them."""
+    largest = rows_in_threads(plan, x, "max")
+    if before:
+        largest = jnp.maximum(before[0], largest)
+    beside = exponentials.bounded(largest)
+    sums = exp_in_threads(plan, x, beside)
+    if before:
+        sums += before[1] * _exp(plan, exponentials.bounded(before[0]) - beside)
+    return largest, sums
+
+
+def _exp(plan: HopperPlan, x: Any) -> Any:
+    return quick.exp(plan, x, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _ended(plan: HopperPlan, name: str, own: Vectors) -> Vectors:
+    """Reduces what threads have of the rows of a tile."""
+    if not own:
+        return ()
+    if name != LOGSUMEXP:
+        return (across_threads(plan, *own, name),)
+    largest, sums = own
+    of_row = across_threads(plan, largest, "max")
+    weights = _exp(plan, exponentials.bounded(largest) - exponentials.bounded(of_row))
+    return of_row, across_threads(plan, sums * weights, "sum")
 
 
 def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
-    """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
+    """Replaces what lies beyond the edge of the result, if the tile may reach beyond it."""
     axis = 1 if result.kind == "m" else 0
     size = (plan.problem.m, plan.problem.n)[axis]
-    if size == plan.reach[axis]:
+    if size == plan.reach[axis] or not strip.reaches:
         return x
-    first, length = (strip.rows, strip.cols)[axis]
-
-    def replaced(x: Any) -> Any:
-        counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
-        neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
-        return jnp.where(counted < size - first, x, neutral)
-
-    # Few strips reach beyond the edge, and the others have nothing to compare.
-    return lax.cond(first + length > size, replaced, lambda x: x, x)
+    first = (strip.rows, strip.cols)[axis][0]
+    counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
+    neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
+    return jnp.where(counted < size - first, x, neutral)
 
 
 def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
@@ -136,8 +211,10 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
     plan = cta.plan
     height, width = plan.consumer_out_tile
     pairs = zip(_of_each(plan, cta.left), plan.problem.reductions, strict=True)
-    left = itertools.chain(*(targets for targets, own in pairs if own.kind == "m"))
-    for target, x in zip(left, itertools.chain(*rows), strict=True):
+    left = [(targets, own.reduction) for targets, own in pairs if own.kind == "m"]
+    ended = [_ended(plan, name, own) for (_, name), own in zip(left, rows, strict=True)]
+    targets = itertools.chain(*(targets for targets, _ in left))
+    for target, x in zip(targets, itertools.chain(*ended), strict=True):
         mine = place.vector(target.at[lax.div(at.col, jnp.int32(width))], at.batch)
         rows_of_tile, layout = mine.at[pl.ds(at.row, height)], plgpu.Layout.WGMMA.reduce(1)
         if at.end is None:
@@ -146,15 +223,30 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
             arrays.write_first(plan, rows_of_tile, x, at.end - at.row, layout)
 
 
-def leave_columns(cta: Cta, chunk: Strip, strips: Sequence[Sequence[Values]]) -> None:
-    """Stores what has been reduced along the columns of a chunk, of each of its strips."""
+def keep_columns(cta: Cta, me: Scalar, first: int, strips: Sequence[Sequence[Values]]) -> None:
+    """Keeps what each warp has reduced of some columns of a tile, of each of their strips.
+
+    Args:
+        cta: The CTA.
+        me: Which of its consumers.
+        first: The first column in the tile.
+        strips: The results of `in_threads`, for each strip and result.
+    """
+    names = [own.reduction for own in cta.plan.problem.reductions if own.kind == "n"]
+    for number, (name, own) in enumerate(zip(names, zip(*strips, strict=True), strict=True)):
+        width = sum(x.shape[1] for x in own)
+        kept = cta.slots.columns.at[me, number, :, pl.ds(first, width)]
+        reduce_warps(cta.plan, kept, own, name)
+
+
+def leave_columns(cta: Cta, me: Scalar, at: place.Where) -> None:
+    """Stores what has been reduced along the columns of a consumer's tile."""
     plan = cta.plan
     pairs = zip(_of_each(plan, cta.left), plan.problem.reductions, strict=True)
     left = [(*targets, own.reduction) for targets, own in pairs if own.kind == "n"]
-    # Consumers' tiles lie one below the other, and a chunk has all rows of one.
-    tile = lax.div(chunk.rows[0], jnp.int32(plan.consumer_out_tile[0]))
-    here, columns = pl.ds(tile * plan.warps_reducing, plan.warps_reducing), pl.ds(*chunk.cols)
-    for (target, name), own in zip(left, zip(*strips, strict=True), strict=True):
-        mine = target.at[here]
-        mine = mine.at[:, columns] if chunk.batch is None else mine.at[:, chunk.batch, columns]
-        store_columns(plan, mine, own, name)
+    height, width = plan.consumer_out_tile
+    for number, (target, name) in enumerate(left):
+        # Consumers' tiles lie one below the other.
+        of_tile = place.vector(target.at[lax.div(at.row, jnp.int32(height))], at.batch)
+        kept = cta.slots.columns.at[me, number]
+        store_columns(plan, of_tile.at[pl.ds(at.col, width)], kept, name)

@@ -31,10 +31,12 @@ class Tile(NamedTuple):
         values: Sums in registers, or what adds them up where they are asked for (`join.Summands`);
             of a tile that is finished, its chunks.
         at: Where it lies.
+        reaches: Whether it may reach beyond an edge of the result.
     """
 
     values: Values
     at: place.Where
+    reaches: bool = False
 
 
 def store_sums(cta: Cta, me: Scalar, tile: Tile, number: int, rows: reduce.Rows) -> reduce.Rows:
@@ -64,27 +66,35 @@ def store_finished(cta: Cta, me: Scalar, tile: Tile, number: int) -> None:
     _store(cta, me, tile.at, number, [tile.values[number]])
 
 
-def finish(cta: Cta, total: Values, at: place.Where) -> list[Any]:
+def finish(cta: Cta, me: Scalar, total: Values, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
     Returns its chunks; what is reduced is stored.
     """
+    chunks = reduce.either_way(cta.plan, at, functools.partial(_finish, cta, me, total, at))
+    reduce.leave_columns(cta, me, at)
+    return chunks
+
+
+def _finish(cta: Cta, me: Scalar, total: Values, at: place.Where, reaches: bool) -> list[Any]:
     plan = cta.plan
     height, width = plan.consumer_out_tile
     whole = Chunk(0, height, 0, width)
-    columns = [slice(0, width)] if plan.problem.epilogue.is_identity else plan.strips(width)
+    columns = plan.strips(width, reaches=reaches)
+    columns = [slice(0, width)] if plan.problem.epilogue.is_identity else columns
     sums = _sums(plan, total, whole, columns)
     strips: list[Any] = []
     reduced: list[Any] = []
     rows: reduce.Rows = ()
+    picked = _pick(cta, Tile(total, at, reaches), whole, rows)
     for own, x in zip(columns, sums, strict=True):
-        strip = _strip(at, whole, own)
+        strip = _strip(at, whole, own, reaches=reaches)
         values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read)
-        taken = reduce.take(cta, strip, values, rows)
+        taken = reduce.take(cta, strip, values, rows, picked)
         (value,), rows = taken.whole, taken.rows
         strips.append(value)
         reduced.append(taken.columns)
-    reduce.leave_columns(cta, _strip(at, whole, slice(0, width)), reduced)
+    reduce.keep_columns(cta, me, 0, reduced)
     reduce.leave_rows(cta, at, rows)
     return taken_apart(plan, _side_by_side(strips), plan.chunks)
 
@@ -107,7 +117,7 @@ def _finish_chunk(
     columns is stored.
     """
     plan, chunk, at = cta.plan, cta.plan.chunks[number], tile.at
-    strips = plan.strips(chunk.cols)
+    strips = plan.strips(chunk.cols, reaches=tile.reaches)
     loaded: dict[int, list[Any]] = {}
 
     def read(strip: int, operand: int) -> Any:
@@ -121,17 +131,27 @@ def _finish_chunk(
     finished: list[list[Any]] = []
     reduced: list[Any] = []
     sums = _sums(plan, tile.values, chunk, strips)
+    picked = _pick(cta, tile, chunk, rows)
     for i, (own, x) in enumerate(zip(strips, sums, strict=True)):
-        strip = _strip(at, chunk, own)
+        strip = _strip(at, chunk, own, reaches=tile.reaches)
         values = epilogue.finish(plan, cta.gmem, strip, x, functools.partial(read, i))
-        taken = reduce.take(cta, strip, values, rows)
+        taken = reduce.take(cta, strip, values, rows, picked)
         rows = taken.rows
         finished.append(taken.whole)
         reduced.append(taken.columns)
-    reduce.leave_columns(cta, _strip(at, chunk, slice(0, chunk.cols)), reduced)
+    reduce.keep_columns(cta, me, chunk.col, reduced)
     if not loaded and plan.problem.loaded_dtypes:
         plgpu.barrier_wait(cta.barriers.residual.at[_loaded_barrier(plan, me, number)])
     return [_side_by_side(strips) for strips in zip(*finished, strict=True)], rows
+
+
+def _pick(cta: Cta, tile: Tile, chunk: Chunk, rows: reduce.Rows) -> list[Any]:
+    """Picks sums of a chunk, if one is wanted of each row."""
+    if not any(epilogue.picks(cta.plan.problem)):
+        return []
+    columns = slice(0, chunk.cols)
+    ((*sums,),) = _sums(cta.plan, tile.values, chunk, [columns])
+    return reduce.pick(cta, _strip(tile.at, chunk, columns, reaches=tile.reaches), sums, rows)
 
 
 def _sums(
@@ -168,13 +188,16 @@ def taken_apart(plan: HopperPlan, values: Values, parts: Sequence[Chunk]) -> lis
     return arrays.taken_apart(plan, values, places, plgpu.Layout.WGMMA)
 
 
-def _strip(at: place.Where, chunk: Chunk, columns: slice) -> epilogue.Strip:
+def _strip(
+    at: place.Where, chunk: Chunk, columns: slice, *, reaches: bool = False
+) -> epilogue.Strip:
     """Some columns of a chunk of a consumer's tile."""
     return epilogue.Strip(
         at.batch,
         (at.row + chunk.row, chunk.rows),
         (at.col + (chunk.col + columns.start), columns.stop - columns.start),
         plgpu.Layout.WGMMA,
+        reaches,
     )
 
 
