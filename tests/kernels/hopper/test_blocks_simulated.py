@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import gated_gemm, gemm
+from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import implementation
 from pallas_gemm.problem import Blocks, Epilogue, Problem
@@ -164,3 +165,22 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(own, expected_one)
     rounded = jnp.asarray(expected, jnp.float32).astype(case["out"])
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(rounded, np.float32))
+
+
+PLAIN: covering.Case = {name: values[0] for name, values in OPTIONS.items()}
+SEVERAL: dict[str, tuple[int, covering.Case]] = {
+    "1 step, then 3 of 4": (4, {"tile": (64, 128, 2), "k": 14 * 128, "edge": (-3, 16)}),
+    "of late stores": (4, {"tile": (64, 128, 2), "k": 9 * 128, "late_store": True}),
+    "in turns": (4, {"tile": (64, 64, "in turns"), "k": 5 * 128}),
+    "2 at a time": (2, {"tile": (64, 256, 1), "k": 8 * 128}),
+}
+
+
+@pytest.mark.parametrize(("ahead", "own"), SEVERAL.values(), ids=SEVERAL)
+def test_scales_of_several_steps_are_loaded_at_a_time(
+    ahead: int, own: covering.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = PLAIN | own
+    assert _is_legal(case)
+    assert BlockScales.of(_config(case), _problem(case)).ahead == ahead
+    test_exact(case, monkeypatch)
