@@ -78,3 +78,43 @@ def test_rows_keep_their_bits_in_groups_of_any_sizes() -> None:
         sizes = jnp.asarray(np.diff([0, *cuts, M]), jnp.int32)
         rows = rng.permutation(M)
         np.testing.assert_array_equal(_bits(grouped(x[rows], sizes)), whole[rows])
+
+
+def _summed(s: jax.Array) -> tuple[jax.Array, ...]:
+    return s.astype(jnp.bfloat16), jnp.sum(s * s, -1), jax.nn.logsumexp(s, -1)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1152, 6912), (4096, 512)])
+def test_what_a_function_adds_up_along_rows_keeps_its_bits(n: int, k: int) -> None:
+    rng = np.random.default_rng(n)
+    x = jax.random.normal(jax.random.key(0), (M, k), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (k, n), jnp.bfloat16) * jnp.bfloat16(k**-0.5)
+    f = jax.jit(lambda x: gemm(x, w, epilogue=_summed, **ROWS))
+    whole = f(x)
+    exact = jnp.matmul(x[:64], w, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(whole[1][:64], _summed(exact)[1], rtol=1e-4)
+    np.testing.assert_allclose(whole[2][:64], _summed(exact)[2], rtol=1e-4)
+    for rows in _choices(rng):
+        for part, own in zip(f(x[rows]), whole, strict=True):
+            np.testing.assert_array_equal(_bits(part), _bits(own)[rows])
+    grouped = jax.jit(lambda x, s: grouped_gemm(x, jnp.stack([w] * 4), s, epilogue=_summed, **ROWS))
+    sizes = jnp.array([100, 0, 1000, M - 1100], jnp.int32)
+    rows = rng.permutation(M)
+    for part, own in zip(grouped(x[rows], sizes), whole, strict=True):
+        np.testing.assert_array_equal(_bits(part), _bits(own)[rows])
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 8192), (4096, 4096)])
+def test_rows_with_scales_of_blocks_keep_their_bits(n: int, k: int) -> None:
+    rng, dtype = np.random.default_rng(n), jnp.float8_e4m3fn
+    x = jax.random.normal(jax.random.key(0), (M, k)).astype(dtype)
+    w = jax.random.normal(jax.random.key(1), (n, k)).astype(dtype)
+    row, col = (
+        jax.random.uniform(jax.random.key(i), shape) + 0.5
+        for i, shape in enumerate(((M, k // 128), (k // 128, n // 128)))
+    )
+    how: dict[str, Any] = {"transpose_b": True, "preferred_element_type": jnp.bfloat16, **ROWS}
+    f = jax.jit(lambda x, row: gemm(x, w, row_scale=row, col_scale=col, **how))
+    whole = _bits(f(x, row))
+    for rows in _choices(rng):
+        np.testing.assert_array_equal(_bits(f(x[rows], row[rows])), whole[rows])
