@@ -43,6 +43,7 @@ from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.program import ADDING
 
 fused_p = core.Primitive("pallas_gemm_fused")
 fused_p.multiple_results = True
@@ -296,10 +297,20 @@ def refuse_unpromised(call: Call, parts: Split | str) -> None:
         call: The product.
         parts: The function, or why XLA computes all of it.
     """
-    left = parts if isinstance(parts, str) else parts.left
-    if (promised := call.options.numerics) is not None and left:
+    if (promised := call.options.numerics) is None:
+        return
+    why = None
+    if left := parts if isinstance(parts, str) else parts.left:
         why = f"XLA computes the epilogue, or a part of it: {left}"
+    elif promised.chunk is not None and _adds_up_rows(parts):
+        why = "the epilogue adds up rows, and only gradients of right operands do so in chunks"
+    if why:
         raise ValueError(numerics.why_not_kept(promised, why))
+
+
+def _adds_up_rows(parts: Split | str) -> bool:
+    assert isinstance(parts, Split)
+    return any(own.kind == "n" and own.reduction in ADDING for own in parts.program.reductions)
 
 
 def _lowered(

@@ -27,7 +27,7 @@ from pallas_gemm.problem import Problem
 
 LONG_STEPS = 64
 """Steps of k from which on it takes long that few SMs are busy."""
-PARTS = ((1024, 4), (1408, 3), (1536, 4), (2047, 2))
+PARTS = ((512, 4), (640, 3), (1024, 4), (1408, 3), (1536, 4), (2047, 2))
 """(columns, at most, parts of so long a k). 256 rows are where the wrong number costs most: tiles
 of 64 x 128, or 64 x 192, then fill the 132 SMs of an H200 once, or nearly. 3 parts of 256 x 1152 x
 6912 run at 0.99 times the speed without a promise, and 4 at 0.89. 3 parts of 256 x 1536 x 7168 run

@@ -295,6 +295,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _within(lambda: pallas_gemm.linear_cross_entropy(X, W, jnp.zeros(M, jnp.int32))),
         "the log-sum-exp adds up along rows",
     ),
+    "chunks of what a function adds up along columns": (
+        lambda: gemm(
+            X, HEADS[0], epilogue=lambda s: jnp.sum(s, 0), numerics=numerics("rows", chunk=64)
+        ),
+        "the epilogue adds up rows",
+    ),
     "chunks of groups": (
         lambda: ragged_dot_general(
             X, X, SIZES, xla_groups.CONTRACTED, numerics=numerics("rows", chunk=64)

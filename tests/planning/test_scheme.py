@@ -157,9 +157,9 @@ def test_highest_errs_no_more_than_float32(positive: bool) -> None:
     assert _errors(_by_tensor_cores(other, x, y), x, y).max() > single.max()
 
 
-@pytest.mark.parametrize("name", ["BF16_BF16_F32_X6", "BF16_BF16_F32_X9"])
+@pytest.mark.parametrize("name", ["BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3"])
 @pytest.mark.parametrize("positive", [False, True])
-def test_three_arrays_err_far_less_than_one_sum_of_the_tensor_cores(
+def test_parts_err_far_less_than_one_sum_of_the_tensor_cores(
     name: str, positive: bool
 ) -> None:
     x, y = _rows(positive)
@@ -170,8 +170,9 @@ def test_three_arrays_err_far_less_than_one_sum_of_the_tensor_cores(
         np.sqrt(np.mean(_errors(_by_tensor_cores(each, x, y), x, y) ** 2)) for each in (own, one)
     )
     assert ours < whole / 2.5
+    # What three arrays leave out is less than the error of float32.
     single = np.sqrt(np.mean(_errors(_in_single(x, y), x, y) ** 2))
-    assert ours < single
+    assert ours < single or own.parts == 2
 
 
 def _cut(x: np.ndarray) -> list[np.ndarray]:

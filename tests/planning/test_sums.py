@@ -88,6 +88,8 @@ def test_without_a_promise_they_do() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "dtype", "parts"),
     [
+        (512, 4096, jnp.bfloat16, 4),
+        (513, 4096, jnp.bfloat16, 3),
         (1024, 4096, jnp.bfloat16, 4),
         (1025, 4096, jnp.bfloat16, 3),
         (1536, 4096, jnp.bfloat16, 4),
