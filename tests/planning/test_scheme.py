@@ -159,9 +159,7 @@ def test_highest_errs_no_more_than_float32(positive: bool) -> None:
 
 @pytest.mark.parametrize("name", ["BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3"])
 @pytest.mark.parametrize("positive", [False, True])
-def test_parts_err_far_less_than_one_sum_of_the_tensor_cores(
-    name: str, positive: bool
-) -> None:
+def test_parts_err_far_less_than_one_sum_of_the_tensor_cores(name: str, positive: bool) -> None:
     x, y = _rows(positive)
     own = SPLITS[name]
     assert own is not None
