@@ -35,15 +35,15 @@ from pallas_gemm.op.fused_partition import (
     is_turned,
     names_of,
     program_kernel_p,
+    refuse_unpromised,
     shared_program,
 )
 from pallas_gemm.op.parts import told_apart
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
-from pallas_gemm.planning import dispatch, numerics
+from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.dispatch import Decision
-from pallas_gemm.program import ADDING
 
 fused_p = core.Primitive("pallas_gemm_fused")
 fused_p.multiple_results = True
@@ -288,29 +288,6 @@ def _run(
         return function.otherwise or by_xla if gpu else by_xla
     kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
     return functools.partial(found.run, kernel)
-
-
-def refuse_unpromised(call: Call, parts: Split | str) -> None:
-    """Raises an error if a call promises the bits of a function that XLA computes.
-
-    Args:
-        call: The product.
-        parts: The function, or why XLA computes all of it.
-    """
-    if (promised := call.options.numerics) is None:
-        return
-    why = None
-    if left := parts if isinstance(parts, str) else parts.left:
-        why = f"XLA computes the epilogue, or a part of it: {left}"
-    elif promised.chunk is not None and _adds_up_rows(parts):
-        why = "the epilogue adds up rows, and only gradients of right operands do so in chunks"
-    if why:
-        raise ValueError(numerics.why_not_kept(promised, why))
-
-
-def _adds_up_rows(parts: Split | str) -> bool:
-    assert isinstance(parts, Split)
-    return any(own.kind == "n" and own.reduction in ADDING for own in parts.program.reductions)
 
 
 def _lowered(

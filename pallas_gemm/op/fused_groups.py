@@ -25,8 +25,8 @@ from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import one_by_one
-from pallas_gemm.op.fused import Function, changed, kept_dtype, refuse_unpromised
-from pallas_gemm.op.fused_partition import program_kernel_p
+from pallas_gemm.op.fused import Function, changed, kept_dtype
+from pallas_gemm.op.fused_partition import program_kernel_p, refuse_unpromised
 from pallas_gemm.op.grouped import grouped
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import dispatch, xla_groups

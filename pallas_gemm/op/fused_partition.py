@@ -156,7 +156,7 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
     signature = signature_of(tuple(factors))
     split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
     split = _evenly(shared, split, [x.shape for x in factors])
-    _refuse_unpromised(shared, split)
+    _refuse_parts(shared, split)
 
     def shardings(each: Sequence[str]) -> list[Any]:
         axes = {**split.axes, PARTS: ()}
@@ -193,7 +193,30 @@ def _evenly(shared: Shared, split: Split, shapes: Sequence[Any]) -> Split:
     return dataclasses.replace(split, axes=axes, scattered=dict.fromkeys(dims.out, ()))
 
 
-def _refuse_unpromised(shared: Shared, split: Split) -> None:
+def refuse_unpromised(call: Call, parts: Parts | str) -> None:
+    """Raises an error if a call promises the bits of a function that XLA computes.
+
+    Args:
+        call: The product.
+        parts: The function, or why XLA computes all of it.
+    """
+    if (promised := call.options.numerics) is None:
+        return
+    why = None
+    if left := parts if isinstance(parts, str) else parts.left:
+        why = f"XLA computes the epilogue, or a part of it: {left}"
+    elif promised.chunk is not None and _adds_up_rows(parts):
+        why = "the epilogue adds up rows, and only gradients of right operands do so in chunks"
+    if why:
+        raise ValueError(numerics.why_not_kept(promised, why))
+
+
+def _adds_up_rows(parts: Parts | str) -> bool:
+    assert isinstance(parts, Parts)
+    return any(own.kind == "n" and own.reduction in ADDING for own in parts.program.reductions)
+
+
+def _refuse_parts(shared: Shared, split: Split) -> None:
     """Raises an error if devices add up sums whose bits are promised."""
     options = shared.call.options
     if options.numerics is None:
