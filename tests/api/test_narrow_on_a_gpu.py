@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import gemm, grouped_gemm, quantize
+from pallas_gemm import gated_gemm, gemm, grouped_gemm, quantize
 from tests.quantized import assert_quantized
 
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
@@ -133,6 +133,77 @@ def test_experts_of_few_bits_are_widened(dtype, sizes, m, scaled, last):
         start += size
     stored = (jnp.swapaxes(w, 1, 2) if last else w).astype(dtype)
     found = _by_a_kernel(multiply, x, stored, scale, bias, jnp.array(sizes))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_residuals_and_functions_follow_in_the_kernel(size, dtype, last):
+    m, n, k = size
+    # Small ones: products of sums are exact, too.
+    x = jnp.sign(_integers(m, k, seed=0, dtype=BF16))
+    gate, up = (_integers(k, n, seed=i) for i in (1, 2))
+    scale, other = (jnp.clip(jnp.abs(_powers(k // 128, n, seed=i)), 1, 2) for i in (3, 4))
+    residual, bias = _integers(m, n, seed=5), _integers(n, seed=6)
+    stored = [(w.T if last else w).astype(dtype) for w in (gate, up)]
+    sums = [
+        np.asarray(x, np.float64) @ (np.asarray(w, np.float64) * _each(s, (k, n)))
+        for w, s in ((gate, scale), (up, other))
+    ]
+
+    def gated(x: Any, gate: Any, up: Any, scale: Any, other: Any, residual: Any) -> Any:
+        return gated_gemm(
+            x, gate, up, gate_scale=scale, up_scale=other, transpose_b=last, residual=residual,
+            activation="relu", preferred_element_type=F32,
+        )  # fmt: skip
+
+    expected = np.maximum(sums[0], 0) * sums[1] + np.asarray(residual)
+    found = _by_a_kernel(gated, x, *stored, scale, other, residual)
+    np.testing.assert_array_equal(found, expected)
+
+    def f(s: Any, residual: Any, bias: Any) -> Any:
+        z = s + residual + bias[None]
+        return z, jax.nn.relu(z).astype(BF16)
+
+    def fused(x: Any, w: Any, scale: Any, *given: Any) -> Any:
+        return gemm(x, w, col_scale=scale, transpose_b=last, epilogue=f, operands=given)
+
+    z = sums[0] + np.asarray(residual) + np.asarray(bias)
+    results = _by_a_kernel(fused, x, stored[0], scale, residual, bias)
+    np.testing.assert_array_equal(results[0], z)
+    np.testing.assert_array_equal(results[1], jnp.asarray(np.maximum(z, 0), F32).astype(BF16))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_batches_and_gated_experts_of_few_bits(shared):
+    m, n, k, sizes = 40, 640, 1024, (9, 0, 17, 1)
+    x, w = jnp.sign(_integers(m, k, seed=0, dtype=BF16)), _integers(2, 4, k, n, seed=1)
+    scale = jnp.clip(jnp.abs(_powers(2, 4, k // 128, n, seed=2)), 1, 2)
+    wide = np.asarray(w, np.float64) * np.asarray(scale, np.float64).repeat(128, 2)
+    stored = w.astype("int4")
+    left = x if shared else jnp.stack([x, -x, 2 * x, x])
+
+    def batch(x: Any, w: Any, scale: Any) -> Any:
+        return jax.vmap(
+            lambda x, w, scale: gemm(x, w, col_scale=scale, preferred_element_type=F32),
+            (None if shared else 0, 0, 0),
+        )(x, w, scale)
+
+    found = _by_a_kernel(batch, left, stored[0], scale[0])
+    np.testing.assert_array_equal(found, np.asarray(left, np.float64) @ wide[0])
+
+    def experts(x: Any, w: Any, scale: Any, sizes: Any) -> Any:
+        return grouped_gemm(
+            x, w[0], sizes, up=w[1], col_scale=scale[0], up_scale=scale[1], activation="relu",
+            preferred_element_type=F32,
+        )  # fmt: skip
+
+    rows = np.repeat(range(4), sizes)
+    sums = [np.einsum("mk,mkn->mn", np.asarray(x, np.float64)[: len(rows)], y[rows]) for y in wide]
+    expected = np.zeros((m, n))
+    expected[: len(rows)] = np.maximum(sums[0], 0) * sums[1]
+    found = _by_a_kernel(experts, x, stored, scale, jnp.array(sizes))
     np.testing.assert_array_equal(found, expected)
 
 
