@@ -296,7 +296,7 @@ class Problem:
             return 0
         of_both = self.blocks.rows, self.blocks.columns
         left, right = map(bool, of_both[::-1] if self.transpose_out else of_both)
-        return left + right * self.sums
+        return left + right * self.sums * (1 + self.blocks.zeros)
 
     @property
     def pairs(self) -> int:

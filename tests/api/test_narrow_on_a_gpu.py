@@ -207,6 +207,31 @@ def test_batches_and_gated_experts_of_few_bits(shared):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("group", [64, 128, 1024])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("uint4", "uint4"), ("int8", "int8"), ("uint4", "float32")]
+)
+@pytest.mark.parametrize("m", [3, 40, 300])
+def test_groups_of_few_bits_have_zero_points(m, dtype, kind, group, last):
+    n, k = 640, 1024
+    x, w = _integers(m, k, seed=0, dtype=BF16), jnp.abs(_integers(k, n, seed=1))
+    scale, zero = _powers(k // group, n, seed=2), jnp.abs(_integers(k // group, n, seed=3))
+    zero = zero + 0.25 if kind == "float32" else zero
+
+    def multiply(x: Any, w: Any, scale: Any, zero: Any) -> Any:
+        return gemm(
+            x, w, col_scale=scale, col_zero=zero, transpose_b=last, preferred_element_type=F32
+        )
+
+    each = (np.asarray(y, np.float64).repeat(group, 0) for y in (zero, scale))
+    less, by = each
+    stored = (w.T if last else w).astype(dtype)
+    found = _by_a_kernel(multiply, x, stored, scale, zero.astype(kind))
+    exact = np.asarray(x, np.float64) @ ((np.asarray(w, np.float64) - less) * by)
+    np.testing.assert_array_equal(found, exact)
+
+
 @pytest.mark.parametrize("columns", [32, 64, 96, 128])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_nothing_beyond_the_edge_is_stored(columns, dtype):

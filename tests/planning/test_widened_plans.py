@@ -26,7 +26,9 @@ def problem(m: int = 16, n: int = 4096, k: int = 4096, kind: Any = jnp.int4, **o
 @pytest.mark.parametrize("m", [1, 16, 40, 64, 100, 256, 300, 4096])
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
 @pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("blocks", [None, BLOCKS, Blocks(32, 0, 1)])
+@pytest.mark.parametrize(
+    "blocks", [None, BLOCKS, Blocks(32, 0, 1), BLOCKS._replace(zeros=True), Blocks(4096, 0, 1)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_there_is_a_config_for_any_rows(
     m: int, kind: Any, transpose_b: bool, blocks: Any, gated: bool
@@ -53,9 +55,12 @@ def test_there_is_a_config_for_any_rows(
         (problem(transpose_a=True), "the left operand must be stored with k last"),
         (problem(out_dtype=jnp.int8), "the result must be one of"),
         (problem(m=0), "sizes must be positive"),
-        (problem(blocks=Blocks(256, 0, 1)), r"scales are those of \(32, 64, 128\) weights"),
-        (problem(blocks=Blocks(128, 1, 1)), "weights of a column, got blocks of 1 x 128 of a"),
-        (problem(blocks=Blocks(128, 0, 1, zeros=True)), "no weight but 0 stands for 0"),
+        (problem(blocks=Blocks(16, 0, 1)), "scales are those of 32, 64, 128 or more weights"),
+        (problem(blocks=Blocks(128, 1, 1)), "or of all, got blocks of 1 x 128 of a"),
+        (
+            problem(n=4112, transpose_b=True, blocks=Blocks(128, 0, 1, zeros=True)),
+            "zero points of int4 need n of a multiple of 32, got n=4112",
+        ),
         (problem(symmetric="gram"), "those of one product, of a batch, or of rows in groups"),
         (
             problem(epilogue=Epilogue(residual=True), residual_dtype=jnp.int8),

@@ -35,20 +35,21 @@ IN_FLIGHT = 1
 
 
 @Operation
-def add_step(total: Values, w: Ref, x: Ref, scales: Ref, me: Scalar, form: Form) -> Any:
+def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
     """Adds the product of a step, and leaves its last WGMMAs in flight.
 
     Args:
         total: The sum.
         w: A slot of weights: [panel, line, bytes].
         x: A slot of the other operand: [panel, column, 64 contracted elements].
-        scales: A slot of scales, [group, row]; None without.
+        scales: A slot of scales, [group, row], if there are any; then one of zero points, [array
+            and consumer, group, row], or in bytes.
         me: Which of the consumers this is that share the rows.
         form: How all that lies there.
     """
-    refs = [w, x] if scales is None else [w, x, scales]
+    refs = [w, x, *scales]
     types = [plgpu.RefType((plgpu.SwizzleTransform(form.line),))]
-    types += [plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),)), plgpu.RefType()]
+    types += [plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),)), *[plgpu.RefType()] * 2]
     like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(*types[: len(refs)], NUMBER, LAYOUT), return_type=like)
@@ -70,15 +71,22 @@ def add_step(total: Values, w: Ref, x: Ref, scales: Ref, me: Scalar, form: Form)
 
 
 @add_step.meaning
-def _(total: Values, w: Ref, x: Ref, scales: Ref, me: Scalar, form: Form) -> Any:
+def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
     lines = w[...]
     weights = unpacked(lax.concatenate(list(lines), 1), form.kind)
     weights = weights if form.k_last else weights.T
     weights = lax.dynamic_slice_in_dim(weights, me * form.rows, form.rows, 0)
-    if scales is not None:
-        each = scales[...].astype(jnp.float32)
-        each = lax.dynamic_slice_in_dim(each, me * form.rows, form.rows, 1)
-        weights = weights * jnp.repeat(each, form.depth // each.shape[0], 0).T
+
+    def spread(each: Any) -> Any:
+        own = lax.dynamic_slice_in_dim(each.astype(jnp.float32), me * form.rows, form.rows, 1)
+        return jnp.repeat(own, form.depth // own.shape[0], 0).T
+
+    if form.zeros is not None:
+        blocks = scales[1][...][:, : scales[0].shape[0]]
+        blocks = unpacked(blocks, form.zeros) if form.zeros in BITS else blocks
+        weights -= spread(lax.concatenate(list(blocks), 1))
+    if scales:
+        weights *= spread(scales[0][...])
     info = jnp.finfo(form.to)
     # XLA might leave out a cast and the one that undoes it.
     weights = lax.reduce_precision(weights, info.nexp, info.nmant)
@@ -180,11 +188,14 @@ class Step:
 
         Args:
             form: How they lie there.
-            slots: Where the slots of weights, the other operand and scales, if any, begin.
+            slots: Where the slots of weights, the other operand, scales and zero points, if any,
+                begin.
             me: Which consumer this is.
         """
         self.sums: list[Any] = []
-        self._form, self._x, self._scales = form, slots[1], slots[-1]
+        self._form, self._x = form, slots[1]
+        self._scales, self._zeros = (*slots[2:], None, None)[:2]
+        self._less: list[Any] = []
         thread = weights.thread(form, me)
         self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
@@ -199,18 +210,19 @@ class Step:
             words, loaded = loaded, self._load(at + weights.BATCH)
             self._issue(at, *words)
 
-    def _load(self, at: int) -> tuple[list[Any], list[Any]]:
-        """Loads a batch of weights, and scales where those of a group begin."""
+    def _load(self, at: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Loads a batch of weights, and scales and zero points where those of a group begin."""
         form = self._form
         if at >= form.depth:
-            return [], []
+            return [], [], []
         begins = form.group and at % form.group == 0
         scales = self._load_scales(at // form.group) if begins else []
-        return [self._loads.load(top, at) for top in self._tops], scales
+        zeros = self._load_zeros(at // form.group) if begins and form.zeros else []
+        return [self._loads.load(top, at) for top in self._tops], scales, zeros
 
-    def _issue(self, at: int, loaded: Sequence[Any], scales: list[Any]) -> None:
+    def _issue(self, at: int, loaded: Sequence[Any], scales: list[Any], zeros: list[Any]) -> None:
         """Issues the WGMMAs of a batch."""
-        form, self._each = self._form, scales or self._each
+        form, self._each, self._less = self._form, scales or self._each, zeros or self._less
         parts = range(weights.BATCH // WGMMA_DEPTH)
         fragments = [
             [self._fragment(top, x, part) for top, x in enumerate(loaded)] for part in parts
@@ -227,9 +239,12 @@ class Step:
         """The words of 64 rows and 16 contracted elements, ready to be multiplied."""
         form, found = self._form, []
         for number, spread in enumerate(self._loads.spread(loaded, part)):
-            pair = widen.widened(spread, form.kind, form.to)
+            below = number % 2
+            zero = self._less[top][below] if form.zeros else None
+            exact, rest = (zero, None) if form.has_exact_zeros else (None, zero)
+            pair = widen.widened(spread, form.kind, form.to, exact)
             if form.group:
-                pair = widen.scaled(pair, self._each[top][number % 2], form.scales, form.to)
+                pair = widen.scaled(pair, self._each[top][below], form.scales, form.to, rest)
             found.append(pair)
         return found
 
@@ -243,8 +258,37 @@ class Step:
             words = [
                 widen.load(place, (first + below) * size, size) for below in (0, form.row_below)
             ]
-            found.append([widen.scale(word, form.scales, form.to) for word in words])
+            if form.zeros and not form.has_exact_zeros:
+                found.append([widen.single(word, form.scales) for word in words])
+            else:
+                found.append([widen.scale(word, form.scales, form.to) for word in words])
         return found
+
+    def _load_zeros(self, group: int) -> list[Any]:
+        """Loads the zero points of a group, of each row of this thread."""
+        return [
+            [
+                self._load_zero(group, top * WGMMA_ROWS + below)
+                for below in (0, self._form.row_below)
+            ]
+            for top in self._tops
+        ]
+
+    def _load_zero(self, group: int, below: int) -> Register:
+        """Loads the zero point of a row so far below the first of this thread."""
+        form, (lines, line, rows) = self._form, self._form.zeros_of_part
+        bits = widen.bits(form.zeros)
+        size = max(1, bits // 8)
+        text = f"{{ .reg .b32 x; add.u32 x, $1, {below}; div.u32 $0, x, {rows};"
+        text += f" mad.lo.u32 $0, $0, {lines * line}, $2; rem.u32 x, x, {rows};"
+        text += f" mul.lo.u32 x, x, {bits}; shr.b32 x, x, 3; add.u32 $0, $0, x; }}"
+        loaded = widen.load(widen.run(text, self._row, self._zeros), group * line, size)
+        if form.has_exact_zeros:
+            return widen.zero_point(loaded, self._row, below, form.kind, form.to)
+        if form.zeros in BITS:
+            pair = widen.zero_point(loaded, self._row, below, form.zeros, form.to)
+            return widen.single(pair, form.to)
+        return widen.single(loaded, form.zeros)
 
     def _describe(self, at: int) -> Any:
         """The descriptor of 16 contracted elements of the other operand."""

@@ -14,6 +14,8 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
 from pallas_gemm.kernels.ptx.widen import Register, load, run
 
+ZEROS_ALIGNED = 128
+"""Bytes of which TMA begins a box in shared memory at a multiple."""
 BATCH = 32
 """Contracted elements that are loaded at a time."""
 
@@ -32,6 +34,8 @@ class Form(NamedTuple):
         line: Bytes of a line of a panel of weights.
         group: Contracted elements that have a scale; 0 without.
         scales: Type of the scales.
+        zeros: Type of the zero points; None without.
+        sums: How many arrays of weights there are.
     """
 
     kind: np.dtype
@@ -44,6 +48,26 @@ class Form(NamedTuple):
     line: int
     group: int = 0
     scales: Any = None
+    zeros: Any = None
+    sums: int = 1
+
+    @property
+    def has_exact_zeros(self) -> bool:
+        """Whether a weight less its zero point is an element of 16 bits, exactly."""
+        return self.zeros == self.kind and self.kind in widen.OF_FEW_VALUES
+
+    @property
+    def zeros_of_part(self) -> tuple[int, int, int]:
+        """Lines and bytes of a block of zero points in a slot, and how many of its rows it has.
+
+        A block has those of one array and consumer. TMA begins it at a multiple of 128 bytes.
+        """
+        rows = self.rows // self.sums
+        line = rows * widen.bits(self.zeros) // 8
+        lines = max(1, self.depth // self.group)
+        while lines * line % ZEROS_ALIGNED:
+            lines += 1
+        return lines, line, rows
 
     @property
     def bits(self) -> int:

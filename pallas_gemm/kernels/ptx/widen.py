@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_gemm.kernels.element_types import E2M1, INT4, INT8, UINT4
+from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
 
 Register = Any
 """32 bits of each thread."""
@@ -27,6 +27,8 @@ _NAMES = {BF16: "bf16", F16: "f16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
 # Of a number whose mantissa's last bit is worth 1, twice: 128 in bfloat16, 1024 in float16.
 _UNITS = {BF16: 0x43004300, F16: 0x64006400}
 # 2 ** 126 and 2 ** 14, twice: what the bias of the exponent of e2m1 is off by.
+OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
+"""Types of which the difference of two values is an element of 16 bits."""
 _BIAS_OF_E2M1 = {BF16: 0x7E807E80, F16: 0x74007400}
 
 
@@ -68,13 +70,49 @@ def shifted(word: Register, bits: int) -> Register:
     return run(f"{name}.b32 $0, $1, {abs(bits)};", word)
 
 
-def widened(spread: Register, kind: np.dtype, to: np.dtype) -> Register:
-    """Two weights as two elements of 16 bits."""
-    unit = _UNITS[to]
+def bits(kind: np.dtype) -> int:
+    """The bits of a number in memory."""
+    return BITS.get(kind, 8 * kind.itemsize)
+
+
+def widened(spread: Register, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
+    """Two weights as two elements of 16 bits, less a zero point as `zero_point` returns it."""
     if kind in (INT4, UINT4):
-        # Without its sign, a weight of 4 bits is 8 more.
-        zero = unit + 0x00080008 * (kind == INT4)
-        return _less(_masked(spread, 0x000F000F, zero, xor=True), zero, to)
+        number = _large(kind, to)
+        large = _masked(spread, 0x000F000F, number, xor=True)
+        return _less(large, number, to) if zero is None else _minus(large, zero, to)
+    found = _widened(spread, kind, to)
+    return found if zero is None else _minus(found, zero, to)
+
+
+def zero_point(byte: Register, row: Register, below: int, kind: np.dtype, to: np.dtype) -> Register:
+    """A zero point in a byte of shared memory, as `widened` takes it.
+
+    Args:
+        byte: The byte; with 4 bits, it has those of two rows.
+        row: A row, whose number says which half it has.
+        below: How far below this row the other one is.
+        kind: Type of the weights.
+        to: Type of the elements.
+    """
+    if BITS[kind] == 8:
+        return _widened(select(byte, byte, 0), kind, to)
+    text = f"{{ add.u32 $0, $2, {below}; and.b32 $0, $0, 1; shl.b32 $0, $0, 2; shr.b32 $0, $1, $0;"
+    nibble = run(text + " and.b32 $0, $0, 15; }", byte, row)
+    both = run("mul.lo.u32 $0, $1, 0x10001;", nibble)
+    if kind == E2M1:
+        return _widened(both, kind, to)
+    # What is taken off is the number that an integer is the end of, with the zero point in place.
+    return run(f"xor.b32 $0, $1, {_large(kind, to)};", both)
+
+
+def _large(kind: np.dtype, to: np.dtype) -> int:
+    """Twice the number in whose mantissa a weight of 4 bits is; without its sign, it is 8 more."""
+    return _UNITS[to] + 0x00080008 * (kind == INT4)
+
+
+def _widened(spread: Register, kind: np.dtype, to: np.dtype) -> Register:
+    unit = _UNITS[to]
     if kind == INT8 and to == F16:
         zero = unit + 0x00800080
         return _less(_masked(spread, 0x00FF00FF, zero, xor=True), zero, to)
@@ -101,8 +139,21 @@ def scale(loaded: Register, kind: np.dtype, to: np.dtype) -> Register:
     return loaded if kind == F32 else _apart(loaded, kind)[0]
 
 
-def scaled(pair: Register, by: Register, kind: np.dtype, to: np.dtype) -> Register:
-    """Two elements times a scale of that type, rounded once."""
+def single(loaded: Register, kind: np.dtype) -> Register:
+    """A float that was loaded, or a number of few bits, in float32."""
+    return loaded if kind == F32 else _apart(loaded, kind)[0]
+
+
+def scaled(
+    pair: Register, by: Register, kind: np.dtype, to: np.dtype, zero: Register = None
+) -> Register:
+    """Two elements times a scale of that type, rounded once.
+
+    With a zero point in float32, the scale is of float32, too.
+    """
+    if zero is not None:
+        less = [run("sub.rn.f32 $0, $1, $2;", x, zero) for x in _apart(pair, to)]
+        return _packed([run("mul.rn.f32 $0, $1, $2;", x, by) for x in less], to)
     if kind == to:
         return _times(pair, by, to)
     return _packed([run("mul.rn.f32 $0, $1, $2;", x, by) for x in _apart(pair, to)], to)
@@ -115,6 +166,10 @@ def _masked(word: Register, mask: int, more: int, *, xor: bool = False) -> Regis
 def _less(pair: Register, number: int, to: np.dtype) -> Register:
     name = "sub.rn.bf16x2" if to == BF16 else "sub.rn.f16x2"
     return run(f"{{ .reg .b32 zero; mov.b32 zero, {number}; {name} $0, $1, zero; }}", pair)
+
+
+def _minus(pair: Register, other: Register, to: np.dtype) -> Register:
+    return run(f"sub.rn.{_NAMES[to]}x2 $0, $1, $2;", pair, other)
 
 
 def _times(pair: Register, by: Register, to: np.dtype) -> Register:

@@ -134,12 +134,15 @@ class WidenedConfig(GemmConfig):
         """Predicts the shared memory of a CTA."""
         own, stages = self.as_computed(problem), stages or self.stages
         rows, cols = self.tile
+        zeros = own.blocks.zeros if own.blocks else 0
         joined = (self.along_k + self.ctas_along_k - 2) * rows * cols * 4
         stored = self.consumers * self.store_slots * self.store_columns * WGMMA_ROWS
         buffers = (
             stages * rows * self.step * BITS[own.a_dtype] // 8,
             stages * cols * self.step * own.b_dtype.itemsize,
             stages * self.scales_of_step(own) * rows * SCALE_BYTES,
+            # Lines of zero points in bytes may be padded, to no more than they would be in float32.
+            stages * zeros * self.scales_of_step(own) * rows * SCALE_BYTES,
             joined,
             *(stored * dtype.itemsize for dtype in (*own.result_dtypes, *own.loaded_dtypes)),
             8 * (2 * stages + (2 + self.store_slots) * self.consumers),
@@ -157,16 +160,11 @@ class WidenedConfig(GemmConfig):
         return (*reasons, *self._step_refusals(asked), *super().refusals(problem, device))
 
     def _step_refusals(self, problem: Problem) -> Iterator[str]:
-        if problem.blocks and self.step % problem.blocks.k and problem.blocks.k % self.step:
+        group = problem.blocks.k if problem.blocks else problem.k
+        if group != problem.k and self.step % group and group % self.step:
             yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
         if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
             yield f"along_k and ctas_along_k share {steps} steps, got {self}"
-        own = self.scales_of_step(problem)
-        parts = {self.tile[0], self.consumer_tile[0] // problem.sums}
-        if own > 1 and problem.k % self.step and problem.n in parts:
-            # JAX copies whole rows without TMA, which would leave out those beyond the edge.
-            k = problem.k
-            yield f"step must be a part of k={k} where a tile has all columns, got {self.step}"
         if self.schedule != "raster":
             yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
         if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):

@@ -36,12 +36,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem
+from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.widened import finish, walk
 from pallas_gemm.kernels.hopper.widened.plan import WIDEST_COPY, WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.ptx import arrays, fences, fragments
+from pallas_gemm.kernels.ptx import arrays, fences, fragments, widen
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 ALONG_K = "along_k"
@@ -54,6 +55,7 @@ class Slots(NamedTuple):
     w: Ref
     x: Ref
     scales: Any
+    zeros: Any
     joined: Any
     apart: Any
     out: Any
@@ -121,6 +123,24 @@ def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
         scales = place.matrix(cta.gmem.scales[part.array], at.product)
         there = own_groups, pl.ds(at.row + part.source, part.rows)
         plgpu.copy_gmem_to_smem(scales.at[there], own, full)
+    if plan.has_zeros:
+        _load_zeros(cta, own_groups, slot)
+
+
+def _load_zeros(cta: Cta, groups: Any, slot: Scalar) -> None:
+    """Starts the loads of the zero points of a step: a block of each array and consumer."""
+    plan, form, at = cta.plan, cta.plan.form, cta.at
+    bits, (_, _, rows) = widen.bits(form.zeros), form.zeros_of_part
+    in_bytes = form.zeros in BITS
+    for block in range(plan.blocks_of_zeros):
+        consumer, array = divmod(block, form.sums)
+        first, width = at.row + consumer * rows, rows
+        if in_bytes:
+            first, width = lax.div(first * bits, jnp.int32(8)), rows * bits // 8
+        zeros = place.matrix(cta.gmem.scales[form.sums + array], at.product)
+        own = cta.slots.zeros.at[slot, block, pl.ds(0, plan.scales_of_step)]
+        there = groups, pl.ds(first, width)
+        plgpu.copy_gmem_to_smem(zeros.at[there], own, cta.barriers.full.at[slot])
 
 
 def _each_tile(cta: Cta, compute: Callable[[Cta, Scalar], None]) -> Scalar:
@@ -206,7 +226,7 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
         step = before + first + i * config.along_k
         slot = lax.rem(step, stages)
         plgpu.barrier_wait(cta.barriers.full.at[slot])
-        scales = cta.slots.scales.at[slot] if form.group else None
+        scales = [x.at[slot] for x in cta.slots[2:4] if x is not None]
         w, x = cta.slots.w.at[slot], cta.slots.x.at[slot]
         total = fragments.add_step(plan, total, w, x, scales, me, form)
         fences.after_loads(plan)
@@ -273,6 +293,7 @@ def _slots(plan: WidenedPlan) -> Slots:
         scales=plgpu.SMEM((stages, plan.scales_of_step, form.all_rows), plan.scales)
         if form.group
         else None,
+        zeros=_slots_of_zeros(plan) if plan.has_zeros else None,
         joined=plgpu.SMEM(plan.joined_shape, jnp.float32) if config.along_k > 1 else None,
         apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
         if config.ctas_along_k > 1
@@ -285,6 +306,13 @@ def _slots(plan: WidenedPlan) -> Slots:
         ),
         loaded=tuple(plgpu.SMEM(whole, dtype) for dtype in plan.problem.loaded_dtypes),
     )
+
+
+def _slots_of_zeros(plan: WidenedPlan) -> Any:
+    form = plan.form
+    lines, line, rows = form.zeros_of_part
+    kind, length = (jnp.int8, line) if form.zeros in BITS else (form.zeros, rows)
+    return plgpu.SMEM((plan.config.stages, plan.blocks_of_zeros, lines, length), kind)
 
 
 def _barriers(plan: WidenedPlan) -> Barriers:
@@ -307,8 +335,11 @@ def _barriers(plan: WidenedPlan) -> Barriers:
     )
 
 
-def in_bytes(w: jax.Array, bits: int) -> jax.Array:
-    """The bytes that hold weights: the array itself, in memory."""
+def in_bytes(w: jax.Array) -> jax.Array:
+    """The bytes that hold numbers of few bits: the array itself, in memory. Others as they are."""
+    bits = BITS.get(w.dtype)
+    if bits is None:
+        return w
     if bits == 4:
         w = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
     return lax.bitcast_convert_type(w, jnp.int8)
@@ -325,8 +356,9 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         sizes = None
         if plan.problem.groups:
             sizes, rest = table.of_rows(rest[0], plan.problem.n), rest[1:]
-        own = plan.typed(rest[0] if plan.problem.blocks else None)
-        operands = [a, *(in_bytes(x, plan.bits) for x in (b, *ups)), *rest]
+        scales, others = rest[: plan.problem.scales], rest[plan.problem.scales :]
+        own = plan.typed(scales)
+        operands = [a, *(in_bytes(x) for x in (b, *ups, *scales)), *others]
         inputs = launch.inputs(plan.config, plan.problem, operands, sizes)
         kernel = launch.kernel(
             functools.partial(_body, own),

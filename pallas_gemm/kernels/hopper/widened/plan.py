@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -40,18 +41,28 @@ class WidenedPlan(KernelPlan):
 
     Attributes:
         scales: Type of the scales of groups.
+        zeros: Type of their zero points.
     """
 
     config: WidenedConfig
     scales: Any = None
+    zeros: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "problem", self.config.as_computed(self.problem))
 
-    def typed(self, scales: Any) -> Self:
-        """The plan for scales of the type that is given, if any are."""
-        return self if scales is None else dataclasses.replace(self, scales=scales.dtype)
+    def typed(self, scales: Sequence[Any]) -> Self:
+        """The plan for the types of scales, and of zero points, which come last."""
+        if not scales:
+            return self
+        zeros = scales[-1].dtype if self.has_zeros else None
+        return dataclasses.replace(self, scales=scales[0].dtype, zeros=zeros)
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether groups of weights have zero points."""
+        return self.problem.blocks is not None and self.problem.blocks.zeros
 
     @functools.cached_property
     def form(self) -> Form:
@@ -68,6 +79,8 @@ class WidenedPlan(KernelPlan):
             line=config.line(problem),
             group=problem.blocks.k if problem.blocks else 0,
             scales=self.scales or np.dtype(np.float32),
+            zeros=self.zeros,
+            sums=problem.sums,
         )
 
     @property
@@ -95,7 +108,12 @@ class WidenedPlan(KernelPlan):
         """TMA copies of a step."""
         scales = len(self.parts(WIDEST_COPY)) if self.scales_of_step else 0
         weights = len(self.panel_parts) if self.form.k_last else self.form.panels
-        return weights + self.x_panels + scales
+        return weights + self.x_panels + scales + self.blocks_of_zeros
+
+    @property
+    def blocks_of_zeros(self) -> int:
+        """Blocks of zero points in a slot: those of an array and a consumer."""
+        return self.problem.sums * self.config.consumers if self.has_zeros else 0
 
     def parts(self, most: int) -> list[Part]:
         """The rows of a slot in parts of one array each, and of a number of rows at most."""

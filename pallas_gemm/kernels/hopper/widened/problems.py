@@ -33,10 +33,11 @@ def _refusals(problem: Problem) -> Iterator[str]:
         return
     yield from _layout_refusals(problem)
     blocks = problem.blocks
-    if blocks and (blocks.rows or blocks.columns != 1 or blocks.k not in GROUPS):
-        yield f"scales are those of {GROUPS} weights of a column, got {blocks}"
-    if blocks and blocks.zeros:
-        yield f"no weight but 0 stands for 0, got {blocks}"
+    if blocks and (blocks.rows or blocks.columns != 1 or not _is_group(blocks.k, problem.k)):
+        yield (
+            f"scales are those of {', '.join(map(str, GROUPS))} or more weights of a column, or of"
+            f" all, got {blocks}"
+        )
     if problem.terms or problem.symmetric or problem.ragged_k or problem.transpose_out:
         yield "weights of few bits are those of one product, of a batch, or of rows in groups"
     if problem.reductions or not problem.result_dtypes:
@@ -45,17 +46,16 @@ def _refusals(problem: Problem) -> Iterator[str]:
         yield "it promises no order in which sums are made"
 
 
+def _is_group(length: int, k: int) -> bool:
+    """Whether the steps of k divide groups of this length, or are divided by them."""
+    return length in GROUPS or length % GROUPS[-1] == 0 or length == k
+
+
 def _layout_refusals(problem: Problem) -> Iterator[str]:
     """Yields what TMA cannot load or store."""
     if 0 in (problem.m, problem.n, problem.k):
         yield f"sizes must be positive, got m={problem.m}, n={problem.n} and k={problem.k}"
-    names = ", ".join(sorted(map(str, RESULTS)))
-    for dtype in problem.result_dtypes:
-        if dtype not in RESULTS:
-            yield f"the result must be one of {names}, got {dtype}"
-    for dtype in problem.loaded_dtypes:
-        if dtype not in RESULTS:
-            yield f"what has a value for each element must be one of {names}, got {dtype}"
+    yield from _type_refusals(problem)
     if problem.transpose_a:
         yield "the left operand must be stored with k last"
     last, whole = problem.b_shape[-1], ROW_BYTES * 8 // BITS[problem.b_dtype]
@@ -64,6 +64,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
             f"TMA needs rows of a multiple of 16 bytes: the last dimension of b must be a multiple"
             f" of {whole} for {problem.b_dtype}, got {last}"
         )
+    if problem.blocks and problem.blocks.zeros and problem.n % whole:
+        yield f"zero points of {problem.b_dtype} need n of a multiple of {whole}, got n={problem.n}"
     if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
         yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
     yield from _refused_boxes(problem)
@@ -79,10 +81,21 @@ def _refused_boxes(problem: Problem) -> Iterator[str]:
     lies beyond the edge would then get into the next row.
     """
     whole = {x for x in problem.result_dtypes if x == element_types.SINGLE}
-    if problem.n == WGMMA_ROWS and (names := sorted(map(str, whole | {*problem.loaded_dtypes}))):
-        yield f"a result of {', '.join(names)} must not have {WGMMA_ROWS} columns"
+    if problem.n == WGMMA_ROWS and whole:
+        yield f"a result of float32 must not have {WGMMA_ROWS} columns"
     if problem.groups and whole and problem.n % WGMMA_ROWS:
         yield (
             f"float32 results of rows in groups need a multiple of {WGMMA_ROWS} columns, got"
             f" n={problem.n}"
         )
+
+
+def _type_refusals(problem: Problem) -> Iterator[str]:
+    """Yields which types results and operands of the epilogue must not have."""
+    names = ", ".join(sorted(map(str, RESULTS)))
+    for dtype in problem.result_dtypes:
+        if dtype not in RESULTS:
+            yield f"the result must be one of {names}, got {dtype}"
+    for dtype in problem.loaded_dtypes:
+        if dtype not in RESULTS:
+            yield f"what has a value for each element must be one of {names}, got {dtype}"

@@ -42,6 +42,23 @@ def in_slot(lines: np.ndarray, width: int) -> np.ndarray:
     return np.pad(whole, (0, -whole.size % 1024))
 
 
+def drawn_zeros(
+    rng: np.random.Generator, form: Form, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Zero points, [group, row], and the bytes of a slot of them."""
+    lines, line, rows = form.zeros_of_part
+    if form.zeros in BITS:
+        values, bits = drawn(rng, form.zeros, shape)
+        stored = bits[:, 0::2] | bits[:, 1::2] << 4 if BITS[form.zeros] == 4 else bits
+    else:
+        values = rng.uniform(0, 8, shape).astype(form.zeros)
+        stored = values.view(np.uint8).reshape(len(values), -1)
+    blocks = stored.reshape(len(stored), -1, line).swapaxes(0, 1)
+    assert blocks.shape[0] * rows == form.all_rows
+    padded = np.pad(blocks, ((0, 0), (0, lines - blocks.shape[1]), (0, 0)))
+    return np.asarray(values, np.float64), padded.reshape(-1)
+
+
 def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray, int]:
     """The sums of all consumers of a slot, the exact ones, and the ways of its worst load."""
     rng = np.random.default_rng(0)
@@ -55,13 +72,20 @@ def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, n
     slots = [in_slot(np.ascontiguousarray(stored), form.line)]
     slots.append(in_slot(np.ascontiguousarray(other).view(np.uint8).reshape(form.cols, -1), 128))
     slots.append(scales.view(np.uint8).reshape(-1))
+    zeros = np.zeros(scales.shape)
+    if form.zeros is not None:
+        zeros, in_blocks = drawn_zeros(rng, form, scales.shape)
+        slots[-1] = np.pad(slots[-1], (0, -slots[-1].size % 128))
+        slots.append(in_blocks)
     starts = np.cumsum([0, *(slot.size for slot in slots)])
     group = Warpgroup(np.concatenate(slots))
     warpgroup_ptx.emulated(monkeypatch, group)
     scaled = weights
     if form.group:
-        each = np.repeat(scales.astype(np.float32).T, form.depth // len(scales), 1)
-        scaled = weights.astype(np.float32) * each
+        each, less = (
+            np.repeat(x.astype(np.float32).T, form.depth // len(x), 1) for x in (scales, zeros)
+        )
+        scaled = (weights.astype(np.float32) - less) * each
     exact = scaled.astype(form.to).astype(np.float64) @ other.astype(np.float64).T
     found = np.zeros_like(exact)
     threads = np.arange(THREADS)
@@ -69,7 +93,7 @@ def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, n
     if not form.k_last:
         rows = 16 * (threads // 32) + 2 * (threads % 32 // 4)
     for me in range(form.all_rows // form.rows):
-        step = fragments.Step(form, [words(x) for x in starts[:3]], words(me))
+        step = fragments.Step(form, [words(x) for x in starts[:-1]], words(me))
         tops = form.rows // 64
         step.sums = [np.zeros((form.cols // 8, 2, 2, THREADS)) for _ in range(tops)]
         step.emit()
@@ -108,6 +132,31 @@ def test_each_group_has_its_scale(
     found, exact, ways = products(form, monkeypatch)
     np.testing.assert_array_equal(found, exact)
     assert ways == 1
+
+
+@pytest.mark.parametrize("k_last", [False, True])
+@pytest.mark.parametrize("sums", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "to", "zeros"),
+    [
+        (UINT4, BF16, UINT4),
+        (INT4, F16, INT4),
+        (INT8, BF16, INT8),
+        (E2M1, F16, E2M1),
+        (UINT4, BF16, F32),
+        (INT8, F16, BF16),
+        (np.dtype(jnp.float8_e4m3fn), BF16, np.dtype(jnp.float8_e4m3fn)),
+    ],
+)
+def test_each_group_has_its_zero_point(
+    kind: np.dtype, to: np.dtype, zeros: Any, sums: int, k_last: bool, monkeypatch: Any
+) -> None:
+    along = 128 if k_last else 64
+    line = min(128, along * BITS[kind] // 8)
+    scales = F32 if zeros == INT4 else BF16
+    form = Form(kind, to, k_last, 128, 256, 8, 128, line, 64, scales, zeros, sums)
+    found, exact, _ = products(form, monkeypatch)
+    np.testing.assert_array_equal(found, exact)
 
 
 def test_rows_of_a_warp_are_put_in_order() -> None:

@@ -1,5 +1,6 @@
 """What follows sums of weights of few bits, in the GPU simulator: gates, residuals, functions."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import pytest
 from pallas_gemm.kernels import words
 from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests.kernels.hopper.widened.test_widened_groups import of_groups, operands, run
-from tests.kernels.hopper.widened.test_widened_simulated import Config, problem
+from tests.kernels.hopper.widened.test_widened_simulated import Config, problem, weights
 
 GATED = Epilogue(gated=True, residual=True, beta=None)
 
@@ -96,3 +97,61 @@ def test_a_function_has_several_results_and_operands(batch: int) -> None:
     z = np.asarray(a, np.float64) @ wide + np.asarray(x, np.float64) + np.asarray(bias)
     np.testing.assert_array_equal(found[0], np.asarray(jnp.asarray(z, jnp.bfloat16), np.float64))
     np.testing.assert_array_equal(found[1], z * np.asarray(y, np.float64))
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "zeros", "group", "options"),
+    [
+        (jnp.uint4, jnp.uint4, 128, {}),
+        (jnp.int4, jnp.int4, 32, {"step": 64, "tile": (64, 8), "along_k": 4, "stages": 8}),
+        (jnp.int8, jnp.int8, 64, {"consumers": 2, "along_k": 1, "stages": 2}),
+        (jnp.uint4, jnp.bfloat16, 64, {"step": 64}),
+        (jnp.int8, jnp.float32, 384, {}),
+        (jnp.float8_e4m3fn, jnp.float8_e4m3fn, 128, {}),
+        (jnp.float4_e2m1fn, jnp.float4_e2m1fn, 128, {"tile": (128, 8)}),
+    ],
+)
+def test_groups_have_zero_points(
+    kind: Any, zeros: Any, group: int, options: Any, transpose_b: bool
+) -> None:
+    asked = problem(kind, 12, 192, 384, transpose_b=transpose_b, out_dtype=jnp.float32)
+    asked = dataclasses.replace(asked, blocks=Blocks(group, 0, 1, zeros=True))
+    check_zeros(asked, Config(**options), zeros)
+
+
+@pytest.mark.parametrize("kind", [jnp.uint4, jnp.int8])
+def test_gates_of_experts_have_zero_points(kind: Any) -> None:
+    epilogue = Epilogue(gated=True)
+    asked = of_groups((5, 0, 11), m=19, kind=kind, epilogue=epilogue)
+    asked = dataclasses.replace(asked, blocks=Blocks(128, 0, 1, zeros=True))
+    check_zeros(asked, Config(tile=(256, 8), consumers=2, along_k=1), kind, 5, 0, 11)
+
+
+def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int) -> None:
+    """Simulates a product of weights with zero points: all of it is rounded as theirs are."""
+    rng = np.random.default_rng(2)
+    a = jnp.asarray(rng.integers(-1, 2, asked.a_shape), asked.a_dtype)
+    lead = asked.b_shape[:-2]
+    shape = (*lead, asked.k // asked.blocks.k, asked.n)
+    arrays: Any = []
+    for _ in range(asked.sums):
+        b, zero = (weights(x, t, rng) for x, t in ((asked.b_shape, asked.b_dtype), (shape, kind)))
+        scale = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), jnp.bfloat16)
+        wide = b.astype(jnp.float32)
+        wide = wide.swapaxes(-1, -2) if asked.transpose_b else wide
+        each = (jnp.repeat(x.astype(jnp.float32), asked.blocks.k, -2) for x in (zero, scale))
+        less, by = each
+        stands = ((wide - less) * by).astype(asked.a_dtype)
+        arrays.append((b, scale, zero, np.asarray(stands, np.float64)))
+    rights, scales, zeros, stands = zip(*arrays, strict=True)
+    given = [jnp.array(sizes)] if sizes else []
+    found = run(asked, config, a, *rights, *given, *scales, *zeros)
+    x, expected = np.asarray(a, np.float64), np.zeros((asked.m, asked.n))
+    if sizes:
+        group = np.repeat(range(len(sizes)), sizes)
+        sums = [np.einsum("mk,mkn->mn", x[: len(group)], own[group]) for own in stands]
+    else:
+        sums = [x @ own for own in stands]
+    expected[: len(sums[0])] = np.prod(sums, 0)
+    np.testing.assert_allclose(found, expected, rtol=3e-7, atol=3e-6 * np.abs(expected).max())
