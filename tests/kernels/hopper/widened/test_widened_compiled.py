@@ -18,6 +18,7 @@ from pallas_gemm.planning.architectures import WIDENED
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 
 BLOCKS = Blocks(128, 0, 1)
+ZEROS = BLOCKS._replace(zeros=True)
 GATED = Epilogue(gated=True, residual=True, activation=jax.nn.silu)
 WIDE = {"residual_dtype": jnp.float32}
 
@@ -30,6 +31,8 @@ def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
         lead = (problem.groups,) if problem.groups else ()
         shape = (*lead, problem.k // problem.blocks.k, problem.n)
         operands += [jax.ShapeDtypeStruct(shape, scales)] * problem.sums
+        if problem.blocks.zeros:
+            operands += [jax.ShapeDtypeStruct(shape, problem.b_dtype)] * problem.sums
     shapes = {"residual": problem.out_shape}
     operands += [
         jax.ShapeDtypeStruct(shapes.get(name, (problem.n,)), jnp.float32)
@@ -58,10 +61,14 @@ def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
         (16, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, **WIDE}),
         (512, jnp.int8, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, **WIDE}),
         (128, jnp.int4, jnp.bfloat16, {"blocks": BLOCKS, "epilogue": GATED, "groups": 8, **WIDE}),
+        (16, jnp.uint4, jnp.bfloat16, {"blocks": ZEROS}),
+        (300, jnp.uint4, jnp.float16, {"blocks": ZEROS}),
+        (128, jnp.uint4, jnp.bfloat16, {"blocks": ZEROS, "epilogue": GATED, "groups": 8, **WIDE}),
     ],
     ids=[
         *("1", "64", "512", "e4m3", "e2m1", "gelu"),
         *("experts", "gated", "512 gated", "gated experts"),
+        *("zero points", "300 zero points", "experts with zero points"),
     ],
 )
 def test_what_is_chosen_spills_nothing(
