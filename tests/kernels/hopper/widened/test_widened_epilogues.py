@@ -130,17 +130,17 @@ def test_gates_of_experts_have_zero_points(kind: Any) -> None:
 
 def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int) -> None:
     """Simulates a product of weights with zero points: all of it is rounded as theirs are."""
-    rng = np.random.default_rng(2)
+    rng, group = np.random.default_rng(2), asked.blocks.k if asked.blocks else asked.k
     a = jnp.asarray(rng.integers(-1, 2, asked.a_shape), asked.a_dtype)
     lead = asked.b_shape[:-2]
-    shape = (*lead, asked.k // asked.blocks.k, asked.n)
+    shape = (*lead, asked.k // group, asked.n)
     arrays: Any = []
     for _ in range(asked.sums):
         b, zero = (weights(x, t, rng) for x, t in ((asked.b_shape, asked.b_dtype), (shape, kind)))
         scale = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), jnp.bfloat16)
         wide = b.astype(jnp.float32)
         wide = wide.swapaxes(-1, -2) if asked.transpose_b else wide
-        each = (jnp.repeat(x.astype(jnp.float32), asked.blocks.k, -2) for x in (zero, scale))
+        each = (jnp.repeat(x.astype(jnp.float32), group, -2) for x in (zero, scale))
         less, by = each
         stands = ((wide - less) * by).astype(asked.a_dtype)
         arrays.append((b, scale, zero, np.asarray(stands, np.float64)))
@@ -149,8 +149,8 @@ def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int) -> None:
     found = run(asked, config, a, *rights, *given, *scales, *zeros)
     x, expected = np.asarray(a, np.float64), np.zeros((asked.m, asked.n))
     if sizes:
-        group = np.repeat(range(len(sizes)), sizes)
-        sums = [np.einsum("mk,mkn->mn", x[: len(group)], own[group]) for own in stands]
+        of_row = np.repeat(range(len(sizes)), sizes)
+        sums = [np.einsum("mk,mkn->mn", x[: len(of_row)], own[of_row]) for own in stands]
     else:
         sums = [x @ own for own in stands]
     expected[: len(sums[0])] = np.prod(sums, 0)
