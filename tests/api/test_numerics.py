@@ -421,6 +421,26 @@ def test_devices_that_add_up_their_sums_keep_no_promise() -> None:
         on_mesh(f, (None, "x"), ("x", None))
 
 
+def test_factors_with_scales_of_blocks_are_summed_up_alike_and_derived_by_none() -> None:
+    k, n, own = 16384, 256, set()
+    w = jax.ShapeDtypeStruct((n, k), jnp.float8_e4m3fn)
+    for m in (1, 128, 4096):
+        x = jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn)
+        rows = jax.ShapeDtypeStruct((m, k // 128), jnp.float32)
+        columns = jax.ShapeDtypeStruct((k // 128, n // 128), jnp.float32)
+
+        def f(x: Any, w: Any, rows: Any, columns: Any) -> jax.Array:
+            how: dict[str, Any] = {"transpose_b": True, "preferred_element_type": jnp.bfloat16}
+            return gemm(x, w, row_scale=rows, col_scale=columns, numerics=ROWS, **how)
+
+        with target("h200"):
+            own |= set(numerics.of(f, x, w, rows, columns))
+            with pytest.raises(ValueError, match="XLA derives a product whose factors have scales"):
+                jax.eval_shape(jax.grad(lambda *y: f(*y).sum(), 2), x, w, rows, columns)
+    assert {sums.parts for sums in own} == {(k // 128,)}
+    assert len(own) == 1
+
+
 def _part_of(epilogue: Any, *specs: Any) -> Any:
     """Returns how one device computes its part of a function, and how all of it is computed."""
 
