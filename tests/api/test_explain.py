@@ -377,7 +377,7 @@ BATCH = "no kernel takes groups with batch dimensions"
 RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "types": (
         ragged_dot,
-        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.int8)),
+        (_shape(512, 256, dtype=jnp.int8), _shape(4, 256, 128)),
         "no kernel multiplies bfloat16 by int8; cast int8 to bfloat16",
     ),
     "complex": (
@@ -387,7 +387,7 @@ RAGGED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     ),
     "types of an epilogue": (
         lambda a, b, sizes: pallas_gemm.grouped_gemm(a, b, sizes, activation="gelu"),
-        (_shape(512, 256), _shape(4, 256, 128, dtype=jnp.int8)),
+        (_shape(512, 256, dtype=jnp.int8), _shape(4, 256, 128)),
         "no kernel multiplies bfloat16 by int8",
     ),
     "a batch": (_ragged, (_shape(2, 512, 256), _shape(2, 256, 4, 128)), BATCH),

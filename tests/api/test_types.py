@@ -201,3 +201,14 @@ def test_mistakes_are_of_the_kind_that_they_are_in_jnp(a: Any, b: Any) -> None:
     for ours in (matmul, gemm):
         with pytest.raises(theirs.type):
             ours(a, b)
+
+
+def test_an_epilogue_follows_exact_sums_of_integers_though_its_result_is_of_floats() -> None:
+    """Beyond 2^24, where float32 has no odd numbers."""
+    a = np.full((2, 3001), 127, np.int8)
+    a[0, :7] = 126
+    exact = a.astype(np.int64) @ a.T.astype(np.int64)
+    how: dict[str, Any] = {"preferred_element_type": jnp.float32, "activation": "relu"}
+    found = gemm(jnp.asarray(a), jnp.asarray(a.T), implementation="xla", **how)
+    assert exact.min() > 2**24
+    np.testing.assert_array_equal(found, exact.astype(np.float32))
