@@ -126,3 +126,19 @@ def test_all_that_a_report_has_to_say_begins_its_lines() -> None:
     named = ("last layer", "before it", "JAX's own", "to change")
     for name in named:
         assert re.search(rf"^{name:<14}\S", text, re.MULTILINE), text
+
+
+def test_what_is_moved_is_that_of_every_copy_and_pass() -> None:
+    def f(heads: Any, x: Any, w: Any) -> Any:
+        return pallas_gemm.einsum("bqhd,bkhd->bhqk", heads, heads), gemm(x, w)
+
+    shape = jax.ShapeDtypeStruct
+    heads = shape((2, 1024, 8, 64), jnp.bfloat16)
+    odd = shape((4096, 8191), jnp.bfloat16), shape((8191, 4096), jnp.bfloat16)
+    with target("h200"):
+        found = explain(f, heads, *odd)
+    copied = sum(own.bytes * own.times for own in found.all_copies)
+    passed = sum(own.passes for own in found.groups)
+    assert copied == 2 * 2 * heads.size * 2
+    assert passed > 0
+    assert dict(explanation._totals(found))["moved"].startswith(f"{(copied + passed) / 1e6:.1f} MB")
