@@ -208,6 +208,26 @@ def test_log_sum_exp_in_one_pass(
     )
 
 
+def test_a_value_that_is_no_sum_is_picked_as_well() -> None:
+    config = HopperConfig(
+        tile=(64, 64), consumers=1, late_store=False, stages=2, ctas=2, store_columns=32
+    )
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-2, 3, x), BF16) for x in ((64, 64), (104, 64)))
+    labels = jnp.asarray(rng.integers(0, 104, 64), jnp.int32)
+
+    def f(s: Any, label: Any) -> Any:
+        z = jnp.maximum(s + 1, 0)
+        hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
+        return jnp.sum(jnp.where(hit, z, 0), -1), jnp.sum(jnp.where(hit, s, 0), -1)
+
+    how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
+    found = gemm(a, b, epilogue=f, operands=(labels,), **how)
+    sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
+    for own, expected in zip(found, f(jnp.asarray(sums), labels), strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
 def test_infinite_rows_in_the_kernel() -> None:
     config = HopperConfig(
         tile=(64, 64), consumers=1, late_store=False, stages=2, ctas=2, store_columns=32

@@ -13,7 +13,8 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.program import Program, Result
 from schedules import Pieces
 
 
@@ -108,3 +109,15 @@ def test_devices_that_gather_rows_refuse_workers_that_might_not_run(persistence)
     with pytest.raises(ValueError, match="persistence must be 'static' where rows are gathered"):
         HopperPlan(problem, config, H200, exchange)
     HopperPlan(problem, config, H200, dataclasses.replace(exchange, gathers=False))
+
+
+@pytest.mark.parametrize(("parts", "widths"), [(1, {16}), (0, {8})])
+def test_strips_at_the_edge_are_as_wide_as_others_where_sums_have_a_promised_order(parts, widths):
+    own = (Result(0, np.dtype(np.float32), "m", "sum"),)
+    program = Program(1, np.dtype(np.float32), (), (), own)
+    epilogue = Epilogue(program=program)
+    problem = Problem(4096, 4104, 4096, transpose_b=True, epilogue=epilogue, parts=parts)
+    plan = HopperPlan(problem, HopperConfig(tile=(128, 128), late_store=False), H200)
+    assert {strip.stop - strip.start for strip in plan.strips(64, reaches=True)} == widths
+    within = {strip.stop - strip.start for strip in plan.strips(64)}
+    assert (within == widths) == bool(parts)
