@@ -217,9 +217,11 @@ def test_a_value_that_is_no_sum_is_picked_as_well() -> None:
     labels = jnp.asarray(rng.integers(0, 104, 64), jnp.int32)
 
     def f(s: Any, label: Any) -> Any:
-        z = jnp.maximum(s + 1, 0)
-        hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
-        return jnp.sum(jnp.where(hit, z, 0), -1), jnp.sum(jnp.where(hit, s, 0), -1)
+        def picked(x: Any) -> Any:
+            hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
+            return jnp.sum(jnp.where(hit, x, 0), -1)
+
+        return picked(jnp.maximum(s + 1, 0)), picked(s)
 
     how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
     found = gemm(a, b, epilogue=f, operands=(labels,), **how)
