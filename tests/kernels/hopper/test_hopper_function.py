@@ -217,11 +217,8 @@ def test_a_value_that_is_no_sum_is_picked_as_well() -> None:
     labels = jnp.asarray(rng.integers(0, 104, 64), jnp.int32)
 
     def f(s: Any, label: Any) -> Any:
-        def picked(x: Any) -> Any:
-            hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
-            return jnp.sum(jnp.where(hit, x, 0), -1)
-
-        return picked(jnp.maximum(s + 1, 0)), picked(s)
+        hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
+        return jnp.sum(jnp.where(hit, jnp.maximum(s + 1, 0), 0), -1), jnp.max(s, -1)
 
     how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
     found = gemm(a, b, epilogue=f, operands=(labels,), **how)
