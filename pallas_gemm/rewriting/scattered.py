@@ -12,7 +12,6 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.split import ELEMENTWISE
-from pallas_gemm.rewriting.level import Level
 
 NAMES = frozenset(("scatter-add", "scatter_add"))
 """JAX's names of the operation."""
@@ -27,37 +26,43 @@ def chosen(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> Sequence[Any]:
         jaxpr: The function.
         equations: Its equations.
     """
-    if not any(e.primitive.name in NAMES for e in equations):
+    added = {e.outvars[0]: e for e in equations if _is_one_of_each_row(e)}
+    if not added:
         return equations
-    level = Level(jaxpr, equations)
+    kept = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+    empty: set[Any] = set()
+    for equation in equations:
+        if equation.primitive.name not in ELEMENTWISE:
+            kept.update(x for x in equation.invars if isinstance(x, core.Var))
+        if _is_of_zeros(equation):
+            empty.update(equation.outvars)
     found: list[Any] = []
     for equation in equations:
-        found += _choice(equation) if _is_one_of_each_row(level, equation) else [equation]
+        own = equation.outvars[0] if equation.outvars else None
+        is_chosen = own in added and own not in kept and equation.invars[0] in empty
+        found += _choice(equation) if is_chosen else [equation]
     return found
 
 
-def _is_one_of_each_row(level: Level, equation: Any) -> bool:
+def _is_of_zeros(equation: Any) -> bool:
+    if equation.primitive.name != "broadcast_in_dim":
+        return False
+    (zero,) = equation.invars
+    return isinstance(zero, core.Literal) and zero.val == 0
+
+
+def _is_one_of_each_row(equation: Any) -> bool:
+    """Whether an equation adds one number to each row of an array, along its last dimension."""
     if equation.primitive.name not in NAMES or equation.effects:
         return False
-    zeros, places, numbers = equation.invars
-    made, (out,) = level.maker(zeros), equation.outvars
-    rows = zeros.aval.shape[:-1]
-    if (places.aval.shape, numbers.aval.shape) != ((*rows, 1, 1), (*rows, 1)):
+    into, places, numbers = (x.aval.shape for x in equation.invars)
+    rows = into[:-1]
+    if not into or (places, numbers) != ((*rows, 1, 1), (*rows, 1)):
         return False
-    if made is None or made.primitive.name != "broadcast_in_dim":
-        return False
-    (zero,) = made.invars
-    if not isinstance(zero, core.Literal) or zero.val != 0:
-        return False
-    readers = level.readers(out)
-    if out in level.results or not all(e.primitive.name in ELEMENTWISE for e in readers):
-        return False
-    dims, batch = equation.params["dimension_numbers"], tuple(range(len(rows)))
+    dims, batch, last = equation.params["dimension_numbers"], tuple(range(len(rows))), (len(rows),)
     own = (dims.update_window_dims, dims.inserted_window_dims, dims.scatter_dims_to_operand_dims)
-    last = (len(rows),)
-    is_along_rows = tuple(map(tuple, own)) == ((), last, last)
     others = (dims.operand_batching_dims, dims.scatter_indices_batching_dims)
-    is_along_rows = is_along_rows and tuple(map(tuple, others)) == (batch, batch)
+    is_along_rows = tuple(map(tuple, (*own, *others))) == ((), last, last, batch, batch)
     return is_along_rows and equation.params["mode"] in MODES
 
 

@@ -57,7 +57,8 @@ def _repeated(x: Any, w: Any, scale: Any) -> Any:
 
 def _tiled(x: Any, w: Any, scale: Any) -> Any:
     # Its scales are in turns, not in groups.
-    each = jnp.tile(scale.astype(F32), (w.shape[0] // scale.shape[0], 1))
+    shape = (w.shape[0] // scale.shape[0], *scale.shape)
+    each = jnp.broadcast_to(scale.astype(F32), shape).reshape(w.shape)
     return x @ (w.astype(F32) * each).astype(x.dtype)
 
 

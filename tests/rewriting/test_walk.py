@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
+from jax.sharding import AxisType
 
 from pallas_gemm import accelerate, target
 from pallas_gemm.layers import routed
-from pallas_gemm.rewriting import lines
+from pallas_gemm.rewriting import inlining, lines
 from tests.reference import integers
 from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
 
@@ -148,6 +149,32 @@ def test_calls_that_return_numbers_and_arguments_stay_right() -> None:
     program, found = _accelerated(f, *args)
     assert_same(found, jax.jit(f)(*args))
     assert names(program).count("pallas_gemm") == 1
+
+
+def test_a_call_whose_result_is_a_number_stays_a_call() -> None:
+    program = jax.make_jaxpr(lambda x, w: jax.jit(lambda y: (jnp.sum(y, 0), y[:1] + 1))(x @ w))(
+        *operands()
+    )
+    product, call = program.eqns
+    inner = call.params["jaxpr"]
+    for one in (core.Literal(np.float32(1), inner.outvars[0].aval), inner.outvars[1]):
+        other = inner.replace(outvars=[one, inner.outvars[1]])
+        equations = [product, call.replace(params=call.params | {"jaxpr": other})]
+        assert inlining.inlined(program, equations) == equations
+    assert len(inlining.inlined(program, program.eqns)) > 2
+
+
+def test_a_call_that_says_where_its_results_lie_stays_a_call() -> None:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+
+    def f(x: Any, w: Any) -> Any:
+        return jax.jit(lambda y: (jnp.sum(y, 0), y[:1] + 1), out_shardings=there)(x @ w)
+
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert [e.primitive.name for e in program.eqns] == ["pallas_gemm", "jit"]
 
 
 def test_only_what_changes_is_another_equation() -> None:
