@@ -141,6 +141,11 @@ class GemmConfig:
         """Rows and columns of the result that one CTA computes at a time."""
         return self.tile[0], self.tile[1] // problem.sums
 
+    def scaling_cycles(self, problem: Problem) -> float:
+        """Cycles of a step in which the tensor cores wait while sums of blocks are scaled."""
+        del problem  # Kernels that scale none have none.
+        return 0.0
+
     def loaded_columns(self, problem: Problem) -> int:
         """Columns of the right operand that a CTA loads for a tile."""
         del problem  # A kernel may load some more for its layout, or share them with others.

@@ -81,7 +81,7 @@ def seconds(
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
-    multiply = rows * cols * step_bytes / per_cycle
+    multiply = rows * cols * step_bytes / per_cycle + config.scaling_cycles(problem)
     costs = architecture.costs
     cycles = costs.cut_row_cycles if config.rounds_up(problem) else costs.row_cycles
     loading = costs.row_cycles * rows + cycles * config.loaded_columns(problem)

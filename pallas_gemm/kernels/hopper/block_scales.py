@@ -56,6 +56,12 @@ class BlockScales(NamedTuple):
         return self.blocks.columns % self.part != 0
 
     @property
+    def sums_of_step(self) -> int:
+        """How many sums a consumer scales one after the other in a step."""
+        rows, columns = self.consumer
+        return self.per_step * self.sums * (rows // WGMMA_ROWS) * (columns // self.part)
+
+    @property
     def ahead(self) -> int:
         """Steps whose scales are loaded at a time."""
         if self.apart or self.per_step > 1:

@@ -37,6 +37,10 @@ MOST_OF_CONSUMERS = Registers(24, 240)
 """The most that two consumers get: the producer keeps few."""
 LATE_STRIP = 32
 """Columns of a tile that are finished at once, at most, where it is stored late."""
+SCALING_CYCLES = 0.85
+"""For each element of a thread's part of a block's sum: the tensor cores wait while it is added."""
+ALONE_CYCLES = 150
+"""From the last WGMMA of a block to the first of the next one, for a consumer alone."""
 LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 TOLD_SLOTS = 8
@@ -247,6 +251,16 @@ class HopperTiling(GemmConfig):
             return False
         stored = self.accumulator_registers * problem.out_dtype.itemsize // 4 if late else 0
         return stored + scales.registers <= (own.consumer if own else MAX_REGISTERS)
+
+    def scaling_cycles(self, problem: Problem) -> float:
+        """See `GemmConfig`: that of a consumer alone is not hidden behind the WGMMAs of another."""
+        if problem.blocks is None:
+            return 0.0
+        scales = BlockScales.of(self, problem)
+        sums = self.consumers * scales.per_step
+        each = SCALING_CYCLES * self.accumulator_registers * (2 if scales.apart else 1)
+        waits = ALONE_CYCLES * scales.sums_of_step if self.consumers == 1 else 0.0
+        return sums * each + waits
 
     def registers_of(self, problem: Problem) -> Registers | None:
         """Registers of the roles for a problem: the sums of blocks take some of the producer's."""

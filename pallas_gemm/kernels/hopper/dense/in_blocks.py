@@ -9,6 +9,7 @@ does so for several steps at a time, while it computes the several before: the w
 longer than a step. Where a block is longer than a step, its steps are scaled one by one.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -73,58 +74,116 @@ def add_up(
     Returns the sum, and the slot of the last step.
     """
     plan, barriers = cta.plan, cta.barriers
-    ahead, end = plan.scales.ahead, plan.k_steps
-    if steps.count is not None:
-        # How many steps are left is not known here.
-        ahead, end = 1, steps.count
-
-    def scales_of(k: Scalar) -> Step:
-        return load(cta, at, begin + k)
-
-    def step(slot: Scalar, total: Values, before: Values | None, scales: Step) -> Any:
-        barrier = ring.barrier(plan, slot, me)
-        plgpu.barrier_wait(barriers.full.at[barrier])
-        total, product = _added(cta, me, slot, (total, before), scales)
-        plgpu.barrier_arrive(barriers.empty.at[barrier])
-        return total, product
-
-    def several(first: Scalar, count: int) -> tuple[Step, ...]:
-        first = lax.min(first, jnp.int32(end - count))
-        return tuple(scales_of(first + number) for number in range(count))
-
-    def compute(count: int, first: Scalar, done: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """Computes the steps whose scales are there, and loads those of the next ones."""
-        kept, total, scales = done
-        upcoming, product = several(first + count, count), None
-        for number in range(count):
-            _, slot = ring.step(plan, steps.turn, first + number, kept)
-            total, product = step(slot, total, product, scales[number])
-            kept = ring.keep(plan, slot)
-        return kept, total, upcoming
-
-    def advance(k: Scalar, done: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        return compute(1, k, done)
-
+    loop = _Loop(cta, me, at, steps, begin)
     if plan.config.pingpong:
         plgpu.barrier_wait(barriers.baton.at[me])
     zeros = arrays.in_registers(plan, jnp.zeros(plan.config.consumer_tile, jnp.float32), LAYOUT)
     slot = ring.first_slot(plan, steps.turn, steps.slot)
-    total, _ = step(slot, zeros, None, scales_of(jnp.int32(0)))
-    done: Any = (ring.keep(plan, slot), total, several(jnp.int32(1), 1))
-    done, issued = multiply.store_between(stores, steps.count, advance, done)
-    # Then there are so many left that several at a time are all of them.
-    alone = end if ahead == 1 else issued + (end - issued) % ahead
-    kept, total, _ = lax.fori_loop(issued, alone, advance, done)
-    if ahead > 1 and alone < end:
-        kept, total, _ = lax.fori_loop(
-            0,
-            (end - alone) // ahead,
-            lambda i, done: compute(ahead, alone + i * ahead, done),
-            (kept, total, several(jnp.int32(alone), ahead)),
-        )
+    total, _ = loop.step(slot, zeros, None, loop.load(jnp.int32(0)))
+    done = _Done(ring.keep(plan, slot), total, loop.several(jnp.int32(1), 1))
+    done, issued = multiply.store_between(stores, steps.count, loop.advance, done)
+    kept, total, _ = loop.rest(issued, done)
     if plan.config.pingpong:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
     return total, kept
+
+
+class _Done(NamedTuple):
+    """The state that a step hands on.
+
+    Attributes:
+        kept: The slot, where it is counted from step to step, or None.
+        total: The sum.
+        scales: The scales of the next steps.
+    """
+
+    kept: Scalar | None
+    total: Values
+    scales: tuple[Step, ...]
+
+
+class _Loop(NamedTuple):
+    """The steps of one tile, or of a piece of it.
+
+    Attributes:
+        cta: The memory and the barriers of the CTA.
+        me: Which consumer this is.
+        at: Where its part of the tile lies.
+        steps: The steps.
+        begin: The first one, of those of the tile.
+    """
+
+    cta: Cta
+    me: Scalar
+    at: place.Where
+    steps: multiply.Steps
+    begin: Any
+
+    @property
+    def end(self) -> Any:
+        """How many there are."""
+        return self.cta.plan.k_steps if self.steps.count is None else self.steps.count
+
+    def load(self, k: Scalar) -> Step:
+        """Starts to load the scales of a step."""
+        return load(self.cta, self.at, self.begin + k)
+
+    def several(self, first: Scalar, count: int) -> tuple[Step, ...]:
+        """Starts to load those of several steps, or of the last ones."""
+        first = lax.min(first, jnp.int32(self.end - count))
+        return tuple(self.load(first + number) for number in range(count))
+
+    def step(self, slot: Scalar, total: Values, before: Values | None, scales: Step) -> Any:
+        """Computes a step; returns the sum and the last product, whose registers may be taken."""
+        barriers, barrier = self.cta.barriers, ring.barrier(self.cta.plan, slot, self.me)
+        plgpu.barrier_wait(barriers.full.at[barrier])
+        total, product = _added(self.cta, self.me, slot, (total, before), scales)
+        plgpu.barrier_arrive(barriers.empty.at[barrier])
+        return total, product
+
+    def compute(self, k: Scalar, done: _Done, loads: Sequence[int]) -> _Done:
+        """Computes steps; `loads` says how many more scales are loaded before each of them."""
+        plan, (kept, total, scales), product = self.cta.plan, done, None
+        for number, count in enumerate(loads):
+            if count:
+                upcoming = self.several(k + number + len(scales), count)
+                scales = (*scales, *upcoming)
+            _, slot = ring.step(plan, self.steps.turn, k + number, kept)
+            total, product = self.step(slot, total, product, scales[0])
+            kept, scales = ring.keep(plan, slot), scales[1:]
+        return _Done(kept, total, scales)
+
+    def advance(self, k: Scalar, done: _Done) -> _Done:
+        """Computes one step, and loads the scales of the next one."""
+        return self.compute(k, done, (1,))
+
+    def rest(self, first: Any, done: _Done) -> _Done:
+        """Computes all steps from one on."""
+        scales, end = self.cta.plan.scales, self.end
+        # How many steps a piece has is not known here.
+        ahead = scales.ahead if self.steps.count is None else 1
+        if ahead == 1:
+            # In pairs, scales are not moved to other registers, which would wait for them. Groups,
+            # and scales of each column, leave too few registers for that.
+            each = 1 if scales.apart or self.cta.plan.problem.groups else 2
+            count = (end - first) // each
+            loads = (1,) * each
+            done = lax.fori_loop(
+                0, count, lambda i, done: self.compute(first + i * each, done, loads), done
+            )
+            return lax.fori_loop(first + count * each, end, self.advance, done)
+        # Then there are so many left that several at a time are all of them.
+        alone = first + (end - first) % ahead
+        done = lax.fori_loop(first, alone, self.advance, done)
+        if alone == end:
+            return done
+        loads = (ahead, *(0,) * (ahead - 1))
+        return lax.fori_loop(
+            0,
+            (end - alone) // ahead,
+            lambda i, done: self.compute(alone + i * ahead, done, loads),
+            done._replace(scales=self.several(jnp.int32(alone), ahead)),
+        )
 
 
 def load(cta: Cta, at: place.Where, k: Scalar) -> Step:
