@@ -296,12 +296,15 @@ class GroupedCall(Call):
         rows in groups    a[m, k] @ b[group of the row, k, n]         [m, n]
         k in groups       a[rows of the group].T @ b[the same]        [groups, m, n]
 
+    Blocks of k that have scales are those of all rows, from the first on, wherever groups begin.
+
     The operands are a, b (stored `[groups, n, k]` if it is transposed), up if it is gated, the
     sizes, and what the epilogue takes: what has values of columns, or none, may have a group's own,
     one dimension more. Rows that are in no group are zeros in the result, or no part of it.
 
     Attributes:
-        contracted: The groups are of what is contracted: both operands are stored with it first.
+        contracted: The groups are of what is contracted: both operands are stored with it first,
+            or last where the right one is transposed.
     """
 
     contracted: bool = False
@@ -329,14 +332,18 @@ class GroupedCall(Call):
         ((groups,), _) = self.sizes(signature)
         types = {"a_dtype": a_dtype, "b_dtype": b_dtype, "out_dtype": self.out_dtype}
         if self.contracted:
+            last = self.transpose_b
+            (m, n), k = (x[-1 - last] for x in (a_shape, b_shape)), a_shape[-last]
             return Problem(
-                *(a_shape[1], b_shape[1], a_shape[0]),
+                *(m, n, k),
                 **types,
-                transpose_a=True,
+                transpose_a=not last,
+                transpose_b=last,
                 batch=groups,
                 shared_a=True,
                 shared_b=True,
                 ragged_k=True,
+                blocks=self.blocks(self.unpack(signature), m, n, k),
             )
         m, n = self.matrix_shape(a_shape, b_shape)
         return Problem(

@@ -29,6 +29,8 @@ from schedules import PADDING, Pieces, Schedule
 WORD_BITS = 32
 TABLE_BITS = 16
 CLAIM_BITS = 13
+ROWS_READ = 8
+"""Operands stored [k, m] are read in rows of so many contracted elements."""
 CLAIM_SLOTS = 64
 """Words of a cluster's mailbox, each of which is that of a tile it has claimed."""
 
@@ -189,10 +191,12 @@ class SumCoding(Coding):
 
     Attributes:
         tile_k: Contracted elements per step.
+        multiple: The loads of a group begin with a multiple of so many elements.
     """
 
     words: int = 5
     tile_k: int = 64
+    multiple: int = ROWS_READ
 
     def pack_sum(
         self, row: Scalar, col: Scalar, group: Scalar, span: tuple[Any, Any], leg: Any
@@ -213,7 +217,8 @@ class SumCoding(Coding):
         which, group, first, end, leg = entry
         row, col = _halves(which, self.bits)
         tile, number, is_last = unpack_leg(leg)
-        steps = lax.div(end - aligned(first) + (self.tile_k - 1), jnp.int32(self.tile_k))
+        elements = end - aligned(first, self.multiple)
+        steps = lax.div(elements + (self.tile_k - 1), jnp.int32(self.tile_k))
         steps = lax.max(steps, jnp.int32(1))
         return Piece(
             *(row, col, group),
@@ -250,9 +255,9 @@ def unpack_leg(word: Any) -> tuple[Any, Any, Any]:
     return tile, lax.shift_right_logical(word & mask, jnp.int32(1)), (word & 1) > 0
 
 
-def aligned(first_k: Any) -> Any:
-    """Where the loads of a group begin: operands stored [k, m] are read in rows of 8."""
-    return first_k & jnp.int32(-8)
+def aligned(first_k: Any, multiple: int = ROWS_READ) -> Any:
+    """Where the loads of a group begin, at a multiple of a power of two."""
+    return first_k & jnp.int32(-multiple)
 
 
 def _halves(word: Any, bits: int) -> tuple[Any, Any]:
@@ -267,8 +272,16 @@ def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Codi
     if problem.groups:
         return GroupCoding()
     if problem.ragged_k:
-        return SumCoding(tile_k=config.tile_k(problem))
+        return SumCoding(tile_k=config.tile_k(problem), multiple=sums_begin(config, problem))
     return Coding(config.grid(problem)[0] if problem.batch > 1 else None, bits)
+
+
+def sums_begin(config: GemmConfig, problem: Problem) -> int:
+    """Of how many elements the loads of a group begin with a multiple, where it is summed over.
+
+    Blocks are those of all groups: a step has elements of as few as it can.
+    """
+    return ROWS_READ if problem.blocks is None else config.tile_k(problem)
 
 
 def deal(entries: np.ndarray, workers: int) -> np.ndarray:

@@ -4,6 +4,7 @@ XLA's own expands an operand to a copy for each group, or computes each row with
 operand; here each row is multiplied once. It is what the program does where no kernel takes it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,8 @@ def finished(
     wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
     plain = call.sums(wide if dtype is None else dtype)
     sums = [products(plain, given.a, b, sizes) for b in (given.b, given.up) if b is not None]
+    if call.contracted:
+        return sums[0].astype(call.out_dtype)
     return applied(call, sums, given, sizes)
 
 
@@ -145,6 +148,7 @@ def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    call, a, b = _contracted_first(call, a, b)
     return ragged_dot_general(
         *(a, b, sizes, numbers(call.contracted, call.transpose_b)),
         precision=call.precision,
@@ -152,7 +156,17 @@ def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> 
     )
 
 
+def _contracted_first(
+    call: GroupedCall, a: jax.Array, b: jax.Array
+) -> tuple[GroupedCall, jax.Array, jax.Array]:
+    """Returns a product whose operands have what is contracted first, if its groups are of that."""
+    if not (call.contracted and call.transpose_b):
+        return call, a, b
+    return dataclasses.replace(call, transpose_b=False), a.T, b.T
+
+
 def _by_tiles(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    call, a, b = _contracted_first(call, a, b)
     if any(is_symbolic_dim(size) for size in (*a.shape, *b.shape)):
         return _by_jax(call, a, b, sizes)
     problem = call.problem(((a.shape, a.dtype), (b.shape, b.dtype), (sizes.shape, sizes.dtype)))

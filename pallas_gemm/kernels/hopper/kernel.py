@@ -72,7 +72,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import joining, launch, tiles, words, work
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join
-from pallas_gemm.kernels.hopper.along_k.product import CutAlongK, CutAlongKInBlocks, Relayed
+from pallas_gemm.kernels.hopper.along_k.product import (
+    CutAlongK,
+    CutAlongKInBlocks,
+    Relayed,
+    RelayedInBlocks,
+)
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
     Barriers,
@@ -92,6 +97,7 @@ from pallas_gemm.kernels.hopper.groups.product import (
     RowsInGroups,
     RowsInGroupsInBlocks,
     SumsOverGroups,
+    SumsOverGroupsInBlocks,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.traced import Scalar
@@ -102,7 +108,10 @@ def product_of(plan: HopperPlan) -> type[Product]:
     if plan.problem.groups:
         return RowsInGroups if plan.problem.blocks is None else RowsInGroupsInBlocks
     if plan.problem.ragged_k:
-        return Relayed if plan.relay else SumsOverGroups
+        in_blocks = plan.problem.blocks is not None
+        if plan.relay:
+            return RelayedInBlocks if in_blocks else Relayed
+        return SumsOverGroupsInBlocks if in_blocks else SumsOverGroups
     if plan.joins:
         return CutAlongK if plan.problem.blocks is None else CutAlongKInBlocks
     if plan.problem.blocks is not None:

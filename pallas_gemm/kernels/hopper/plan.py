@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self
 
 import jax
 
-from pallas_gemm.kernels import protocol, words
+from pallas_gemm.kernels import protocol, words, work
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
@@ -42,6 +42,7 @@ class Relay(NamedTuple):
         rows: Rows of the table that it takes beyond one for each group, at most.
         steps: Of how many steps a group is not cut.
         tile_k: Contracted elements per step.
+        multiple: Where loads of a group begin: see `work.SumCoding`.
     """
 
     groups: int
@@ -49,6 +50,7 @@ class Relay(NamedTuple):
     rows: int
     steps: int
     tile_k: int
+    multiple: int = work.ROWS_READ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +165,8 @@ class HopperPlan(KernelPlan):
             return None
         # Of all elements, more than so many steps are this often.
         cuts = (self.k_steps - 1) // steps
-        return Relay(min(problem.batch, cuts), pieces, cuts, steps, self.tile_k)
+        begin = work.sums_begin(self.config, problem)
+        return Relay(min(problem.batch, cuts), pieces, cuts, steps, self.tile_k, begin)
 
     @property
     def handed_on(self) -> int:

@@ -56,8 +56,8 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
                 f" multiple of {whole} for {dtype}, got {shape[-1]};"
                 f" the next is {-(-shape[-1] // whole) * whole}"
             )
-    if problem.ragged_k and (problem.transpose_out or problem.terms or problem.sums > 1):
-        yield "sums over groups are of two operands stored [k, m] and [k, n]"
+    if problem.ragged_k:
+        yield from _ragged_refusals(problem)
     if problem.groups:
         yield from _grouped_refusals(problem)
     yield from _program_refusals(problem)
@@ -93,8 +93,17 @@ def _block_refusals(problem: Problem) -> Iterator[str]:
         yield f"k must be a multiple of the blocks of {blocks.k}, got {problem.k}"
     if problem.transpose_out:
         yield "a product with scales of blocks is not mirrored"
-    if problem.ragged_k or problem.terms or problem.symmetric:
-        yield "scales of blocks are those of one product of two operands, or of rows in groups"
+    if problem.terms or problem.symmetric:
+        yield "scales of blocks are those of one product of two operands, or of products of groups"
+
+
+def _ragged_refusals(problem: Problem) -> Iterator[str]:
+    """Yields which sums over groups the kernel does not take."""
+    last = problem.blocks is not None
+    stored = (problem.transpose_a, problem.transpose_b) == (not last, last)
+    if not stored or problem.transpose_out or problem.terms or problem.sums > 1:
+        shapes = "[m, k] and [n, k]" if last else "[k, m] and [k, n]"
+        yield f"sums over groups are of two operands stored {shapes}"
 
 
 def _program_refusals(problem: Problem) -> Iterator[str]:

@@ -79,7 +79,8 @@ def add_up(
         plgpu.barrier_wait(barriers.baton.at[me])
     zeros = arrays.in_registers(plan, jnp.zeros(plan.config.consumer_tile, jnp.float32), LAYOUT)
     slot = ring.first_slot(plan, steps.turn, steps.slot)
-    total, _ = loop.step(slot, zeros, None, loop.load(jnp.int32(0)))
+    first = jnp.int32(0)
+    total, _ = loop.step(first, slot, (zeros, None), loop.load(first))
     done = _Done(ring.keep(plan, slot), total, loop.several(jnp.int32(1), 1))
     done, issued = multiply.store_between(stores, steps.count, loop.advance, done)
     kept, total, _ = loop.rest(issued, done)
@@ -133,11 +134,16 @@ class _Loop(NamedTuple):
         first = lax.min(first, jnp.int32(self.end - count))
         return tuple(self.load(first + number) for number in range(count))
 
-    def step(self, slot: Scalar, total: Values, before: Values | None, scales: Step) -> Any:
-        """Computes a step; returns the sum and the last product, whose registers may be taken."""
+    def step(self, k: Scalar, slot: Scalar, sums: tuple[Any, Any], scales: Step) -> Any:
+        """Computes a step; returns the sum and the last product, whose registers may be taken.
+
+        It is given both of the step before.
+        """
         barriers, barrier = self.cta.barriers, ring.barrier(self.cta.plan, slot, self.me)
         plgpu.barrier_wait(barriers.full.at[barrier])
-        total, product = _added(self.cta, self.me, slot, (total, before), scales)
+        if self.steps.mask:
+            self.steps.mask(slot, k)
+        total, product = _added(self.cta, self.me, slot, sums, scales)
         plgpu.barrier_arrive(barriers.empty.at[barrier])
         return total, product
 
@@ -149,7 +155,7 @@ class _Loop(NamedTuple):
                 upcoming = self.several(k + number + len(scales), count)
                 scales = (*scales, *upcoming)
             _, slot = ring.step(plan, self.steps.turn, k + number, kept)
-            total, product = self.step(slot, total, product, scales[0])
+            total, product = self.step(k + number, slot, (total, product), scales[0])
             kept, scales = ring.keep(plan, slot), scales[1:]
         return _Done(kept, total, scales)
 
@@ -192,7 +198,7 @@ def load(cta: Cta, at: place.Where, k: Scalar) -> Step:
     first, found = lax.div(k * plan.tile_k, jnp.int32(blocks.k)), []
     for number in range(plan.scales.per_step):
         block = first + number
-        if plan.problem.k % plan.tile_k:
+        if plan.problem.k % plan.tile_k or plan.problem.ragged_k:
             # Beyond the end of k there are zeros, whatever their scale.
             block = lax.min(block, jnp.int32(plan.problem.k // blocks.k - 1))
         found.append(Scales(_rows(cta, at, block), _columns(cta, at, block)))

@@ -24,7 +24,7 @@ from pallas_gemm.kernels import work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.ptx.zeros import Rows, zero
+from pallas_gemm.kernels.ptx.zeros import Rows, zero, zero_columns
 from pallas_gemm.kernels.traced import Scalar
 
 
@@ -46,13 +46,34 @@ def mask(cta: Cta, me: Scalar, within: tuple[Any, Any], slot: Scalar, k: Scalar)
     for is_cut, part in ((begins, jnp.int32(0)), (ends, last)):
         pl.when(is_cut)(functools.partial(_zero_part, cta, me, slot, part, rows))
 
-    @pl.when(begins | ends)
-    def _before_it_is_read() -> None:
-        plgpu.commit_smem()
-        if cta.plan.simulated:
-            # It takes zeros that two consumers store for a race, so that one stores them for all.
-            plgpu.barrier_arrive(cta.barriers.masked)
-            plgpu.barrier_wait(cta.barriers.masked)
+    pl.when(begins | ends)(functools.partial(_before_it_is_read, cta))
+
+
+def mask_last(cta: Cta, me: Scalar, within: tuple[Any, Any], slot: Scalar, k: Scalar) -> None:
+    """Does the same to operands stored with the contracted elements last.
+
+    Their steps begin with a multiple of their length.
+    """
+    plan = cta.plan
+    start = work.aligned(within[0], plan.tile_k) + k * plan.tile_k
+    counts = Rows(within[0] - start, within[1] - start)
+
+    @pl.when((counts.first > 0) | (counts.end < plan.tile_k))
+    def _zero() -> None:
+        rows = plan.config.consumer_tile[0]
+        zero_columns(plan, cta.slots.a.tile.at[0, slot, pl.ds(me * rows, rows)], counts)
+        shared = functools.partial(zero_columns, plan, cta.slots.b.tile.at[0, slot], counts)
+        pl.when(me == 0)(shared) if plan.simulated else shared()
+        _before_it_is_read(cta)
+
+
+def _before_it_is_read(cta: Cta) -> None:
+    """Makes zeros that were stored visible to WGMMAs."""
+    plgpu.commit_smem()
+    if cta.plan.simulated:
+        # It takes zeros that two consumers store for a race, so that one stores them for all.
+        plgpu.barrier_arrive(cta.barriers.masked)
+        plgpu.barrier_wait(cta.barriers.masked)
 
 
 def panels_of_a(cta: Cta, me: Scalar, slot: Scalar) -> list[Any]:

@@ -3,11 +3,14 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_gemm.kernels import launch, place, tiles, work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH
-from pallas_gemm.kernels.hopper.dense import late_store, load, multiply
+from pallas_gemm.kernels.hopper.cta import tile_to_store
+from pallas_gemm.kernels.hopper.dense import in_blocks, late_store, load, multiply
 from pallas_gemm.kernels.hopper.dense.in_blocks import InBlocks
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
 from pallas_gemm.kernels.hopper.groups import (
@@ -88,3 +91,33 @@ class SumsOverGroups(Product):
         steps = steps._replace(count=divided.whole, mask=mask)
         done = multiply.add_up(self.cta, me, steps, stores)
         return short_step.add(self.cta, me, divided, mask, done)
+
+
+class SumsOverGroupsInBlocks(SumsOverGroups, InBlocks):
+    """Besides, blocks of the factors have scales: both are stored with what is contracted last.
+
+    Blocks are those of all groups, and so steps begin with a block. Of a step that has elements of
+    several groups, those of others are zeros.
+    """
+
+    def load(
+        self, piece: work.Piece, factors: launch.Factors, at: place.Where, target: load.Target
+    ) -> None:
+        """See `Product`."""
+        k_start = self._origin(piece) + target.k_start
+        load.step(self.cta, factors, at, target._replace(k_start=k_start))
+
+    def add_up(
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        within = piece.first_k, piece.end_k
+        mask = functools.partial(group_sums.mask_last, self.cta, me, within)
+        steps = steps._replace(count=piece.steps, mask=mask)
+        begin = lax.div(self._origin(piece), jnp.int32(self.plan.tile_k))
+        at = tile_to_store(self.cta, piece, me)
+        return in_blocks.add_up(self.cta, me, at, steps, stores, begin)
+
+    def _origin(self, piece: work.Piece) -> Any:
+        """The first element that is loaded of a piece."""
+        return work.aligned(piece.first_k, self.plan.tile_k)

@@ -156,7 +156,7 @@ def _span(
 
     But for the first piece, they begin where a step does.
     """
-    origin = work.aligned(first)
+    origin = work.aligned(first, relay.multiple)
     steps = groups.tiles(end - origin, relay.tile_k)
 
     def border(number: jax.Array) -> jax.Array:
