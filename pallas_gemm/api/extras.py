@@ -107,7 +107,7 @@ def of_sums(
         )
     if held is not None or (name in factors and _has_blocks(x, factors[name], result)):
         x, left = x if held is None else held, name == SCALES[0]
-        x = _floating(called, arguments.array(called, x))
+        x = floating(called, arguments.array(called, x))
         x = blocks.checked(called, x, factors[name], left=left)
         if x.shape[-1 if left else -2] > 1:
             return blocks.OF_SCALES[name], x
@@ -268,7 +268,7 @@ def _number(name: str, value: Any, result: Result) -> Any:
             f"{name} must be a number, or a floating-point array of no dimension, got"
             f" {type(value).__name__}: {value!r:.80}"
         )
-    x = _floating(name, arguments.array(name, value))
+    x = floating(name, arguments.array(name, value))
     if not result.is_front(tuple(x.shape)):
         lead = f" or {list(result.lead)}, one for each product," if result.lead else ""
         raise ValueError(
@@ -294,7 +294,7 @@ def vector(name: str, x: Any, letter: str, result: Result) -> Any:
         return None
     is_bias = name.endswith("bias")
     x = arguments.array(name, x)
-    x = _real(name, x) if is_bias else _floating(name, x)
+    x = _real(name, x) if is_bias else floating(name, x)
     line, vector_operand = ("row", "a") if letter == "m" else ("column", "b")
     size, other = (result.rows, result.columns)[:: 1 if letter == "m" else -1]
     if size is None or (letter == "m" and other is None):
@@ -355,7 +355,12 @@ def _real(name: str, x: Any) -> Any:
     return x
 
 
-def _floating(name: str, x: Any) -> Any:
+def floating(name: str, x: Any) -> Any:
+    """Returns an array of floats as it is.
+
+    Raises:
+        TypeError: It is of another type.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"{name} must be of a floating-point type, such as float32, got dtype {x.dtype}"

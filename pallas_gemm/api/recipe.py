@@ -21,13 +21,12 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gemm
-from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
+from pallas_gemm.api.group_sums import group_sums
+from pallas_gemm.api.grouped import grouped_gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
 from pallas_gemm.kernels.quantize import Block
 from pallas_gemm.op.product import equally_varying
 
-SUMS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-"""The dimensions of sums over the rows of each group."""
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
@@ -253,12 +252,16 @@ def gradients(
     """Returns the gradients of inputs and kernel, in a type, from that of their product."""
     rows, columns = _quantized(recipe, recipe.output_grad, g, BOTH)
     options = options | {"preferred_element_type": dtype}
-    kernel, inputs = given.kernel_along_columns, given.inputs_along_rows
-    turned = Quantized(inputs.values, inputs.scale.T)
+    kernel, inputs = _turned(given.kernel_along_columns), _turned(given.inputs_along_rows)
     return (
-        _scaled(rows, kernel.values, kernel.scale.T, recipe, **options),
-        _scaled(turned, columns.values, columns.scale, recipe, **options),
+        _scaled(rows, kernel.values, kernel.scale, recipe, **options),
+        _scaled(inputs, columns.values, columns.scale, recipe, **options),
     )
+
+
+def _turned(given: Quantized) -> Quantized:
+    """Returns what was quantized as one operand for a product that takes it as the other."""
+    return Quantized(given.values, jnp.swapaxes(given.scale, -1, -2))
 
 
 def product_in_groups(
@@ -266,34 +269,34 @@ def product_in_groups(
 ) -> jax.Array:
     """Multiplies rows in groups by the matrices `[groups, k, n]` of their groups.
 
-    The product and the gradient of the rows are of 8 bits. Sums over groups, the gradients of the
-    matrices, are those of operands that are not quantized.
+    The gradients of rows and matrices are of 8 bits, too. The latter are sums over groups: rows are
+    quantized along all of them, in blocks that may lie in several groups. So rows in no group must
+    be finite.
     """
     dtype = rows.dtype
 
     @jax.custom_vjp
     def run(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-        kernel = _quantized(recipe, recipe.kernel, matrices, -2)
-        return in_groups(rows, recipe.inputs, kernel, sizes)
+        left = _quantized(recipe, recipe.inputs, rows, -1)
+        return by(grouped_gemm, sizes, left, _quantized(recipe, recipe.kernel, matrices, -2))
 
-    def in_groups(x: jax.Array, cast: Cast, right: Quantized, sizes: jax.Array) -> jax.Array:
-        left = _quantized(recipe, cast, x, -1)
-        multiply = functools.partial(grouped_gemm, group_sizes=sizes)
+    def by(multiply: Any, sizes: jax.Array, left: Quantized, right: Quantized) -> jax.Array:
+        multiply = functools.partial(multiply, group_sizes=sizes)
         options = {"multiply": multiply, "preferred_element_type": dtype}
         return _scaled(left, right.values, right.scale, recipe, **options)
 
     def forward(*given: jax.Array) -> Any:
         rows, matrices, sizes = given
+        left, along_rows = _quantized(recipe, recipe.inputs, rows, BOTH)
         of_gradient, kernel = _quantized(recipe, recipe.kernel, matrices, BOTH)
-        turned = Quantized(of_gradient.values, jnp.swapaxes(of_gradient.scale, -1, -2))
-        return in_groups(rows, recipe.inputs, kernel, sizes), (rows, turned, sizes)
+        saved = _turned(along_rows), _turned(of_gradient), sizes
+        return by(grouped_gemm, sizes, left, kernel), saved
 
     def backward(saved: Any, g: jax.Array) -> Any:
-        rows, kernel, sizes = saved
-        g = g.astype(dtype)
-        of_rows = in_groups(g, recipe.output_grad, kernel, sizes)
-        sums = ragged_dot_general(rows, g, sizes, SUMS, preferred_element_type=dtype)
-        return of_rows, sums, None
+        along_rows, kernel, sizes = saved
+        left, columns = _quantized(recipe, recipe.output_grad, g.astype(dtype), BOTH)
+        of_rows = by(grouped_gemm, sizes, left, kernel)
+        return of_rows, by(group_sums, sizes, along_rows, columns), None
 
     run.defvjp(forward, backward)
     return run(*equally_varying((rows, matrices, sizes)))

@@ -190,7 +190,8 @@ def of_call(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
         return None
     if not isinstance(call, GroupedCall):
         return scheme(call.precision, dtypes)
-    if call.contracted and SINGLE in dtypes and set(dtypes) <= FLOATS_16 | {SINGLE}:
+    narrow = set(dtypes) <= FLOATS_16 | {SINGLE} and not call.epilogue.blocks
+    if call.contracted and SINGLE in dtypes and narrow:
         # Kernels read [k, m] and [k, n] of 16 bits alone; three products err less than one of tf32.
         simple = isinstance(call.precision, tuple) and lax.Precision.HIGHEST not in call.precision
         if simple or call.precision in (None, _PRESET.DEFAULT, _PRESET.TF32_TF32_F32):
