@@ -49,7 +49,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
 
     Scales are those of blocks, as for `gemm`. Blocks are counted from the first column on, wherever
     groups begin: a block that lies in two groups has one scale for both. So nothing is padded, and
-    `quantize` need not know of groups.
+    `quantize` knows nothing of groups.
 
     Args:
         a: The left operand, `[m, k]`.

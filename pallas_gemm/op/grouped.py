@@ -151,7 +151,7 @@ def _has_few_bits(call: GroupedCall, operands: Sequence[Any]) -> bool:
 def _of_matrices(
     compute: Callable[..., jax.Array], call: GroupedCall, *operands: jax.Array
 ) -> jax.Array:
-    """Computes a call of weights of few bits from the matrices that they stand for."""
+    """Computes a call of weights of few bits, or of blocks, from what they stand for."""
     whole, given = xla_groups.as_matrices(call, *operands)
     return compute(whole, *given)
 
@@ -161,7 +161,8 @@ def _part(call: GroupedCall, *operands: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
-    if _has_few_bits(call, primals):
+    in_groups = call.contracted and call.epilogue.blocks
+    if in_groups or _has_few_bits(call, primals):
         check_weights(primals, call.unpack(linear.changes(tangents)))
         by_matrices = functools.partial(_of_matrices, grouped, call)
         change = linear.change_by(by_matrices, primals, linear.changes(tangents))

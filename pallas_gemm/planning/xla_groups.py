@@ -84,7 +84,8 @@ def as_matrices(
         call, given = xla.without_blocks(call, given)
     elif not call.contracted:
         given = xla.widened(given)
-    factors = (x for x in given[:3] if x is not None)
+    call, *pair = _contracted_first(call, given.a, given.b)
+    factors = (*pair, *([] if given.up is None else [given.up]))
     return call, (*factors, sizes, *(getattr(given, name) for name in call.epilogue.operands))
 
 

@@ -38,6 +38,7 @@ def _run(plan: HopperPlan, sizes: Any, *, poisoned: Any = ()) -> tuple[np.ndarra
     What belongs to groups that are poisoned, or to none, is no number.
     """
     rng, problem = np.random.default_rng(0), plan.problem
+    assert problem.blocks is not None
     (g, r, c, _), (m, n, k) = problem.blocks, (problem.m, problem.n, problem.k)
     ends = np.minimum(np.cumsum(sizes), k)
     spans = list(zip(ends - np.minimum(sizes, k), ends, strict=True))
