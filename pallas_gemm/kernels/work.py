@@ -277,9 +277,9 @@ def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Codi
 
 
 def sums_begin(config: GemmConfig, problem: Problem) -> int:
-    """Of how many elements the loads of a group begin with a multiple, where it is summed over.
+    """Returns the number whose multiples the loads of a group begin with, where it is summed over.
 
-    Blocks are those of all groups: a step has elements of as few as it can.
+    Blocks are those of all groups: with them, each step begins with a block.
     """
     return ROWS_READ if problem.blocks is None else config.tile_k(problem)
 

@@ -35,6 +35,9 @@ PROBLEMS = {
     ),
     "gated": dataclasses.replace(PROBLEM, epilogue=Epilogue(gated=True, activation=jax.nn.silu)),
     "groups": dataclasses.replace(PROBLEM, groups=8),
+    "sums over groups": dataclasses.replace(
+        PROBLEM, blocks=Blocks(128, 1, 1), batch=8, shared_a=True, shared_b=True, ragged_k=True
+    ),
     "few rows": dataclasses.replace(PROBLEM, m=60),
 }
 
@@ -45,7 +48,8 @@ def _operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     arrays = [(problem.a_shape, problem.a_dtype)]
     arrays += [(problem.b_shape, problem.b_dtype)] * problem.sums
     lead = (problem.groups,) if problem.groups else ()
-    arrays += [(lead, jnp.int32)] * (problem.groups > 0)
+    sizes = (problem.batch,) if problem.ragged_k else lead
+    arrays += [(sizes, jnp.int32)] * problem.in_groups
     arrays += [((math.ceil(problem.m / r), k // g), jnp.float32)]
     arrays += [((*lead, k // g, math.ceil(problem.n / c)), jnp.float32)] * problem.sums
     shapes = {"bias": (problem.n,), "residual": problem.residual_shape}

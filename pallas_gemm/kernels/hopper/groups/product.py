@@ -96,8 +96,8 @@ class SumsOverGroups(Product):
 class SumsOverGroupsInBlocks(SumsOverGroups, InBlocks):
     """Besides, blocks of the factors have scales: both are stored with what is contracted last.
 
-    Blocks are those of all groups, and so steps begin with a block. Of a step that has elements of
-    several groups, those of others are zeros.
+    Blocks are those of all groups, and so steps begin with a block. A step may have elements of
+    several groups: zeros take the place of those of others.
     """
 
     def load(
