@@ -364,7 +364,7 @@ CASES = {
         IN_BLOCKS,
     ),
     "blocks of several products": Case(
-        ("scales of blocks are those of one product of two operands, or of rows in groups",),
+        ("scales of blocks are those of one product of two operands, or of products of groups",),
         problem=dataclasses.replace(IN_BLOCKS, terms=(2048, 2048)),
     ),
     "blocks cut": Case(
