@@ -95,16 +95,17 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(_: Sequence[str]) -> None:
     """Runs the program."""
-    options = flags.FLAGS
+    asked: Any = flags.FLAGS["seeds"].value
+    steps: Any = flags.FLAGS["steps"].value
     try:
-        seeds = [int(seed) for seed in options["seeds"].value]
+        seeds = [int(seed) for seed in asked]
     except ValueError:
         seeds = []
     if not seeds:
-        given = ",".join(options["seeds"].value)
+        given = ",".join(asked)
         sys.stderr.write(f"recipe_losses: --seeds takes integers such as 0,1,2, got {given!r}\n")
         sys.exit(2)
-    found = curves(SETTINGS, seeds, options["steps"].value)
+    found = curves(SETTINGS, seeds, steps)
     sys.stdout.write("\n".join((*table(found), verdict(found))) + "\n")
 
 
