@@ -30,7 +30,7 @@ WORD_BITS = 32
 TABLE_BITS = 16
 CLAIM_BITS = 13
 ROWS_READ = 8
-"""Operands stored [k, m] are read in rows of so many contracted elements."""
+"""The contracted elements that are read of an operand stored [k, m] at a time."""
 CLAIM_SLOTS = 64
 """Words of a cluster's mailbox, each of which is that of a tile it has claimed."""
 
@@ -191,7 +191,7 @@ class SumCoding(Coding):
 
     Attributes:
         tile_k: Contracted elements per step.
-        multiple: The loads of a group begin with a multiple of so many elements.
+        multiple: The number whose multiples the loads of a group begin with.
     """
 
     words: int = 5
