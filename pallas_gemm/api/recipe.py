@@ -26,6 +26,7 @@ from pallas_gemm.api.grouped import grouped_gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
 from pallas_gemm.kernels.quantize import Block
 from pallas_gemm.op.product import equally_varying
+from pallas_gemm.problem import SCALES
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 
@@ -319,7 +320,8 @@ def _scaled(
     k = values.shape[-1]
     rest = -k % along if k > along else 0
     a, b = (_longer(x, rest) if rest else x for x in (left.values, values))
-    return multiply(a, b, transpose_b=True, row_scale=left.scale, col_scale=scale, **options)
+    scales = dict(zip(SCALES, (left.scale, scale), strict=False))
+    return multiply(a, b, transpose_b=True, **scales, **options)
 
 
 def _longer(x: jax.Array, rest: int) -> jax.Array:
