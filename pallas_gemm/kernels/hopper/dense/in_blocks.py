@@ -171,7 +171,7 @@ class _Loop(NamedTuple):
         if ahead == 1:
             # In pairs, scales are not moved to other registers, which would wait for them. Groups,
             # and scales of each column, leave too few registers for that.
-            each = 1 if scales.apart or self.cta.plan.problem.groups else 2
+            each = 1 if scales.apart or self.cta.plan.problem.in_groups else 2
             count = (end - first) // each
             loads = (1,) * each
             done = lax.fori_loop(
