@@ -22,6 +22,9 @@ LEAST_GAIN = 1.1
 """How much faster tiles must be predicted to be cut along k than whole: small tiles with a long k
 are predicted to take up to 20% too long, and 1024 x 1024 x 32768 takes 91.9 us on an H200 cut and
 90.1 us whole, where 90.8 and 98.5 are predicted."""
+LEAST_GAIN_IN_BLOCKS = 1.4
+"""The same where blocks have scales: 64 x 7168 x 18432 takes 42.7 us on an H200 in 4 pieces of 64 x
+256 and 49.5 us in 2 of 64 x 128, where 35 and 34 are predicted, and 37.9 us whole in 64 x 64."""
 SECOND_KERNEL_SECONDS = 0.5e-6
 """What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
@@ -109,7 +112,7 @@ def score(
     """Returns what configs are ranked by: the predicted time, or more where that is in doubt."""
     predicted, doubt = seconds(problem, config, device, architecture), 1.0
     if config.cuts_all_tiles and min(problem.m, problem.n) >= cuts.FEW_ROWS:
-        doubt = LEAST_GAIN
+        doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
     predicted += _more_kernels_seconds(config)

@@ -65,11 +65,13 @@ rows begin at any quarter of a cache's line, which TMA reads at a third of the s
 14336 (TN) takes 75 us on an H200 in tiles of 64 x 256 and 132 in those of 64 x 240. Mirrored ones
 gained nothing where it was tried, with panels beyond the edge still loaded."""
 OF_BLOCKS = (
-    *((256, 128, 2), (128, 256, 2), (192, 128, 3), (128, 128, 2), (128, 64, 2)),
+    *((128, 256, 2), (256, 128, 2), (192, 128, 3), (128, 128, 2), (128, 64, 2)),
     *((64, 256, 2), (64, 128, 2), (64, 128, 1), (64, 64, 1), (64, 32, 1)),
 )
 """Tiles where blocks have scales, and how many warpgroups share one: the sum of a block takes
-registers, too. 64 x 18432 x 7168 takes 36 us on an H200 in tiles of 64 x 256, 45 us in 64 x 128."""
+registers, too. 64 x 18432 x 7168 takes 36 us on an H200 in tiles of 64 x 256, 45 us in 64 x 128.
+Of two that are predicted to take as long, the first is chosen: 8192 cubed takes 824 us in tiles of
+128 x 256 and 858 us in 256 x 128, 4096 x 2048 x 7168 92.1 and 96.0."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile of so many rows."""
 FEWEST_STAGES = 3
