@@ -136,8 +136,8 @@ def test_two_ctas_share_long_sums_of_few_rows() -> None:
         assert isinstance(config, WidenedConfig)
         return config.ctas_along_k
 
-    assert [ctas(1, 8192, 8192), ctas(8, 4096, 14336)] == [2, 2]
-    assert [ctas(1, 4096, 4096), ctas(16, 14336, 4096), ctas(64, 4096, 14336)] == [1, 1, 1]
+    assert [ctas(1, 8192, 8192), ctas(8, 4096, 14336), ctas(1, 4096, 4096)] == [2, 2, 2]
+    assert [ctas(1, 4096, 2048), ctas(16, 14336, 4096), ctas(96, 4096, 14336)] == [1, 1, 1]
 
 
 def test_the_simulator_says_what_it_does_not_know() -> None:

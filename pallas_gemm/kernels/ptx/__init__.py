@@ -5,8 +5,12 @@
     arrays.py       arrays in registers: taken apart, stored and loaded
     wgmma.py        WGMMAs of any depth of 16, and of any width of 8
     widen.py        weights of few bits become elements of 16 bits
-    weights.py      how a warpgroup loads them from a slot
-    fragments.py    WGMMAs whose left operand they are, in registers
+    form.py         how they lie in a slot, and which thread has which rows
+    weights.py      how a warpgroup loads them from there
+    row_order.py    rows of their sums, in the order of WGMMA
+    sums.py         sums in registers, and what is added to them
+    multiply.py     WGMMAs whose left operand is in registers
+    fragments.py    a step of a warpgroup: weights are loaded, widened, scaled, multiplied
     cluster.py      sums that CTAs of a cluster hand over
     scaled.py       WGMMAs into fresh registers, whose products are scaled and added
     quick.py        exp and the logistic function in two and four instructions

@@ -6,8 +6,8 @@ A warpgroup's WGMMA of 64 rows and 16 contracted elements takes from the registe
     0, 1    lane / 4, and 8 below      2 * (lane % 4), and the next
     2, 3    the same                   8 further
 
-of the 16 rows of its warp. `weights.py` loads them. Stored [k, rows], rows of a warp are in another
-order, which `in_order` mends when all is summed up.
+of the 16 rows of its warp. `weights.py` loads them. Stored [k, rows], rows of sums are in another
+order, which `row_order.py` mends when all is summed up.
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
-from pallas_gemm.kernels.ptx import weights, widen
+from pallas_gemm.kernels.ptx import sums, weights, widen
+from pallas_gemm.kernels.ptx.form import BATCH, Form
+from pallas_gemm.kernels.ptx.multiply import Multiplier
 from pallas_gemm.kernels.ptx.operation import Operation
-from pallas_gemm.kernels.ptx.weights import Form
 from pallas_gemm.kernels.ptx.widen import Register
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
 NUMBER = plgpu.Layout.WG_SPLAT
-IN_FLIGHT = 1
-"""Groups of WGMMAs while the next weights are widened."""
 
 
 @Operation
 def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
-    """Adds the product of a step, and leaves its last WGMMAs in flight.
+    """Adds the product of a step, and may leave its last WGMMAs in flight.
 
     Args:
         total: The sum.
@@ -55,15 +54,17 @@ def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, f
     @plgpu.inline_mgpu(arg_types=(*types[: len(refs)], NUMBER, LAYOUT), return_type=like)
     def inline(_: Any, *given: Any) -> Any:
         *slots, me, total = given
-        places = [_address(slot) for slot in slots]
+        places = [address(slot) for slot in slots]
         step = Step(form, places, me.registers.item())
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         registers = acc.registers.copy()
         for top in range(form.rows // WGMMA_ROWS):
             step.sums.append(registers[top : top + 1])
+        # A register of a group's sums has any value before its first WGMMA.
+        step.of_group = list(step.sums)
         step.emit()
-        for top, sums in enumerate(step.sums):
-            registers[top : top + 1] = sums
+        for top, own in enumerate(step.sums):
+            registers[top : top + 1] = own
         kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
         return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
 
@@ -76,6 +77,7 @@ def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Fo
     weights = unpacked(lax.concatenate(list(lines), 1), form.kind)
     weights = weights if form.k_last else weights.T
     weights = lax.dynamic_slice_in_dim(weights, me * form.rows, form.rows, 0)
+    other = lax.concatenate(list(x[...]), 1).astype(jnp.float32)
 
     def spread(each: Any) -> Any:
         own = lax.dynamic_slice_in_dim(each.astype(jnp.float32), me * form.rows, form.rows, 1)
@@ -85,13 +87,21 @@ def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Fo
         blocks = scales[1][...][:, : scales[0].shape[0]]
         blocks = unpacked(blocks, form.zeros) if form.zeros in BITS else blocks
         weights -= spread(lax.concatenate(list(blocks), 1))
+    if form.scales_sums:
+        each = scales[0][...].astype(jnp.float32)
+        each = lax.dynamic_slice_in_dim(each, me * form.rows, form.rows, 1)
+        parts = [jnp.split(values, len(each), 1) for values in (weights, other)]
+        sums = [_sums(*pair) * own[:, None] for *pair, own in zip(*parts, each, strict=True)]
+        return total + sum(sums)
     if scales:
         weights *= spread(scales[0][...])
     info = jnp.finfo(form.to)
     # XLA might leave out a cast and the one that undoes it.
-    weights = lax.reduce_precision(weights, info.nexp, info.nmant)
-    other = lax.concatenate(list(x[...]), 1).astype(jnp.float32)
-    return total + lax.dot_general(weights, other, (((1,), (1,)), ((), ())))
+    return total + _sums(lax.reduce_precision(weights, info.nexp, info.nmant), other)
+
+
+def _sums(weights: Any, other: Any) -> Any:
+    return lax.dot_general(weights, other, (((1,), (1,)), ((), ())))
 
 
 def unpacked(lines: Any, kind: np.dtype) -> Any:
@@ -110,77 +120,18 @@ def unpacked(lines: Any, kind: np.dtype) -> Any:
     return jnp.where(values >= 8, -size, size)
 
 
-@Operation
-def in_order(total: Values) -> Any:
-    """Puts the rows of each warp in order where two of a thread's were side by side."""
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=like)
-    def inline(_: Any, total: Values) -> Any:
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        # Of 64 rows and 8 columns, a thread has four sums: two columns of one row, then of another.
-        registers = acc.registers.copy()
-        flat = registers.reshape(-1, 2, 2)
-        for block in flat:
-            for column in range(2):
-                block[:, column] = _exchanged(*block[:, column])
-        kept = {"_registers": flat.reshape(registers.shape), "_layout": acc.layout}
-        ordered = fragmented_array.FragmentedArray(**kept, _is_signed=None)
-        return ordered.to_layout(total.layout)
-
-    return inline(total)
-
-
-@in_order.meaning
-def _(total: Values) -> Any:
-    return total
-
-
-_EXCHANGE = """{
-    .reg .pred odd, low; .reg .b32 lane, source, one, two, here, there, bit;
-    mov.u32 lane, %laneid;
-    and.b32 bit, lane, 4;
-    setp.ne.u32 odd, bit, 0;
-    setp.lt.u32 low, lane, 16;
-    shr.b32 source, lane, 3;
-    shl.b32 source, source, 2;
-    and.b32 bit, lane, 3;
-    or.b32 source, source, bit;
-    selp.b32 here, $2, $3, low;
-    selp.b32 there, $3, $2, low;
-    @odd add.u32 source, source, 16;
-    shfl.sync.idx.b32 one, here, source, 31, 0xffffffff;
-    xor.b32 source, source, 16;
-    shfl.sync.idx.b32 two, there, source, 31, 0xffffffff;
-    selp.b32 $0, two, one, odd;
-    selp.b32 $1, one, two, odd;
-}"""
-"""A row of 16 has 2 * (lane / 4), and the next; the other order, lane / 4, and 8 below. An even row
-comes from the first of a lane's two, an odd one from the second, half as far down."""
-
-
-def _exchanged(first: Any, second: Any) -> tuple[Any, Any]:
-    """Two sums of a thread after the exchange of rows, as vectors of one element."""
-    word = utils.ir.IntegerType.get_signless(32)
-    given = [utils.bitcast(x, word) for x in (first, second)]
-    found = utils.inline_ptx(
-        _EXCHANGE, *given, result_types=[word] * 2, has_side_effects=True, convergent=True
-    )
-    one, two = (utils.bitcast(x, first.type) for x in found)
-    return one, two
-
-
-def _address(ref: Any) -> Register:
+def address(ref: Any) -> Register:
     """Where something lies in shared memory."""
     word = utils.ir.IntegerType.get_signless(32)
     return utils.llvm.ptrtoint(word, utils.memref_ptr(ref))
 
 
 class Step:
-    """Emits a step of one warpgroup.
+    """Emits a step of one warpgroup: loads, widens, multiplies.
 
     Attributes:
         sums: Registers of the sum of each 64 rows.
+        of_group: The same of a group of which the sums are scaled.
     """
 
     def __init__(self, form: Form, slots: Sequence[Register], me: Register) -> None:
@@ -193,22 +144,24 @@ class Step:
             me: Which consumer this is.
         """
         self.sums: list[Any] = []
-        self._form, self._x = form, slots[1]
+        self.of_group: list[Any] = []
+        self._form, self._multiplier = form, Multiplier(form, slots[1])
         self._scales, self._zeros = (*slots[2:], None, None)[:2]
         self._less: list[Any] = []
         thread = weights.thread(form, me)
         self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
-        loads = weights.AlongK if form.k_last else weights.AcrossK
-        self._loads = loads(form, slots[0], thread)
+        self._loads = weights.loader(form, slots[0], thread)
 
     def emit(self) -> None:
         """Emits all of it: what is multiplied next is loaded before what is widened."""
-        starts = range(0, self._form.depth, weights.BATCH)
+        starts = range(0, self._form.depth, BATCH)
         loaded = self._load(starts[0])
         for at in starts:
-            words, loaded = loaded, self._load(at + weights.BATCH)
+            words, loaded = loaded, self._load(at + BATCH)
             self._issue(at, *words)
+            if self._form.scales_sums and (at + BATCH) % self._form.share == 0:
+                self._end_group()
 
     def _load(self, at: int) -> tuple[list[Any], list[Any], list[Any]]:
         """Loads a batch of weights, and scales and zero points where those of a group begin."""
@@ -221,29 +174,31 @@ class Step:
         return [self._loads.load(top, at) for top in self._tops], scales, zeros
 
     def _issue(self, at: int, loaded: Sequence[Any], scales: list[Any], zeros: list[Any]) -> None:
-        """Issues the WGMMAs of a batch."""
+        """Widens and multiplies a batch."""
         form, self._each, self._less = self._form, scales or self._each, zeros or self._less
-        parts = range(weights.BATCH // WGMMA_DEPTH)
-        fragments = [
-            [self._fragment(top, x, part) for top, x in enumerate(loaded)] for part in parts
+        left = [
+            [self._fragment(top, x, part) for top, x in enumerate(loaded)]
+            for part in range(BATCH // WGMMA_DEPTH)
         ]
-        descriptors = [self._describe(at + part * WGMMA_DEPTH) for part in parts]
-        utils.nvvm.wgmma_fence_aligned()
-        for own, descriptor in zip(fragments, descriptors, strict=True):
-            for top, words in enumerate(own):
-                self.sums[top] = _wgmma(self.sums[top], words, descriptor, form)
-        utils.nvvm.wgmma_commit_group_sync_aligned()
-        utils.nvvm.wgmma_wait_group_sync_aligned(IN_FLIGHT)
+        target = self.of_group if form.scales_sums else self.sums
+        begins = form.scales_sums and at % form.share == 0
+        self._multiplier.multiply(target, left, at, begins)
+
+    def _end_group(self) -> None:
+        """Adds the sums of a group, scaled, to all others."""
+        self._multiplier.finish()
+        for top, (own, each) in enumerate(zip(self.of_group, self._each, strict=True)):
+            self.sums[top] = sums.scaled(self.sums[top], own, each)
 
     def _fragment(self, top: int, loaded: Any, part: int) -> list[Register]:
         """The words of 64 rows and 16 contracted elements, ready to be multiplied."""
         form, found = self._form, []
-        for number, spread in enumerate(self._loads.spread(loaded, part)):
+        for number, spread in enumerate(self._loads.spread(top, loaded, part)):
             below = number % 2
             zero = self._less[top][below] if form.zeros else None
             exact, rest = (zero, None) if form.has_exact_zeros else (None, zero)
             pair = widen.widened(spread, form.kind, form.to, exact)
-            if form.group:
+            if form.group and not form.scales_sums:
                 pair = widen.scaled(pair, self._each[top][below], form.scales, form.to, rest)
             found.append(pair)
         return found
@@ -254,11 +209,9 @@ class Step:
         size = form.scales.itemsize
         place = widen.run(f"mad.lo.u32 $0, $1, {size}, $2;", self._row, self._scales)
         for top in self._tops:
-            first = group * form.all_rows + top * WGMMA_ROWS
-            words = [
-                widen.load(place, (first + below) * size, size) for below in (0, form.row_below)
-            ]
-            if form.zeros and not form.has_exact_zeros:
+            rows = [group * form.all_rows + form.row_offset(top, below) for below in range(2)]
+            words = [widen.load(place, row * size, size) for row in rows]
+            if form.scales_sums or (form.zeros and not form.has_exact_zeros):
                 found.append([widen.single(word, form.scales) for word in words])
             else:
                 found.append([widen.scale(word, form.scales, form.to) for word in words])
@@ -267,10 +220,7 @@ class Step:
     def _load_zeros(self, group: int) -> list[Any]:
         """Loads the zero points of a group, of each row of this thread."""
         return [
-            [
-                self._load_zero(group, top * WGMMA_ROWS + below)
-                for below in (0, self._form.row_below)
-            ]
+            [self._load_zero(group, self._form.row_offset(top, below)) for below in range(2)]
             for top in self._tops
         ]
 
@@ -289,46 +239,3 @@ class Step:
             pair = widen.zero_point(loaded, self._row, below, form.zeros, form.to)
             return widen.single(pair, form.to)
         return widen.single(loaded, form.zeros)
-
-    def _describe(self, at: int) -> Any:
-        """The descriptor of 16 contracted elements of the other operand."""
-        panel, within = divmod(at * 2, ATOM_BYTES)
-        first = panel * self._form.cols * ATOM_BYTES + within
-        # Atoms of 8 columns follow each other; the last bit asks for their swizzle.
-        text = (
-            f"{{ .reg .b32 low, high; and.b32 low, $1, 0x3ffff; shr.b32 low, low, 4;"
-            f" add.u32 low, low, {(first >> 4) + (1 << 16)};"
-            f" mov.b32 high, {1 << 30 | 8 * ATOM_BYTES >> 4}; mov.b64 $0, {{low, high}}; }}"
-        )
-        return utils.inline_ptx(text, self._x, result_types=utils.ir.IntegerType.get_signless(64))
-
-
-def _wgmma(sums: Any, words: Sequence[Register], descriptor: Any, form: Form) -> Any:
-    """Issues a WGMMA whose left operand is in registers; returns the registers that it adds to."""
-    ir = utils.ir
-    llvm: Any = utils.llvm
-    single, zero = ir.F32Type.get(), utils.c(0, ir.IntegerType.get_signless(32))
-    values = [llvm.extractelement(x, zero) for x in sums.flat]
-    count = len(values)
-    names = ",".join(f"${i}" for i in range(count))
-    left = ",".join(f"${2 * count + i}" for i in range(4))
-    kind = {widen.BF16: "bf16", widen.F16: "f16"}[form.to]
-    text = (
-        "{ .reg .pred all; setp.ne.b32 all, 1, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{form.cols}k16.f32.{kind}.{kind} {{{names}}},"
-        f" {{{left}}}, ${2 * count + 4}, all, 1, 1, 0; }}"
-    )
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
-    made = llvm.inline_asm(
-        llvm.StructType.get_literal([single] * count),
-        [*values, *words, descriptor],
-        text,
-        ",".join(constraints),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    empty = llvm.mlir_undef(sums.flat[0].type)
-    found = np.empty(count, object)
-    for i in range(count):
-        found[i] = llvm.insertelement(empty, llvm.extractvalue(single, made, [i]), zero)
-    return found.reshape(sums.shape)

@@ -1,94 +1,17 @@
 """Weights of few bits as a warpgroup loads them from a slot, each where `widen.py` wants it.
 
 Stored [rows, k], what a thread multiplies are bytes that lie side by side. Stored [k, rows], it
-takes two rows that lie side by side instead, of each of its four contracted elements.
+takes rows that lie side by side instead, of each of its contracted elements. Where a warp has 16
+bytes of them, one instruction loads and turns 32 contracted elements for all of the warp.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
+from pallas_gemm.kernels.ptx.form import BATCH, MATRIX_BYTES, WARPS, Form
 from pallas_gemm.kernels.ptx.widen import Register, load, run
-
-ZEROS_ALIGNED = 128
-"""Bytes of which TMA begins a box in shared memory at a multiple."""
-BATCH = 32
-"""Contracted elements that are loaded at a time."""
-
-
-class Form(NamedTuple):
-    """How the operands of a step lie in a slot.
-
-    Attributes:
-        kind: Type of the weights.
-        to: Type of the other operand.
-        k_last: Weights are stored [rows, k]; else [k, rows].
-        rows: Rows of one consumer.
-        all_rows: Rows of all consumers in the slot.
-        cols: Columns of the other operand.
-        depth: Contracted elements of a step.
-        line: Bytes of a line of a panel of weights.
-        group: Contracted elements that have a scale; 0 without.
-        scales: Type of the scales.
-        zeros: Type of the zero points; None without.
-        sums: How many arrays of weights there are.
-    """
-
-    kind: np.dtype
-    to: np.dtype
-    k_last: bool
-    rows: int
-    all_rows: int
-    cols: int
-    depth: int
-    line: int
-    group: int = 0
-    scales: Any = None
-    zeros: Any = None
-    sums: int = 1
-
-    @property
-    def has_exact_zeros(self) -> bool:
-        """Whether a weight less its zero point is an element of 16 bits, exactly."""
-        return self.zeros == self.kind and self.kind in widen.OF_FEW_VALUES
-
-    @property
-    def zeros_of_part(self) -> tuple[int, int, int]:
-        """Lines and bytes of a block of zero points in a slot, and how many of its rows it has.
-
-        A block has those of one array and consumer. TMA begins it at a multiple of 128 bytes.
-        """
-        rows = self.rows // self.sums
-        line = rows * widen.bits(self.zeros) // 8
-        lines = max(1, self.depth // self.group)
-        while lines * line % ZEROS_ALIGNED:
-            lines += 1
-        return lines, line, rows
-
-    @property
-    def bits(self) -> int:
-        """The bits of a weight."""
-        return BITS[self.kind]
-
-    @property
-    def lines(self) -> int:
-        """The lines of a panel."""
-        return self.all_rows if self.k_last else self.depth
-
-    @property
-    def panels(self) -> int:
-        """Panels of weights in a slot."""
-        along = self.depth if self.k_last else self.all_rows
-        return along * self.bits // (8 * self.line)
-
-    @property
-    def row_below(self) -> int:
-        """How far below the first of a thread's two rows of 16 the other one is."""
-        return 8 if self.k_last else 1
 
 
 class Thread(NamedTuple):
@@ -107,8 +30,10 @@ def thread(form: Form, me: Register) -> Thread:
     """Returns the part of a thread of a consumer."""
     lane = run("mov.u32 $0, %laneid;")
     warp = run("{ mov.u32 $0, %tid.x; shr.b32 $0, $0, 5; and.b32 $0, $0, 3; }")
-    first = run(f"{{ shr.b32 $0, $1, 2; mul.lo.u32 $0, $0, {1 if form.k_last else 2}; }}", lane)
-    text = f"{{ mad.lo.u32 $0, $1, 16, $2; mad.lo.u32 $0, $3, {form.rows}, $0; }}"
+    beside = 1 if form.k_last else 2 * form.tops_of_line
+    first = run(f"{{ shr.b32 $0, $1, 2; mul.lo.u32 $0, $0, {beside}; }}", lane)
+    own = WGMMA_ROWS // WARPS * form.tops_of_line
+    text = f"{{ mad.lo.u32 $0, $1, {own}, $2; mad.lo.u32 $0, $3, {form.rows}, $0; }}"
     return Thread(run(text, warp, first, me), run("and.b32 $0, $1, 3;", lane))
 
 
@@ -122,8 +47,8 @@ class AlongK:
         turned = f"{{ mul.lo.u32 $0, $1, {line}; shr.b32 $0, $0, 3; and.b32 $0, $0, {line - 16}; }}"
         self._turned = run(turned, own.row)
         if form.bits == 4:
-            # A byte of a word, and the same of the word that is shifted by 4 bits.
-            text = "{ .reg .b32 x; add.u32 x, $1, 4; shl.b32 x, x, 8; or.b32 $0, x, $1; }"
+            # A byte of a word, and zeros.
+            text = "or.b32 $0, $1, 0x4440;"
         else:
             # Two bytes of a word, which two threads share.
             text = "{ .reg .b32 x; and.b32 x, $1, 1; mad.lo.u32 $0, x, 0x0202, 0x0100; }"
@@ -140,11 +65,18 @@ class AlongK:
             for below in range(2)
         ]
 
-    def spread(self, loaded: Any, part: int) -> list[Register]:
+    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
         """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
-        nibbles = self._form.bits == 4
+        del top
         words = [loaded[below][2 * part + after] for after in range(2) for below in range(2)]
-        return [widen.select(x, widen.shifted(x, 4) if nibbles else x, self._chosen) for x in words]
+        if self._form.bits == 8:
+            return [widen.select(x, x, self._chosen) for x in words]
+        zero = run("mov.b32 $0, 0;")
+        # The second nibble of a byte goes to the other half, by a product: more units multiply.
+        return [
+            run(f"mul.lo.u32 $0, $1, {1 << 12 | 1};", widen.select(x, zero, self._chosen))
+            for x in words
+        ]
 
     def _load(self, top: int, below: int, number: int) -> Sequence[Register]:
         """Loads 16 bytes of a row; of 8 bits, two of their words."""
@@ -193,8 +125,9 @@ class AcrossK:
             for first in range(at, at + BATCH, 8)
         ]
 
-    def spread(self, loaded: Any, part: int) -> list[Register]:
+    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
         """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
+        del top
         found = []
         for one, two in loaded[2 * part : 2 * part + 2]:
             if self._form.bits == 4:
@@ -203,3 +136,61 @@ class AcrossK:
             else:
                 found += [widen.select(one, two, below | 4 + below << 8) for below in range(2)]
         return found
+
+
+class Turned:
+    """Loads weights stored [k, rows] as matrices, which the hardware turns.
+
+    A register of a thread then has, in each half, some rows of one of two contracted elements.
+    """
+
+    def __init__(self, form: Form, start: Register, own: Thread) -> None:
+        self._form = form
+        # A lane says where a line of the 32 begins; all lanes of a warp begin at the same row.
+        shared = 2 * form.tops_of_line
+        text = f"{{ .reg .b32 x; mov.u32 x, %laneid; shr.b32 x, x, 2; mul.lo.u32 x, x, {shared};"
+        text += f" sub.u32 x, $1, x; mul.lo.u32 x, x, {form.bits}; shr.b32 $0, x, 3; }}"
+        self._byte, self._start = run(text, own.row), start
+        self._places = [
+            self._place(unit * MATRIX_BYTES * WARPS)
+            for unit in range(form.rows // WGMMA_ROWS // form.tops_of_line)
+        ]
+
+    def _place(self, further: int) -> Register:
+        """Where the line of a lane begins, and that number of bytes further along it."""
+        line = self._form.line
+        text = f"{{ .reg .b32 x, y, z; add.u32 x, $1, {further};"
+        text += f" shr.b32 y, x, {line.bit_length() - 1}; and.b32 x, x, {line - 1};"
+        text += f" mov.u32 z, %laneid; mad.lo.u32 x, z, {line}, x;"
+        # TMA swizzles a panel so.
+        text += f" shr.b32 z, x, 3; and.b32 z, z, {line - 16}; xor.b32 x, x, z;"
+        text += f" mad.lo.u32 y, y, {line * self._form.lines}, $2; add.u32 $0, x, y; }}"
+        return run(text, self._byte, self._start)
+
+    def load(self, top: int, at: int) -> Sequence[Register]:
+        """Loads a batch: of every 8 contracted elements a register. Tops may share what is loaded.
+
+        Args:
+            top: Which 64 rows of the consumer.
+            at: The first contracted element.
+        """
+        whole, part = divmod(top, self._form.tops_of_line)
+        if part == 0:
+            self._loaded = widen.load_matrices(self._places[whole], at * self._form.line)
+        return self._loaded
+
+    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
+        """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
+        first = 2 * (top % self._form.tops_of_line)
+        return [
+            widen.shifted(word, (first + below) * self._form.bits)
+            for word in loaded[2 * part : 2 * part + 2]
+            for below in range(2)
+        ]
+
+
+def loader(form: Form, start: Register, own: Thread) -> "AlongK | AcrossK | Turned":
+    """Returns what loads the weights of a slot that begins there."""
+    if form.k_last:
+        return AlongK(form, start, own)
+    return (Turned if form.turned else AcrossK)(form, start, own)

@@ -27,8 +27,6 @@ _NAMES = {BF16: "bf16", F16: "f16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
 # Of a number whose mantissa's last bit is worth 1, twice: 128 in bfloat16, 1024 in float16.
 _UNITS = {BF16: 0x43004300, F16: 0x64006400}
 # 2 ** 126 and 2 ** 14, twice: what the bias of the exponent of e2m1 is off by.
-OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
-"""Types of which the difference of two values is an element of 16 bits."""
 _BIAS_OF_E2M1 = {BF16: 0x7E807E80, F16: 0x74007400}
 
 
@@ -53,6 +51,17 @@ def load_four(place: Register, offset: int) -> Sequence[Register]:
     word = utils.ir.IntegerType.get_signless(32)
     text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return utils.inline_ptx(text, place, result_types=[word] * 4, has_side_effects=True)
+
+
+def load_matrices(place: Register, offset: int) -> Sequence[Register]:
+    """Loads four matrices of 8 x 8 halves, turned: a lane says where a row of one begins.
+
+    A thread gets two rows of a column of each.
+    """
+    word = utils.ir.IntegerType.get_signless(32)
+    text = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    types = [word] * 4
+    return utils.inline_ptx(text, place, result_types=types, has_side_effects=True, convergent=True)
 
 
 def select(low: Register, high: Register, bytes_: int | Register) -> Register:
@@ -136,7 +145,7 @@ def scale(loaded: Register, kind: np.dtype, to: np.dtype) -> Register:
     """A scale that was loaded, as `scaled` takes it: twice in 16 bits, or once in float32."""
     if kind == to:
         return select(loaded, loaded, 0x1010)
-    return loaded if kind == F32 else _apart(loaded, kind)[0]
+    return single(loaded, kind)
 
 
 def single(loaded: Register, kind: np.dtype) -> Register:

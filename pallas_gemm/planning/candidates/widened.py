@@ -16,45 +16,48 @@ from pallas_gemm.problem import Problem
 
 NARROW = 32
 """Rows of the result for which two warpgroups are too few to widen as fast as memory brings."""
-NARROW_FORMS = ((64, 1, 4), (128, 1, 4))
-FORMS = ((64, 1, 4), (128, 2, 1), (128, 2, 2), (256, 2, 1))
+NARROW_FORMS = ((64, 1, 4), (128, 1, 2), (128, 1, 4), (256, 2, 2))
+FORMS = ((64, 1, 4), (128, 1, 1), (128, 1, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1))
 """Columns of the result, consumers that share them, and those that take steps in turns."""
 CTAS = (1, 2)
 """CTAs of a cluster that share the steps of few rows. Four were slower on an H200."""
-SHARED = 3584
-"""Each of two CTAs has this part of k at least: 8 x 4096 x 14336 in int4 then takes 16.0 us."""
-JOINED_CYCLES = 1500
+SHARED = 2048
+"""Each of two CTAs has this part of k at least."""
+MOST_SHARED = 64
+"""Rows of a tile whose steps two CTAs may share."""
+JOINED_CYCLES = 2750
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
-SHORT_LINE = 1.08
-"""Tiles of 64 columns take longer by this factor. 1 x 8192 x 8192 in int4 takes 16.2 us in them,
-and 14.9 in tiles of 128 that two CTAs share."""
+UNTURNED = 1.5
+"""Widening takes longer by this factor where weights are not turned as they are loaded."""
+ALONE = 0.046
+"""Widening takes longer by this share for each warpgroup that lacks four."""
+WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
-LAUNCH_SECONDS = 2.5e-6
-"""A kernel takes so long until its first operands arrive. The next three constants were fitted
-together with it, to twelve configs with 1 to 4096 rows on an H200. 16 x 14336 x 4096 takes 15.3 us
-in int4, and predictions are off by 3% in the mean."""
-WGMMA_CYCLES, COLUMN_CYCLES = 33, 0.41
+LAUNCH_SECONDS = 2.1e-6
+"""A kernel takes so long until its first operands arrive. The constants were fitted together to 54
+configs of 20 products with 1 to 4096 rows on an H200. Their predictions are off by 9%."""
+WGMMA_CYCLES, COLUMN_CYCLES = 18.5, 0.39
 """A WGMMA of 64 rows and 16 contracted elements takes these cycles, and more for each column."""
 STEPS = (64, 128)
 """Contracted elements of a step; 256 takes 6% longer."""
-END_CYCLES, ELEMENT_CYCLES = 1500, 0.2
+END_CYCLES, ELEMENT_CYCLES = 500, 0.18
 """From the last step of a tile to its end, and for each of its elements."""
-LATENCY_CYCLES = 2400
-"""From a request for operands to their arrival: two stages keep nothing busy."""
-STEP_CYCLES = 30
+LATENCY_CYCLES = 1200
+"""From a request for operands to their arrival."""
+STEP_CYCLES = 142
 """Each step takes these, whatever it does."""
 CLOCK_SHARE = 0.92
 """The share of the highest clock that is left while all SMs multiply."""
 LOAD_BYTES = 40
 """An SM loads 40 bytes in a cycle."""
-MEMORY_SHARE = 0.8
+MEMORY_SHARE = 0.95
 """The share of the peak bandwidth of memory that a kernel reaches."""
-SHARPNESS = 4.0
+SHARPNESS = 2.6
 """How little computing and reading memory hold each other up: the power of their norm."""
 
 
@@ -70,12 +73,13 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
         return
     columns = _columns_of_groups(problem) if problem.groups else _columns(problem.m)
     for cols, ctas, step in itertools.product(columns, CTAS, STEPS):
-        if ctas > 1 and (cols > NARROW or problem.k < ctas * SHARED):
+        if ctas > 1 and (cols > MOST_SHARED or problem.k < ctas * SHARED):
             continue
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
             # A gated column has two rows of sums.
             tile = rows * problem.sums, cols
-            if tile[0] // consumers > MOST_ROWS:
+            # Two CTAs that share 256 columns took 15.2 us for 16 x 14336 x 4096, one with 128 13.5.
+            if tile[0] // consumers > MOST_ROWS or (ctas > 1 and rows > MOST_ROWS):
                 continue
             config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
             if config is not None:
@@ -141,10 +145,14 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     (rows, cols), machine = config.tile, device.machine
     loaded = config.step * (rows * BITS[own.a_dtype] / 8 + cols * own.b_dtype.itemsize)
     wgmmas = rows // WGMMA_ROWS * config.step // WGMMA_DEPTH
-    each = WGMMA_CYCLES * (SHORT_LINE if rows == WGMMA_ROWS else 1)
+    each = WGMMA_CYCLES * (1 if config.form(problem).turned else UNTURNED)
+    each *= 1 + ALONE * max(0, WARPGROUPS - config.warpgroups)
+    widened = wgmmas * (each + COLUMN_CYCLES * cols)
+    # A warpgroup keeps the slot of its step, and of the one before whose WGMMAs are in flight.
+    kept = config.along_k * (1 if config.form(problem).scales_sums else 2)
     step = STEP_CYCLES + max(
         loaded / LOAD_BYTES,
-        wgmmas * (each + COLUMN_CYCLES * cols),
+        widened + LATENCY_CYCLES * (kept == config.stages),
         LATENCY_CYCLES / max(1, config.stages - 1),
     )
     tiles = config.tiles(problem)
@@ -153,7 +161,8 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
         tiles = min(tiles, down * groups * math.ceil(length / cols))
     waves = math.ceil(tiles / device.coresident_clusters(config.cluster_size))
     steps = math.ceil(config.steps(problem) / config.ctas_along_k)
-    end = END_CYCLES + ELEMENT_CYCLES * rows * cols + JOINED_CYCLES * (config.ctas_along_k > 1)
+    end = END_CYCLES + ELEMENT_CYCLES * rows * cols * config.ctas_along_k
+    end += JOINED_CYCLES * (config.ctas_along_k > 1)
     # The ring runs on: only the last tile is finished while nothing is loaded.
     ends = 1 if config.persistence == "static" else waves
     busy = (waves * steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)

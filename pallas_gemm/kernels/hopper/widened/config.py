@@ -3,7 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from pallas_gemm.config import PAIR, GemmConfig, Joined, Persistence
 from pallas_gemm.device import Device
@@ -11,6 +13,7 @@ from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import MAX_BARRIERS, WARPGROUP_THREADS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.registers import Registers
 from pallas_gemm.kernels.hopper.widened import problems
+from pallas_gemm.kernels.ptx.form import Form
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -116,6 +119,30 @@ class WidenedConfig(GemmConfig):
         along = rows if own.transpose_a else self.step
         return min(128, along * BITS[own.a_dtype] // 8)
 
+    def form(self, problem: Problem, scales: Any = None, zeros: Any = None) -> Form:
+        """How operands lie in a slot.
+
+        Args:
+            problem: The product.
+            scales: Type of the scales of groups.
+            zeros: Type of their zero points.
+        """
+        own = self.as_computed(problem)
+        return Form(
+            kind=own.a_dtype,
+            to=own.b_dtype,
+            k_last=not own.transpose_a,
+            rows=self.consumer_tile[0],
+            all_rows=self.tile[0],
+            cols=self.tile[1],
+            depth=self.step,
+            line=self.line(problem),
+            group=own.blocks.k if own.blocks else 0,
+            scales=scales or np.dtype(np.float32),
+            zeros=zeros,
+            sums=own.sums,
+        )
+
     def scales_of_step(self, problem: Problem) -> int:
         """Scales of a column in a step."""
         return max(1, self.step // problem.blocks.k) if problem.blocks else 0
@@ -144,6 +171,7 @@ class WidenedConfig(GemmConfig):
             # Lines of zero points in bytes may be padded, to no more than they would be in float32.
             stages * zeros * self.scales_of_step(own) * rows * SCALE_BYTES,
             joined,
+            self.consumers * self.form(own).scratch * 4,
             *(stored * dtype.itemsize for dtype in (*own.result_dtypes, *own.loaded_dtypes)),
             8 * (2 * stages + (2 + self.store_slots) * self.consumers),
         )

@@ -20,7 +20,7 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, turned
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, row_order, turned
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -61,10 +61,19 @@ def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Va
 
     @pl.when(stores)
     def _store() -> None:
-        own = total if plan.form.k_last else fragments.in_order(plan, total)
-        store(cta, me, own)
+        store(cta, me, _ordered(cta, me, total))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _ordered(cta: Any, me: Scalar, total: Values) -> Values:
+    """Sums whose rows are in the order of WGMMA."""
+    plan, form = cta.plan, cta.plan.form
+    if form.k_last:
+        return total
+    if form.crosses_warps:
+        return row_order.across_warps(plan, total, cta.slots.scratch.at[me], form)
+    return row_order.in_order(plan, total)
 
 
 def _join_steps(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Values) -> Values:

@@ -10,7 +10,7 @@ Roles (in one CTA)
     warpgroup                       role        does
     0 .. consumers * along_k - 1    consumer    of those that share the columns, one; of those that
                                                 take the steps in turns, one
-    the last                        producer    issues every TMA load
+    the last                        producer    issues every TMA load, by two of its warps
 
 Barriers
     name         who arrives                                     who waits
@@ -58,6 +58,7 @@ class Slots(NamedTuple):
     zeros: Any
     joined: Any
     apart: Any
+    scratch: Any
     out: Any
     loaded: Any
 
@@ -95,11 +96,10 @@ def _span(cta: Cta) -> tuple[Scalar, Scalar]:
     return first, lax.div((cta.rank + 1) * steps, jnp.int32(ctas)) - first
 
 
-def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
-    """Starts the loads of a step."""
+def _load_weights(cta: Cta, step: Scalar, slot: Scalar) -> None:
+    """Starts the loads of weights of a step."""
     plan, form, at, full = cta.plan, cta.plan.form, cta.at, cta.barriers.full.at[slot]
-    k, factors = step * form.depth, cta.gmem.factors[0]
-    x, *weights = (place.matrix(own, at.product) for own in (factors.a, *factors.b))
+    weights = [place.matrix(own, at.product) for own in cta.gmem.factors[0].b]
     if form.k_last:
         for panel, part in plan.panel_parts:
             first = step * (form.depth * form.bits // 8) + panel * form.line
@@ -109,9 +109,16 @@ def _load(cta: Cta, step: Scalar, slot: Scalar) -> None:
     else:
         for panel, part in enumerate(plan.parts(8 * form.line // form.bits)):
             first = lax.div((at.row + part.source) * form.bits, jnp.int32(8))
-            there = pl.ds(k, form.depth), pl.ds(first, form.line)
+            there = pl.ds(step * form.depth, form.depth), pl.ds(first, form.line)
             own = cta.slots.w.at[slot, panel]
             plgpu.copy_gmem_to_smem(weights[part.array].at[there], own, full)
+
+
+def _load_others(cta: Cta, step: Scalar, slot: Scalar) -> None:
+    """Starts the loads of the other operand and of scales of a step."""
+    plan, form, full = cta.plan, cta.plan.form, cta.barriers.full.at[slot]
+    at, k = cta.at, step * form.depth
+    x = place.matrix(cta.gmem.factors[0].a, at.product)
     for panel in range(plan.x_panels):
         there = pl.ds(at.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
         plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
@@ -143,6 +150,10 @@ def _load_zeros(cta: Cta, groups: Any, slot: Scalar) -> None:
         plgpu.copy_gmem_to_smem(zeros.at[there], own, cta.barriers.full.at[slot])
 
 
+LOADS = (_load_weights, _load_others)
+"""Each by a warp of its own: copies that a warp issues follow each other slowly."""
+
+
 def _each_tile(cta: Cta, compute: Callable[[Cta, Scalar], None]) -> Scalar:
     """Goes through the tiles of a CTA; returns how many steps they take.
 
@@ -160,8 +171,8 @@ def _each_tile(cta: Cta, compute: Callable[[Cta, Scalar], None]) -> Scalar:
     return one(none, none) if share.count is None else lax.fori_loop(0, share.count, one, none)
 
 
-def _producer(cta: Cta) -> None:
-    """Fills the ring, and waits until all of it has been read."""
+def _producer(cta: Cta, start: Callable[[Cta, Scalar, Scalar], None]) -> None:
+    """Fills its part of the ring, and waits until all of it has been read."""
     stages = jnp.int32(cta.plan.config.stages)
 
     def load(cta: Cta, before: Scalar) -> None:
@@ -172,7 +183,7 @@ def _producer(cta: Cta) -> None:
             step = before + i
             slot = lax.rem(step, stages)
             pl.when(step >= stages)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
-            _load(cta, first + i, slot)
+            start(cta, first + i, slot)
 
     steps = _each_tile(cta, load)
 
@@ -230,17 +241,21 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
         w, x = cta.slots.w.at[slot], cta.slots.x.at[slot]
         total = fragments.add_step(plan, total, w, x, scales, me, form)
         fences.after_loads(plan)
-        # WGMMAs of the step before have ended with the first of this one's.
-        last = lax.rem(step + (config.stages - config.along_k), stages)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[last]))
+        if form.scales_sums:
+            plgpu.barrier_arrive(cta.barriers.empty.at[slot])
+        else:
+            # WGMMAs of the step before have ended with the first of this one's.
+            last = lax.rem(step + (config.stages - config.along_k), stages)
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[last]))
         return total
 
     count = lax.div(steps - first + (config.along_k - 1), parts)
     total = lax.fori_loop(0, count, one_step, total)
     plgpu.wgmma_wait(0)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
-    last = lax.rem(before + first + (count - 1) * config.along_k, stages)
-    plgpu.barrier_arrive(cta.barriers.empty.at[last])
+    if not form.scales_sums:
+        last = lax.rem(before + first + (count - 1) * config.along_k, stages)
+        plgpu.barrier_arrive(cta.barriers.empty.at[last])
     finish.join_and_store(cta, me, part, before, total)
 
 
@@ -257,7 +272,8 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
 
         @plgpu.warp_map
         def _each_warp(warp: Scalar) -> None:
-            pl.when(warp == 0)(lambda: _producer(cta))
+            for number, start in enumerate(LOADS):
+                pl.when(warp == number)(functools.partial(_producer, cta, start))
 
         finish.meet(plan)
 
@@ -297,6 +313,9 @@ def _slots(plan: WidenedPlan) -> Slots:
         joined=plgpu.SMEM(plan.joined_shape, jnp.float32) if config.along_k > 1 else None,
         apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
         if config.ctas_along_k > 1
+        else None,
+        scratch=plgpu.SMEM((config.consumers, form.scratch), jnp.float32)
+        if form.crosses_warps
         else None,
         out=tuple(
             smem.boxed(boxes, dtype, simulated=plan.simulated)

@@ -5,15 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from pallas_gemm.kernels import words
 from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
-from pallas_gemm.kernels.ptx.weights import Form
+from pallas_gemm.kernels.ptx.form import Form
 
 WIDEST_COPY = 256
 """Elements, or lines, that TMA copies at a time."""
@@ -67,21 +65,7 @@ class WidenedPlan(KernelPlan):
     @functools.cached_property
     def form(self) -> Form:
         """How operands lie in a slot."""
-        problem, config = self.problem, self.config
-        return Form(
-            kind=problem.a_dtype,
-            to=problem.b_dtype,
-            k_last=not problem.transpose_a,
-            rows=config.consumer_tile[0],
-            all_rows=config.tile[0],
-            cols=config.tile[1],
-            depth=config.step,
-            line=config.line(problem),
-            group=problem.blocks.k if problem.blocks else 0,
-            scales=self.scales or np.dtype(np.float32),
-            zeros=self.zeros,
-            sums=problem.sums,
-        )
+        return self.config.form(self.problem, self.scales, self.zeros)
 
     @property
     def has_several_tiles(self) -> bool:

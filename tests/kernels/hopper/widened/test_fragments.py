@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
-from pallas_gemm.kernels.ptx import fragments
-from pallas_gemm.kernels.ptx.weights import Form
+from pallas_gemm.kernels.ptx import fragments, row_order
+from pallas_gemm.kernels.ptx.form import Form
 from tests.kernels.hopper.widened import warpgroup_ptx
-from tests.kernels.hopper.widened.warpgroup_ptx import THREADS, Warpgroup, words
+from tests.kernels.hopper.widened.warpgroup_ptx import THREADS, Warpgroup, registers, words
 
 BF16, F16, F32 = (np.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
 
@@ -59,6 +59,21 @@ def drawn_zeros(
     return np.asarray(values, np.float64), padded.reshape(-1)
 
 
+def exactly(form: Form, weights: Any, other: Any, scales: Any, zeros: Any) -> np.ndarray:
+    """The sums of weights as they are widened, scaled and rounded; or of sums that are scaled."""
+    if not form.group:
+        return weights @ other.astype(np.float64).T
+    each, less = (
+        np.repeat(x.astype(np.float32).T, form.depth // len(x), 1) for x in (scales, zeros)
+    )
+    moved = weights.astype(np.float32) - less
+    if not form.scales_sums:
+        return (moved * each).astype(form.to).astype(np.float64) @ other.astype(np.float64).T
+    parts = [np.split(values.astype(np.float64), len(scales), 1) for values in (moved, other)]
+    sums = [left @ right.T for left, right in zip(*parts, strict=True)]
+    return np.sum([x * y[:, None] for x, y in zip(sums, scales, strict=True)], 0)
+
+
 def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray, int]:
     """The sums of all consumers of a slot, the exact ones, and the ways of its worst load."""
     rng = np.random.default_rng(0)
@@ -80,38 +95,33 @@ def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, n
     starts = np.cumsum([0, *(slot.size for slot in slots)])
     group = Warpgroup(np.concatenate(slots))
     warpgroup_ptx.emulated(monkeypatch, group)
-    scaled = weights
-    if form.group:
-        each, less = (
-            np.repeat(x.astype(np.float32).T, form.depth // len(x), 1) for x in (scales, zeros)
-        )
-        scaled = (weights.astype(np.float32) - less) * each
-    exact = scaled.astype(form.to).astype(np.float64) @ other.astype(np.float64).T
+    exact = exactly(form, weights, other, scales, zeros)
     found = np.zeros_like(exact)
-    threads = np.arange(THREADS)
+    threads, shared = np.arange(THREADS), form.tops_of_line
     rows = 16 * (threads // 32) + threads % 32 // 4
     if not form.k_last:
-        rows = 16 * (threads // 32) + 2 * (threads % 32 // 4)
+        rows = shared * (16 * (threads // 32) + 2 * (threads % 32 // 4))
     for me in range(form.all_rows // form.rows):
         step = fragments.Step(form, [words(x) for x in starts[:-1]], words(me))
         tops = form.rows // 64
-        step.sums = [np.zeros((form.cols // 8, 2, 2, THREADS)) for _ in range(tops)]
+        step.sums = [registers(form.cols // 8, 2, 2) for _ in range(tops)]
+        step.of_group = [sums + np.nan for sums in step.sums]
         step.emit()
         for top, sums in enumerate(step.sums):
-            for block, below, beside in np.ndindex(*sums.shape[:3]):
-                row = me * form.rows + 64 * top + rows + below * (8 if form.k_last else 1)
+            for block, below, beside in np.ndindex(*sums.shape):
+                row = me * form.rows + rows + form.row_offset(top, below)
                 found[row, 8 * block + 2 * (threads % 4) + beside] = sums[block, below, beside]
     return found, exact, group.ways
 
 
-@pytest.mark.parametrize("k_last", [False, True])
+@pytest.mark.parametrize(("k_last", "rows"), [(True, 64), (False, 64), (False, 128), (False, 256)])
 @pytest.mark.parametrize("to", [BF16, F16])
 @pytest.mark.parametrize("kind", BITS)
 def test_weights_are_widened_exactly(
-    kind: np.dtype, to: np.dtype, k_last: bool, monkeypatch: pytest.MonkeyPatch
+    kind: np.dtype, to: np.dtype, k_last: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = min(128, (128 if k_last else 64) * BITS[kind] // 8)
-    form = Form(kind, to, k_last, rows=64, all_rows=64, cols=8, depth=128, line=line)
+    line = min(128, (128 if k_last else rows) * BITS[kind] // 8)
+    form = Form(kind, to, k_last, rows=rows, all_rows=rows, cols=8, depth=128, line=line)
     found, exact, ways = products(form, monkeypatch)
     np.testing.assert_array_equal(found, exact)
     assert ways == 1
@@ -122,13 +132,23 @@ def test_weights_are_widened_exactly(
     ("kind", "to", "scales"),
     [(INT4, BF16, BF16), (INT4, BF16, F32), (INT8, F16, F16), (E2M1, F16, BF16), (INT8, BF16, F16)],
 )
+@pytest.mark.parametrize(
+    ("cols", "depth", "group"), [(16, 64, 32), (16, 64, 128), (8, 128, 64), (40, 64, 64)]
+)
 def test_each_group_has_its_scale(
-    kind: np.dtype, to: np.dtype, scales: np.dtype, k_last: bool, monkeypatch: pytest.MonkeyPatch
+    kind: np.dtype,
+    to: np.dtype,
+    scales: np.dtype,
+    k_last: bool,
+    cols: int,
+    depth: int,
+    group: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    depth = 64
     along = depth if k_last else 256
     line = min(128, along * BITS[kind] // 8)
-    form = Form(kind, to, k_last, 128, 256, 16, depth, line, group=32, scales=scales)
+    form = Form(kind, to, k_last, 128, 256, cols, depth, line, group=group, scales=scales)
+    assert form.scales_sums == (4 * cols <= min(depth, group))
     found, exact, ways = products(form, monkeypatch)
     np.testing.assert_array_equal(found, exact)
     assert ways == 1
@@ -164,8 +184,36 @@ def test_rows_of_a_warp_are_put_in_order() -> None:
     row = 16 * (threads // 32) + 2 * (threads % 32 // 4)
     column = threads % 4
     found = Warpgroup(np.zeros(0, np.uint8)).run(
-        fragments._EXCHANGE, 4 * row + column, 4 * (row + 1) + column, results=2
+        row_order._EXCHANGE, 4 * row + column, 4 * (row + 1) + column, results=2
     )
     wanted = 16 * (threads // 32) + threads % 32 // 4
     np.testing.assert_array_equal(found[0], 4 * wanted + column)
     np.testing.assert_array_equal(found[1], 4 * (wanted + 8) + column)
+
+
+@pytest.mark.parametrize("cols", [8, 16, 40])
+def test_rows_of_a_warpgroup_are_put_in_order(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Form(INT4, BF16, False, 128, 128, cols, 128, 64)
+    group = Warpgroup(np.zeros(4 * form.scratch, np.uint8))
+    warpgroup_ptx.emulated(monkeypatch, group)
+    threads = np.arange(THREADS, dtype=np.uint32)
+    first = 32 * (threads // 32) + 4 * (threads % 32 // 4)
+    wanted = 16 * (threads // 32) + threads % 32 // 4
+    sums = np.empty((2, cols // 8, 2, 2), object)
+    for top, block, below, beside in np.ndindex(sums.shape):
+        column = 8 * block + 2 * (threads % 4) + beside
+        row = np.uint32(form.row_offset(top, below)) + first
+        sums[top, block, below, beside] = Sum((1000 * row + column).astype(np.uint32))
+    row_order.exchange(sums, words(0), form)
+    for top, block, below, beside in np.ndindex(sums.shape):
+        row, column = wanted + 64 * top + 8 * below, 8 * block + 2 * (threads % 4) + beside
+        np.testing.assert_array_equal(sums[top, block, below, beside], 1000 * row + column)
+
+
+class Sum(np.ndarray):
+    """A register, which has a type as a value of the compiler does."""
+
+    type = np.uint32
+
+    def __new__(cls, values: np.ndarray) -> "Sum":
+        return values.view(cls)

@@ -51,7 +51,10 @@ def check(asked: Problem, config: WidenedConfig, scales: Any = jnp.float32, **ex
     with races.recorded() as raced:
         found = np.asarray(jax.jit(run)(a, b, *given, *extras.values()), np.float64)
         assert not raced()
-    whole = np.asarray(whole.astype(asked.a_dtype), np.float64)
+    # Scales that the sums are multiplied by leave weights as they are.
+    if not config.form(asked).scales_sums:
+        whole = whole.astype(asked.a_dtype)
+    whole = np.asarray(whole, np.float64)
     exact = np.asarray(a, np.float64) @ whole
     exact = exact * np.asarray(extras.get("col_scale", 1.0)) + np.asarray(extras.get("bias", 0.0))
     # Rounded once, but for what sums of float32 lack.

@@ -3,6 +3,7 @@
 It knows what `kernels/ptx/fragments.py` emits, and refuses all else.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.kernels.ptx import fragments, weights, widen
-from pallas_gemm.kernels.ptx.weights import Form
+from pallas_gemm.kernels.ptx import fragments, multiply, row_order, sums, weights, widen
+from pallas_gemm.kernels.ptx.form import Form
 
 THREADS = 128
 Words = np.ndarray
@@ -87,6 +88,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,
     "add.u32": np.add,
+    "sub.u32": np.subtract,
     "mul.lo.u32": np.multiply,
     "div.u32": np.floor_divide,
     "rem.u32": np.remainder,
@@ -145,6 +147,13 @@ class Warpgroup:
             if name.startswith("ld.shared"):
                 self._load(values, name, target, sources[0])
                 continue
+            if name.startswith("ldmatrix"):
+                assert name == "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", name
+                self._load_matrices(values, target, sources[0])
+                continue
+            if name.startswith("st.shared"):
+                self._store(values, target, sources[0])
+                continue
             read = [values[x] if x in values else words(int(x, 0)) for x in sources]
             if "|" in target:
                 low, high = target.split("|")
@@ -169,6 +178,34 @@ class Warpgroup:
             asked = {int(x) // 4 + i for x in some for i in range(len(targets))}
             self.ways = max(self.ways, int(np.bincount([x % BANKS for x in asked]).max()))
 
+    def _load_matrices(self, values: dict[str, Any], target: str, source: str) -> None:
+        """Each lane of 8 says where a row of 8 halves begins; a thread gets two of a column."""
+        place, offset = _match(r"\[(\$\d+)\+(\d+)\]", source)
+        first = values[place].astype(np.int64) + int(offset)
+        assert not (first % 16).any(), "not aligned"
+        lanes = np.arange(THREADS) % 32
+        for matrix, own in enumerate(target.split("|")):
+            starts = first.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+            for some in starts:
+                asked = [int(x) // 4 + word for x in set(some) for word in range(4)]
+                self.ways = max(self.ways, int(np.bincount([x % BANKS for x in asked]).max()))
+            found = words(0)
+            for beside in range(2):
+                row = 2 * (lanes % 4) + beside
+                at = starts[np.arange(THREADS) // 32, row] + 2 * (lanes // 4)
+                half = (
+                    self.memory[at].astype(np.uint32) | self.memory[at + 1].astype(np.uint32) << 8
+                )
+                found |= half << 16 * beside
+            values[own] = found
+
+    def _store(self, values: dict[str, Any], target: str, source: str) -> None:
+        place, offset = _match(r"\[(\$\d+)\+(\d+)\]", target)
+        first = values[place].astype(np.int64) + int(offset)
+        for number, own in enumerate(source.split("|")):
+            for byte in range(4):
+                self.memory[first + 4 * number + byte] = values[own] >> 8 * byte & 0xFF
+
 
 def emulated(patch: pytest.MonkeyPatch, group: Warpgroup) -> None:
     """Lets `fragments` run on a warpgroup what it would emit."""
@@ -187,24 +224,33 @@ def emulated(patch: pytest.MonkeyPatch, group: Warpgroup) -> None:
 
     class Utils:
         nvvm, ir = Nothing(), Types
+        warpgroup_barrier = staticmethod(lambda: None)
+        bitcast = staticmethod(lambda x, _: x)
 
         @staticmethod
-        def inline_ptx(text: str, *given: Words, result_types: Any, **_: Any) -> Any:
+        def inline_ptx(text: str, *given: Words, result_types: Any = None, **_: Any) -> Any:
             if result_types == 64:
                 # A descriptor: its lower half says where the operand begins.
                 lower = text.partition(" mov.b32 high")[0]
                 return group.run(lower.replace("low", "$0"), *given)[0]
-            return group.run(text, *given, results=len(result_types))
+            return group.run(text, *given, results=len(result_types or ()))
 
-    for module in (widen, weights):
+    for module in (widen, weights, row_order):
         patch.setattr(module, "run", run)
-    for module in (widen, fragments):
+    for module in (widen, fragments, row_order, multiply):
         patch.setattr(module, "utils", Utils)
-    patch.setattr(fragments, "_wgmma", lambda *given: _multiplied(group, *given))
+    patch.setattr(multiply, "wgmma", functools.partial(_multiplied, group))
+    patch.setattr(sums, "scaled", _scaled)
 
 
 def _multiplied(
-    group: Warpgroup, sums: np.ndarray, own: Sequence[Words], descriptor: Words, form: Form
+    group: Warpgroup,
+    sums: np.ndarray,
+    own: Sequence[Words],
+    descriptor: Words,
+    form: Form,
+    *,
+    begins: bool,
 ) -> np.ndarray:
     """What a WGMMA adds to sums, `[block of 8 columns, row, column, thread]`."""
     kind = TYPES[{"bfloat16": "bf16", "float16": "f16"}[str(form.to)]]
@@ -221,7 +267,24 @@ def _multiplied(
     at ^= at >> 3 & 0x70
     right = np.stack([group.memory[at], group.memory[at + 1]], -1).view(kind)[..., 0]
     product = left @ right.astype(np.float64)
-    found = sums.copy()
+    found = np.zeros_like(sums) if begins else sums.copy()
     for block, below, beside in np.ndindex(*sums.shape[:3]):
-        found[block, below, beside] += product[rows + 8 * below, 8 * block + cols + beside]
+        more = product[rows + 8 * below, 8 * block + cols + beside]
+        found[block, below, beside] = found[block, below, beside] + more
+    return found
+
+
+def _scaled(sums: np.ndarray, own: np.ndarray, scales: Sequence[Words]) -> np.ndarray:
+    """Adds sums of a group to others, times a scale for each of two rows."""
+    found, each = sums.copy(), [x.view(np.float32).astype(np.float64) for x in scales]
+    for place in np.ndindex(*sums.shape):
+        found[place] = sums[place] + own[place] * each[place[1]]
+    return found
+
+
+def registers(*shape: int) -> np.ndarray:
+    """Registers of floats that are 0."""
+    found = np.empty(shape, object)
+    for place in np.ndindex(*shape):
+        found[place] = np.zeros(THREADS)
     return found

@@ -1,0 +1,138 @@
+"""`Form`: how weights of few bits and the other operand lie in a slot, and who has which rows."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
+
+OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
+"""Types of which the difference of two values is an element of 16 bits."""
+ZEROS_ALIGNED = 128
+"""Bytes of which TMA begins a box in shared memory at a multiple."""
+BATCH = 32
+"""Contracted elements that are loaded at a time."""
+WARPS = 4
+"""A warpgroup has these."""
+MATRIX_BYTES = 16
+"""A row of a matrix has these. A warp loads four matrices of 8 rows at a time."""
+MOST_COLUMNS = 16
+"""Columns of sums whose rows a warpgroup exchanges at a time in shared memory."""
+PADDING = 2
+"""Elements between lines there, so that threads that store at once use different banks."""
+
+
+class Form(NamedTuple):
+    """How the operands of a step lie in a slot.
+
+    Attributes:
+        kind: Type of the weights.
+        to: Type of the other operand.
+        k_last: Weights are stored [rows, k]; else [k, rows].
+        rows: Rows of one consumer.
+        all_rows: Rows of all consumers in the slot.
+        cols: Columns of the other operand.
+        depth: Contracted elements of a step.
+        line: Bytes of a line of a panel of weights.
+        group: Contracted elements that have a scale; 0 without.
+        scales: Type of the scales.
+        zeros: Type of the zero points; None without.
+        sums: How many arrays of weights there are.
+    """
+
+    kind: np.dtype
+    to: np.dtype
+    k_last: bool
+    rows: int
+    all_rows: int
+    cols: int
+    depth: int
+    line: int
+    group: int = 0
+    scales: Any = None
+    zeros: Any = None
+    sums: int = 1
+
+    @property
+    def has_exact_zeros(self) -> bool:
+        """Whether a weight less its zero point is an element of 16 bits, exactly."""
+        return self.zeros == self.kind and self.kind in OF_FEW_VALUES
+
+    @property
+    def zeros_of_part(self) -> tuple[int, int, int]:
+        """Lines and bytes of a block of zero points in a slot, and how many of its rows it has.
+
+        A block has those of one array and consumer. TMA begins it at a multiple of 128 bytes.
+        """
+        rows = self.rows // self.sums
+        line = rows * BITS.get(self.zeros, 8 * self.zeros.itemsize) // 8
+        lines = max(1, self.depth // self.group)
+        while lines * line % ZEROS_ALIGNED:
+            lines += 1
+        return lines, line, rows
+
+    @property
+    def bits(self) -> int:
+        """The bits of a weight."""
+        return BITS[self.kind]
+
+    @property
+    def lines(self) -> int:
+        """The lines of a panel."""
+        return self.all_rows if self.k_last else self.depth
+
+    @property
+    def panels(self) -> int:
+        """Panels of weights in a slot."""
+        along = self.depth if self.k_last else self.all_rows
+        return along * self.bits // (8 * self.line)
+
+    @property
+    def turned(self) -> bool:
+        """Whether weights are turned as they are loaded: a warp has 16 bytes of a line."""
+        return not self.k_last and self.rows // WARPS * self.bits >= 8 * MATRIX_BYTES
+
+    @property
+    def tops_of_line(self) -> int:
+        """How many of 64 rows each have rows that lie side by side in a thread."""
+        return MATRIX_BYTES * 8 // (WGMMA_ROWS // WARPS * self.bits) if self.turned else 1
+
+    @property
+    def crosses_warps(self) -> bool:
+        """Whether a warp sums up rows that another one has in the layout of WGMMA."""
+        return self.tops_of_line > 1
+
+    def row_offset(self, top: int, below: int) -> int:
+        """How far below a thread's first row another of its rows is.
+
+        Args:
+            top: Which 64 rows of its consumer the other row belongs to.
+            below: Which of two rows of these, from 0.
+        """
+        whole, part = divmod(top, self.tops_of_line)
+        beside = 8 if self.k_last else 1
+        return whole * self.tops_of_line * WGMMA_ROWS + 2 * part + below * beside
+
+    @property
+    def share(self) -> int:
+        """Contracted elements of a step that have a scale of their own; 0 without."""
+        return min(self.group, self.depth)
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether scales are multiplied into sums of a group, which are fewer than its weights.
+
+        With zero points, too, threads would have too few registers.
+        """
+        return self.zeros is None and 4 * self.cols <= self.share
+
+    @property
+    def scratch_line(self) -> int:
+        """Elements of a line of what a warpgroup exchanges rows in."""
+        return min(self.cols, MOST_COLUMNS) + PADDING
+
+    @property
+    def scratch(self) -> int:
+        """Elements of shared memory in which a warpgroup exchanges rows; 0 if it need not."""
+        return self.tops_of_line * WGMMA_ROWS * self.scratch_line if self.crosses_warps else 0

@@ -1,0 +1,56 @@
+"""Sums in registers, and what is added to them. Each register is a vector of one element."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_gemm.kernels.ptx.widen import Register
+
+
+def values_of(sums: Any) -> list[Any]:
+    """The numbers of registers."""
+    llvm: Any = utils.llvm
+    zero = utils.c(0, utils.ir.IntegerType.get_signless(32))
+    return [llvm.extractelement(x, zero) for x in sums.flat]
+
+
+def added(sums: Any, text: str, given: Sequence[Any], constraints: Sequence[str]) -> Any:
+    """Emits what adds to sums; returns them.
+
+    Args:
+        sums: Registers as those of the results.
+        text: The PTX. Its first operands are the results.
+        given: The operands that follow.
+        constraints: Their constraints. A number says which result takes the place of an operand.
+    """
+    llvm: Any = utils.llvm
+    ir, count = utils.ir, sums.size
+    single, zero = ir.F32Type.get(), utils.c(0, ir.IntegerType.get_signless(32))
+    made = llvm.inline_asm(
+        llvm.StructType.get_literal([single] * count),
+        list(given),
+        text,
+        ",".join([*["=f"] * count, *constraints]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    empty = llvm.mlir_undef(sums.flat[0].type)
+    found = np.empty(count, object)
+    for i in range(count):
+        found[i] = llvm.insertelement(empty, llvm.extractvalue(single, made, [i]), zero)
+    return found.reshape(sums.shape)
+
+
+def scaled(sums: Any, own: Any, scales: Sequence[Register]) -> Any:
+    """Adds sums of a group to others, times a scale for each of two rows."""
+    single, count = utils.ir.F32Type.get(), sums.size
+    each = [utils.bitcast(x, single) for x in scales]
+    # Of 8 columns, a thread has two of one row, then of the other.
+    text = "".join(
+        f"fma.rn.f32 ${i}, ${2 * count + i}, ${3 * count + i // 2 % 2}, ${count + i};"
+        for i in range(count)
+    )
+    given = [*values_of(sums), *values_of(own), *each]
+    return added(sums, text, given, [*map(str, range(count)), *["f"] * (count + 2)])
