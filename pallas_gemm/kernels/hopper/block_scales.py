@@ -12,6 +12,8 @@ SPARE_REGISTERS = 26
 """Registers beside the sums and the scales, for addresses and counters."""
 MORE_OF_SEVERAL = 8
 """The same beyond that, where the scales of several steps are loaded at a time."""
+LATE = 8
+"""The same beyond that, where scales are taken from shared memory as they are needed."""
 AHEAD = (4, 2, 1)
 """Steps whose scales are loaded at a time, if registers hold those and the next ones."""
 
@@ -62,9 +64,23 @@ class BlockScales(NamedTuple):
         return self.per_step * self.sums * (rows // WGMMA_ROWS) * (columns // self.part)
 
     @property
+    def staged(self) -> bool:
+        """Whether scales of columns pass through shared memory.
+
+        Each thread loads that of one column, or of some, and takes those that it needs from there.
+        """
+        whole = self.consumer[1] % WARPGROUP_THREADS == 0
+        return self.blocks.columns == 1 and self.per_step == 1 and whole
+
+    @property
+    def early(self) -> bool:
+        """Whether they are taken from there before the products that they scale are made."""
+        return self._taken(1, early=True) <= self.most
+
+    @property
     def ahead(self) -> int:
         """Steps whose scales are loaded at a time."""
-        if self.apart or self.per_step > 1:
+        if (self.apart and not self.staged) or self.per_step > 1:
             return 1
         return next((x for x in AHEAD if self._taken(x) <= self.most), 1)
 
@@ -73,12 +89,21 @@ class BlockScales(NamedTuple):
         """Registers of a thread that the k loop takes."""
         return self._taken(self.ahead)
 
-    def _taken(self, ahead: int) -> int:
+    def _taken(self, ahead: int, *, early: bool = False) -> int:
         rows, columns = self.consumer
         whole = self.sums * columns
         of_rows = rows // 32 if self.blocks.rows else 0
-        of_columns = self.part // 4 if self.apart else 1
+        of_columns = self.part // 4 if self.apart and not self.staged else 1
         scales = of_rows + (of_columns * whole // self.part if self.blocks.columns else 0)
         sums = (rows * whole + WGMMA_ROWS * self.part) // WARPGROUP_THREADS
         spare = SPARE_REGISTERS + (MORE_OF_SEVERAL if ahead > 1 else 0)
+        spare += (self.part // 4 if early else LATE) if self.staged else 0
         return sums + 2 * ahead * self.per_step * scales + spare
+
+
+def staged_slots(stages: int) -> int:
+    """Returns how many slots staged scales take: of steps that follow each other, different ones.
+
+    A step has the slot that its slot of the ring leaves when it is divided by this number.
+    """
+    return next(count for count in range(2, stages + 1) if (stages - 1) % count)

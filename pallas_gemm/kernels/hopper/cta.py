@@ -1,6 +1,7 @@
 """What the roles of one CTA share: shared memory, barriers, and where the CTA's tiles lie."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ class Smem(NamedTuple):
         loaded: Slots of operands of the epilogue that have their own, like `out`.
         columns: The columns of a tile as each warp has reduced them, or None.
         told: What the roles are told of pieces in groups (`told.py`), or None.
+        scales: Scales of columns on their way to the threads that need them, or None.
     """
 
     a: Any = None
@@ -39,6 +41,7 @@ class Smem(NamedTuple):
     loaded: Any = ()
     columns: Any = None
     told: Any = None
+    scales: Any = None
 
 
 class Barriers(NamedTuple):
@@ -111,7 +114,12 @@ def scratch(plan: HopperPlan) -> tuple[Smem, Barriers]:
         if words
         else None,
     )
-    return buffers._replace(told=plgpu.SMEM((words,), jnp.int32) if words else None), barriers
+    staged = config.staged_shape(plan.problem, config.stages)
+    buffers = buffers._replace(
+        told=plgpu.SMEM((words,), jnp.int32) if words else None,
+        scales=plgpu.SMEM(staged, jnp.float32) if math.prod(staged) else None,
+    )
+    return buffers, barriers
 
 
 def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:

@@ -264,7 +264,17 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
         order = tiles.order_operand(plan.pieces, plan.workers, plan.spans)
     inputs = launch.inputs(plan.config, plan.problem, operands, order)
     scales = tuple(scale.astype(jnp.float32) for scale in inputs.scales)
+    if plan.problem.blocks is not None and plan.scales.staged:
+        of_rows, beyond = bool(plan.problem.blocks.rows), plan.reach[1] - plan.problem.n
+        scales = scales[:of_rows] + tuple(_longer(x, beyond) for x in scales[of_rows:])
     return inputs._replace(scales=scales, sent=remote.counter(plan))
+
+
+def _longer(x: jax.Array, more: int) -> jax.Array:
+    """Returns an array with zeros at the end of its last dimension."""
+    if not more:
+        return x
+    return launch.on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
 def build(plan: HopperPlan) -> Callable[..., Any]:

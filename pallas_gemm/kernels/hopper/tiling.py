@@ -14,7 +14,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_COLUMNS,
     WGMMA_ROWS,
 )
-from pallas_gemm.kernels.hopper.block_scales import BlockScales
+from pallas_gemm.kernels.hopper.block_scales import BlockScales, staged_slots
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
 from pallas_gemm.kernels.operand import PANEL
@@ -232,6 +232,7 @@ class HopperTiling(GemmConfig):
             self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
             *(stored * dtype.itemsize for dtype in problem.result_dtypes),
             *(loaded * dtype.itemsize for dtype in alone),
+            4 * math.prod(self.staged_shape(problem, stages)),
             8 * (2 * stages * self.ring_readers + 2),
             self.told_words(problem) * 4,
         )
@@ -261,6 +262,12 @@ class HopperTiling(GemmConfig):
         each = SCALING_CYCLES * self.accumulator_registers * (2 if scales.apart else 1)
         waits = ALONE_CYCLES * scales.sums_of_step if self.consumers == 1 else 0.0
         return sums * each + waits
+
+    def staged_shape(self, problem: Problem, stages: int) -> tuple[int, ...]:
+        """The shape of what scales of columns pass through: consumers, slots, operands, columns."""
+        if problem.blocks is None or not (own := BlockScales.of(self, problem)).staged:
+            return (0,)
+        return self.consumers, staged_slots(stages), own.sums, own.consumer[1]
 
     def registers_of(self, problem: Problem) -> Registers | None:
         """Registers of the roles for a problem: the sums of blocks take some of the producer's."""

@@ -79,6 +79,32 @@ def _(
     return jnp.take(every, jnp.minimum((first + jnp.arange(count)) // each, len(every) - 1))
 
 
+@Operation
+def meet() -> None:
+    """Lets a warpgroup see what its threads have stored in shared memory."""
+
+    @plgpu.inline_mgpu()
+    def inline(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    inline()
+
+
+@meet.meaning
+def _() -> None:
+    plgpu.commit_smem()
+
+
+class Staged(NamedTuple):
+    """Scales of columns are taken from shared memory.
+
+    Attributes:
+        early: Before the products that they scale are made.
+    """
+
+    early: bool
+
+
 class Block(NamedTuple):
     """A block of a step, and its scales.
 
@@ -86,23 +112,27 @@ class Block(NamedTuple):
         depth: Its contracted elements.
         rows: The scale of each row, or None.
         columns: The scale of each part's columns, a number or one for each; or ().
+        staged: They are references to shared memory; else None.
     """
 
     depth: slice
     rows: Any
     columns: tuple[Any, ...]
+    staged: Staged | None = None
 
     @property
     def operands(self) -> list[tuple[Any, Any]]:
         """The scales, and how each lies in registers."""
         found = [] if self.rows is None else [(self.rows, ROWS)]
-        kinds = [COLUMNS if jnp.ndim(own) else NUMBER for own in self.columns]
+        kinds: list[Any] = [REF] * len(self.columns)
+        if self.staged is None:
+            kinds = [COLUMNS if jnp.ndim(own) else NUMBER for own in self.columns]
         return found + list(zip(self.columns, kinds, strict=True))
 
     def within(self, operands: Iterator[Any]) -> "Block":
         """Returns it with what these became."""
         rows = None if self.rows is None else next(operands)
-        return Block(self.depth, rows, tuple(next(operands) for _ in self.columns))
+        return self._replace(rows=rows, columns=tuple(next(operands) for _ in self.columns))
 
 
 @Operation
@@ -195,6 +225,7 @@ def _simulated(total: Values, a: Any, part: Any, block: Block, number: int) -> A
         scale = block.rows[:, None]
     if block.columns:
         own = block.columns[number]
+        own = own if block.staged is None else own[...]
         scale = scale * (own[None] if jnp.ndim(own) else own)
     return scale * pl.run_scoped(product, plgpu.ACC((total.shape[0], count), total.dtype))
 
@@ -215,11 +246,32 @@ def _add(
         for panel in range(len(sums)):
             left = utils.memref_slice(a, slice(panel * ATOMS, (panel + 1) * ATOMS))
             row = None if block.rows is None else _of_panel(block.rows, panel)
+            of_columns = _of_columns(scale, width) if block.staged and block.staged.early else None
             registers = _product(left, part, width, block.depth, registers, turn)
             mine = sums[panel : panel + 1, start // 8 : (start + width) // 8]
-            mine[...] = _added(mine, registers, row, scale)
+            if of_columns is None and scale is not None:
+                of_columns = _of_columns(scale, width)
+            mine[...] = _added(mine, registers, row, of_columns)
         start += width
     return registers
+
+
+def _of_columns(scale: Any, width: int) -> Any:
+    """The scale of all columns, or two for each 8: those of a thread's columns."""
+    if isinstance(scale, fragmented_array.FragmentedArray):
+        return scale.registers.reshape(-1) if scale.shape else scale.registers.item()
+    index = utils.ir.IndexType.get()
+    kind = utils.ir.VectorType.get((2,), utils.ir.F32Type.get())
+    thread = arith.index_cast(index, utils.thread_idx())
+    first = arith.muli(arith.remui(thread, utils.c(4, index)), utils.c(2, index))
+    found = np.empty(width // 8, dtype=object)
+    for group in range(len(found)):
+        value = llvm.mlir_undef(kind)
+        for i in range(2):
+            one = memref.load(scale, [arith.addi(first, utils.c(8 * group + i, index))])
+            value = vector.insert(one, value, dynamic_position=[], static_position=[i])
+        found[group] = value
+    return found
 
 
 def _of_panel(rows: Any, panel: int) -> list[Any]:
@@ -305,15 +357,12 @@ def _text(columns: int, offsets: Any, types: Any, before: int, *, in_turns: bool
 def _added(own: Any, products: list[Any], row: Any, scale: Any) -> Any:
     """Scales products and adds them to registers of a sum: of a panel and some columns."""
     found = np.empty(own.shape, dtype=object)
-    one = None if scale is None or scale.shape else scale.registers.item()
-    factors = row
+    of_columns = scale if isinstance(scale, np.ndarray) else None
+    one, factors = (scale if of_columns is None else None), row
     if one is not None:
         factors = [one, one] if row is None else [arith.mulf(x, one) for x in row]
     f32 = utils.ir.VectorType.get((1,), utils.ir.F32Type.get())
     flat = own.reshape(-1, 2, 2)
-    of_columns = None
-    if scale is not None and scale.shape:
-        of_columns = scale.registers.reshape(-1)
     results = found.reshape(-1, 2, 2)
     for group, half, i in np.ndindex(flat.shape):
         factor = None if factors is None else factors[half]

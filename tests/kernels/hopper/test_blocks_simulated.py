@@ -88,6 +88,8 @@ def _is_legal(case: covering.Case) -> bool:
     if case["split_k"] > 1 and (config.pingpong or case["epilogue"] == "function"):
         return False
     early = case["out"] == jnp.float32 or config.pingpong or config.is_online
+    if case["epilogue"] == "function" and case["split_k"] > 1:
+        return False
     early = early or case["split_k"] > 1
     early = early or (case["epilogue"] == "bias" and config.consumer_tile == (64, 128))
     early = early or config.consumer_tile == (128, 64)

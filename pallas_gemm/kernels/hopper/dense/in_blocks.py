@@ -223,6 +223,11 @@ def _columns(cta: Cta, at: place.Where, block: Scalar) -> tuple[Any, ...]:
     found, clipped = [], plan.reach[1] != plan.problem.n
     for which in range(plan.problem.sums):
         scales = place.matrix(cta.gmem.scales[bool(blocks.rows) + which], at.batch)
+        if plan.scales.staged:
+            count = plan.consumer_out_tile[1]
+            own = scales.at[block, pl.ds(at.col, count)]
+            found.append(plgpu.load(own, layout=_a_thread_each(count), optimized=False))
+            continue
         for start in range(0, plan.consumer_out_tile[1], part):
             if plan.scales.apart:
                 how = {"count": part, "each": blocks.columns, "clipped": clipped}
@@ -248,12 +253,36 @@ def _added(cta: Cta, me: Scalar, slot: Scalar, sums: tuple[Any, Any], scales: St
         for which in range(plan.b.parts)
         for start in range(0, cols // plan.b.parts, part)
     ]
-    depth = plan.tile_k // plan.scales.per_step
+    depth, staged = plan.tile_k // plan.scales.per_step, None
+    if plan.scales.staged:
+        (own,) = scales
+        staged = scaled.Staged(plan.scales.early)
+        scales = (own._replace(columns=_handed_round(cta, me, slot, own.columns)),)
     blocks = [
-        scaled.Block(slice(number * depth, (number + 1) * depth), own.rows, own.columns)
+        scaled.Block(slice(number * depth, (number + 1) * depth), own.rows, own.columns, staged)
         for number, own in enumerate(scales)
     ]
     return scaled.add_step(plan, *sums, _turn(plan, me), a, b, blocks)
+
+
+def _a_thread_each(count: int) -> Any:
+    """How scales lie in registers that each thread loads some of."""
+    return plgpu.Layout.WG_STRIDED((count,), 1)
+
+
+def _handed_round(cta: Cta, me: Scalar, slot: Scalar, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Stores scales of columns for all threads; returns where those of each part are.
+
+    What threads took of the step before the last is over when they meet in the last.
+    """
+    plan, part = cta.plan, cta.plan.scales.part
+    number = lax.rem(slot, jnp.int32(cta.slots.scales.shape[1]))
+    here = cta.slots.scales.at[me, number]
+    for which, own in enumerate(values):
+        here.at[which][...] = own
+    scaled.meet(plan)
+    columns = range(0, plan.consumer_out_tile[1], part)
+    return tuple(here.at[i, pl.ds(start, part)] for i in range(len(values)) for start in columns)
 
 
 def _turn(plan: HopperPlan, me: Scalar) -> turns.Turn | None:

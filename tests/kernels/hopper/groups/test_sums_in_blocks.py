@@ -97,12 +97,14 @@ EDGES: dict[str, Any] = {
     "other types": {"a_dtype": E5M2, "b_dtype": E4M3, "out_dtype": jnp.bfloat16},
     "a part of a step": {"k": 608, "blocks": Blocks(32, 1, 1)},
 }
+STAGED = dataclasses.replace(CONFIG, tile=(128, 128), stages=3)
 
 
 @pytest.mark.parametrize("change", EDGES.values(), ids=EDGES)
-def test_edges(change: Any) -> None:
+@pytest.mark.parametrize("config", [CONFIG, STAGED], ids=["narrow", "wide"])
+def test_edges(change: Any, config: HopperConfig) -> None:
     problem = dataclasses.replace(PROBLEM, batch=3, **change)
-    plan = HopperPlan(problem, dataclasses.replace(CONFIG, ctas=3), H200, interpret=SIMULATOR)
+    plan = HopperPlan(problem, dataclasses.replace(config, ctas=3), H200, interpret=SIMULATOR)
     found, expected = _run(plan, (130, 217, 200))
     rounded = jnp.asarray(expected, jnp.float32).astype(problem.out_dtype)
     np.testing.assert_array_equal(found, np.asarray(rounded, np.float64))
