@@ -104,6 +104,8 @@ STAGED = dataclasses.replace(CONFIG, tile=(128, 128), stages=3)
 @pytest.mark.parametrize("config", [CONFIG, STAGED], ids=["narrow", "wide"])
 def test_edges(change: Any, config: HopperConfig) -> None:
     problem = dataclasses.replace(PROBLEM, batch=3, **change)
+    if not config.registers_suffice(problem):
+        pytest.skip("scales of four blocks of a step take more registers than there are")
     plan = HopperPlan(problem, dataclasses.replace(config, ctas=3), H200, interpret=SIMULATOR)
     found, expected = _run(plan, (130, 217, 200))
     rounded = jnp.asarray(expected, jnp.float32).astype(problem.out_dtype)
