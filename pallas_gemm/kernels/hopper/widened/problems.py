@@ -80,10 +80,10 @@ def _refused_boxes(problem: Problem) -> Iterator[str]:
     So it copies a box of shared memory that is not swizzled to whole rows, or to a single one. What
     lies beyond the edge would then get into the next row.
     """
-    whole = {x for x in problem.result_dtypes if x == element_types.SINGLE}
-    if problem.n == WGMMA_ROWS and whole:
+    whole, columns = element_types.SINGLE in problem.result_dtypes, problem.out_shape[-1]
+    if columns == WGMMA_ROWS and whole:
         yield f"a result of float32 must not have {WGMMA_ROWS} columns"
-    if problem.groups and whole and problem.n % WGMMA_ROWS:
+    if problem.groups and whole and columns % WGMMA_ROWS:
         yield (
             f"float32 results of rows in groups need a multiple of {WGMMA_ROWS} columns, got"
             f" n={problem.n}"
