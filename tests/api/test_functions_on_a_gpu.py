@@ -84,7 +84,12 @@ def test_exact(function: Any, name: str, size: tuple[int, int, int]) -> None:
 
     def of(config: Any) -> Any:
         def run(a: Any, b: Any, x: Any) -> Any:
-            return gemm(a, b, transpose_b=True, epilogue=function, operands=(x,), config=config)
+            # XLA is faster at the smallest of them.
+            named = "hopper" if config is None else None
+            return gemm(
+                a, b, transpose_b=True, epilogue=function, operands=(x,), config=config,
+                implementation=named,
+            )  # fmt: skip
 
         return run
 
