@@ -1,8 +1,8 @@
 """The product in float64, and the one rule for how far a result may be from it.
 
 A result is right if its error in every tile of 64 x 64 elements is at most twice the error there of
-XLA's product in the same types, or twice what rounding once may err where XLA has less. Products of
-small integers have no error at all, and are compared bit for bit.
+XLA's product in the same types. Where XLA errs less than rounding once may, that counts instead.
+Products of small integers have no error at all, and are compared bit for bit.
 """
 
 import dataclasses

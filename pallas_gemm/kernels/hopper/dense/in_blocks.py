@@ -273,7 +273,7 @@ def _a_thread_each(count: int) -> Any:
 def _handed_round(cta: Cta, me: Scalar, slot: Scalar, values: Sequence[Any]) -> tuple[Any, ...]:
     """Stores scales of columns for all threads; returns where those of each part are.
 
-    What threads took of the step before the last is over when they meet in the last.
+    All threads are done with the step before the last when they meet in the last one.
     """
     plan, part = cta.plan, cta.plan.scales.part
     number = lax.rem(slot, jnp.int32(cta.slots.scales.shape[1]))

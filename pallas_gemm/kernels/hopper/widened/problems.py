@@ -77,8 +77,8 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
 def _refused_boxes(problem: Problem) -> Iterator[str]:
     """Yields which results need boxes that JAX copies without TMA.
 
-    So it copies a box of shared memory that is not swizzled to whole rows, or to a single one. What
-    lies beyond the edge would then get into the next row.
+    So it copies a box of shared memory that is not swizzled to whole rows, or to a single one. The
+    next row would then get the columns beyond the edge.
     """
     whole, columns = element_types.SINGLE in problem.result_dtypes, problem.out_shape[-1]
     if columns == WGMMA_ROWS and whole:
