@@ -1,4 +1,4 @@
-"""Trains a transformer in bfloat16 and in blocks of 8 bits, from several seeds: compares losses.
+"""Trains in bfloat16 and in blocks of 8 bits from several seeds, compares losses.
 
     python examples/recipe_losses.py
         2,000 steps from three seeds of each: minutes on a CPU

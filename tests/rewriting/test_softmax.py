@@ -86,7 +86,12 @@ def as_written(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_largest_and_the_sum_of_rows_are_the_kernels(name: str) -> None:
+def test_the_largest_and_the_sum_of_rows_are_the_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "with_its_largest":
+        # A third reduction beside stored logits is predicted to take longer than it saves.
+        monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     program, found = rewritten(trained(PROGRAMS[name]), *LARGE)
     assert {"reduce_max", "exp", "reduce_sum"} <= set(found[0].folded)
     # What is left of these passes is a reduction of one value for each row.
