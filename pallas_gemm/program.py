@@ -186,7 +186,7 @@ class Program:
 
     def _pick(self, number: int) -> Pick | None:
         """Returns what a step picks: select(column == vector, 0, sum)."""
-        first = self.sums + len(self.operands)
+        first = self._first
         whole = self.steps[number - first] if number >= first else None
         if whole is None or whole.primitive.name != "select_n" or len(whole.inputs) != 3:
             return None
@@ -222,20 +222,35 @@ class Program:
 
         So they may unless a result of 32 bits depends on one, other than through a rounding.
         """
-        if self.sums_exp:
-            return False
-        first = self.sums + len(self.operands)
-        reached = [result.value for result in self.results if result.dtype.itemsize > COARSE]
-        while reached:
-            value = reached.pop()
-            if value < first:
+        wide = (self.steps[value - self._first] for value in self.wide())
+        return not self.sums_exp and all(step.primitive.name not in APPROXIMATE for step in wide)
+
+    @property
+    def _first(self) -> int:
+        """The number of the first step."""
+        return self.sums + len(self.operands)
+
+    def wide(self, *, stored: bool = False) -> set[int]:
+        """Returns the steps that results of 32 bits depend on, other than through a rounding.
+
+        Args:
+            stored: Leave out results that are reduced, in which errors of elements are lost.
+        """
+        wanted = [
+            result.value
+            for result in self.results
+            if result.dtype.itemsize > COARSE and not (stored and result.reduction)
+        ]
+        found: set[int] = set()
+        while wanted:
+            value = wanted.pop()
+            if value < self._first or value in found:
                 continue
-            step = self.steps[value - first]
-            if step.primitive.name in APPROXIMATE:
-                return False
+            found.add(value)
+            step = self.steps[value - self._first]
             if np.dtype(dict(step.params).get("new_dtype", np.float32)).itemsize > COARSE:
-                reached += [x for x in step.inputs if isinstance(x, int)]
-        return True
+                wanted += [x for x in step.inputs if isinstance(x, int)]
+        return found
 
     def live(self) -> int:
         """Returns how many values for each element are in use at a time, at most.
@@ -243,7 +258,7 @@ class Program:
         What is loaded does not count, nor a second sum and what is made of it alone: they have
         registers of their own.
         """
-        first = self.sums + len(self.operands)
+        first = self._first
         ends: dict[int, int] = {}
         for number, step in enumerate(self.steps):
             ends |= {value: number for value in step.inputs if isinstance(value, int)}

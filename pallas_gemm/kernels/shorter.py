@@ -5,8 +5,9 @@
     1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x; and as
                        many for half of it, or other powers of two
 
-The last errs by as much as the rounding of 1 + tanh(x). It takes the place of tanh(x) where every
-use of that adds it, or its square, to a number. Elsewhere tanh stays precise for small numbers.
+The last errs by a little more than the rounding of 1 + tanh(x). It takes the place of tanh(x)
+where every use of that adds it, or its square, to a number: elsewhere tanh stays precise for small
+numbers. Elements that are stored in float32 keep tanh, since each is compared with XLA's.
 """
 
 import collections
@@ -44,6 +45,7 @@ class _Shortened:
     def __init__(self, program: Program) -> None:
         self._old = program
         self._first = program.sums + len(program.operands)
+        self._stored_wide = program.wide(stored=True)
         self._types: dict[int, np.dtype] = dict.fromkeys(range(program.sums), program.sum_dtype)
         for i, own in enumerate(program.operands, program.sums):
             # A number is no array, which the instructions take.
@@ -212,7 +214,8 @@ class _Shortened:
 
     def _tangent(self, number: int, step: Step) -> Step | None:
         """tanh(x) as 1 + tanh(x) and the 1 that is taken off again."""
-        if number in self._kept or not self._is_only_added(number):
+        is_seen = number in self._kept or number in self._stored_wide
+        if is_seen or not self._is_only_added(number):
             return None
         (x,), scale = step.inputs, 1.0
         if (own := self._alone(x, lax.mul_p)) and (pair := _number_first(own.inputs)):
