@@ -146,14 +146,10 @@ class GemmConfig:
         del problem  # Kernels that scale none have none.
         return 0.0
 
-    def loaded_columns(self, problem: Problem) -> int:
+    @property
+    def loaded_columns(self) -> int:
         """Columns of the right operand that a CTA loads for a tile."""
-        del problem  # A kernel may load some more for its layout, or share them with others.
         return self.tile[1]
-
-    def rounds_up(self, problem: Problem) -> bool:
-        """Whether more columns are loaded for a tile than it has."""
-        return self.loaded_columns(problem) > self.tile[1]
 
     def grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of one product."""

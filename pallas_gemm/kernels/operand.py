@@ -19,11 +19,9 @@ class OperandPlan:
         tile: Rows (of the left operand) or columns (of the right one) that a CTA loads.
         tile_k: Contracted elements per step.
         k_major: The contracted dimension is contiguous in memory.
-        paneled: Not K-major, and loaded in panels of `PANEL`: the left operand always is, the right
-            one where a tile's columns are part of a panel.
+        paneled: A left operand that is not K-major: it is loaded in panels of `PANEL`.
         multicast_axis: The cluster axis along which CTAs share it, or None.
         parts: How many arrays it consists of: two if the result is gated.
-        rounded_up: The tile is more than what is multiplied of it: whole panels.
         simulated: Whether the kernel runs in the simulator.
     """
 
@@ -34,7 +32,6 @@ class OperandPlan:
     paneled: bool
     multicast_axis: str | None
     parts: int = 1
-    rounded_up: bool = False
     simulated: bool = False
 
     @property

@@ -10,8 +10,6 @@ class Costs:
 
     Attributes:
         row_cycles: Of TMA, for each row of `STEP_BYTES` that a CTA loads.
-        cut_row_cycles: The same of a column of the right operand where tiles are no whole panels:
-            every other tile then begins within a line of a cache.
         gpc_bytes_per_cycle: What the tiles of one GPC read from the L2; what several of them read
             at a time counts once.
         fitted: Predictions were fitted to what was measured, so that they say something beside
@@ -19,15 +17,13 @@ class Costs:
     """
 
     row_cycles: float
-    cut_row_cycles: float
     gpc_bytes_per_cycle: float
     fitted: bool
 
 
-HOPPER = Costs(row_cycles=1.3, cut_row_cycles=2.0, gpc_bytes_per_cycle=490.0, fitted=True)
-"""On an H200, 464 x 2560 x 5120 (TN) takes 28.0 us in tiles of 64 x 160."""
+HOPPER = Costs(row_cycles=1.3, gpc_bytes_per_cycle=490.0, fitted=True)
 
-BLACKWELL = Costs(row_cycles=1.43, cut_row_cycles=1.43, gpc_bytes_per_cycle=math.inf, fitted=False)
+BLACKWELL = Costs(row_cycles=1.43, gpc_bytes_per_cycle=math.inf, fitted=False)
 """Each CTA of a pair loads half of the right operand: one CTA with tiles of 128 x 256 is then 6%
 slower, as in JAX's tutorial on a B200. With Hopper's way to the L2, two CTAs would read no more
 than a pair does, which by the article on a B200 is 1.5 times as much. Nobody has measured either.

@@ -279,9 +279,7 @@ def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
     if call.epilogue.program is not None:
         at_best += prediction.program_seconds(problem, plan.device)
     has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
-    seconds = plan.seconds + heuristics.more_beside_xla(
-        plan.realigned.problem, plan.config, plan.device, plan.architecture
-    )
+    seconds = plan.seconds + heuristics.more_kernels_seconds(plan.config)
     why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
     known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
     return f"XLA {known}: {why}" if why else None

@@ -32,10 +32,6 @@ as the sum of kernels, and in a stream 10% less."""
 MORE_KERNELS_SECONDS = 4e-6
 """The same of two more kernels, where the last tiles are cut. Of 56 products of 60 us to 3 ms on an
 H200, what is chosen is 0.6% slower without it, and as fast with half of it."""
-LEAST_GAIN_OF_PARTS = 1.1
-"""How much faster tiles must be predicted that read a part of a panel: 26 products take 3% less to
-9% longer so than is predicted on an H200, and 5% less to 3% longer in the tiles that they would
-have else."""
 UNTRIED_GAIN = 1.03
 """How much faster a tile must be predicted than the article's, where nobody has measured any: at
 4096 cubed on a B200, 256 x 192 by a pair is predicted to take 93.1 us; 256 x 256, for which 94.9 is
@@ -67,12 +63,9 @@ def best(
     device: Device,
     architecture: Architecture,
     schedule: Order = None,
-    *,
-    rounded_up: bool = True,
 ) -> GemmConfig | None:
-    """Returns the first of `rank`, None if there is none; maybe of those that round up nothing."""
-    legal = _legal(problem, device, architecture, schedule)
-    return next((c for c in legal if rounded_up or not c.rounds_up(problem)), None)
+    """Returns the first of `rank`, None if there is none."""
+    return next(_legal(problem, device, architecture, schedule), None)
 
 
 def _legal(
@@ -115,31 +108,14 @@ def score(
         doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
-    predicted += _more_kernels_seconds(config)
-    if config.rounds_up(problem):
-        doubt *= LEAST_GAIN_OF_PARTS
+    predicted += more_kernels_seconds(config)
     usual = architecture.config
     if architecture.needs_proof and (config.tile, config.cluster) != (usual.tile, usual.cluster):
         doubt *= UNTRIED_GAIN
     return predicted * doubt
 
 
-def more_beside_xla(
-    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
-) -> float:
-    """Returns how many seconds longer a config counts beside XLA than it is predicted to take.
-
-    Where whole panels leave SMs idle, XLA is faster than either: of six such products on an H200,
-    tiles that read a part of a panel run at 0.89 to 0.98 of its speed.
-    """
-    counted = config
-    if config.rounds_up(problem):
-        counted = best(problem, device, architecture, rounded_up=False) or config
-    one, other = (seconds(problem, c, device, architecture) for c in (config, counted))
-    return other - one + _more_kernels_seconds(counted)
-
-
-def _more_kernels_seconds(config: GemmConfig) -> float:
+def more_kernels_seconds(config: GemmConfig) -> float:
     """Returns what it takes to begin kernels after the first, which no prediction counts."""
     return MORE_KERNELS_SECONDS if config.split_last else 0.0
 

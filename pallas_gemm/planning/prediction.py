@@ -83,8 +83,7 @@ def seconds(
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     multiply = rows * cols * step_bytes / per_cycle + config.scaling_cycles(problem)
     costs = architecture.costs
-    cycles = costs.cut_row_cycles if config.rounds_up(problem) else costs.row_cycles
-    loading = costs.row_cycles * rows + cycles * config.loaded_columns(problem)
+    loading = costs.row_cycles * (rows + config.loaded_columns)
     neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     loops = _loops(problem, config, device)
     waves, steps = (

@@ -195,7 +195,7 @@ def left_to_xla(
 ) -> str | None:
     """Returns why a problem is left to XLA where nothing is tuned or named, None if it is not."""
     seconds = prediction.seconds(problem, config, device, architecture)
-    seconds += heuristics.more_beside_xla(problem, config, device, architecture)
+    seconds += heuristics.more_kernels_seconds(config)
     at_best = prediction.at_best(problem, device, architecture)
     return xla_faster.why_xla(problem, seconds, at_best)
 

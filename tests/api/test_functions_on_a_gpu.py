@@ -23,7 +23,7 @@ CONFIGS = {
     "chosen": None,
     "late": HopperConfig(tile=(128, 256), late_store=True),
     "early": EARLY(tile=(128, 256), stages=3, store_slots=4),
-    "narrow": EARLY(tile=(128, 160), stages=4),
+    "narrow": EARLY(tile=(128, 192), stages=4),
     "tall": EARLY(tile=(256, 128), stages=3),
     "by columns": EARLY(tile=(64, 256), stages=4, consumers=2),
     "one": EARLY(tile=(64, 128), stages=4, consumers=1),

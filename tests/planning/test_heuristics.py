@@ -214,7 +214,6 @@ def test_few_tiles_are_cut_on_blackwell_too(size: tuple[int, int, int], is_cut: 
         # Full waves of other tiles; steps too few; less gained than it takes to begin two kernels.
         ((4096, 4096, 16384), False),
         ((27296, 3712, 3520), False),
-        ((2560, 2560, 4096), False),
         ((3936, 2368, 4096), False),
     ],
     ids=str,
@@ -365,15 +364,6 @@ def test_rings_have_no_more_stages_than_are_faster() -> None:
     best = heuristics.best(Problem(21, 1792, 1536), H200, HOPPER)
     assert isinstance(best, HopperConfig)
     assert (best.tile, best.stages) == ((64, 16), 12)
-
-
-def test_parts_of_panels_count_where_they_are_much_faster() -> None:
-    # On an H200, 896 x 2816 x 4096 takes 30.0 us so, and 32.7 in tiles of whole panels; 1792 x 6144
-    # x 2048 63.9 and 61.6.
-    for size, tile in (((896, 2816, 4096), (128, 160)), ((1792, 6144, 2048), (64, 192))):
-        best = heuristics.best(Problem(*size, transpose_a=True), H200, HOPPER)
-        assert isinstance(best, HopperConfig)
-        assert best.tile == tile
 
 
 def test_a_ring_has_no_more_stages_than_the_only_tile_of_a_cta_has_steps() -> None:

@@ -233,16 +233,6 @@ def test_idle_sms_count_from_so_much_on(at_best: float) -> None:
         assert "idle SMs" in (above or "")
 
 
-def test_parts_of_panels_fill_no_sms_for_it() -> None:
-    # Either is a tile of 128 x 160: at 0.95 times XLA's speed on an H200, and at 1.06 times that of
-    # whole panels.
-    for m, n, k, implementation in ((2048, 2560, 8192, "xla"), (896, 5504, 2048, "hopper")):
-        a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((k, m), (k, n)))
-        with target("h200"):
-            found = explain(functools.partial(gemm, transpose_a=True), a, b)
-        assert found.implementation == implementation
-
-
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 4096)))
     with target("h200"):

@@ -120,9 +120,10 @@ class BlackwellConfig(GemmConfig):
         """
         return Registers(120, 240) if self.specialised else None
 
-    def loaded_columns(self, problem: Problem) -> int:
+    @property
+    def loaded_columns(self) -> int:
         """See `GemmConfig`; each CTA of a pair loads half of them."""
-        return super().loaded_columns(problem) // self.ctas_per_mma
+        return self.tile[1] // self.ctas_per_mma
 
     def parts(self, problem: Problem) -> int:
         """MMAs of each atom: of each of the sums of a tile, or of each half of a wide one."""

@@ -141,14 +141,11 @@ class HopperConfig(HopperTiling):
 
     def _tile_refusals(self, problem: Problem) -> Iterator[str]:
         columns = self.consumer_tile[1]
-        shared = not self.pingpong and not self.split_rows
-        if not problem.transpose_b and columns % PANEL and (shared or problem.ragged_k):
+        if not problem.transpose_b and columns % PANEL:
             whole = max(1, columns // PANEL) * PANEL * self.tile[1] // columns
-            why = "consumers share them" if shared else "groups are summed over"
             yield (
                 f"tile columns per consumer must be a multiple of {PANEL} for layout"
-                f" {problem.layout} where {why}, got tile={self.tile}; the nearest is"
-                f" {(self.tile[0], whole)}"
+                f" {problem.layout}, got tile={self.tile}; the nearest is {(self.tile[0], whole)}"
             )
         if problem.adds_rows_in_order and columns != (wanted := ordered_columns(problem)):
             yield (

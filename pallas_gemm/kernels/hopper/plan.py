@@ -110,17 +110,14 @@ class HopperPlan(KernelPlan):
     @functools.cached_property
     def b(self) -> OperandPlan:
         """How the right operand is loaded."""
-        columns = self.config.loaded_columns(self.problem)
-        rounded_up = self.config.rounds_up(self.problem)
         return OperandPlan(
             dtype=self.problem.b_dtype,
-            tile=columns // self.problem.sums,
+            tile=self.config.tile[1] // self.problem.sums,
             tile_k=self.tile_k,
             k_major=self.problem.transpose_b,
-            paneled=rounded_up,
+            paneled=False,
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
             parts=self.problem.sums,
-            rounded_up=rounded_up,
             simulated=self.simulated,
         )
 
@@ -189,8 +186,6 @@ class HopperPlan(KernelPlan):
     @property
     def wgmmas_per_step(self) -> int:
         """Groups of WGMMA that one consumer issues per step."""
-        if self.b.paneled:
-            return 1
         panels = self.config.consumer_tile[0] // WGMMA_ROWS if self.a.paneled else 1
         return panels * self.b.parts
 

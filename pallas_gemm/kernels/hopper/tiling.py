@@ -17,7 +17,6 @@ from pallas_gemm.kernels.hardware import (
 from pallas_gemm.kernels.hopper.block_scales import BlockScales, staged_slots
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.hopper.registers import Registers, epilogue_registers, reordered_registers
-from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
 
@@ -229,7 +228,7 @@ class HopperTiling(GemmConfig):
         buffers = (
             4 * WARPS * self.consumers * self.consumer_tile[1] * along_columns,
             self.tile[0] * depth * problem.a_dtype.itemsize,
-            self.loaded_columns(problem) * depth * problem.b_dtype.itemsize,
+            self.tile[1] * depth * problem.b_dtype.itemsize,
             *(stored * dtype.itemsize for dtype in problem.result_dtypes),
             *(loaded * dtype.itemsize for dtype in alone),
             4 * math.prod(self.staged_shape(problem, stages)),
@@ -274,12 +273,6 @@ class HopperTiling(GemmConfig):
         own = self.registers
         more = problem.blocks is not None and self.consumers == 2
         return MOST_OF_CONSUMERS if more else own
-
-    def loaded_columns(self, problem: Problem) -> int:
-        """See `GemmConfig`; stored [k, n], they are whole panels."""
-        columns = super().loaded_columns(problem)
-        whole = 1 if self.as_computed(problem).transpose_b else PANEL
-        return -(-columns // whole) * whole
 
     def told_words(self, problem: Problem) -> int:
         """How many words the roles are told of pieces in groups, at a time."""

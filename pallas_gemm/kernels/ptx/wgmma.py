@@ -1,7 +1,7 @@
-"""WGMMAs that Pallas has none of: of any depth of 16, and of any width of 8.
+"""A WGMMA that contracts 16 elements: Pallas has none so short.
 
-The sum is carried in registers; both operands lie in atoms. The simulator knows no Mosaic, but
-WGMMA of any length.
+It takes the sum in registers and returns it. Both operands lie in atoms. The simulator does not
+know Mosaic, but it knows WGMMA of any length.
 """
 
 import functools
@@ -28,50 +28,6 @@ LAYOUT = plgpu.Layout.WGMMA
 
 
 @Operation
-def add_step(total: Values, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
-    """Adds the product of a step, in a group of WGMMAs left in flight.
-
-    Args:
-        total: The sum.
-        b: The right operand, in panels of [k, 64], of which the last may be read in part.
-        lefts: What its rows are products of, 64 rows each.
-        k_major: These are stored [rows, k]; else [k, rows].
-    """
-    depth = lefts[0].shape[1 if k_major else 0]
-
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, *(1 + len(lefts)) * (plgpu.RefType(TILED),)), return_type=_like(total)
-    )
-    def inline(_: Any, total: Values, b: Any, *lefts: Any) -> Any:
-        # Panels of [k, 64] columns, in atoms, as one array of [k, n].
-        b = utils.memref_transpose(
-            utils.memref_slice(b, (slice(None), slice(None), 0)), (1, 0, 2, 3)
-        )
-        if not k_major:
-            lefts = tuple(utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in lefts)
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        return _issue(acc, lefts, b, depth, in_flight=True).to_layout(total.layout)
-
-    return inline(total, b, *lefts)
-
-
-@add_step.meaning
-def _(total: Values, b: Any, lefts: Sequence[Any], *, k_major: bool) -> Any:
-    columns = total.shape[1]
-
-    def product(acc: Any) -> Any:
-        for top, left in enumerate(lefts):
-            a = left if k_major else left.transpose((1, 0))
-            for number, start in enumerate(range(0, columns, PANEL)):
-                width = min(PANEL, columns - start)
-                mine = acc.at[pl.ds(top * WGMMA_ROWS, WGMMA_ROWS), pl.ds(start, width)]
-                plgpu.wgmma(mine, a, b.at[number, :, pl.ds(0, width)])
-        return acc[...]
-
-    return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))
-
-
-@Operation
 def add_part(total: Values, b: Any, panels: Sequence[Any]) -> Any:
     """Adds the product of 16 contracted elements, and waits for it: a WGMMA for each panel."""
 
@@ -81,7 +37,7 @@ def add_part(total: Values, b: Any, panels: Sequence[Any]) -> Any:
     def inline(_: Any, total: Values, b: Any, *panels: Any) -> Any:
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
-        done = _issue(acc, turned, b, WGMMA_DEPTH, in_flight=False)
+        done = _issue(acc, turned, b)
         utils.nvvm.wgmma_wait_group_sync_aligned(0)
         return fragmented_array.optimization_barrier(done).to_layout(total.layout)
 
@@ -103,29 +59,24 @@ def _like(total: Values) -> Any:
     return plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
 
-def _issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int, *, in_flight: bool) -> Any:
+def _issue(acc: Any, lefts: Sequence[Any], right: Any) -> Any:
     """Issues a group of WGMMAs, as Mosaic's `wgmma` does; returns the registers that it adds to.
 
     Args:
-        acc: The sum, in registers as WGMMA has them; its width says how much of `right` is read.
+        acc: The sum, in registers as WGMMA has them.
         lefts: What its rows are products of, 64 rows each.
         right: The right operand.
-        depth: Contracted elements.
-        in_flight: The sum is that of WGMMAs which may not have ended.
     """
     kind = utils.ir.MemRefType(right.type).element_type
     describe: Callable[..., Any] = functools.partial(create_descriptor, swizzle=ATOM_BYTES)
     (b, (_, b_strides)), _, b_along = describe(
-        right, group_size=(depth, PANEL), logical_k_major=True
+        right, group_size=(WGMMA_DEPTH, PANEL), logical_k_major=True
     )
-    if in_flight:
-        utils.nvvm.wgmma_fence_aligned()
-    else:
-        acc = wgmma_fence(acc)
+    acc = wgmma_fence(acc)
     sums = acc.registers.copy()
     for number, left in enumerate(lefts):
         (a, (_, a_strides)), _, a_along = describe(
-            left, group_size=(PANEL, depth), logical_k_major=False
+            left, group_size=(PANEL, WGMMA_DEPTH), logical_k_major=False
         )
         sums[number : number + 1] = wgmma_m64(
             sums[number : number + 1],
@@ -136,7 +87,7 @@ def _issue(acc: Any, lefts: Sequence[Any], right: Any, depth: int, *, in_flight:
             a_k_stride=a_strides[-1],
             b_k_stride=b_strides[-1],
             n=acc.shape[1],
-            swizzle=depth * utils.bytewidth(kind),  # It issues WGMMAs for so many bytes.
+            swizzle=WGMMA_DEPTH * utils.bytewidth(kind),  # It issues WGMMAs for so many bytes.
             a_element_type=kind,
             b_element_type=kind,
         )

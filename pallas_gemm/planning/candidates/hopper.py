@@ -59,11 +59,6 @@ ONE_SLOT_STEPS = 16
 consumer stores, the other one multiplies. With a residual, 24 of 1024 x 4096 x 1024 take 295 us so
 on an H200, 300 with two slots, 8192 x 8192 x 1024 198 and 203, 16384 x 4096 x 2048 365 and 371; but
 16 of 2048 x 2048 x 512 124 and 119."""
-PARTS_OF_PANELS = {(128, 224), (128, 160)}
-"""Tiles that read a part of a panel of a right operand stored [k, n], and count. Of other widths,
-rows begin at any quarter of a cache's line, which TMA reads at a third of the speed: 832 x 2304 x
-14336 (TN) takes 75 us on an H200 in tiles of 64 x 256 and 132 in those of 64 x 240. Mirrored ones
-gained nothing where it was tried, with panels beyond the edge still loaded."""
 OF_BLOCKS = (
     *((128, 256, 2), (256, 128, 2), (192, 128, 3), (128, 128, 2), (128, 64, 2)),
     *((64, 256, 2), (64, 128, 2), (64, 128, 1), (64, 64, 1), (64, 32, 1)),
@@ -187,9 +182,7 @@ def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
         for columns in COLUMNS[rows]:
             if _is_below_groups(rows, problem):
                 continue
-            if _is_part_of_a_panel(columns, problem, mirrored=mirrored) and (
-                mirrored or (rows, columns) not in PARTS_OF_PANELS
-            ):
+            if _is_part_of_a_panel(columns, problem, mirrored=mirrored):
                 continue
             if _is_filled(rows, columns, problem, mirrored=mirrored):
                 consumers = CONSUMERS[rows]

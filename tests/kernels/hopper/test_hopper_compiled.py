@@ -107,10 +107,6 @@ MODES: dict[str, Case] = {
     "three consumers": (dataclasses.replace(EARLY, tile=(192, 128), consumers=3), PROBLEM),
     "one consumer": (dataclasses.replace(EARLY, tile=(64, 256), consumers=1), PROBLEM),
     "transposed a": (LATE, products.transposed(PROBLEM, "TN")),
-    "part of a panel": (
-        dataclasses.replace(LATE, tile=(128, 160)),
-        products.transposed(PROBLEM, "TN"),
-    ),
     "mirrored": (dataclasses.replace(EARLY, mirrored=True), PROBLEM),
     "gated": (EARLY, GATED),
     "sum": (LATE, SUM),
@@ -124,13 +120,9 @@ MODES: dict[str, Case] = {
         dataclasses.replace(EARLY, tile=(256, 192), stages=3, store_columns=32, store_slots=1),
         SPLIT,
     ),
-    "split, part of a panel": (
-        dataclasses.replace(EARLY, tile=(128, 160), store_columns=32),
-        SPLIT,
-    ),
     "split, short sums": (
         dataclasses.replace(EARLY, tile=(128, 144), store_columns=16, partial_sums=64),
-        EXACT,
+        products.transposed(EXACT, "NT"),
     ),
     "half": (dataclasses.replace(LATE, store_slots=1), HALF),
     "half, ragged": (dataclasses.replace(LATE, tile=(128, 144), store_slots=1), HALF),

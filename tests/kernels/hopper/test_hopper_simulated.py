@@ -170,14 +170,6 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
     "5 strips": ({"tile": (128, 80)} | EARLY, Problem(200, 160, 200, transpose_b=True)),
     "7 strips": ({"tile": (128, 112)} | EARLY, Problem(200, 224, 200, transpose_b=True)),
     "wide": ({"tile": (128, 208)} | EARLY, Problem(200, 416, 200, transpose_b=True)),
-    "part of a panel": (
-        {"tile": (128, 160), "store_columns": 64},
-        Problem(296, 320, 200, transpose_a=True),
-    ),
-    "part of a panel in turns": (
-        {"tile": (128, 96), "pingpong": True, "stages": 3} | EARLY,
-        Problem(300, 320, 200, batch=2),
-    ),
     "4x1": ({"cluster": (4, 1), "ctas": 8}, Problem(1000, 128, 136)),
     "1x4": ({"cluster": (1, 4), "ctas": 8}, Problem(200, 320, 136)),
     "3 products": ({}, Problem(201, 192, 320, terms=(64, 192, 64))),

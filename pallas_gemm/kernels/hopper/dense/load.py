@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -80,12 +79,7 @@ def _load(
         copy(matrix.at[deep, along], slots.box.at[part, slot, first], full)
     else:
         for panel in range(operand.tile // PANEL):
-            first_column = start + panel * PANEL
-            if operand.rounded_up:
-                # TMA would fill a panel beyond the edge with zeros, and that takes long.
-                is_there = first_column < matrix.shape[1]
-                first_column = lax.select(is_there, first_column, start)
-            columns = pl.ds(first_column, PANEL)
+            columns = pl.ds(start + panel * PANEL, PANEL)
             copy(matrix.at[deep, columns], slots.box.at[part, slot, panel, first], full)
 
 

@@ -1,15 +1,12 @@
 """The k loop of a tile: what the ring brings is multiplied, with stores in between.
 
-    per k    wait full[s]; WGMMA; wait until only that one is in flight; arrive empty[s-1]; store a
-             chunk of the previous tile, if it is stored late
-
-The sum is kept in an accumulator of Pallas, or carried from step to step in registers
-(`part_panels.py`).
+For each k: wait for `full[s]`; WGMMA; wait until only that one is in flight; arrive at
+`empty[s - 1]`; store a chunk of the previous tile, if it is stored late.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta
-from pallas_gemm.kernels.hopper.dense import part_panels
 from pallas_gemm.kernels.hopper.dense.late_store import Stores
 from pallas_gemm.kernels.traced import Scalar, Values
 
@@ -46,49 +42,6 @@ class Steps(NamedTuple):
     mask: Mask | None = None
     begins: bool = True
     ends: bool = True
-
-
-class Sum(Protocol):
-    """Where the products of a tile's steps are added up; `total` is what steps hand on of it."""
-
-    def start(self) -> Any:
-        """The sum before the first step."""
-
-    def add(self, slot: Scalar, total: Values) -> Any:
-        """Issues the WGMMAs of a step, and leaves them in flight."""
-
-    def finished(self, total: Values) -> Any:
-        """The sum in registers, when every WGMMA has ended."""
-
-
-class Accumulator(NamedTuple):
-    """A sum that Pallas keeps."""
-
-    cta: Cta
-    me: Scalar
-    acc: Any
-
-    def start(self) -> None:
-        """See `Sum`; it begins as zeros."""
-
-    def add(self, slot: Scalar, total: None) -> None:
-        """See `Sum`."""
-        del total
-        _issue_wgmma(self.cta, self.me, self.acc, slot)
-
-    def finished(self, total: None) -> Any:
-        """See `Sum`; to read it waits for them."""
-        del total
-        return self.acc[...]
-
-
-class Continued(Accumulator):
-    """A sum that goes on in the registers of what was summed up before."""
-
-    def finished(self, total: None) -> None:
-        """See `Sum`; Pallas returns its value afterwards."""
-        del total
-        plgpu.wgmma_wait(0)
 
 
 def add_up(
@@ -126,59 +79,74 @@ def add_up_whole(
 ) -> tuple[Any, Any]:
     """Does the same in one part."""
     plan = cta.plan
-    if plan.b.paneled:
-        return _multiply(cta, me, steps, stores, part_panels.Carried(cta, me, before))
     if before is not None and not plan.simulated:
 
         def go_on(acc: Any) -> None:
-            _multiply(cta, me, steps, stores, Continued(cta, me, acc))
+            _multiply(cta, me, steps, stores, acc, _wait_for)
 
         return pl.run_state(go_on)(plgpu.ACC.init(before)), None
     accumulator = plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype)
     total, slot = pl.run_scoped(
-        lambda acc: _multiply(cta, me, steps, stores, Accumulator(cta, me, acc)), accumulator
+        lambda acc: _multiply(cta, me, steps, stores, acc, _read), accumulator
     )
     return (total if before is None else before + total), slot
 
 
-def _multiply(cta: Cta, me: Scalar, steps: Steps, stores: Stores, own: Sum) -> tuple[Any, Any]:
+def _read(acc: Any) -> Any:
+    """Returns the sum in registers; to read it waits for every WGMMA."""
+    return acc[...]
+
+
+def _wait_for(acc: Any) -> None:
+    """Waits for every WGMMA; Pallas returns the sum afterwards."""
+    del acc
+    plgpu.wgmma_wait(0)
+
+
+def _multiply(
+    cta: Cta,
+    me: Scalar,
+    steps: Steps,
+    stores: Stores,
+    acc: Any,
+    finish: Callable[[Any], Any],
+) -> tuple[Any, Any]:
     """Runs the k loop of one tile, or a part of it, with stores in between.
 
-    Returns the sum, and the slot of the last step unless it is found by dividing.
+    Returns what `finish` makes of the sum, and the slot of the last step unless it is found by
+    dividing.
     """
     plan, barriers, turn = cta.plan, cta.barriers, steps.turn
 
-    def issue(slot: Scalar, k: Scalar, total: Values) -> Any:
+    def issue(slot: Scalar, k: Scalar) -> None:
         plgpu.barrier_wait(barriers.full.at[ring.barrier(plan, slot, me)])
         if steps.mask:
             steps.mask(slot, k)
-        return own.add(slot, total)
+        _issue_wgmma(cta, me, acc, slot)
 
     def release(slot: Scalar) -> None:
         plgpu.barrier_arrive(barriers.empty.at[ring.barrier(plan, slot, me)])
 
-    def if_any(do: Callable[[], Any]) -> Any:
-        return pl.when(steps.count > 0)(do) if steps.mask else do()
+    def if_any(do: Callable[[], None]) -> None:
+        pl.when(steps.count > 0)(do) if steps.mask else do()
 
-    def advance(k: Scalar, done: tuple[Any, Any]) -> tuple[Any, Any]:
-        kept, total = done
+    def advance(k: Scalar, kept: Any) -> Any:
         before, slot = ring.step(plan, turn, k, kept)
-        total = issue(slot, k, total)
+        issue(slot, k)
         plgpu.wgmma_wait(plan.wgmmas_per_step)
         release(before)
-        return ring.keep(plan, slot), total
+        return ring.keep(plan, slot)
 
     if plan.config.pingpong and steps.begins:
         plgpu.barrier_wait(barriers.baton.at[me])
     slot = ring.first_slot(plan, turn, steps.slot)
-    total = own.start()
-    total = if_any(lambda: issue(slot, 0, total))
-    done, issued = store_between(stores, steps.count, advance, (ring.keep(plan, slot), total))
+    if_any(lambda: issue(slot, 0))
+    kept, issued = store_between(stores, steps.count, advance, ring.keep(plan, slot))
     end = plan.k_steps if steps.count is None else steps.count
-    kept, total = lax.fori_loop(issued, end, advance, done)
+    kept = lax.fori_loop(issued, end, advance, kept)
     if plan.config.pingpong and steps.ends:
         plgpu.barrier_arrive(barriers.baton.at[1 - me])
-    total = own.finished(total)
+    total = finish(acc)
     if_any(lambda: release(ring.last_slot(plan, turn, kept)))
     return total, kept
 
