@@ -20,53 +20,53 @@ from pallas_gemm.problem import Problem
 from schedules.spec import ONLINE
 
 HELD_SHARE = 0.35
-"""Of the L2, what holds the operands of a wave for the next one."""
+"""This share of the L2 holds the operands of a wave for the next one."""
 BAND_SHARE = 0.6
-"""Of the L2, what the rows of a band may take: 16384 cubed runs 4% faster on an H200 in bands of 8
-rows of tiles (34 MB) than of 16, and 8192 cubed as fast in either."""
+"""The rows of a band may take this share of the L2: 16384 cubed runs 4% faster on an H200 in bands
+of 8 rows of tiles (34 MB) than of 16, and 8192 cubed as fast in either."""
 RAGGED = 1.2
-"""What it costs that waves reach into the next band. With 128 tiles under way on an H200, bands of
-11 rows are slower than of 8 at nine products with K from 12288 to 28672, by 0.4 to 2.1% in bursts.
-"""
+"""The cost of waves that reach into the next band. Nine products with K from 12288 to 28672 and 128
+tiles under way on an H200 are 0.4 to 2.1% slower in bands of 11 rows than in bands of 8."""
 WIDEST_BAND = 16
-"""The most rows or columns of tiles that an order keeps together: 4096 x 4096 x 256 takes 16.9 us
-on an H200 in bands of 32 rows of tiles, 16.1 us in bands of 16 and 15.9 us in bands of 8."""
+"""The most rows or columns of tiles that an order keeps together. In bands of 32 rows of tiles,
+4096 x 4096 x 256 takes 16.9 us on an H200. In bands of 16 and of 8, it takes 16.1 and 15.9."""
 USUAL_ROWS = 1024
 """Rows of an operand that a band may have however long they are: 8192 x 8192 x 28672 runs 2% faster
 on an H200 in bands of 1024 rows than of 640 or of 2048."""
 BAND_OF_TRIANGLE = 8
 """Rows of tiles that an order of half of a symmetric result keeps together, over several waves. On
-an H200, 4096 cubed by half takes 93.0 us in bands of 8, and 94.8 us of 11; 32 of 1024 x 1024 x
-4096, of 8 rows of tiles each, 212 us, and 227 us in bands of 16."""
+an H200, 4096 cubed by half takes 93.0 us in bands of 8, and 94.8 us in bands of 11. 32 of 1024 x
+1024 x 4096, of 8 rows of tiles each, take 212 us in bands of 8, and 227 us in bands of 16."""
 BAND_IN_TURNS = 4
 """The same where a small tile is stored while another consumer multiplies its own. With a residual,
-one store slot and six stages, 16384 x 4096 x 2048 takes 365 us in bands of 4 rows of tiles, 409 of
-8; 8192 x 6144 x 1536 216 and 231, 8192 x 4096 x 4096 365 and 393; 24 of 1024 x 4096 x 1024 and 8192
-x 8192 x 1024 as long in either. Bands of columns are slower."""
+one store slot and six stages, 16384 x 4096 x 2048 takes 365 us in bands of 4 rows of tiles, and 409
+in bands of 8. 8192 x 6144 x 1536 takes 216 and 231, and 8192 x 4096 x 4096 365 and 393. 24 of 1024
+x 4096 x 1024 take as long in either, and so does 8192 x 8192 x 1024. Bands of columns are slower.
+"""
 ROWS_ALLOWED = 0.08
 """For each element of a CTA's tile, how many rows of both operands the tiles of one GPC may read in
 a step. With 0.12 (490 bytes, and 4096 multiplications of two bytes, each cycle) the way to the L2
-would take as long as the tensor cores; it tells before. 8192 x 8192 x 1024 with a residual takes
-199 us on an H200 in tiles of 128 x 128 and bands of 8 or 4 rows of them (0.079 and 0.063), 211 us
-of 16 (0.133), and 233 us of 16 columns; 24 of 1024 x 4096 x 1024 303 us of 8, 327 of 11 columns
-(0.098)."""
+would take as long as the tensor cores; it tells before. 8192 x 8192 x 1024 has a residual and tiles
+of 128 x 128: in bands of 8 or 4 rows of tiles (0.079 and 0.063) it takes 199 us on an H200. It
+takes 211 us in bands of 16 (0.133), and 233 us in bands of 16 columns. 24 of 1024 x 4096 x 1024
+take 303 us in bands of 8, and 327 us in bands of 11 columns (0.098)."""
 ABREAST = 4
 """Waves for which a band may have any rows: CTAs are still about as far as each other, and read the
-same part of them. 4096 x 4096 with K of 12288, 14336 and 28672 runs as fast in bands of 16 rows of
-tiles as of 8 in bursts, and 0.1 to 1.0% faster in sustained work."""
+same part of them. With K of 12288, 14336 and 28672, 4096 x 4096 runs as fast in bands of 16 rows of
+tiles as in bands of 8 in bursts. In sustained work it is 0.1 to 1.0% faster."""
 
 
 def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     """Returns the banded order in which the fewest bytes are read, from memory or by neighbours.
 
     By closed forms: while a band of rows of tiles is walked across, the tiles under way form a
-    rectangle. Each wave reads the columns of the right operand that it comes to, and the band's
-    rows of the left operand, unless both fit into the part of the L2 in which the model of the
+    rectangle. Each wave reads the columns of the right operand that it comes to. It also reads the
+    band's rows of the left operand, unless both fit into the part of the L2 where the model of the
     cache (`schedules.model`) finds them again. It reads within 30% of the best such order there.
 
-    Tiles wider than high lie in bands of rows, so that consecutive CTAs share the longer side. On
-    an H200, 14216 x 7168 x 2048 (TN) takes 521 us in tiles of 128 x 256 and bands of 16 rows of
-    them, and 591 us in bands of 16 columns, which read a third less of memory in the model. Only
+    Tiles wider than high lie in bands of rows, so that consecutive CTAs share the longer side. In
+    tiles of 128 x 256, 14216 x 7168 x 2048 (TN) takes 521 us on an H200 in bands of 16 rows. In
+    bands of 16 columns it takes 591 us, though they read a third less of memory in the model. Only
     where no band of rows is as narrow as neighbours want it, columns do: 938 x 14080 x 3072 in
     tiles of 128 x 160 (mirrored) takes 104 us in a band of 6 columns, 108 us in bands of 16 rows.
 
@@ -74,9 +74,9 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of
     8192 x 32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
 
-    Rows in groups share the right operand as far as their group goes: 64 and 32 groups of 256 rows
-    take 1% longer on an H200 in bands of 8 rows of tiles than of 4, and 8 groups of 2048 rows as
-    long in bands of 8 as of 16.
+    Rows in groups share the right operand as far as their group goes. 64 and 32 groups of 256 rows
+    take 1% longer on an H200 in bands of 8 rows of tiles than in bands of 4. 8 groups of 2048 rows
+    take as long in bands of 8 as in bands of 16.
     """
     if problem.groups:
         height = config.tile[0] * config.cluster[0]
@@ -109,8 +109,8 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
 def rows_of_neighbours(problem: Problem, config: GemmConfig, device: Device) -> float:
     """Returns how many rows of both operands the tiles of one GPC read, on average.
 
-    An order that is no band counts as a compact patch. Of tiles that are cut along k, neighbours
-    read as many parts as it takes tiles to make a GPC's pieces.
+    An order that is no band counts as a compact patch. Where tiles are cut along k, neighbours read
+    several parts: one for each tile that has pieces in the GPC.
     """
     by_rows, by_cols = _walks(problem, config, device)
     parts = max(1.0, by_rows.neighbours / (by_rows.across * by_rows.along))
@@ -151,7 +151,7 @@ class _Walk:
         across: Tiles of the grid across the bands.
         along: Tiles of the grid along the bands.
         height: Rows of an operand that a tile reads, across the bands.
-        width: Those of the other operand.
+        width: Rows of the other operand that it reads.
         under_way: Tiles computed at the same time.
         held: Rows that the L2 holds.
         neighbours: Tiles under way in one GPC.

@@ -23,9 +23,9 @@ from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
 
 LAUNCH_SECONDS = 1.95e-6
-"""Of a kernel, and of each pass over an operand before or after it."""
+"""A kernel takes this, and so does each pass over an operand before or after it."""
 STEP_CYCLES = 74
-"""Of each step, whatever it does."""
+"""Each step takes these, whatever it does."""
 LATENCY_CYCLES = 1400
 """From a request for operands to their arrival. All slots of a ring but one are on their way. Few
 rows with rings of several depths tell it: 4 x 4096 x 14336 takes 36.0 us with 7 stages, 29.3 with
@@ -39,15 +39,14 @@ IN_TURNS_CYCLES = 1500
 """The same where consumers compute tiles in turns. Eight products with a residual or a float32
 result, with two store slots and in bands of 8 rows, are predicted within 4%."""
 MORE_IN_TURNS_CYCLES = 0.04
-"""The same for each element and byte beyond these four: with a float32 residual and result, 8192 x
-2048 x 6144 and 4096 x 4096 x 6144 NT take 278 and 282 us in turns on an H200, and 274 in tiles of
-128 x 256."""
+"""The same for each element and byte beyond these four: 8192 x 2048 x 6144 NT with a
+float32 residual and result takes 278 us in turns on an H200, and 4096 x 4096 x 6144 282 us. In
+tiles of 128 x 256, both take 274."""
 USUAL_BYTES = 4
 STORE_CYCLES = 0.05
 """Between two tiles elsewhere, for each byte of the tile's part of the result and the residual. The
 same products are predicted within 6% in tiles of 128 x 256, and those with a residual within 4% in
-tiles of 256 x 192; without the residual's and a float32's further bytes up to 16% too little was.
-"""
+tiles of 256 x 192. Without these bytes, predictions were up to 16% too short."""
 EXP_CYCLES = 0.15
 """Between two tiles where consumers do not take turns, for each element whose exp is summed up. In
 tiles of 128 x 256 on an H200, 8192 x 151936 with K=2048 takes 6.69 ms, and 6.29 ms bare. With
@@ -55,18 +54,18 @@ K=4096, 4096 x 128256 takes 5.35 and 5.25 ms."""
 LAST_STORE_CYCLES = 0.106
 """From the last WGMMA to the end of the kernel, for each element of the tile."""
 JOIN_CYCLES = 2000
-"""Of the second kernel, where tiles are cut along k. With the next two, a fit to the cut configs of
-13 products, off by 4% in the mean."""
+"""The second kernel takes these, where tiles are cut along k. With the next two, a fit to the cut
+configs of 13 products, off by 4% in the mean."""
 HAND_OVER_CYCLES = 0.2
 """For each element of a tile that is stored as a summand."""
 SUMMAND_CYCLES = 0.08
 """For each summand that a consumer adds."""
 POWER_SHARE = 0.14
-"""Of the clock, what a burst loses in which every SM multiplies all the time."""
+"""A burst in which every SM multiplies all the time loses this share of the clock."""
 MEMORY_SHARE = 0.95
-"""Of the peak bandwidth of memory, what a kernel reaches."""
+"""A kernel reaches this share of the peak bandwidth of memory."""
 PASS_SHARE = 0.8
-"""Of the peak bandwidth of memory, what a pass over an operand reaches."""
+"""A pass over an operand reaches this share of the peak bandwidth of memory."""
 SHARPNESS = 3.6
 """How little computing and reading memory hold each other up: the power of their norm."""
 
@@ -122,7 +121,7 @@ def seconds(
 
 
 class _Loops(NamedTuple):
-    """The k loops of a kernel: as many pieces of work, in as many waves, of so many steps."""
+    """The k loops of a kernel: how many pieces of work, in how many waves, of how many steps."""
 
     pieces: int
     waves: int
@@ -188,9 +187,9 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
     """Predicts the time of the pass in which XLA applies the epilogue; 0 where the kernel does.
 
     Args:
-        problem: What is computed.
-        realigned: What the kernel computes of it.
-        device: Where.
+        problem: The product.
+        realigned: The part of it that the kernel computes.
+        device: The GPU.
     """
     if realigned.unfused is None:
         return 0.0

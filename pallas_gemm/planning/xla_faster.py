@@ -23,15 +23,15 @@ MANY_RESULTS, MANY_SHORTEST, MANY_AS_READ = 4096 * 4096, 12_000_000, 8_700_000
 """Elements from which on a product with a short K is XLA's: however it is stored, up to K=512, and
 where it is stored as the tensor cores read it."""
 TINY_ROWS, TINY_COLUMNS, TINY_BYTES = 16, 640, 20 * STEP_BYTES
-"""Of a result that takes few tiles, and of the rows of K elements that are not cut into pieces."""
+"""The most of a result that takes few tiles, and the longest rows of K that are not cut."""
 SMALL, SMALL_BATCH = 128, 2**15
 """XLA computes a batch of at least this number of matrices, if no side is longer."""
 VECTOR_BYTES = 20_000_000
-"""Of a matrix, up to which XLA multiplies it by a vector sooner."""
+"""The most that a matrix has which XLA multiplies by a vector sooner."""
 XLA_SHARE = 1.05
-"""Of the time with all SMs busy, what XLA takes at large products."""
+"""XLA takes the time with all SMs busy times this at large products."""
 XLA_SECONDS = 5e-6
-"""And what it takes longer at small ones."""
+"""At small ones, it takes longer by this."""
 PASSES_SHARE = 1.4
 """As `XLA_SHARE`, where passes prepare operands for the kernel. It was not measured: XLA makes some
 of the same passes, and takes longer where it makes none."""
@@ -45,9 +45,9 @@ def few_columns(problem: Problem) -> str | None:
 def short_rows(problem: Problem) -> str | None:
     """A transposed left operand of few rows is slow to load unless they are whole cache lines.
 
-    Of 20 such products with 48 to 1023 rows and more than 2048 columns, 136 x 4096 x 768 runs at
-    1.71 times XLA's speed on an H200, the others at 0.62 to 1.01, half of them at 0.92 or less. 64
-    and 96 rows, whole half lines, are one box: five products run at 1.14 to 1.46.
+    20 such products were measured on an H200, with 48 to 1023 rows and more than 2048 columns. One
+    runs at 1.71 times XLA's speed (136 x 4096 x 768), the others at 0.62 to 1.01, half of them at
+    0.92 or less. 64 and 96 rows, whole half lines, are one box: five products run at 1.14 to 1.46.
 
     Up to 2048 columns and with K to 3584, five products of 48 to 592 rows run at 1.10 to 1.73. With
     K from 7808 to 24576, seven run at 0.80 to 1.15, four of them below 0.87; with 8 and 24 rows
@@ -70,11 +70,11 @@ def misaligned(problem: Problem) -> str | None:
     the best of their configs.
 
     Whole sectors are enough for rows of K elements: 16 products run at 0.97 to 3.90 times XLA's
-    speed. Rows of N elements are read by small tiles at half the speed: 694 x 1376 x 13824 (NN)
-    runs at 0.62, and few rows by 1440 to 7392 columns stored [k, n] at 0.93, 1.02 and 1.29. Many
-    rows of a transposed left operand are the kernel's: 21 products run at 0.95 to 1.16, at 1.013 in
-    geometric mean. Large float32 results are, too: 8192 x 30000 runs at 1.119 with K=512, at 1.017
-    with K=2048.
+    speed. Small tiles read rows of N elements at half the speed: 694 x 1376 x 13824 (NN) runs at
+    0.62. Three of few rows and 1440 to 7392 columns, stored [k, n], run at 0.93, 1.02 and 1.29.
+    Many rows of a transposed left operand are the kernel's: 21 products run at 0.95 to 1.16, at
+    1.013 in geometric mean. Large float32 results are, too: 8192 x 30000 runs at 1.119 with K=512,
+    at 1.017 with K=2048.
     """
     right = problem.transpose_b or problem.m <= ROWS_BY_SPLIT_LINES or _is_wide(problem)
     rows = [(problem.b_shape[-1], problem.b_dtype, right)]
@@ -90,14 +90,14 @@ def misaligned(problem: Problem) -> str | None:
 def short(problem: Problem) -> str | None:
     """With few steps of k for each of many tiles, cuBLAS moves from tile to tile faster.
 
-    4096 x 4096 x 512 and 8192 x 8192 x 512 reach 0.96 and 0.97 of XLA's speed on an H200, 16384 x
-    16384 x 512 0.95, 4096 x 14336 x 768 0.98 and 16384 x 4096 x 896 (NT) 0.99; with K=1024 and
-    K=256 it is 1.00 and 1.03. A fused epilogue makes up for it.
+    4096 x 4096 x 512 and 8192 x 8192 x 512 reach 0.96 and 0.97 of XLA's speed on an H200, and 16384
+    x 16384 x 512 0.95. 4096 x 14336 x 768 reaches 0.98, and 16384 x 4096 x 896 (NT) 0.99. With
+    K=1024 and K=256 it is 1.00 and 1.03. A fused epilogue makes up for it.
 
     From 12 million results on, four products with K=512 reach 0.93 to 0.95, below it four others
-    0.97 to 1.26. Of those that are stored as the tensor cores read them (NT), seven of 8.7 million
-    and more with K from 576 to 896 reach 0.94 to 1.05, 0.978 in geometric mean. Of eight others, NN
-    and TN, six are faster than XLA by 3 to 8%, and the slowest reaches 0.93.
+    0.97 to 1.26. Stored as the tensor cores read them (NT), seven of 8.7 million results and more
+    reach 0.94 to 1.05, with K from 576 to 896: 0.978 in geometric mean. Eight others were NN and
+    TN: six are faster than XLA by 3 to 8%, and the slowest reaches 0.93.
     """
     if not 256 < problem.k < 1024 or not problem.epilogue.is_identity:
         return None
@@ -115,10 +115,10 @@ def short(problem: Problem) -> str | None:
 def tiny(problem: Problem) -> str | None:
     """Up to ten tiles, each of which goes through all of k alone, take longer than XLA's kernels.
 
-    5 x 448 x 512, 8 x 512 x 896 and 2 x 360 x 2048 (float8) run at 0.72 to 0.83 times XLA's speed
-    on an H200, 15 x 512 x 448 at 1.03. Of five that were looked at after these, one is faster than
-    XLA (5 x 448 x 448, 1.20), the others run at 0.50 (1 x 448 x 2304, float8) to 0.91. With 896
-    columns and more, eight of nine run at 1.01 to 1.71.
+    On an H200, three run at 0.72 to 0.83 times XLA's speed: 5 x 448 x 512, 8 x 512 x 896 and 2 x
+    360 x 2048 (float8). 15 x 512 x 448 runs at 1.03. Five were looked at after these: one is faster
+    than XLA (5 x 448 x 448, 1.20), the others run at 0.50 (1 x 448 x 2304, float8) to 0.91. With
+    896 columns and more, eight of nine run at 1.01 to 1.71.
     """
     size = problem.k * problem.a_dtype.itemsize
     is_one = problem.batch == 1 and problem.epilogue.is_identity
@@ -130,9 +130,9 @@ def tiny(problem: Problem) -> str | None:
 def vector(problem: Problem) -> str | None:
     """XLA multiplies one row by a small matrix stored [n, k] without tensor cores, and sooner.
 
-    Of 16-bit matrices of 4.4 to 18.9 MB, two run at 0.73 and 0.80 times its speed on an H200, and
-    five that were looked at after these at 0.59 to 0.88; of 21 to 655 MB, ten at 0.95 to 1.18. Of
-    float8, five run at 1.02 to 1.38 and one at 0.92; stored [k, n], 16 at 0.93 to 1.87.
+    Two 16-bit matrices of 4.4 to 18.9 MB run at 0.73 and 0.80 times its speed on an H200. Five that
+    were looked at after these run at 0.59 to 0.88, and ten of 21 to 655 MB at 0.95 to 1.18. Five in
+    float8 run at 1.02 to 1.38 and one at 0.92; stored [k, n], 16 run at 0.93 to 1.87.
     """
     size = problem.n * problem.k * problem.b_dtype.itemsize
     is_vector = problem.m == problem.batch == 1 and problem.transpose_b
@@ -176,13 +176,13 @@ def idle(seconds: float, at_best: float, *, has_passes: bool = False) -> str | N
 
     Eight products drawn at random are predicted to take more than 1.05 times as long as with all
     SMs busy, and 5 us. They run at 0.73 to 1.01 times XLA's speed on an H200, six of them below
-    0.94; all but the last, 2 x 3328 x 29568, are XLA's by other rules, too. Of the other 276 that
-    no rule leaves to it, which run at 1.10 in geometric mean, eight small ones are predicted to
+    0.94. All but the last, 2 x 3328 x 29568, are XLA's by other rules, too. No rule leaves the
+    other 276 to it, which run at 1.10 in geometric mean. Eight small ones of these are predicted to
     take 1.4 to 1.9 times as long as with all SMs busy: they run at 1.10 to 3.90.
 
     Args:
         seconds: The predicted time of the kernel, and of the passes around it.
-        at_best: That of a kernel which keeps all SMs busy.
+        at_best: The predicted time of a kernel that keeps all SMs busy.
         has_passes: There are passes.
     """
     share = PASSES_SHARE if has_passes else XLA_SHARE
@@ -200,7 +200,7 @@ def why_xla(
     8191 cubed it computes 165 TFLOP/s on an H200 where aligned rows give it 820.
 
     Args:
-        problem: What is computed.
+        problem: The product.
         seconds: As for `idle`.
         at_best: As for `idle`.
         has_passes: As for `idle`.

@@ -1,15 +1,15 @@
 """How long XLA takes: the time that `explain` shows beside a kernel's own.
 
 A model of cuBLAS, which XLA calls: of some tiles, and of some pieces along k, the fastest counts.
-Each step of the k loop takes as long as the tensor cores or the loads of a tile do, each wave of
-tiles stores its results, and the product takes that, or as long as memory needs, or a little longer
-where both are close. An epilogue is one pass of memory, as measured: bias and GELU of 8192 cubed
-take 78 us longer than the product, and SwiGLU of 4096 x 14336 x 4096 56 us longer than two.
+Each step of the k loop takes as long as the tensor cores or the loads of a tile do. Each wave of
+tiles stores its results. The product takes that, or as long as memory needs, or a little longer
+where both are close. An epilogue is one pass of memory: bias and GELU of 8192 cubed were measured
+to take 78 us longer than the product. SwiGLU of 4096 x 14336 x 4096 takes 56 us longer than two.
 
 The constants are a fit to bursts of 605 products on an H200, 2 us to 11 ms: those of
-`bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. Of their
-424 products, half of the predictions are within 6%, and nine of ten within 27%; of the 285 that
-take more than 20 us, within 5% and 18%. The largest errors are with up to 64 rows and 8-bit
+`bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. These have
+424 products: half of the predictions are within 6%, and nine of ten within 27%. 285 of them take
+more than 20 us: there it is 5% and 18%. The largest errors are with up to 64 rows and 8-bit
 operands, where XLA takes up to four times as long as predicted.
 """
 
@@ -36,13 +36,13 @@ TILES = (
 PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """What a product may be made of: cuBLAS has more, and tells nobody which it takes."""
 FLOPS_PER_CYCLE = 4096
-"""Of an SM, with 16-bit operands: what a Hopper one multiplies."""
+"""An SM of Hopper does this number of operations with 16-bit operands."""
 LAUNCH_SECONDS = 2.08e-6
-"""Of a product."""
+"""Each product takes this."""
 EIGHT_BITS = 1.12
-"""What a product of 8-bit operands takes of what the rest says of it."""
+"""A product of 8-bit operands takes longer than the rest says by this factor."""
 STEP_CYCLES, LOAD_CYCLES, STORE_CYCLES = 54, 2.4, 0.03
-"""Of each step, of each row of 128 bytes of both operands in it, and for each element stored."""
+"""For each step, for each row of 128 bytes of both operands in it, and for each element stored."""
 LINE_SHARE = 0.026
 """How much longer it takes to load rows that are no whole number of cache lines."""
 POWER_SHARE, MEMORY_SHARE, SHARPNESS = 0.166, 0.944, 3.22
@@ -60,8 +60,8 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
     """Predicts how long XLA takes for a product and its epilogue.
 
     Args:
-        problem: What is computed.
-        device: Where.
+        problem: The product.
+        device: The GPU.
         precision: The precision that is asked for, as `precision.resolve` returns it.
 
     Returns:
@@ -150,7 +150,7 @@ def _seconds(problem: Problem, device: Device) -> float:
 
 
 def pass_seconds(moved: float, device: Device) -> float:
-    """Predicts how long a pass takes that reads and writes so many bytes of memory."""
+    """Predicts how long a pass takes that reads and writes `moved` bytes of memory."""
     bandwidth = prediction.PASS_SHARE * device.machine.dram_bytes_per_second
     return prediction.LAUNCH_SECONDS + moved / bandwidth
 
@@ -194,7 +194,7 @@ _CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np
 def _sizes(problem: Problem) -> tuple[int, int, int, int]:
     """Returns the batch, m, n and k of what XLA computes.
 
-    Of groups, `lax.ragged_dot` multiplies all rows by each group's matrix: 27 such products in
+    `lax.ragged_dot` multiplies all rows by the matrix of each group. 27 such products in
     `h200_grouped.csv` and `h200_groups.csv` are predicted within 15%, and 25 pairs of gradients
     within 17%.
     """

@@ -97,7 +97,8 @@ def _config(case: covering.Case) -> HopperConfig | None:
 
 
 def _is_legal(case: covering.Case) -> bool:
-    # Consumers in turns claim nothing. A right operand stored [k, n] needs whole panels of columns.
+    # Consumers in turns claim nothing. A right operand stored [k, n] needs whole panels of columns:
+    # in a tile, and at the edge.
     claims_in_turns = case["persistence"] == "dynamic" and case["tile"][2] == "in turns"
     # One result of 16 bits waits in registers, and nothing that is loaded.
     in_turns, late = case["tile"][2] == "in turns", case["late_store"]
@@ -105,7 +106,7 @@ def _is_legal(case: covering.Case) -> bool:
         not claims_in_turns
         and not (late and (in_turns or case["function"] != "reduced"))
         and _config(case) is not None
-        and (case["layout"][1] == "T" or case["edge"][1] % 64 == 0)
+        and (case["layout"][1] == "T" or not (case["tile"][1] % 64 or case["edge"][1] % 64))
     )
 
 
