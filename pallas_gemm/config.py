@@ -46,11 +46,11 @@ class Joined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """What the kernels of all architectures can be told.
+    """The settings that the kernels of all architectures have.
 
-    What no product could be computed with is refused here, when a config is made; `check` refuses
-    what does not suit a product and a GPU. `dataclasses.replace` keeps what was found for a default
-    that depends on other fields.
+    A config that no product can be computed with is refused here, when it is made. `check` refuses
+    one that does not suit a product and a GPU. `dataclasses.replace` keeps what was found for a
+    default that depends on other fields.
 
     >>> dataclasses.replace(HopperConfig(tile=(128, 128)), schedule="hilbert").stages
     4
@@ -60,22 +60,21 @@ class GemmConfig:
         OWN_ORDER: Its kernel launches a cluster per tile, in an order of its own.
         tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
             sums for each of its own.
-        stages: Slots of the ring that TMA fills; by default as many as usual, or as fit.
+        stages: Slots of the ring that TMA fills; by default the usual number, or those that fit.
         cluster: (rows, cols) of CTAs that share operands by multicast.
-        persistence: "none" launches a cluster per tile; "static" deals the tiles to as many
-            clusters as fit on the device; "dynamic" hands them out as clusters become free.
-        schedule: The order of the cluster tiles: a name that `schedules.spec` knows (with
-            "online_" before it, the order is computed instead of read from a table), a `Schedule`
-            or an `OnlineSchedule` made for this grid. A batch is stacked along the rows.
+        persistence: "none" launches a cluster per tile; "static" deals the tiles to the clusters
+            that fit on the device; "dynamic" hands them out as clusters become free.
+        schedule: The order of the cluster tiles: a name that `schedules.spec` knows, a `Schedule`
+            or an `OnlineSchedule` made for this grid. With "online_" before its name, the order is
+            computed instead of read from a table. A batch is stacked along the rows.
         ctas: At most how many CTAs a persistent kernel launches; None for all that fit.
         store_columns: Columns of the result that one store slot of the epilogue holds: 16, 32 or
             64; by default the most that leave enough shared memory for the stages.
         store_slots: Store slots per warpgroup that stores.
         split_k: Into how many pieces the k loop of each tile is cut, which different clusters
             compute. A second kernel adds up their sums, in float32 and always in the same order.
-        split_last: Of how many tiles, the last ones of the order, the k loop is cut, so that a wave
-            that is not full keeps all SMs busy; None for all. A kernel of its own computes the
-            others.
+        split_last: How many tiles are cut, the last ones of the order, so that a wave that is not
+            full keeps all SMs busy; None for all. A kernel of its own computes the others.
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (256, 256)

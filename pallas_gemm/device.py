@@ -1,4 +1,4 @@
-"""What the kernels need to know of a GPU; with `schedules.machines`, the only hardware numbers."""
+"""The facts about a GPU that kernels need; with `schedules.machines`, the only hardware numbers."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ class Device:
     """A GPU, as far as planning needs it.
 
     Attributes:
-        kind: What JAX calls it (`device_kind`).
+        kind: The name that JAX has for it (`device_kind`).
         compute_capability: (major, minor).
         machine: Its SMs, caches and memory.
         shared_memory: Bytes of shared memory that one block can use.

@@ -1,8 +1,8 @@
 """Compile kernels to GPU machine code without a GPU, and read what the assembler said.
 
-`compile_report` answers, in about two seconds, what otherwise takes a GPU to find out: does this
-configuration fit in registers, how much shared memory does a block take, did the assembler have
-to serialise the tensor-core instructions.
+In about two seconds, `compile_report` answers questions that otherwise take a GPU. Does this
+configuration fit in registers? How much shared memory does a block take? Did the assembler have to
+serialise the tensor-core instructions?
 
     report = compile_report(fn, a, b, target="h200")
     assert report.spill_bytes == 0 and not report.serialized
@@ -10,9 +10,9 @@ to serialise the tensor-core instructions.
 It needs the extra `aot`. The function must not ask `jax.devices()` while it is traced: there is
 no device.
 
-Each compilation runs in a process of its own, because the compiler keeps the architecture that it
-saw first for the life of the process (a Hopper kernel then fails to assemble after a Blackwell
-one), and newer releases of JAX print no notes about a kernel that they have compiled before.
+Each compilation runs in a process of its own. The compiler keeps the architecture that it saw first
+for the life of the process: a Hopper kernel fails to assemble after a Blackwell one. Newer releases
+of JAX also print no notes about a kernel that they have compiled before.
 """
 
 import importlib.resources
@@ -56,7 +56,7 @@ _EXPORT_LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel became on one target.
+    """The machine code of one kernel on one target, as the assembler describes it.
 
     Attributes:
         target: Name of the target, one of `targets()`.

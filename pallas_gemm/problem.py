@@ -79,14 +79,14 @@ VALUES = (OF_VALUE, tuple(OF_UP.get(name, name) for name in OF_VALUE))
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What happens to the float32 sum before it is rounded, once, to the result's type.
+    """The steps from the float32 sum to the result, which is rounded once.
 
         value = alpha * row_scale * col_scale * sum + bias
         result = activation(value) + beta * residual
 
-    Gated, there are two right operands and two sums, and the result is
-    `activation(value) * up_value + beta * residual`; the value of the other sum is made with
-    `up_scale` and `up_bias` in place of `col_scale` and `bias`.
+    A gated one has two right operands and two sums: the result is `activation(value) * up_value +
+    beta * residual`. The value of the other sum is made with `up_scale` and `up_bias` in place of
+    `col_scale` and `bias`.
 
     Attributes:
         alpha: Scales the sum; None if it is an operand, and so a number of the running program.
@@ -104,7 +104,7 @@ class Epilogue:
         col_scale: There is one value per column to scale the sum with.
         up_scale: There is one value per column to scale the sum of up with.
         up_bias: There is one value per column to add to the value of up.
-        program: What happens to the sum instead of all that, as a function of the caller says it.
+        program: The steps of the caller's function, in place of all these.
     """
 
     alpha: float | None = 1.0

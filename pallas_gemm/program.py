@@ -121,7 +121,7 @@ class Pick(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What becomes of the sums of a product.
+    """The steps that follow the sums of a product.
 
     Attributes:
         sums: How many sums there are for each element.

@@ -10,8 +10,8 @@
     a claimed entry        tag (6 bits) | row (13 bits) | col (13 bits)     see `dense/claims.py`
 
 Entries are packed and unpacked here, and nowhere else. A schedule stacks a batch along its rows;
-here the batch is split off again. Roles hand a piece on as a whole, so that what a table comes to
-say besides is a field of `Piece` and a word of its entries, which no other module has to know.
+here the batch is split off again. Roles hand a piece on as a whole. To say more in a table takes a
+field of `Piece` and a word of its entries, and no other module has to know it.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ CLAIM_SLOTS = 64
 
 
 class Piece(NamedTuple):
-    """What a worker computes at a time.
+    """The work that a worker does at a time.
 
     Attributes:
         row: Row of the cluster tile, in the grid of one product.
         col: Column of the cluster tile.
         batch: Which product of the batch; None without one.
         first_step: The first step of k that goes into the sum; None if all do.
-        steps: How many do, one at least. What lies past the end of k is zeros.
+        steps: How many do, one at least. Past the end of k there are zeros.
         summand: Which summand of its tile's sum it makes; None if it makes the sum. Over groups
             always a number.
         cut_tile: Which of the tiles that are cut it belongs to; None if all are cut, or none. Over
@@ -76,7 +76,7 @@ class Listed:
 
     Attributes:
         order: The (row, col) of the tile of each.
-        spans: What `Coding.pack` takes of each besides.
+        spans: The rest that `Coding.pack` takes of each.
     """
 
     order: np.ndarray
@@ -114,7 +114,7 @@ class Coding:
 
     Attributes:
         rows: Rows of cluster tiles of each product of a batch; None without one.
-        bits: Bits of a row, and of a column. What they leave of a word is for a tag.
+        bits: Bits of a row, and of a column. The bits left in a word are for a tag.
         words: Words of an entry, of the table above.
     """
 

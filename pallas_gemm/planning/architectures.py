@@ -39,10 +39,10 @@ class Architecture:
     """A generation of GPUs, and its kernel.
 
     Attributes:
-        name: What `implementation=` calls the kernel.
+        name: The name that `implementation=` has for the kernel.
         capability: The first number of its compute capability, or both where only one will do.
-        flops_per_cycle: What the tensor cores of an SM do with 16-bit operands; half of it with 32
-            bits, twice with 8.
+        flops_per_cycle: Operations that the tensor cores of an SM do with 16-bit operands; half of
+            it with 32 bits, twice with 8.
         example: A GPU to plan for when nothing else is known.
         config: The class of the kernel's configs.
         problem_refusals: Why the kernel cannot take a problem on a GPU, whatever the config.
@@ -51,7 +51,7 @@ class Architecture:
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
-        costs: What predictions count for its kernel.
+        costs: The costs that predictions count for its kernel.
         collective: How its kernel exchanges rows with other devices, None if it does not.
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
         seconds: Predicts the time of a config; None if `prediction.py` does.

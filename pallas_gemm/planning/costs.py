@@ -1,4 +1,4 @@
-"""What predictions count for the kernel of an architecture."""
+"""Costs that predictions count for the kernel of an architecture."""
 
 import dataclasses
 import math
@@ -6,12 +6,12 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What `prediction.py` asks of an architecture.
+    """The costs of an architecture that `prediction.py` asks for.
 
     Attributes:
-        row_cycles: Of TMA, for each row of `STEP_BYTES` that a CTA loads.
-        gpc_bytes_per_cycle: What the tiles of one GPC read from the L2; what several of them read
-            at a time counts once.
+        row_cycles: Cycles of TMA for each row of `STEP_BYTES` that a CTA loads.
+        gpc_bytes_per_cycle: Bytes that the tiles of one GPC read from the L2. Bytes that several of
+            them read at a time count once.
         fitted: Predictions were fitted to what was measured, so that they say something beside
             XLA's time. Others choose among configs only.
     """

@@ -57,9 +57,9 @@ class Plan:
     """How a kernel computes a product.
 
     Attributes:
-        architecture: Whose kernel it is.
+        architecture: The architecture of the kernel.
         device: The GPU that is planned for.
-        realigned: What the kernel computes, and what is done before and after it.
+        realigned: The problem of the kernel, and the steps before and after it.
         config: The kernel's config.
         source: Where the config comes from.
         seconds: The predicted time of the kernel and the steps.
@@ -78,11 +78,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What computes a product, and why.
+    """The implementation that computes a product, and why.
 
     Attributes:
         implementation: "xla", "interpret", or the name of an architecture.
-        problem: What is computed.
+        problem: The product.
         reason: Why this implementation.
         plan: How the kernel does it; None for XLA.
         refused: (what, reasons) of each kernel that does not compute it.

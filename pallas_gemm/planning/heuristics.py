@@ -17,25 +17,26 @@ from schedules import Pieces, unsplit
 from schedules.spec import ONLINE
 
 FULL_WAVES = 0.96
-"""Of the clusters that fit, how many must be launched at least for waves to be full."""
+"""At least this share of the clusters that fit is launched for waves to be full."""
 LEAST_GAIN = 1.1
 """How much faster tiles must be predicted to be cut along k than whole: small tiles with a long k
-are predicted to take up to 20% too long, and 1024 x 1024 x 32768 takes 91.9 us on an H200 cut and
-90.1 us whole, where 90.8 and 98.5 are predicted."""
+are predicted to take up to 20% too long. On an H200, 1024 x 1024 x 32768 takes 91.9 us cut and 90.1
+us whole, where 90.8 and 98.5 are predicted."""
 LEAST_GAIN_IN_BLOCKS = 1.4
 """The same where blocks have scales: 64 x 7168 x 18432 takes 42.7 us on an H200 in 4 pieces of 64 x
-256 and 49.5 us in 2 of 64 x 128, where 35 and 34 are predicted, and 37.9 us whole in 64 x 64."""
+256 and 49.5 us in 2 of 64 x 128, where 35 and 34 are predicted. Whole in 64 x 64, it takes 37.9 us.
+"""
 SECOND_KERNEL_SECONDS = 0.5e-6
 """What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
 as the sum of kernels, and in a stream 10% less."""
 MORE_KERNELS_SECONDS = 4e-6
-"""The same of two more kernels, where the last tiles are cut. Of 56 products of 60 us to 3 ms on an
-H200, what is chosen is 0.6% slower without it, and as fast with half of it."""
+"""The same of two more kernels, where the last tiles are cut. Without it, the choice for 56
+products of 60 us to 3 ms on an H200 is 0.6% slower. With half of it, it is as fast."""
 UNTRIED_GAIN = 1.03
-"""How much faster a tile must be predicted than the article's, where nobody has measured any: at
-4096 cubed on a B200, 256 x 192 by a pair is predicted to take 93.1 us; 256 x 256, for which 94.9 is
-predicted, took 90.0 in the article."""
+"""How much faster a tile must be predicted than the article's, where nobody has measured any. At
+4096 cubed on a B200, 256 x 192 by a pair is predicted to take 93.1 us. 256 x 256 is predicted to
+take 94.9, and took 90.0 in the article."""
 WRITTEN = 128
 """Operations for each byte of the result, up to which it takes longest to write it."""
 
@@ -49,9 +50,9 @@ def rank(
     """Returns every legal candidate for a problem, fastest first.
 
     Args:
-        problem: What is to be computed.
+        problem: The product.
         device: The GPU that it is for.
-        architecture: Whose kernel it is.
+        architecture: The architecture of the kernel.
         schedule: The order of tiles or of pieces; None for the one that suits each candidate.
     """
     return tuple(_legal(problem, device, architecture, schedule))

@@ -54,9 +54,9 @@ def finished(
     """Computes a call from products without an epilogue, which one pass over them applies.
 
     Args:
-        call: What is computed.
+        call: The call.
         products: Computes a call without an epilogue from a, b and the sizes.
-        *operands: Of the call.
+        *operands: Its operands.
         dtype: Type of the products; None for that of sums.
     """
     is_bare = call.epilogue.is_identity

@@ -18,14 +18,14 @@ SMALLEST_TILE = 64
 """Rows of the smallest tile: fewer fill it in part only."""
 IDLE_WITH_FEW_ROWS = 3
 """SMs for each of the smallest tiles, from which on few rows are cut all the same: 17 x 1408 x 8448
-takes 9.5 us in 6 pieces of k and 15.7 whole, 12 x 1152 x 9216 8.8 us in 7 and 16.9 whole; XLA takes
-12.9 and 9.6."""
+takes 9.5 us in 6 pieces of k and 15.7 whole, where XLA takes 12.9. 12 x 1152 x 9216 takes 8.8 us in
+7 pieces and 16.9 whole, where XLA takes 9.6."""
 FEWEST_STEPS = 8
 """Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
 MOST_WAVES = 3
 """Of pieces of k: each takes part of the L2 until it is joined."""
 FULLER = 1.05
-"""What more waves must gain in busy SMs."""
+"""More waves must gain this much in busy SMs."""
 NARROWEST = 16
 """Columns of a chunk, and bytes of half a box of TMA."""
 
@@ -47,7 +47,7 @@ def may_be_promised(problem: Problem) -> bool:
 def pieces(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
     """Yields into how many pieces every tile may be cut.
 
-    Into as many as make a wave; or two or three, if they leave fewer SMs idle.
+    One wave of pieces; or two or three, if they leave fewer SMs idle.
     """
     tiles, fit = config.tiles(problem), device.coresident_clusters(config.cluster_size)
     most = -(-problem.k // config.tile_k(problem)) // FEWEST_STEPS

@@ -32,9 +32,9 @@ COLUMNS = {
 IN_TURNS = (128, 128)
 """The tile that a consumer stores while the other one multiplies its own, where no consumer can
 store under its next tile. 24 products of 1024 x 4096 x 1024 with a residual take 295 us so on an
-H200, and 321 and 334 us in tiles of 128 x 256 and 256 x 192. A symmetric result is stored twice,
-and in larger tiles a third of 4096 cubed would be beyond the diagonal or in a wave that is not
-full."""
+H200. In tiles of 128 x 256 and 256 x 192, they take 321 and 334 us. A symmetric result is stored
+twice, and in larger tiles a third of 4096 cubed would be beyond the diagonal or in a wave that is
+not full."""
 WIDE_IN_TURNS = (128, 192)
 """The same for float32 results of 16-bit operands: it reads less of the L2. Logits of 8192 x 32000
 with K=4096 take 2644 us so on an H200, and 3089 us in tiles of 128 x 128 in turns. Stored at once,
@@ -57,8 +57,8 @@ FEW_WAVES = 8
 ONE_SLOT_STEPS = 16
 """Steps of k from which on tiles in turns have one store slot, and a longer ring for it: while a
 consumer stores, the other one multiplies. With a residual, 24 of 1024 x 4096 x 1024 take 295 us so
-on an H200, 300 with two slots, 8192 x 8192 x 1024 198 and 203, 16384 x 4096 x 2048 365 and 371; but
-16 of 2048 x 2048 x 512 124 and 119."""
+on an H200, and 300 with two slots. 8192 x 8192 x 1024 takes 198 and 203, and 16384 x 4096 x 2048
+365 and 371. But 16 of 2048 x 2048 x 512 take 124 and 119."""
 OF_BLOCKS = (
     *((128, 256, 2), (256, 128, 2), (192, 128, 3), (128, 128, 2), (128, 64, 2)),
     *((64, 256, 2), (64, 128, 2), (64, 128, 1), (64, 64, 1), (64, 32, 1)),
@@ -68,11 +68,11 @@ registers, too. 64 x 18432 x 7168 takes 36 us on an H200 in tiles of 64 x 256, 4
 Of two that are predicted to take as long, the first is chosen: 8192 cubed takes 824 us in tiles of
 128 x 256 and 858 us in 256 x 128, 4096 x 2048 x 7168 92.1 and 96.0."""
 CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
-"""Warpgroups that share a tile of so many rows."""
+"""Warpgroups that share a tile, by its rows."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
 SUMS_OF_XLA = 2 / 3
-"""Of the sums that XLA may make of a float32 result, how many are made here at least."""
+"""XLA may make several sums of a float32 result: at least this share of them is made here."""
 TILE_OF_XLA = (128, 256)
 """Tiles by which XLA is taken to see how many SMs a product would leave idle."""
 SHORTEST_SUM = 3
@@ -84,33 +84,34 @@ FEWEST_ROWS_OF_LAST = 128
 """Or columns, below which only memory counts: 117 x 8960 x 49152 takes 237 us so and 221 us whole,
 150 x 10240 x 28672 165 us and 172."""
 MOST_PIECES_OF_LAST = 16
-"""Of each of the last tiles."""
+"""The most pieces of each of the last tiles."""
 HANDED_OVER_STEPS = 14
 """As long as it takes to hand over a piece: 1920 x 2560 x 32768 takes 394 us on an H200 with the
 last 18 tiles in 7 pieces, one wave of them, and 404 us in 14."""
 SHORTER = 0.985
-"""What is left of the waves at most where the last tiles are cut, as in all that was measured."""
+"""At most this share of the waves is left where the last tiles are cut, as in all that was
+measured."""
 MOST_STAGES = 12
 """More than cover the latency of memory, and are slower: 21 x 1792 x 1536 takes 4.55 us on an H200
 with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20. So are more than a CTA's
 only tile has steps: 6 x 1152 x 448, seven steps, takes 2.27 us with 7 and 2.37 with 12."""
 STREAMED = 11 * 2**20
 """Bytes that all CTAs await of an operand that each reads for itself. More are in each other's way:
-4 x 6144 x 4096 takes 13.8 us on an H200 with 9 MB under way, 14.3 with 10 and 15.7 with 16, and 4 x
-28672 x 8192 105.7 us with 15 MB and 108.5 with 18."""
+4 x 6144 x 4096 takes 13.8 us on an H200 with 9 MB under way, 14.3 with 10 and 15.7 with 16. 4 x
+28672 x 8192 takes 105.7 us with 15 MB and 108.5 with 18."""
 FEWEST_STREAMED_STAGES = 4
 ROWS_OF_GROUPS = 128
 """Of a tile where groups have as many on average: fewer would be read from the L2 too often."""
 STORE_BOUND_STEPS = 2
 """Steps of k that are over before two store slots are empty again: 32 products of 2048 x 2048 x 128
-take 92 us on an H200 with two slots and four stages, and 84 us with four slots and three stages,
-as XLA's do. With four steps, two slots are the better choice."""
+take 92 us on an H200 with two slots and four stages. With four slots and three stages they take 84
+us, as XLA's do. With four steps, two slots are the better choice."""
 
 
 def candidates(
     problem: Problem, device: Device, split: Split | None = None
 ) -> Iterator[HopperConfig]:
-    """Yields, for each tile, the config with as many stages as fit into shared memory.
+    """Yields, for each tile, the config with all stages that fit into shared memory.
 
     Whole, and cut along k where that may be faster; or only as a caller says.
     """
@@ -269,7 +270,7 @@ def fewest_sums(problem: Problem, device: Device) -> int:
 
 
 def _streaming(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
-    """Returns the config with as many stages as memory is busy with, where few rows are streamed.
+    """Returns the config with the stages that keep memory busy, where few rows are streamed.
 
     A row of tiles that is all of the result reads each part of the other operand once.
     """
@@ -282,7 +283,7 @@ def _streaming(config: HopperConfig, problem: Problem, device: Device) -> Hopper
 
 
 def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields the config with as many partial sums as it takes, if its registers hold two of them.
+    """Yields the config with the partial sums that it takes, if its registers hold two of them.
 
     Where they do not, tiles are so large that XLA leaves no SMs idle either.
     """
@@ -320,7 +321,7 @@ def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> 
 
 
 def _is_part_of_a_panel(columns: int, problem: Problem, *, mirrored: bool) -> bool:
-    """Whether a tile of so many columns reads a part of a panel of its right operand."""
+    """Whether a tile with these columns reads a part of a panel of its right operand."""
     in_panels = problem.transpose_a if mirrored else not problem.transpose_b
     return in_panels and columns % PANEL > 0
 
@@ -332,8 +333,8 @@ def _stages(config: HopperConfig | None) -> int:
 def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
     """Stores late where that is possible, and computes the order where nothing is gained by it.
 
-    With a tile per CTA there is no next tile to store it under, and half a microsecond is gained by
-    not waiting for the first entry of a table (2048 cubed on an H200: 23.5 us instead of 24.0). A
+    With a tile per CTA there is no next tile to store it under. Half a microsecond is gained by not
+    waiting for the first entry of a table: 2048 cubed takes 23.5 us on an H200 instead of 24.0. A
     large batch has more rows of tiles than an entry has bits for.
     """
     few = config.tiles(problem) <= device.sms
@@ -372,7 +373,7 @@ def _is_short(problem: Problem) -> bool:
 def deepest(
     config: HopperConfig, problem: Problem, device: Device, fewest: int = 2
 ) -> HopperConfig | None:
-    """Returns the config with as many stages as fit into shared memory, None if too few do."""
+    """Returns the config with all stages that fit into shared memory, None if too few do."""
     two, three = (config.shared_memory_bytes(problem, stages) for stages in (2, 3))
     fit = 2 + (device.shared_memory - two) // (three - two)
     most = min(MOST_STAGES, MAX_BARRIERS // (2 if config.pingpong else 1))
