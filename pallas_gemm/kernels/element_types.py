@@ -31,7 +31,7 @@ def refusals(problem: Problem, *, single: bool, blocks: bool) -> Iterator[str]:
     """Yields every reason why a kernel cannot take the types of a problem.
 
     Args:
-        problem: What is to be computed.
+        problem: The product.
         single: The kernel multiplies float32.
         blocks: It scales blocks of the factors.
     """
@@ -94,8 +94,8 @@ def why_no_kernel(
     A result of int8 is what JAX promotes int8 to: XLA rounds to it within the product.
 
     Args:
-        operands: Those of the operands.
-        result: That of the result.
+        operands: The types of the operands.
+        result: The type of the result.
         widened: A kernel may take weights of few bits beside what has 16.
     """
     if widened and are_widened(operands):

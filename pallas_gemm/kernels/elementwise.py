@@ -74,8 +74,8 @@ def _erfc(x: Any) -> Any:
 
 _DIVIDING = frozenset(("div", "logistic"))
 _BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
-"""What takes, like a division, branches for some numbers, across which the assembler moves nothing;
-and more instructions than a division."""
+"""Operations that branch for some numbers, as a division does: the assembler moves nothing across
+the branches. They take more instructions than a division."""
 
 TRANSCENDENTAL = frozenset(("cos", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "tanh"))
 """Operations that are more than a few additions and multiplications."""
@@ -89,7 +89,7 @@ REWRITTEN = {
     "log1p": lambda x: jnp.log(1 + x),
     "one_minus_square": lambda x: 1 - x * x,
 }
-"""What Mosaic does not lower, in terms of what it does."""
+"""Operations that Mosaic does not lower, in terms of those that it does."""
 
 
 def rewritten(primitive: core.Primitive, types: Sequence[Any]) -> flat.Flat | None:

@@ -17,11 +17,11 @@ from pallas_gemm.kernels.traced import Ref, Scalar
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Who exchanges rows, and which: each device has as many, in the order of the devices.
+    """Who exchanges rows, and which: each device has the same number, in the order of the devices.
 
     Attributes:
         mesh: All axes of the mesh, and their sizes.
-        axes: Those along which the devices lie; the last one is that of neighbours.
+        axes: The axes along which the devices lie; neighbours lie along the last one.
         gathers: The rows are those of the left operand, and every device multiplies all of them;
             else they are those of the result, to which every device has computed a summand.
     """

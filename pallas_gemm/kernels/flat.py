@@ -1,7 +1,7 @@
 """A traced function as one list of equations, without calls of other functions.
 
 A kernel is never differentiated, so a call that brings rules for its derivatives is replaced by the
-function that it calls. What is computed twice becomes one equation.
+function that it calls. Two equal computations become one equation.
 """
 
 import itertools
@@ -29,15 +29,15 @@ _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (pathlib.Path(jax.__file__).parent, pathlib.Path(__file__).parents[1])
 )
-"""Whose lines are not the user's."""
+"""Packages whose lines are not the user's."""
 
 
 class Equation(NamedTuple):
     """One operation.
 
     Attributes:
-        primitive: What is computed.
-        params: With which parameters.
+        primitive: The operation.
+        params: Its parameters.
         inputs: The numbers of the values that it takes; a literal stands for itself.
         outputs: The numbers of the values that it makes.
         source: Where in the user's program it stands, for messages.

@@ -39,7 +39,7 @@ class Bounds(NamedTuple):
 class Tiles(NamedTuple):
     """Rows of tiles: of each, its group, its first row, and the row after the last of its group.
 
-    What is beyond the last row of tiles has no rows.
+    A tile beyond the last row of tiles has no rows.
     """
 
     group: jax.Array
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
-    """Returns where groups of these sizes end, of so many rows and in tiles of this height.
+    """Returns where groups of these sizes end: in `rows` rows, and in tiles of this height.
 
     A negative size is that of an empty group.
     """
@@ -61,7 +61,7 @@ def bounds(sizes: jax.Array, rows: int, height: int) -> Bounds:
 def pairs(sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns, for each two groups, the size of the other, and if it is before, and if larger.
 
-    Of two that are as large as each other, the one before counts as the larger.
+    If two are equally large, the one before counts as the larger.
     """
     square = (sizes.shape[0],) * 2
     own, other = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
@@ -97,14 +97,14 @@ def tiles_of(ends: Bounds, height: int, which: jax.Array) -> Tiles:
 
 
 def within(sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns sizes of groups among so many rows, as int32."""
+    """Returns sizes of groups among `rows` rows, as int32."""
     if sizes.dtype.itemsize < 4:
         sizes = sizes.astype(jnp.int32)
     return jnp.clip(sizes, 0, rows).astype(jnp.int32)
 
 
 def tiles(rows: jax.Array, height: int) -> jax.Array:
-    """Returns how many tiles of a height so many rows take; or steps, or parts."""
+    """Returns how many tiles of a height these rows take; or steps, or parts."""
     whole, rest = lax.div(rows, jnp.int32(height)), lax.rem(rows, jnp.int32(height))
     return whole + jnp.minimum(rest, 1)
 

@@ -5,7 +5,7 @@ WARPGROUP_THREADS = 128
 LANES = 32
 """Threads of a warp."""
 WARPS = 4
-"""Of a warpgroup."""
+"""Warps of a warpgroup."""
 MAX_REGISTERS = 255
 """Registers that a thread can have at all."""
 MAX_BARRIERS = 32
@@ -15,4 +15,4 @@ WGMMA_ROWS = 64
 WGMMA_DEPTH = 16
 """Contracted elements of 16 bits of one WGMMA."""
 WGMMA_COLUMNS = 8
-"""What the columns of a WGMMA are a multiple of."""
+"""The columns of a WGMMA are a multiple of this."""

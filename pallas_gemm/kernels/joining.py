@@ -38,15 +38,15 @@ LOADED_REGISTERS = 128
 
 
 class Second(NamedTuple):
-    """What is particular about an architecture's second kernel.
+    """The facts about an architecture's second kernel.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         chunks: Chunks of the result of all cut tiles.
         warpgroups: Warpgroups of a CTA, of which each joins a chunk.
         axes: The axes of a cluster in the first kernel; here there are no clusters.
         result: The shape of the result.
-        scratch: What a CTA takes.
+        scratch: The memory that a CTA takes.
         approx_math: As for `launch.kernel`.
     """
 
@@ -89,7 +89,7 @@ def kernel(
 
 
 def summands(plan: KernelPlan) -> jax.ShapeDtypeStruct | None:
-    """What the first kernel leaves for the second, None if nothing is cut."""
+    """The summands that the first kernel leaves for the second, None if nothing is cut."""
     if not plan.joins:
         return None
     return jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
@@ -189,7 +189,7 @@ class Summands:
 
 
 def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[Any, int]) -> Any:
-    """The part of a summand that begins at a row and a column, and has so many."""
+    """The part of a summand in these rows and columns: the first one, and how many."""
     if plan.simulated:
         return summand.at[pl.ds(*rows), pl.ds(*cols)]
     down, along = (pl.ds(start // BLOCK, size // BLOCK) for start, size in (rows, cols))

@@ -34,10 +34,10 @@ class Inputs(NamedTuple):
     """What a kernel is given: arrays, which are references inside of it; None for what it is not.
 
     Attributes:
-        factors: What is multiplied: one pair, or one for each array that the operands are in.
-        operands: What the epilogue takes, in the order of its program: a number as `[1]` or
-            `[batch]`, a vector as far as the last tile reaches, `[batch, ...]` if each product of a
-            batch has its own.
+        factors: The arrays to multiply: one pair, or one for each array that the operands are in.
+        operands: The operands of the epilogue, in the order of its program. A number is `[1]` or
+            `[batch]`, a vector reaches as far as the last tile. They are `[batch, ...]` if each
+            product of a batch has its own.
         order: How the schedule is read; the sizes of groups, or a table of them, from which the
             pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.

@@ -55,5 +55,5 @@ def vector(gmem: Ref, batch: Any) -> Any:
 
 
 def scalar(gmem: Ref, batch: Any) -> Any:
-    """The number of one product, likewise, of as many as there are."""
+    """The number of one product, likewise; there may be one for all."""
     return gmem[0 if batch is None or gmem.shape[0] == 1 else batch]

@@ -1,7 +1,7 @@
 """How many arrivals complete each barrier of the kernels, derived from who takes part.
 
-Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it; the counts
-here are per CTA, and `empty_arrivals_in_cluster` states the product, which the tests check.
+Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it. The counts
+here are per CTA. `empty_arrivals_in_cluster` states the product, which the tests check.
 """
 
 

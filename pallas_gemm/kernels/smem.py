@@ -42,9 +42,9 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 def boxed(shapes: Sequence[tuple[int, ...]], dtype: Any, *, simulated: bool) -> Any:
     """Returns a buffer whose last dimension is one atom; `views` gives its two views.
 
-    Of several shapes, the buffers lie in the same memory, and are never used at the same time. The
-    simulator knows nothing of swizzling and rightly refuses to read through one view what was
-    written through the other, so there each buffer has one view, and its own memory.
+    Buffers of several shapes lie in the same memory, and are never used at the same time. The
+    simulator knows nothing of swizzling. It rightly refuses to read through one view what was
+    written through the other. So there each buffer has one view, and its own memory.
     """
     both = [_both_views(shape, dtype) for shape in shapes]
     if simulated:
@@ -68,6 +68,6 @@ def _both_views(shape: tuple[int, ...], dtype: Any) -> Boxed:
 
 
 def tile_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
-    """Returns how atoms so many bytes wide are seen as an array."""
+    """Returns how atoms of this width in bytes are seen as an array."""
     elements = width // np.dtype(dtype).itemsize
     return plgpu.TilingTransform((ATOM_ROWS, elements)), plgpu.SwizzleTransform(width)

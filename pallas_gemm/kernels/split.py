@@ -32,7 +32,7 @@ class Split:
     """A function of the sums in the parts that compute it.
 
     Attributes:
-        program: What the kernel computes.
+        program: The kernel's part.
         flat: The whole function.
         operands: The number of the value that each operand of the program is.
         results: The number of the value that each result of the program is.

@@ -19,9 +19,9 @@ MMA_COLUMNS = 256
 TMEM_COLUMNS = 512
 """Columns of tensor memory."""
 USUAL_STAGES = 6
-"""What the tile that is usual has room for."""
+"""The usual tile has room for this number."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096)
-"""What the defaults of a config fit, if its tile does: 16-bit operands and result."""
+"""The defaults of a config fit this, if its tile does: 16-bit operands and result."""
 STEPS = (STEP_BYTES, 2 * STEP_BYTES)
 """Bytes of k that a step may have."""
 NARROWEST_BOX = 32
@@ -47,7 +47,7 @@ class Registers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlackwellConfig(GemmConfig):
-    """What the Blackwell kernel can be told.
+    """The settings of the Blackwell kernel.
 
     A cluster of (2, 1) is a pair of CTAs that issue one MMA together, on 256 rows; it is the only
     cluster there is. With `persistence="dynamic"` a cluster is launched for every tile, and those
@@ -59,12 +59,12 @@ class BlackwellConfig(GemmConfig):
 
     Attributes:
         accumulators: Accumulators in tensor memory. With two, a tile is stored while the next one
-            is multiplied; a tile of more than 256 columns leaves room for one, whose halves are
+            is multiplied. A tile of more than 256 columns leaves room for one, whose halves are
             freed one after the other.
         specialised: Loads and MMAs are issued by warps of their own; else by one warp in turn, and
             a cluster computes only one tile.
         step_bytes: Bytes of k per step: 128, one swizzle atom, or 256, two of each operand under
-            one barrier. That halves what is issued beside the MMAs of a small tile, and takes slots
+            one barrier. It halves the instructions beside the MMAs of a small tile, and takes slots
             of twice the size.
         direct_store: The result goes from registers straight to global memory, without the store
             slots and TMA. Nothing clips it there: a ragged result is stored in whole tiles and cut.
@@ -115,8 +115,8 @@ class BlackwellConfig(GemmConfig):
     def registers(self) -> Registers | None:
         """Registers per thread of those that issue and of the epilogue; None leaves them alone.
 
-        What loader and multiplier give up, the epilogue gets for activations and the chunk that it
-        reads ahead. Two warpgroups have the most that there is.
+        The epilogue gets the registers that loader and multiplier give up: for activations, and for
+        the chunk that it reads ahead. Two warpgroups have the most that there is.
         """
         return Registers(120, 240) if self.specialised else None
 

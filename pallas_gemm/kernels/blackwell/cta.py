@@ -46,7 +46,7 @@ class Cta(NamedTuple):
     """All that the roles of a CTA know.
 
     Attributes:
-        plan: What runs.
+        plan: The plan of the kernel.
         gmem: The operands in global memory.
         out: The result in global memory.
         slots: Both views of every buffer in shared memory.

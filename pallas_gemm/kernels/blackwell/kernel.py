@@ -93,7 +93,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def start(cls, plan: BlackwellPlan) -> Any:
-        """What comes before the first piece; None where the number of a turn says it."""
+        """The steps before the first piece; None where the number of a turn says it."""
         return jnp.int32(0) if plan.joins else None
 
     @classmethod
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
         return cls(before, piece.steps, piece.first_step, by_halves)
 
     def before_next(self, before: Any) -> Any:
-        """What comes before the next piece of the cluster."""
+        """The steps before the next piece of the cluster."""
         return None if before is None else before + self.count
 
 
@@ -205,8 +205,8 @@ def epilogue(cta: Cta, walk: tiles.Walk) -> None:
     """Finishes and stores what has been multiplied, tile after tile.
 
     The chunks of a tile are a loop of the program, because an activation makes it long. In the CTA
-    that issues no MMA, the epilogue also follows the phases of `freed`: who waits for a phase must
-    be somebody without whom the next one does not complete.
+    that issues no MMA, the epilogue also follows the phases of `freed`. A role may wait for a phase
+    only if the next one does not complete without it.
     """
     plan = cta.plan
     follows = plan.ctas_per_mma == 2
@@ -303,7 +303,7 @@ def _body(
     barriers: Barriers,
     requests: launch_control.Requests | None,
 ) -> None:
-    """What each warpgroup of a CTA does."""
+    """Runs the role of each warpgroup of a CTA."""
     out, summands = (None, out) if plan.joins else (out, None)
     cta = Cta(plan, gmem, out, views(plan, buffers), sums_tmem, barriers, summands)
     registers = plan.config.registers

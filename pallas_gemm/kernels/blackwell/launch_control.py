@@ -1,9 +1,9 @@
 """Dynamic persistence on Blackwell: a running cluster takes over a cluster that still waits.
 
-The grid has a cluster for every tile, and the hardware starts as many as fit. One that runs asks
-the hardware to cancel one that has not started (`try_cancel`) and, if the request is granted, is
-told its number, which indexes the same table of tiles as any other order. A tile thus goes to
-whoever is free first.
+The grid has a cluster for every tile, and the hardware starts those that fit. A cluster that runs
+asks the hardware to cancel one that has not started (`try_cancel`). If the request is granted, it
+is told the number of that cluster, which indexes the same table of tiles as any other order. A tile
+thus goes to the cluster that is free first.
 
     request i ──▶ answers[i % 2] ──▶ every role of every CTA reads it ──▶ request i + 2
 
@@ -39,7 +39,7 @@ from pallas_gemm.kernels.traced import Scalar
 from schedules import Schedule
 
 IN_FLIGHT = 2
-"""Requests that have been made and not yet read by all: as many as there are slots for answers."""
+"""Requests that have been made and not yet read by all: one for each slot for answers."""
 AHEAD = 2
 """Tiles that a role knows between two tiles: the next one, and the one after it."""
 
@@ -59,7 +59,7 @@ class Requests(NamedTuple):
 
 
 def scratch(roles: int) -> Requests:
-    """What a CTA with so many roles needs of shared memory."""
+    """The shared memory that a CTA with this number of roles needs."""
     return Requests(
         answers=plgpu.TryClusterCancelResult(IN_FLIGHT),
         answered=plgpu.Barrier(num_arrivals=protocol.answer_arrivals(), num_barriers=IN_FLIGHT),
@@ -80,7 +80,7 @@ def order_operand(schedule: Schedule) -> jax.Array:
 
 
 class Taken(NamedTuple):
-    """What a role knows of the tiles of its cluster, and how far the requests are.
+    """The tiles of its cluster that a role knows, and how far the requests are.
 
     Attributes:
         first: The cluster whose tile comes next, if any is held.

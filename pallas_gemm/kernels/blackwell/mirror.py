@@ -6,8 +6,8 @@ registers write it transposed, each upper and lower half of the chunk into a box
     chunk   [ upper ]       mirror image   [ upper^T ] [ lower^T ]
             [ lower ]
 
-Each half is a square, which is on the diagonal, or on one side of it. What is above the diagonal is
-left to the square that it is the mirror image of.
+Each half is a square, which is on the diagonal, or on one side of it. The elements above the
+diagonal are left to the square of which they are the mirror image.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.kernels.traced import Scalar
 
 SQUARES = MMA_ROWS // SQUARE
-"""Of a chunk."""
+"""Squares of a chunk."""
 
 
 def copy(cta: Cta, at: place.Where, col: Scalar, here: Any, there: Any) -> None:

@@ -73,8 +73,8 @@ class BlackwellPlan(KernelPlan):
     def steps_by_halves(self) -> int:
         """Steps at the start of a tile of which the first half is multiplied before the second.
 
-        As many as the ring has slots, which nobody else needs while the second half is still read;
-        a piece of k may have fewer.
+        One for each slot of the ring, which nobody else needs while the second half is still read.
+        A piece of k may have fewer.
         """
         return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
 

@@ -65,7 +65,7 @@ def load_sums(cta: Cta, turn: Scalar, chunk: Scalar, first: int, width: int) -> 
 
 
 def free_when_read(cta: Cta, turn: Scalar, chunk: Scalar, chunks: int) -> None:
-    """Frees a half of an accumulator with the last of its chunks, of so many of a tile."""
+    """Frees a half of an accumulator with the last of its chunks; a tile has `chunks` of them."""
     per_half = chunks // cta.plan.halves
     half, nth = _divided(chunk, per_half)
     is_last = nth == per_half - 1

@@ -20,16 +20,16 @@ from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
 USUAL_STAGES = 4
-"""What the tile that is usual has room for, and more is hardly faster."""
+"""The usual tile has room for this number, and more are hardly faster."""
 USUAL_PROBLEM = Problem(4096, 4096, 4096, transpose_b=True)
-"""What the defaults of a config fit, if its tile does: 16-bit operands and result, no residual."""
+"""The defaults of a config fit this, if its tile does: 16-bit operands and result, no residual."""
 CLAIM_LIMIT = (1 << CLAIM_BITS) - 1
 """Rows and columns of claimed tiles, less the value that says "none left"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig(HopperTiling):
-    """What the Hopper kernel can be told.
+    """The settings of the Hopper kernel.
 
     >>> HopperConfig(tile=(128, 256)).late_store, HopperConfig(tile=(256, 192)).late_store
     (True, False)
@@ -42,8 +42,8 @@ class HopperConfig(HopperTiling):
             registers beside the next accumulator, so that only small accumulators allow it; by
             default where tile, order and mode do.
         mirrored: Compute the transposed product and transpose it on the way out. A right operand
-            stored [k, n] becomes the left one, whose rows may be of any number; and few rows become
-            few columns, of which a tile may have as few as 16.
+            stored [k, n] becomes the left one, which may have any number of rows. Few rows become
+            few columns: a tile may have as few as 16.
         partial_sums: In how many parts, one after the other, a tile or a piece of it is summed up.
             The tensor cores cut off what a sum of float32 does not hold, so that the error goes
             with the length of a part.

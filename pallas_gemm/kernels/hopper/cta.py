@@ -29,7 +29,7 @@ class Smem(NamedTuple):
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
         loaded: Slots of operands of the epilogue that have their own, like `out`.
         columns: The columns of a tile as each warp has reduced them, or None.
-        told: What the roles are told of pieces in groups (`told.py`), or None.
+        told: Words in which the roles are told of pieces in groups (`told.py`), or None.
         scales: Scales of columns on their way to the threads that need them, or None.
     """
 
@@ -62,10 +62,10 @@ class Cta(NamedTuple):
     """All that the roles of a CTA know.
 
     Attributes:
-        plan: What runs.
+        plan: The plan of the kernel.
         gmem: The operands in global memory.
         out: The results in global memory.
-        left: What tiles leave of results that are reduced, in global memory (`reduce.py`).
+        left: The parts of reduced results that tiles leave in global memory (`reduce.py`).
         rows: Where rows of the left operand come from, and rows of the result go to.
         slots: Both views of every buffer in shared memory.
         barriers: The barriers.

@@ -5,11 +5,11 @@
              are free or become so; of the kernel that joins summands, one that has waited
 
 Every CTA waits before it touches global memory, also before a store: an array that it writes may be
-one that the kernel before still reads. It waits whether or not it has work: the kernel after it
-awaits this one alone, so that the one before this has ended too only if this one has awaited it. A
-CTA that leaves has let the next kernel be launched.
+one that the kernel before still reads. It waits whether or not it has work. The kernel after it
+awaits this one alone: the one before this has ended, too, only if this one has awaited it. A CTA
+that leaves has let the next kernel be launched.
 
-It has no effect in a CUDA graph. XLA makes one of five or more kernels that follow each other, and
+It has no effect in a CUDA graph. XLA makes one of five or more kernels that follow each other. It
 captures each of ours as a graph of its own, which begins when the one before has ended.
 """
 

@@ -156,10 +156,10 @@ def producer(product: Product, walk: tiles.Walk) -> None:
 
 
 class Progress(NamedTuple):
-    """What a consumer hands on from tile to tile.
+    """The state that a consumer hands on from tile to tile.
 
     Attributes:
-        previous: What is left to be stored of the tile before; None if it is stored at once.
+        previous: The rest of the tile before that must be stored; None if it is stored at once.
         slot: The slot of the next step, where it is counted from tile to tile, or None.
     """
 
@@ -218,7 +218,7 @@ def _body(
     buffers: Smem,
     barriers: Barriers,
 ) -> None:
-    """What each warpgroup of a CTA does."""
+    """Runs the role of each warpgroup of a CTA."""
     early_launch.begin(plan)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)

@@ -17,9 +17,9 @@ from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
 
 MOST_PIECES_OF_GROUP = 4
-"""Of a crowded group's tile, at most: a piece waits for the one before it."""
+"""The most pieces of a crowded group's tile: a piece waits for the one before it."""
 SHORTEST_PIECE = 32
-"""Steps of one at least."""
+"""The fewest steps of such a piece."""
 ENDING = 2
 """Steps that could be taken while a tile is ended and stored."""
 
@@ -40,7 +40,7 @@ class Relay(NamedTuple):
         groups: How many there are at most.
         pieces: Into how many one is cut at most.
         rows: Rows of the table that it takes beyond one for each group, at most.
-        steps: Of how many steps a group is not cut.
+        steps: A group of this number of steps is not cut.
         tile_k: Contracted elements per step.
         multiple: Where loads of a group begin: see `work.SumCoding`.
     """
@@ -61,7 +61,7 @@ class HopperPlan(KernelPlan):
     dealt.
 
     Attributes:
-        exchange: With which other devices.
+        exchange: The other devices that it exchanges rows with.
     """
 
     config: HopperConfig
@@ -288,7 +288,7 @@ class HopperPlan(KernelPlan):
         return tuple(sorted(widths, reverse=True))
 
     def strips(self, columns: int, *, reaches: bool = False) -> list[slice]:
-        """The parts of so many columns that an epilogue is applied to one after the other.
+        """The parts of these columns that an epilogue is applied to, one after the other.
 
         If some may reach beyond the edge, they are as narrow as can be: to replace what is beyond
         takes registers. But where the order of sums along rows is promised, all are as wide.

@@ -21,7 +21,7 @@ class Registers(NamedTuple):
 
 
 def epilogue_registers(problem: Problem, rows: int, columns: int) -> int:
-    """How many registers of a thread an epilogue takes for so many rows and columns."""
+    """How many registers of a thread an epilogue takes for these rows and columns."""
     values = rows * columns // WARPGROUP_THREADS
     return values * _arrays(problem) + _vectors(problem, rows, columns)
 
@@ -37,7 +37,7 @@ def _arrays(problem: Problem) -> int:
 
 
 def _vectors(problem: Problem, rows: int, columns: int) -> int:
-    """How many registers of a thread hold what scales so many rows and columns, and address it.
+    """How many registers of a thread hold and address the scales of these rows and columns.
 
     One vector of columns is part of what is left for the assembler. Reductions along rows count
     for two strips: that of the tile so far, and the next one. Numbers of columns that only say

@@ -9,11 +9,11 @@ Steps of the k loop are numbered through all tiles of a worker. Step s uses slot
     consumer that stores late     dividing: it has no register left to keep the slot in. Its order
                                   is read from a table, so that its divisions have 32 bits
 
-Where every tile takes as many steps, a tile's first step is known by its turn. Where pieces of work
-say how many they take (`HopperPlan.own_steps`), it is counted from tile to tile.
+Where all tiles take the same number of steps, a tile's first step is known by its turn. Where
+pieces of work say how many they take (`HopperPlan.own_steps`), it is counted from tile to tile.
 
-Whoever waits on a barrier has to wait for each of its phases. A ping-pong consumer uses a slot in
-its own tiles only, so that each of the two has barriers of its own for every slot.
+A role that waits on a barrier has to wait for each of its phases. A ping-pong consumer uses a slot
+in its own tiles only, so that each of the two has barriers of its own for every slot.
 """
 
 from typing import NamedTuple

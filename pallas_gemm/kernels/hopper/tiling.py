@@ -21,7 +21,7 @@ from pallas_gemm.kernels.work import GroupCoding, SumCoding
 from pallas_gemm.problem import Problem
 
 SPARE_REGISTERS = 64
-"""What an epilogue leaves, if it can, for the assembler to mix the arithmetic of columns."""
+"""An epilogue leaves these, if it can, for the assembler to mix the arithmetic of columns."""
 SPARE_OF_REDUCTIONS = 12
 """The same where every result is reduced. Wide strips are shuffled less: log-sum-exp of 128 x 256
 takes 2,267 instructions of a kernel in strips of 32 columns, and 4,619 in strips of 8."""
@@ -106,7 +106,7 @@ class HopperTiling(GemmConfig):
     def registers(self) -> Registers | None:
         """Registers per thread of producer and consumers; None leaves them as launched.
 
-        An SM has 65,536. What the producer gives up, in steps of 8, the consumers get.
+        An SM has 65,536. The consumers get those that the producer gives up, in steps of 8.
         """
         if self.consumers == 1:
             return None

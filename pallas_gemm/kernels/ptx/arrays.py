@@ -18,7 +18,7 @@ from pallas_gemm.kernels.traced import Ref, Values
 Place = tuple[slice, slice]
 
 BLOCK_BYTES = 16
-"""Of a row of a block, in which a warp stores sums."""
+"""Bytes of a row of a block, in which a warp stores sums."""
 
 
 @Operation
@@ -26,8 +26,8 @@ def taken_apart(values: Values, places: Sequence[Place], layout: Any) -> list[An
     """Returns parts of what is in registers.
 
     JAX finds out together how all that comes of a slice lies in registers, and prints each of these
-    operations. Of what is taken apart in this way it knows, and a kernel with gelu is lowered in
-    half the time, to the same machine code.
+    operations. It knows how parts taken in this way lie. A kernel with gelu is lowered in half the
+    time, to the same machine code.
     """
     shapes = [tuple(part.stop - part.start for part in place) for place in places]
     types = [plgpu.ShapeDtypeStruct(shape, values.dtype, layout=layout) for shape in shapes]
@@ -189,7 +189,7 @@ def _(out: Any, values: Values, count: Any, layout: Any) -> None:
 
 @Operation
 def write_squares(slot: Ref, values: Values) -> None:
-    """Writes a chunk of Blackwell transposed into a slot of as many boxes as it has squares."""
+    """Writes a chunk of Blackwell transposed into a slot that has a box for each square."""
     squares, side, _ = slot.shape
     rows = smem.ATOM_ROWS
     transforms = smem.tile_transforms(smem.ATOM_BYTES, values.dtype)
@@ -240,5 +240,5 @@ def _(total: Values, layout: Any) -> Any:
 
 
 def _signed(dtype: Any) -> bool | None:
-    """What Mosaic wants to know of integers."""
+    """Whether integers are signed, which Mosaic asks; None for other types."""
     return True if jnp.issubdtype(dtype, jnp.integer) else None

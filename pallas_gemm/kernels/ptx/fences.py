@@ -32,13 +32,13 @@ def after_arrival() -> None:
 
 @Operation
 def after_reading() -> None:
-    """What this role has read of an answer may be overwritten."""
+    """Lets an answer be overwritten that this role has read."""
     _fence("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;")
 
 
 @Operation
 def before_asking() -> None:
-    """What all roles have read of an answer may be overwritten."""
+    """Lets an answer be overwritten that all roles have read."""
     _fence("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;")
 
 

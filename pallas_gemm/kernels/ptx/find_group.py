@@ -75,7 +75,7 @@ _FIND = """{{
 
 
 class Groups(NamedTuple):
-    """What is known of groups before a kernel runs.
+    """The facts about groups that are known before a kernel runs.
 
     Attributes:
         count: How many there are.

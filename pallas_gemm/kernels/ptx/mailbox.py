@@ -31,7 +31,7 @@ CLAIM = f"""{{{{
     or.b32 word, word, $3;
     @mine st.relaxed.gpu.global.b32 [$2], word;
 }}}}"""
-"""What the first thread of a warpgroup does, of so many `workers` and `tiles`."""
+"""The part of the first thread of a warpgroup; there are `workers` and `tiles`."""
 
 RESOLVE = Program(
     f"""{{

@@ -1,4 +1,4 @@
-"""What a warpgroup reduces of values in registers, and stores."""
+"""Values in registers that a warpgroup reduces and stores."""
 
 import functools
 import math

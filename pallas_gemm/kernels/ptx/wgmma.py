@@ -64,7 +64,7 @@ def _issue(acc: Any, lefts: Sequence[Any], right: Any) -> Any:
 
     Args:
         acc: The sum, in registers as WGMMA has them.
-        lefts: What its rows are products of, 64 rows each.
+        lefts: The left operands, 64 rows each.
         right: The right operand.
     """
     kind = utils.ir.MemRefType(right.type).element_type

@@ -99,7 +99,7 @@ def _(flag: Any) -> None:
 
 @BetweenCtas
 def await_arrivals(flag: Any, arrivals: Any) -> None:
-    """Waits until so many threads have arrived."""
+    """Waits until this number of threads has arrived."""
     AWAIT([flag], [arrivals])
 
 

@@ -96,7 +96,7 @@ def _counts(plan: HopperPlan) -> tuple[int, int, int, int]:
 def _alike(plan: HopperPlan) -> list[range]:
     """Chunks that follow each other and differ only in where they lie.
 
-    What threads store is clipped at the end of the lines, for each chunk elsewhere.
+    Threads clip each chunk at another place, the end of the lines: no two are alike then.
     """
     chunks = range(len(plan.chunks))
     if not plan.stored_by_tma:

@@ -10,9 +10,9 @@ others are idle. So the table of groups has such a group in several pieces, one 
 rounded once.
 
 Each consumer hands on its own part of a tile, and counts in a flag: all of its threads add one when
-they have stored. The next one waits for as many. It was claimed later, and the one before by a
-worker that runs, so that nobody waits for ever. Who hands a tile on stores it beyond the end of the
-result, where TMA stores nothing.
+they have stored. The next one waits for this number. It was claimed later, and the one before by a
+worker that runs, so that nobody waits for ever. A worker that hands a tile on stores it beyond the
+end of the result, where TMA stores nothing.
 
 JAX's simulator knows no flags: there, groups are cut only for a worker that is alone, who hands on
 to itself, unless it is taught to share words (`tests/ptx_simulator.py`).
@@ -35,7 +35,7 @@ from pallas_gemm.kernels.traced import Scalar, Values
 
 
 class Leg(NamedTuple):
-    """What a consumer hands on of a tile.
+    """The sums of a tile that a consumer hands on.
 
     Attributes:
         sums: Where the sums are handed on in global memory.

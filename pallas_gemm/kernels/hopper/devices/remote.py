@@ -28,11 +28,11 @@ from pallas_gemm.kernels.traced import Scalar
 
 
 class Results(NamedTuple):
-    """What a kernel returns.
+    """The arrays that a kernel returns.
 
     Attributes:
         out: The results; none if another kernel joins them.
-        left: What tiles leave of results that are reduced (`reduce.py`).
+        left: The parts of reduced results that tiles leave (`reduce.py`).
         every: The gathered rows if it gathers any.
         summands: The sums of pieces of k, for that other kernel or handed on in this one.
     """
@@ -172,7 +172,7 @@ def results(plan: HopperPlan) -> Results:
 
 
 def counter(plan: HopperPlan) -> Any:
-    """What loads of rows are claimed from; None if none are sent."""
+    """The counter from which loads of rows are claimed; None if none are sent."""
     return jax.new_ref(jnp.zeros(plan.exchange.size, jnp.int32)) if plan.gathers else None
 
 

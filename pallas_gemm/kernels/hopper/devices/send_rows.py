@@ -2,10 +2,11 @@
 
     warps 1 to 3 of the producer's warpgroup:    rows ──▶ registers ──▶ NVLink ──▶ `every`
 
-Each device multiplies its own rows first, then those of the next device, and so on; so each sends
-its rows to the device before it first, which needs them first. What is sent together, a *load*, is
-claimed from a counter: whichever CTAs run send everything. Were the loads dealt, devices could wait
-for each other for ever where the kernel of a collective keeps a CTA of ours from starting.
+Each device multiplies its own rows first, then those of the next device, and so on. So each sends
+its rows to the device before it first, which needs them first. Rows that are sent together are a
+*load*. Loads are claimed from a counter: whichever CTAs run send everything. Were the loads dealt,
+devices could wait for each other for ever where the kernel of a collective keeps a CTA of ours from
+starting.
 
 The receiver's producers wait until all loads of a device have arrived (`arrived`, one semaphore for
 each), and then read them by TMA.
@@ -33,7 +34,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         own: This device's rows.
-        every: Those of all devices.
+        every: The rows of all devices.
         arrived: A semaphore for each device: how many of its loads are here.
         claimed: For each device, how many loads to it have been claimed.
     """
@@ -45,7 +46,7 @@ class Transfer(NamedTuple):
 
 
 def loads(size: int) -> int:
-    """How many loads one device sends to another, of so many bytes of rows."""
+    """How many loads one device sends to another, if its rows have this size in bytes."""
     return -(-size // (BLOCK_BYTES * LOAD))
 
 

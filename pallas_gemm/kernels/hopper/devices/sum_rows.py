@@ -24,7 +24,7 @@ def add_up(parts: jax.Array, dtype: Any, axis: str) -> jax.Array:
     It is made in float32; of integers, in their type.
 
     Args:
-        parts: What each device has stored, `[devices, rows, columns]`.
+        parts: The arrays that each device has stored, `[devices, rows, columns]`.
         dtype: Type of the sum.
         axis: The axis of the mesh along which the devices lie.
     """

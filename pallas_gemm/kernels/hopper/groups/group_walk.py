@@ -2,11 +2,11 @@
 
     sizes in global memory ──▶ the guide ──▶ words in shared memory ──▶ producer and consumers
 
-The guide (`told.py`) adds up the sizes of the groups, from which follows how many pieces there
-are. Then it finds its worker's, one after another: the order says in which row of tiles a piece is,
-and from the group of the piece before, the guide goes on, or back, to the group that has this row.
-It is up to `TOLD_SLOTS` pieces ahead of those who compute them, so that only the first one is
-waited for. Each CTA of a cluster has its own guide, and all of them find the same.
+The guide (`told.py`) adds up the sizes of the groups, from which follows how many pieces there are.
+Then it finds its worker's, one after another. The order says in which row of tiles a piece is. The
+guide goes on, or back, from the group of the piece before to the group that has this row. It is up
+to `TOLD_SLOTS` pieces ahead of those who compute them, so that only the first one is waited for.
+Each CTA of a cluster has its own guide, and all of them find the same.
 
     barrier     who arrives                                      who waits
     counted     the guide, when it knows how many pieces         each role that computes pieces

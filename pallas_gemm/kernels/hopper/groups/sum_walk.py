@@ -4,9 +4,9 @@
 
 Pieces are every tile of every group, the largest group first, and are numbered in this order. With
 `persistence="dynamic"` a worker claims the next number when its producer comes to the piece before,
-or to the one before that if the piece is short: whoever has had long ones takes fewer. Else numbers
-are dealt in turn, as in the simulator, which knows no atomics. The guide (`told.py`) reads of which
-group a number is, and where that begins and ends.
+or to the one before that if the piece is short: a worker that has had long ones takes fewer. Else
+numbers are dealt in turn, as in the simulator, which knows no atomics. The guide (`told.py`) reads
+of which group a number is, and where that begins and ends.
 
     barrier      who arrives                                who waits
     wanted[s]    the producer, when it comes to a piece     the guide, before it claims the next

@@ -1,4 +1,4 @@
-"""What a program computes of the sizes of groups, for a kernel that finds its pieces itself.
+"""The table that a program makes of the sizes of groups, for a kernel that finds its own pieces.
 
     rows in groups      sizes ──▶ the kernel (`group_walk.py`)
     sums over groups    sizes ──▶ where each group is, the largest first ──▶ the kernel
@@ -84,7 +84,7 @@ def read(plan: HopperPlan, table: Any, row: Any) -> Ranked:
 def ranked(sizes: jax.Array, elements: int, most_rows: int, relay: Relay | None) -> jax.Array:
     """Returns the table of groups of so many elements, the largest first: int32 `[rows, words]`.
 
-    A row has the words of `Ranked`. Those after the last group are zeros.
+    A row has the words of `Ranked`. Rows after the last group are zeros.
     """
     sizes = groups.within(sizes, elements)
     words = len(Ranked._fields) if relay else COUNTER + 1

@@ -1,4 +1,4 @@
-"""What the roles of a CTA are told of the pieces they compute, where these are found while it runs.
+"""How the roles of a CTA are told of the pieces they compute, where these are found while it runs.
 
     the guide ──▶ words in shared memory ──▶ producer and consumers
 
@@ -40,7 +40,7 @@ def tell(cta: Cta, turn: Scalar, words: tuple[Any, ...]) -> None:
 
 
 def until_all_are_taken(cta: Cta, told: Any) -> None:
-    """Waits for what is left to be taken of so many: whoever waits on a barrier sees all phases."""
+    """Waits until all `told` are taken: a role that waits on a barrier has to see all phases."""
     pl.loop(lax.max(told - TOLD_SLOTS, jnp.int32(0)), told)(
         lambda turn: plgpu.barrier_wait(cta.barriers.taken.at[slot(turn)])
     )

@@ -4,8 +4,8 @@ It is loops of a fixed length, one in another, which together are long enough, a
 is left out when the condition is false: what is then left of them is a few turns each.
 
 In each turn the condition is written to shared memory and read from there, both volatile, so that
-ptxas cannot know it. Of a condition in registers, ptxas 13.0 leaves out a test in its machine code:
-on a GPU the producer ran one piece too many, and waited for ever.
+ptxas cannot know it. If the condition is in registers, ptxas 13.0 leaves out a test in its machine
+code. On a GPU the producer then ran one piece too many, and waited for ever.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ def run(
     """Returns what `lax.while_loop` does.
 
     Args:
-        cta: Whose shared memory it is.
+        cta: The CTA whose shared memory it is.
         own_word: Which of the words that roles are told only this warp uses.
         most: How often the condition holds at most.
         condition: Whether there is another step.
-        step: What to do.
-        state: What both take, and what a step returns.
+        step: Does a step.
+        state: The values that both take, and that a step returns.
     """
     each = 1
     while each**LOOPS < most:
