@@ -3,4 +3,4 @@
 __version__ = "0.2.0"
 
 NEWEST_TESTED_JAX = (0, 12, 0, 1)
-"""What `pyproject.toml` accepts at most, as JAX tells its own version."""
+"""The newest release that `pyproject.toml` accepts, as JAX tells its own version."""

@@ -264,7 +264,7 @@ class Call:
 class SumCall(Call):
     """A sum of products, `a1 @ b1 + a2 @ b2 + ...`, rounded once.
 
-    What is said about the call is said about each product. There is no epilogue but a scale, all
+    Every statement about the call holds for each product. There is no epilogue but a scale, all
     operands have two dimensions, and they come in the order `a, b, a, b, ...`.
     """
 

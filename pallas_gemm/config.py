@@ -112,7 +112,7 @@ class GemmConfig:
 
     @property
     def overlap(self) -> Literal["late", "turns", "other"]:
-        """What a CTA multiplies while a tile is stored, where planning tells modes apart.
+        """The work that a CTA multiplies while a tile is stored, where planning tells modes apart.
 
         "late": its next tile, during whose first steps the same consumers store. "turns": the tile
         of the consumer whose turn it is. "other": whatever else.
@@ -268,7 +268,7 @@ class GemmConfig:
             raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
 
     def _malformed(self) -> Iterator[str]:
-        """What is illegal whatever the problem, and would make nonsense of every other question."""
+        """Yields the reasons why a config makes no sense, before anything else is asked of it."""
         if self.cluster not in CLUSTERS:
             yield f"cluster must be one of {CLUSTERS}, got {self.cluster}"
         sizes = zip(self.tile, self.LARGEST, strict=True)
@@ -282,7 +282,7 @@ class GemmConfig:
             yield f"split_last must be at least 1, or None for all tiles, got {self.split_last}"
 
     def _impossible(self) -> Iterator[str]:
-        """What else is illegal whatever the problem."""
+        """Yields the other reasons why a config is illegal whatever the problem."""
         if self.ctas is not None and self.ctas < self.cluster_size:
             yield f"ctas must be at least one cluster ({self.cluster_size}), got {self.ctas}"
         if self.store_columns not in STORE_COLUMNS:
@@ -298,7 +298,7 @@ class GemmConfig:
             yield f"split_last needs split_k of at least 2, got split_last={self.split_last}"
 
     def _schedule_refusals(self, problem: Problem) -> tuple[str, ...]:
-        """What is illegal about the order of the tiles."""
+        """Returns the reasons why the order of the tiles is illegal."""
         grid = self.stacked_grid(problem)
         if 0 in grid:
             return (f"m, n and batch must be positive, got {problem.out_shape}",)
@@ -322,7 +322,7 @@ class GemmConfig:
         return ()
 
     def _cut_refusals(self, problem: Problem) -> Iterator[str]:
-        """What is illegal about the pieces of k."""
+        """Yields the reasons why the pieces of k are illegal."""
         if self.split_k == 1:
             return
         steps = self.steps(problem)

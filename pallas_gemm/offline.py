@@ -103,7 +103,7 @@ def targets() -> tuple[str, ...]:
 def described(target: str) -> str:
     """Returns what the compiler is told of a GPU, as text of a `GpuTargetConfigProto`.
 
-    What no file describes is one that a file does, with other numbers.
+    A GPU that no file describes is like one that a file describes, with other numbers.
     """
     folder, device = importlib.resources.files("pallas_gemm") / "targets", DEVICES[target]
     of_all = {name: folder / f"{name}.txtpb" for name in DEVICES}
@@ -239,7 +239,7 @@ def exported(fn: Callable[..., Any], *args: Any, platform: str = "cuda") -> byte
         fn: A function of arrays.
         *args: Its arguments, or `jax.ShapeDtypeStruct`s in their place. What reads the bytes takes
             their leaves, and returns those of the results.
-        platform: What JAX calls the platform to lower for.
+        platform: JAX's name of the platform to lower for.
     """
     # The avals of an exported function are a flat list, whatever trees arguments and results are:
     # bytes hold no trees of types that nobody has registered for it.

@@ -61,7 +61,7 @@ ZEROS = ("col_zeros", "up_zeros")
 """The values of a right operand that stand for 0, one for each of its blocks."""
 OF_FACTORS = (*BLOCKS, *ZEROS)
 SCALES = ("row_scale", "col_scale", "up_scale")
-"""Those of them that are vectors by which sums are multiplied."""
+"""The scales: vectors by which sums are multiplied."""
 OF_VALUE = ("alpha", "row_scale", "col_scale", "bias")
 """Operands that make a value of a sum. The last is added, and all others multiply it."""
 OF_UP = MappingProxyType(
@@ -169,7 +169,7 @@ class Epilogue:
 
     @property
     def scales(self) -> "Epilogue":
-        """What of it scales the sum, and nothing else."""
+        """The scales of the sum, and nothing else of it."""
         return Epilogue(self.alpha, row_scale=self.row_scale, col_scale=self.col_scale)
 
 
@@ -213,7 +213,7 @@ class Problem:
         transpose_b: The right operand is stored `[n, k]` instead of `[k, n]`.
         batch: How many products of this size are computed; the operands and the result then have
             a leading dimension of this size, unless `batch` is 1.
-        epilogue: What happens to the sum before it is rounded.
+        epilogue: The steps between the sum and the result.
         transpose_out: The result is stored `[n, m]`. Bias and residual belong to the result as it
             is stored.
         kept: (rows, columns) of the product that are the result, where the operands were made
@@ -229,14 +229,14 @@ class Problem:
             most; such sums are added up in float32. 0 for any number.
         shared_a: The products of a batch have one left operand, a matrix.
         shared_b: They have one right operand, or one pair of them.
-        groups: The rows are those of so many groups, one after the other, each with a right operand
-            of its own; how many rows each has is an operand. 0 if there are none.
-        ragged_k: Each product of the batch is a sum over steps of k of its own, one after the other
-            in the operands, which all share; how many each has is an operand.
-        symmetric: Why the result is symmetric, and so is its residual, so that what is on and below
-            the diagonal is all that is computed: "gram" of an array and the same transposed, whose
-            sums are equal bit for bit on both sides of the diagonal, or "product" of two symmetric
-            ones that commute. "" if it is not.
+        groups: The rows are those of this number of groups, one after the other, each with a right
+            operand of its own. How many rows each has is an operand. 0 if there are none.
+        ragged_k: Each product of the batch is a sum over steps of k of its own. They lie one after
+            the other in the operands, which all share. How many each has is an operand.
+        symmetric: Why the result and its residual are symmetric, so that only the tiles on and
+            below the diagonal are computed: "gram" of an array and the same transposed, whose sums
+            are equal bit for bit on both sides of the diagonal, or "product" of two symmetric ones
+            that commute. "" if it is not.
         residual_dtype: Element type of the residual, where it is not the result's; else None.
         parts: In how many parts of k, one after the other, each sum has to be made: see
             `planning/numerics.py`. 0 if any way will do.

@@ -126,9 +126,9 @@ class Program:
     Attributes:
         sums: How many sums there are for each element.
         sum_dtype: The type that it takes them in.
-        operands: What it reads beside them.
+        operands: The values that it reads beside them.
         steps: In order.
-        results: What it returns.
+        results: The values that it returns.
     """
 
     sums: int

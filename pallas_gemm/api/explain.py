@@ -157,8 +157,8 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
         `jax.shard_map`, are in that of `explain`.
 
     Raises:
-        Exception: What a call names cannot compute a device's part; the message says which axes
-            of the mesh split what.
+        Exception: A kernel or config that a call names cannot compute a device's part; the message
+            says which axes of the mesh split what.
     """
     gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
 

@@ -30,7 +30,7 @@ _SHORT = {
 
 
 class Explanation(Findings):
-    """What would compute the products of a function. `print` it, or give it to `rich.print`.
+    """How the products of a function would be computed. `print` it, or give it to `rich.print`.
 
     >>> with target("h200"):
     ...     (product,) = explain(gemm, large, large).products

@@ -27,7 +27,7 @@ OF_GATE = {
     "col_zeros": "gate_zero",
     "up_zeros": "up_zero",
 }
-"""What a caller of a gated product calls them."""
+"""The names that a caller of a gated product has for them."""
 OF_ONE = {"col_zeros": "col_zero"}
 """The same for one product."""
 

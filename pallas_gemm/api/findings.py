@@ -140,15 +140,15 @@ class Findings:
 
     Attributes:
         entries: Every product of the program, in its order: those that are asked of this package,
-            and those of JAX's own. What is derived or mapped is there as it is computed: the
-            products of a gradient, one for a whole `vmap`.
+            and those of JAX's own. Derived and mapped products are there as they are computed:
+            those of a gradient, one for a whole `vmap`.
         outside: (what, why) of each call that XLA computes without a look at the kernels.
         copies: Copies that are made of operands to bring their dimensions side by side.
         turned: Copies that the program makes of operands that a product would read as stored.
         passes: Over memory, between the products.
         device: The GPU that is planned for; None if there is none.
         nothing: The words for a function without a product.
-        rewritten: What became of the products that `accelerate` found; None if it was not asked.
+        rewritten: The outcome for each product that `accelerate` found; None if it was not asked.
         configs: Whether the config of each product is printed, where there are several.
         last_layers: How `linear_cross_entropy` computes gradients, and what memory that takes.
         quantized: Each array that is quantized in blocks, by a kernel or by XLA, and why.

@@ -1,11 +1,12 @@
 """The passes over memory that a program makes between its products, and how long they take.
 
-A model of how XLA fuses. What is elementwise, a broadcast, a transposition, a slice or a reduction
-is computed where it is needed, and a result is written where something else begins: a product, a
-loop, another pass that needs a finished reduction, or the end of the program. What is needed later
-again is computed again if that reads no more than twice the bytes. What one level of the program
-reads of the same arrays is one pass. Counted are bytes at the speed of memory: caches are not, and
-what is neither a product nor such a pass (sorting, convolutions, kernels of others) is not there.
+A model of how XLA fuses. Elementwise operations, broadcasts, transpositions, slices and reductions
+are computed where they are needed. A result is written where something else begins: a product, a
+loop, another pass that needs a finished reduction, or the end of the program. A value that is
+needed later again is computed again if that reads no more than twice the bytes. All reads of the
+same arrays at one level of the program are one pass. Counted are bytes at the speed of memory:
+caches are not, and what is neither a product nor such a pass (sorting, convolutions, kernels of
+others) is not there.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ Reads = Mapping[Value, int]
 
 
 class _Memory:
-    """What is in memory of a program, and what it takes to make the rest."""
+    """The values of a program that are in memory, and what it takes to make the rest."""
 
     def __init__(self) -> None:
         self._levels: dict[Value, int] = {}

@@ -2,8 +2,8 @@
 
 Each distinct one is planned as it would be there, compiled to that GPU's machine code, and reported
 on. It finds a config that no longer fits, or a kernel that the assembler refuses, before you pay
-for a GPU. It leaves nothing behind that makes a program start faster there: kernels are kept as
-they were lowered for the GPU that a process has, and JAX caches whole programs, under a key that
+for a GPU. It leaves nothing behind that makes a program start faster there. Kernels are kept as
+they were lowered for the GPU that a process has. JAX caches whole programs, under a key that
 describes the GPU and its driver.
 """
 
@@ -157,8 +157,8 @@ class _Product:
     """A product as a call of a public function.
 
     Attributes:
-        problem: What is multiplied; of its epilogue nothing counts.
-        extras: What operands there are beside two; nothing else of it counts.
+        problem: The product; its epilogue does not count.
+        extras: The operands beside the two; nothing else of it counts.
         options: Keywords of the function.
     """
 

@@ -1,8 +1,8 @@
 """A traced function as one list of operations: those of the functions that it calls among them.
 
 The body of a loop is there once, with how often it runs. Values that are equal by construction,
-because the same operation makes them of the same operands, are one value; so is an array and what
-only has another shape.
+because the same operation makes them of the same operands, are one value. An array in another shape
+is the same value, too.
 """
 
 import dataclasses

@@ -45,7 +45,8 @@ def projections(  # noqa: PLR0913 - each is a keyword
         a: The left operand of all.
         weights: The right operands; each may be a `QuantizedWeight`.
         epilogue: As for `gemm`, for each product.
-        operands: What `epilogue` takes after each product: one sequence for each of the weights.
+        operands: The arguments of `epilogue` after each product: one sequence for each of the
+            weights.
         biases: The bias of each, or None.
         activations: The activation of each, or one for all, as for `gemm`.
         preferred_element_type: As for `gemm`.

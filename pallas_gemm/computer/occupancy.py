@@ -25,7 +25,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 Each answer takes the driver microseconds.
 """
 THREADS = 384
-"""Of a block. Its shared memory is what fills the SM; the threads only have to fit beside it."""
+"""Threads of a block. Its shared memory fills the SM; the threads only have to fit beside it."""
 
 # Which of the driver's enumerators is meant where, as cuda.h numbers them.
 _CLUSTER_DIMENSION = 4

@@ -101,7 +101,7 @@ def dealt_table(
 
     Column 0 is the worker's number of pieces. Two entries of padding at the end let a walk, which
     steps by two for ping-pong consumers, read one step past the last entry. Given the spans of
-    `Coding.pack`, an entry takes as many columns as it has words.
+    `Coding.pack`, an entry takes a column for each of its words.
     """
     dealt = work.deal(work.Coding().pack(pieces, spans), workers)
     counts = np.bincount(np.arange(len(pieces)) % workers, minlength=workers).astype(np.int32)

@@ -127,9 +127,9 @@ class Coding:
     ) -> np.ndarray:
         """Returns every piece in visiting order, int32 `[pieces]`, with a tag of zero.
 
-        Given the (first step, steps) of each, which summand it makes where there are several, and
-        of which cut tile where others are whole, `[pieces, 2 to 4]`, the words of an entry are a
-        last axis.
+        The spans are `[pieces, 2 to 4]`: the first step and the steps of each piece, its summand
+        where there are several, and its cut tile where others are whole. Given them, the words of
+        an entry are a last axis.
         """
         tiles = _joined(pieces.order, self.bits)
         if spans is None:
@@ -157,7 +157,7 @@ class Coding:
 
 
 def _joined(pairs: np.ndarray, bits: int) -> np.ndarray:
-    """Makes a word of each pair of numbers of so many bits."""
+    """Makes a word of each pair of numbers of `bits` bits."""
     high, low = pairs.astype(np.uint32).T
     return (high << bits | low).view(np.int32)
 
@@ -261,7 +261,7 @@ def aligned(first_k: Any, multiple: int = ROWS_READ) -> Any:
 
 
 def _halves(word: Any, bits: int) -> tuple[Any, Any]:
-    """Takes a word apart into two numbers of so many bits."""
+    """Takes a word apart into two numbers of `bits` bits."""
     mask = jnp.int32((1 << bits) - 1)
     high = lax.shift_right_logical(word, jnp.int32(bits))
     return high & mask if 2 * bits < WORD_BITS else high, word & mask
@@ -287,8 +287,8 @@ def sums_begin(config: GemmConfig, problem: Problem) -> int:
 def deal(entries: np.ndarray, workers: int) -> np.ndarray:
     """Deals entries to workers in turn: int32 `[workers, longest share]`, filled up with padding.
 
-    Entries that follow each other are then computed at the same time. Of several words of an entry,
-    there is a last axis.
+    Entries that follow each other are then computed at the same time. Where an entry has several
+    words, they are a last axis.
     """
     longest = -(-len(entries) // workers)
     dealt = np.full((longest * workers, *entries.shape[1:]), PADDING, np.int32)

@@ -1,1 +1,1 @@
-"""What the layers of all libraries share, and no library in it."""
+"""Code that the layers of all libraries share, and no library in it."""

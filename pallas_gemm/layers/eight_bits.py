@@ -1,7 +1,7 @@
 """Dense layers whose three products are of 8 bits: what does not depend on how they are scaled.
 
-A `Scheme` quantizes the factors, and multiplies what it has quantized. What follows the product is
-in its kernel. Its derivative is that of arrays that are not quantized.
+A `Scheme` quantizes the factors, and multiplies what it has quantized. The steps after the product
+are in its kernel. Its derivative is that of arrays that are not quantized.
 """
 
 from collections.abc import Sequence

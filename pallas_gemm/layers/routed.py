@@ -89,7 +89,7 @@ def in_groups(x: jax.Array, group: jax.Array, groups: int, compute: Compute) -> 
         x: The rows.
         group: The number of each one's group; `groups` of those in none, which come last.
         groups: How many there are.
-        compute: What is computed.
+        compute: The computation.
     """
     is_own = group[:, None] == lax.broadcasted_iota(group.dtype, (1, groups), 1)
     order = jnp.argsort(group, stable=True)

@@ -1,7 +1,7 @@
 """Derivatives of the product, in both modes and of any order: made of the product itself.
 
 Both right operands of a gated product have one left operand, so its gradient is that of
-`projections`. What the derivative of an activation needs follows one rule:
+`projections`. One rule says what the derivative of an activation needs:
 
 - where a scale of the sum changes, the sum: the product is computed without any epilogue, rounded
   and kept as below, and XLA applies the epilogue;

@@ -1,8 +1,8 @@
-"""What `vmap` makes of a product: one dimension more of it.
+"""How `vmap` maps a product: it gets one more dimension.
 
 Where only the left operand is mapped, that dimension is more rows; of the right operand alone, more
-columns; of both, a batch. What it is merged with, and whether anything is copied for it, is known
-when the product is merged (`canonical`), and is decided for what one device has.
+columns; of both, a batch. The merge (`canonical`) decides what this dimension is merged with, and
+whether anything is copied for it. It decides for the part that one device has.
 """
 
 import functools

@@ -1,9 +1,10 @@
 """Any contraction as one batched product of matrices, by reshapes where they do.
 
 The kernels take `[batch, m, k]` or `[batch, k, m]` on the left, `[batch, k, n]` or `[batch, n, k]`
-on the right. Where the dimensions of an operand that are rows (or columns, contracted, batch) lie
-side by side, merging them into one is a reshape and costs nothing; otherwise the operand is
-transposed, which is one pass over it. What may be chosen is chosen so that the fewest bytes move:
+on the right. If the dimensions of an operand that are rows lie side by side, merging them into one
+is a reshape and costs nothing. The same goes for columns, contracted dimensions and the batch.
+Otherwise the operand is transposed, which is one pass over it. Free choices are made so that the
+fewest bytes move:
 
 - which of several dimensions of a group comes first;
 - which operand is the left one: the result then needs no transposition;

@@ -40,8 +40,8 @@ class Contraction:
         lhs: The dimensions of the left operand.
         rhs: The dimensions of the right operand, and of the second one of a gated product.
         out: The dimensions of the result.
-        bias: Those of the bias, as of each operand of the epilogue; what it lacks of the result's,
-            it has for all.
+        bias: Dimensions of the bias, as of each operand of the epilogue. If it lacks a dimension of
+            the result, it is the same along that.
         residual: The dimensions of the residual.
         alpha: The dimensions of the sum's factor.
         beta: The dimensions of the residual's factor.
@@ -126,7 +126,7 @@ class Contraction:
     def names(self) -> dict[str, str]:
         """Returns what readers know each dimension by.
 
-        That is their own letter, or b, m, n or k, numbered if there are more.
+        It is their own letter, or b, m, n or k, numbered if there are more.
         """
         if self.lettered:
             return {letter: letter for letter in dict.fromkeys(self.lhs + self.rhs)}

@@ -89,7 +89,7 @@ class Function:
 
     @functools.cache  # noqa: B019
     def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
-        """Returns the function of as many sums and operands, the operands along these axes."""
+        """Returns the function of `size` sums and operands, the operands along these axes."""
         every = ((0,) * self.sums) + axes
         types = [
             x if axis is None else _with_axis(x, size, axis)
@@ -186,10 +186,10 @@ class Fused(NamedTuple):
 
     Attributes:
         split: The parts of the function.
-        call: What the kernel computes.
-        signature: Of which operands.
+        call: The product of the kernel.
+        signature: The shapes and types of its operands.
         form: How the factors become matrices.
-        decision: What computes it, and why.
+        decision: The implementation that computes it, and why.
     """
 
     split: Split
@@ -416,7 +416,7 @@ def changed(
 def kept_dtype(dtype: Any) -> np.dtype:
     """The type in which sums of such operands are kept for a derivative.
 
-    That of the operands; bfloat16 for 8 bits; float32 for float16, whose range sums may leave.
+    The type of the operands; bfloat16 for 8 bits; float32 for float16, whose range sums may leave.
     """
     dtype = np.dtype(dtype)
     if dtype == np.float16:

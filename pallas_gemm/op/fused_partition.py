@@ -47,7 +47,7 @@ class Shared:
     Attributes:
         call: The product, with float32 sums and no epilogue but a gate.
         contraction: Its dimensions: batch, rows and columns, in this order.
-        program: What becomes of the sums.
+        program: The steps that follow the sums.
         letters: The dimensions of what the program takes.
     """
 
@@ -291,7 +291,7 @@ program_part_p = core.Primitive("pallas_gemm_program_part")
 program_part_p.multiple_results = True
 
 program_kernel_p = core.Primitive("pallas_gemm_program_kernel")
-"""What a kernel computes of matrices."""
+"""The kernel's part of a function, computed of matrices."""
 program_kernel_p.multiple_results = True
 
 

@@ -184,8 +184,8 @@ def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[A
 def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[Any, Any]:
     """Derives a product with an epilogue as one without, and the pass that applies it.
 
-    What an activation, or a gate, is applied to has to be there, so that it is the result's type
-    and no product is computed twice; otherwise the result is the kernel's.
+    The sums that an activation or a gate is applied to have to be there, so that no product is
+    computed twice. They have the result's type then. Otherwise the result is the kernel's.
     """
     is_affine = call.epilogue.activation is None and not call.epilogue.gated
     is_scaled = call.epilogue.alpha != 1 or any("scale" in x for x in call.epilogue.operands)

@@ -54,7 +54,7 @@ def rows_of_groups(
     """Returns what brings the rows of some groups to the front.
 
     Args:
-        sizes: Those of all groups.
+        sizes: The sizes of all groups.
         rows: How many rows there are.
         first: The first of the groups.
         groups: How many.
@@ -101,7 +101,7 @@ def _partition(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Share:
-    """What one device computes.
+    """The part that one device computes.
 
     Attributes:
         call: The product.

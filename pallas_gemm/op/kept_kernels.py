@@ -3,8 +3,8 @@
 Lowering a kernel takes about a second of Python, nine tenths of it in JAX's passes for kernels.
 What comes out depends on nothing but what it is filed under: what is computed, the plan, the
 sources of this package, the versions of JAX, and what JAX reads while it lowers. A file is whole or
-not there, and says what it must hold; one that holds something else is made anew. What is around
-the kernels is lowered in each process, and XLA compiles all of it, as ever.
+not there, and says what it must hold; one that holds something else is made anew. The program
+around the kernels is lowered in each process, and XLA compiles all of it, as ever.
 """
 
 import contextlib

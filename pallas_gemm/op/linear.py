@@ -2,9 +2,9 @@
 
 For `a @ b` the gradients are `g @ b.T` and `a.T @ g`. Both are computed in the layout in which the
 operand is stored, from operands as they are stored, so that nothing is transposed in memory. The
-cotangent `g` is rounded to the type of the operand that it is multiplied with (float32 cotangents
-of bfloat16 operands to bfloat16), because there is no kernel for mixed types; operands of 8 bits
-are widened to bfloat16 instead, which is exact.
+cotangent `g` is rounded to the type of the operand that it is multiplied with, because there is no
+kernel for mixed types: a float32 cotangent becomes bfloat16 beside a bfloat16 operand. Operands of
+8 bits are widened to bfloat16 instead, which is exact.
 """
 
 import functools
@@ -157,7 +157,7 @@ def gradient(
     Args:
         call: The product: one with nothing but a scale.
         contraction: Its dimensions.
-        cotangent: That of its result.
+        cotangent: The cotangent of its result.
         other: The other factor.
         wanted: The type of the gradient.
         left: It is that of the left factor.

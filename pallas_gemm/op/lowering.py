@@ -64,7 +64,7 @@ def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> A
 def effects(call: Call, signature: Signature) -> Any:
     """Returns the effects of a product: the simulator calls back into Python in order.
 
-    That several kernels write into one result is nobody else's business.
+    Nobody else needs to know that several kernels write into one result.
     """
     return effects_of(
         call, lambda: implementation.of(dispatch.decide(call, signature), call), signature

@@ -132,7 +132,7 @@ def refined(mesh: Mesh, sharding: Any, rank: int) -> Mesh:
 
     Args:
         mesh: The devices; empty if only arrays know them.
-        sharding: That of an array.
+        sharding: The sharding of an array.
         rank: How many dimensions it has.
     """
     if mesh.empty:

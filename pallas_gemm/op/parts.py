@@ -52,7 +52,8 @@ class Part(NamedTuple):
         signature: The operands.
         split: Which axes of the mesh split what.
         plan: How the kernel computes it, if not as it does without the other devices.
-        whole: What it is a part of; None if the program says itself what each device computes.
+        whole: The product that it is a part of; None if the program says itself what each device
+            computes.
     """
 
     call: Call

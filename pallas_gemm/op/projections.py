@@ -36,7 +36,7 @@ def projections(
     """Computes several products of one left operand.
 
     Args:
-        call: What each of them is.
+        call: The product that each of them is.
         contractions: The dimensions of each.
         a: Their left operand.
         rights: The other operands of each, in the order of `Operands`.
@@ -62,8 +62,8 @@ def projections(
 def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> bool:
     """Whether the gradient of the left operand is no one sum.
 
-    What devices of a mesh add up is not added up in an accumulator, nor what is of several types;
-    what is named is for each product alone. So is a promise.
+    An accumulator does not add up what devices of a mesh add up, nor sums of several types. A name
+    in the call is for each product alone, and a promise is, too.
     """
     operands = (a, *itertools.chain.from_iterable(rights))
     named = call.options.names_something or call.options.numerics is not None

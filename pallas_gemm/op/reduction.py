@@ -21,8 +21,8 @@ def reduce_in(dtype: Any) -> Iterator[None]:
     >>> with reduce_in(jnp.float32):
     ...     y = train_step(params, batch)  # doctest: +SKIP
 
-    A sum in float32 is twice as many bytes as one in bfloat16, which JAX's own product of bfloat16
-    sends; but no device rounds its part before they are added. It counts where it is traced.
+    A sum in float32 is twice the bytes of one in bfloat16, which JAX's own product of bfloat16
+    sends. But no device rounds its part before they are added. It counts where it is traced.
 
     Args:
         dtype: A floating-point type, such as `jnp.float32` or "f32".
@@ -51,7 +51,7 @@ def travelling_dtype(sums: Any, out_dtype: Any, asked: np.dtype | None) -> np.dt
     Args:
         sums: The type in which they are made.
         out_dtype: The result's.
-        asked: What `reduce_in` said where the product was traced.
+        asked: The answer of `reduce_in` where the product was traced.
     """
     if not jnp.issubdtype(sums, jnp.floating):
         return np.dtype(sums)

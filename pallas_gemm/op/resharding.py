@@ -169,7 +169,7 @@ def _exchange(now: Placement, after: Placement) -> Step | None:
 
 
 def _exchange_anyhow(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Step | None:
-    """Lets dimensions have as many parts as they are to have, whichever axes make them."""
+    """Gives dimensions the number of parts that they are to have, whichever axes make them."""
     many, few = ([count((own,), sizes) for own in x] for x in (now, after))
     for source, target in itertools.permutations(range(len(now)), 2):
         for i in reversed(range(len(now[source]))):
@@ -189,7 +189,7 @@ def _gather(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Step:
 
 
 def _with_more(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Placement | None:
-    """Returns what is to be, of as many parts in each dimension as there are; None if nothing is.
+    """Returns the next placement, with the number of parts that each dimension has now, or None.
 
     Axes that are to go come last, from where they can be gathered.
     """
@@ -209,7 +209,7 @@ def _with_more(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Pl
 
 
 def _permute(now: Placement, after: Placement, sizes: Mapping[str, int]) -> Step:
-    """Lets each device send its part to one that is to have it; there are as many parts."""
+    """Lets each device send its part to one that is to have it; the number of parts stays."""
     every = tuple(sizes)
     devices = list(itertools.product(*(range(size) for size in sizes.values())))
 

@@ -2,7 +2,7 @@
 
 Where operands and result agree about an axis, that is settled: nothing has to be sent but sums.
 Where they do not, every choice is weighed by what it sends and what is computed twice. Among the
-choices are those of XLA's own product: an operand is gathered, or a part of each is exchanged, or
+choices are those of XLA's own product. An operand is gathered, or a part of each is exchanged. Or
 partial sums are added up, or all devices along an axis compute the same.
 """
 
@@ -38,7 +38,7 @@ def share_out(
         wanted: How the operands come, and how the result is wanted.
 
     Returns:
-        What each axis splits, and the bytes that then arrive at each device.
+        The dimension that each axis splits, and the bytes that then arrive at each device.
     """
     plans = _Plans(call, contraction, signature, mesh, wanted)
     choices = plans.choices()

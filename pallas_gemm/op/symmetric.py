@@ -3,9 +3,9 @@
     x @ x.T                  the Gram matrix of rows; its operands are x and x
     a @ b                    of two symmetric matrices that commute
 
-Where no kernel computes half of the result, all of it is computed, and what is above the diagonal
-is replaced by what is below; of a Gram matrix that a kernel of ours computes, it is the same. On a
-mesh of several devices it stays as it is.
+Where no kernel computes half of the result, all of it is computed, and the elements above the
+diagonal are replaced by those below. In a Gram matrix that a kernel of ours computes, they are the
+same. On a mesh of several devices it stays as it is.
 """
 
 import dataclasses

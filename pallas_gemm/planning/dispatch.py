@@ -49,7 +49,7 @@ from pallas_gemm.problem import Problem
 OTHER_GPU = "it needs compute capability"
 """How the reason begins why a kernel is out of the question on a GPU."""
 HALF_AT_MOST = 0.95
-"""Of the time of a whole symmetric result, what half of it may be predicted to take."""
+"""Half of a symmetric result may be predicted to take this share of the time of the whole."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Proof:
     Attributes:
         kernel: The name of its architecture.
         device: The kind of the GPU, as JAX calls it.
-        version: Of the kernel: see `version_of`.
+        version: The version of the kernel: see `version_of`.
         when: The day.
         stages: The stages that were run, in order.
         failed: The failure of the last stage; None if the kernel was proven.

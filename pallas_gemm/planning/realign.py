@@ -165,7 +165,7 @@ def realign_groups(
         problem: The product.
         bare: Its sums alone, to which XLA would apply the epilogue; None if it is not to.
         unfused: Why XLA has to; None if it need not.
-        refusals: What the kernel refuses.
+        refusals: Says why the kernel refuses a problem.
     """
     refused = (unfused,) if unfused else tuple(refusals(problem))
     ways: list[tuple[Problem, str | None]] = [] if unfused else [(problem, None)]

@@ -77,8 +77,8 @@ def aligned(name: str, x: jax.Array, ndim: int) -> jax.Array:
 
     Args:
         name: Which operand.
-        x: The operand; what it has in front belongs to what the result has in front. It stays as
-            it is if it has as many dimensions as the result.
+        x: The operand; what it has in front belongs to what the result has in front. It stays as it
+            is if it has all dimensions of the result.
         ndim: Dimensions of the result; with one, it is a row.
     """
     if x.ndim == ndim:

@@ -25,7 +25,7 @@ Products = Callable[..., jax.Array]
 """Takes a call without an epilogue, a, b and the sizes."""
 
 SHORTEST, LONGEST = 128, 1024
-"""Rows of a tile: about as many as a group has, if it is as long as others."""
+"""Rows of a tile: about those of a group, if it is as long as others."""
 ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -218,7 +218,7 @@ def _sum_tile(
 
 
 def _rows_of(tiles: Tiles, i: Any, height: int, rows: int) -> tuple[Any, jax.Array]:
-    """Returns the first of so many rows that are there, and which of them are a tile's own."""
+    """Returns the first of `height` rows that are there, and which of them are a tile's own."""
     start = jnp.minimum(tiles.first[i], rows - height)
     here = start + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
     return start, (tiles.first[i] <= here) & (here < tiles.end[i])

@@ -17,7 +17,7 @@ class Progress:
 
     Args:
         total: How many pieces there are.
-        what: What is done with them.
+        what: The word for the work on them.
         stream: Where it is shown; None for the standard error.
     """
 
@@ -43,7 +43,8 @@ class Progress:
         """Notes that one more piece is done, and says what came of it.
 
         Args:
-            line: What to say. Without one, lines come no more often than every `PAUSE` seconds.
+            line: The line to show. Without one, lines come no more often than every `PAUSE`
+                seconds.
         """
         self._done += 1
         if self._bar is not None:

@@ -27,14 +27,14 @@ MOST_STAGES = 12
 """Enough to cover the latency of memory with the smallest tile."""
 DYNAMIC_FROM_CYCLES = 6000
 """Of the MMAs of a tile, from which on tiles go to whoever is free: 3.2 us, k = 768 for 256 x 256
-by a pair. What comes after the next tile is asked for when the one before is stored, about half a
-tile before it is needed. That has to be enough for an answer (about a microsecond, which nobody has
-measured here) and the first loads."""
+by a pair. The tile after the next one is asked for when the one before is stored, about half a tile
+before it is needed. This time has to be enough for an answer and the first loads. An answer takes
+about a microsecond, which nobody has measured here."""
 BYTES_PER_CYCLE = 8192
 """Of products of rows, that the tensor cores of an SM multiply: 4096 of 16 bits, 8192 of 8."""
 FEWEST_DYNAMIC_WAVES = 2
-"""Tiles for each worker, up to which they are dealt: whoever asked first would be granted as many
-as are in flight, and others none."""
+"""Tiles for each worker, up to which they are dealt: the cluster that asked first would be granted
+all tiles in flight, and others none."""
 
 
 def candidates(

@@ -9,12 +9,12 @@ ring of words in global memory that all roles of all CTAs of the cluster read a 
 A word is a whole message, so relaxed accesses are enough. Its tag says for which round through the
 ring it was written: a reader that sees an older tag reads again. CTAs that share an operand are at
 most a ring of operand slots apart, and any two CTAs of a cluster share one with a third: a writer
-is at most twice as many turns ahead of a reader as there are stages, plus one, and `CLAIM_SLOTS` is
+is at most twice the number of stages plus one ahead of a reader, in turns, and `CLAIM_SLOTS` is
 more. So far apart are threads, too: all 128 of a producer read the words and arrive on each slot of
 the ring, and one of them claims.
 
-Mailboxes and counter are one array, made of zeros for every call (a few kilobytes) by one small
-kernel, so that the call stays pure and can be replayed in a CUDA graph.
+Mailboxes and counter are one array of a few kilobytes. One small kernel makes it of zeros for every
+call, so that the call stays pure and can be replayed in a CUDA graph.
 """
 
 from typing import Any, NamedTuple

@@ -9,8 +9,8 @@
                                                   when the walk is over
     slots        counted (`ring.py`)              divided for: no register is left to count in
 
-What late stores take of the registers, and so which configs may store late, is for
-`HopperConfig.allows_late_store` to say.
+`HopperConfig.allows_late_store` says how many registers late stores take, and so which configs may
+store late.
 """
 
 import functools
@@ -29,7 +29,7 @@ from pallas_gemm.kernels.hopper.tiling import UNROLLED_STEPS
 from pallas_gemm.kernels.traced import Scalar, Values
 
 Stores = list[tuple[int, Callable[[], None]]]
-"""What to store in the k loop of a tile: (after which step, how)."""
+"""The stores in the k loop of a tile: (after which step, how)."""
 
 
 class AtOnce(NamedTuple):

@@ -1,13 +1,13 @@
 """Results whose rows TMA cannot store, because their length is no multiple of 16 bytes.
 
-The threads of a consumer store them instead. A finished chunk lies in shared memory line by line (a
-*line* is a row of the result as it is stored), each line a little apart from the next, so that
+The threads of a consumer store them instead. A finished chunk lies in shared memory line by line: a
+*line* is a row of the result as it is stored. Each line is a little apart from the next, so that
 threads that write down a column of it meet in no bank. From there it goes to global memory in
 *strips*, a few lines high, in which neighbouring threads take neighbouring elements.
 
-Nothing is masked. Of a chunk at the last line, whole strips are stored and then single lines. Of a
-chunk at the end of the lines, two strips of a power of two columns are, which may overlap and then
-store the same values twice.
+Nothing is masked. A chunk at the last line is stored in whole strips and then in single lines. A
+chunk at the end of the lines is stored in two strips of a power of two columns. They may overlap,
+and then store the same values twice.
 """
 
 import functools
@@ -35,7 +35,7 @@ def store(
     """Stores a chunk, without what lies beyond the edges of the result.
 
     Args:
-        plan: What runs.
+        plan: The plan of the kernel.
         source: The chunk in shared memory, `[lines, length]`.
         target: The result in global memory, one matrix.
         first: Where in the result the chunk begins: line, and element of the line.

@@ -1,4 +1,4 @@
-"""What the producer of the Hopper kernel loads in one step of the k loop."""
+"""The loads of the Hopper kernel's producer in one step of the k loop."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from pallas_gemm.kernels.traced import Scalar
 
 
 class Target(NamedTuple):
-    """What the loads of one step fill, and with what.
+    """The slot that the loads of one step fill, and the elements that fill it.
 
     Attributes:
         batch: Which product of the batch; None without one.
@@ -58,7 +58,7 @@ def _load(
     Args:
         operand: How it is loaded.
         slots: Where to.
-        target: Of which step.
+        target: The step.
         whole: The operand.
         start: The first row or column of the tile.
         part: Which of several right operands it is.
@@ -87,8 +87,8 @@ def _rows(operand: OperandPlan, end: int, start: Any) -> Iterator[tuple[int, Any
     """Yields (how many rows of a tile to load, on what condition): of the last, those there are.
 
     TMA would fill up the tile with zeros, and that takes long: 146 x 6784 x 14784 in mirrored tiles
-    of 64 x 256 takes 149 us on an H200 with them, and 79 us without. What the slot holds in their
-    place gets into rows and columns of the sums that are never stored.
+    of 64 x 256 takes 149 us on an H200 with them, and 79 us without. The slot holds other elements
+    in their place. They get into rows and columns of the sums that are never stored.
     """
     tile, last = operand.tile, -(-(end % operand.tile) // ATOM_ROWS) * ATOM_ROWS
     if not last or operand.multicast_axis is not None:

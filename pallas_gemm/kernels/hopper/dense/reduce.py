@@ -123,7 +123,7 @@ def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows, picked: Sequ
 
 
 class _Reduced:
-    """What is reduced of the values of a strip; nothing is masked or compared twice."""
+    """The values of a strip that are reduced; nothing is masked or compared twice."""
 
     def __init__(self, plan: HopperPlan, strip: Strip) -> None:
         self._plan, self._strip = plan, strip

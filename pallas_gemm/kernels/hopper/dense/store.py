@@ -3,8 +3,8 @@
     registers ──▶ store slot in shared memory ──▶ TMA, or the threads themselves ──▶ the result
 
 A chunk waits until its slot's last store has been read. Each result has slots of its own. TMA loads
-an operand with a value for each element, such as a residual, into the slot that a result of its
-type will take, or into one of its own.
+an operand with a value for each element, such as a residual. It goes into the slot that a result of
+its type will take, or into one of its own.
 """
 
 import functools
@@ -244,8 +244,8 @@ def _await_slots(plan: HopperPlan, number: int) -> None:
 def _store_twice(cta: Cta, me: Scalar, at: place.Where, number: int, values: Values) -> None:
     """Stores a chunk of a symmetric result where it is, and mirrored at the diagonal.
 
-    What is above the diagonal is left to the chunk that it is the mirror image of. A copy that is
-    not made counts as a store in flight, too.
+    Elements above the diagonal are left to the chunk of which they are the mirror image. A copy
+    that is not made counts as a store in flight, too.
     """
     plan, slot = cta.plan, _slot(cta, me, number, 0)
     mirrored = _slot_among(cta, me, number, cta.slots.mirrored)
