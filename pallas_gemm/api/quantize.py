@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.eager import compiled
-from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization, Way
 from pallas_gemm.op.quantize import quantize as bound
 
 BOTH = "both"
@@ -38,7 +38,7 @@ class Quantized(NamedTuple):
 def quantize(
     x: jax.Array,
     *,
-    block: Sequence[int] = (1, 128),
+    block: Sequence[Any] = (1, 128),
     dtype: Any = jnp.float8_e4m3fn,
     axis: int | Literal["both"] = -1,
     power_of_two: bool = False,
@@ -69,7 +69,8 @@ def quantize(
         x: A matrix in bfloat16, float16 or float32, or several: leading dimensions are those of a
             batch.
         block: The elements that share a scale: how many lie side by side, and how many follow each
-            other along the axis. `(1, 128)` suits activations, `(128, 128)` weights.
+            other along the axis. `(1, 128)` suits activations, `(128, 128)` weights. With
+            `axis="both"`, two blocks may be given: `((1, 128), (128, 128))`.
         dtype: The type of the values: float8_e4m3fn, float8_e5m2 or int8.
         axis: -1: for a left operand, whose scales are a `row_scale`. -2: for a right operand, whose
             scales are a `col_scale`. "both": returns both, in this order.
@@ -92,16 +93,14 @@ def quantize(
         raise ValueError(
             f"x must be a matrix, or several, got shape {list(x.shape)}; a vector is x[None]"
         )
-    own = Block(*checked_block(block))
-    how = Quantization(
-        _dtype(dtype), own, _axes(axis, x.ndim), arguments.flag("power_of_two", power_of_two)
-    )
+    ways = _ways(block, _axes(axis, x.ndim))
+    how = Quantization(_dtype(dtype), ways, arguments.flag("power_of_two", power_of_two))
     found = bound(x, how, arguments.options(implementation, None, None).implementation)
     pairs = [Quantized(*found[i : i + 2]) for i in range(0, len(found), 2)]
     return tuple(pairs) if axis == BOTH else pairs[0]
 
 
-def checked_block(value: Any) -> tuple[int, int]:
+def checked_block(value: Any, name: str = "block") -> tuple[int, int]:
     """Returns the sizes of a block.
 
     Raises:
@@ -113,10 +112,21 @@ def checked_block(value: Any) -> tuple[int, int]:
         across = along = 0
     if min(across, along) < 1:
         raise ValueError(
-            "block must be two positive integers, how many elements lie side by side and how many"
+            f"{name} must be two positive integers, how many elements lie side by side and how many"
             f" follow each other along the axis, such as (1, 128), got {value!r:.80}"
         )
     return across, along
+
+
+def _ways(block: Any, axes: tuple[int, ...]) -> tuple[Way, ...]:
+    """Returns the ways that a block for all axes, or one for each, stands for."""
+    for_each = isinstance(block, Sequence) and any(isinstance(own, Sequence) for own in block)
+    blocks = block if for_each and len(axes) > 1 else [block] * len(axes)
+    if len(blocks) != len(axes):
+        raise ValueError(f"block must be one block, or one for each axis, got {block!r:.80}")
+    return tuple(
+        Way(axis, Block(*checked_block(own))) for axis, own in zip(axes, blocks, strict=True)
+    )
 
 
 def _dtype(value: Any) -> np.dtype:

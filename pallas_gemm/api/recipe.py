@@ -67,8 +67,10 @@ QWIX: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class Recipe:
     """How layers are trained in 8 bits: the type and the blocks of each operand.
 
-    The default is the recipe of DeepSeek-V3: e4m3, a scale for each 1 x 128 of inputs and of output
-    gradients, and for each 128 x 128 of a kernel. Its name is "blocks".
+    The default is the recipe of DeepSeek-V3 but for the gradient of a kernel: e4m3, a scale for
+    each 1 x 128 of inputs and of output gradients, and for each 128 x 128 of a kernel. In the
+    product that makes the gradient of a kernel, output gradients have one for each 128 x 128; with
+    `kernel_grad_block=(1, 128)` it is all of that recipe, which takes longer. Its name is "blocks".
 
     >>> recipe = Recipe(output_grad=Cast(jnp.float8_e5m2))
     >>> y = recipe.dot_general(x, w, (((1,), (0,)), ((), ())))
@@ -78,6 +80,8 @@ class Recipe:
             kernel.
         kernel: How its kernel is quantized, for the result and for the gradient of the inputs.
         output_grad: How the gradient of its result is quantized.
+        kernel_grad_block: The blocks of that for the gradient of the kernel, whose type is the
+            same.
         power_of_two: As for `pallas_gemm.quantize`.
 
     Raises:
@@ -88,6 +92,7 @@ class Recipe:
     inputs: Cast = OF_ROWS
     kernel: Cast = OF_SQUARES
     output_grad: Cast = OF_ROWS
+    kernel_grad_block: tuple[int, int] = OF_SQUARES.block
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
@@ -102,7 +107,10 @@ class Recipe:
             if own.dtype.itemsize != 1:
                 raise TypeError(f"{name}.dtype must be of 8 bits, got {own.dtype}")
             object.__setattr__(self, name, own)
+        own = Block(*checked_block(self.kernel_grad_block, "kernel_grad_block"))
+        object.__setattr__(self, "kernel_grad_block", own)
         lengths = {name: getattr(self, name).block[1] for name in OPERANDS}
+        lengths["kernel_grad_block"] = own.along
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 "blocks must be equally long along what a product contracts, the second number of"
@@ -143,7 +151,7 @@ class Recipe:
                     " the largest magnitude of each block, and values are rounded to the nearest"
                 )
         inputs, kernel, output_grad = (Cast(dtype, (1, tile)) for dtype in types.values())
-        return cls(inputs, kernel, output_grad)
+        return cls(inputs, kernel, output_grad, output_grad.block)
 
     def dot_general(
         self,
@@ -242,6 +250,14 @@ def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any) -> Any:
     )
 
 
+def _quantized_grad(recipe: Recipe, g: jax.Array) -> Any:
+    """Quantizes output gradients: for the gradient of inputs, and for that of the kernel."""
+    own = recipe.output_grad
+    return _quantized(
+        recipe, own._replace(block=(own.block, recipe.kernel_grad_block)), g, BOTH
+    )
+
+
 def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:
     """Returns the product of inputs and kernel; options are as for `gemm`."""
     return _scaled(given.inputs, given.kernel.values, given.kernel.scale, recipe, **options)
@@ -251,7 +267,7 @@ def gradients(
     given: Factors, recipe: Recipe, g: jax.Array, dtype: Any, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of inputs and kernel, in a type, from that of their product."""
-    rows, columns = _quantized(recipe, recipe.output_grad, g, BOTH)
+    rows, columns = _quantized_grad(recipe, g)
     options = options | {"preferred_element_type": dtype}
     kernel, inputs = _turned(given.kernel_along_columns), _turned(given.inputs_along_rows)
     return (
@@ -295,7 +311,7 @@ def product_in_groups(
 
     def backward(saved: Any, g: jax.Array) -> Any:
         along_rows, kernel, sizes = saved
-        left, columns = _quantized(recipe, recipe.output_grad, g.astype(dtype), BOTH)
+        left, columns = _quantized_grad(recipe, g.astype(dtype))
         of_rows = by(grouped_gemm, sizes, left, kernel)
         return of_rows, by(group_sums, sizes, along_rows, columns), None
 

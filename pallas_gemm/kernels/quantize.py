@@ -31,27 +31,51 @@ class Block(NamedTuple):
     along: int
 
 
+class Way(NamedTuple):
+    """A way to quantize a matrix.
+
+    Attributes:
+        axis: The axis along which blocks follow each other: -1 or -2.
+        block: The elements that share a scale.
+    """
+
+    axis: int
+    block: Block
+
+    @property
+    def lying(self) -> tuple[int, int]:
+        """Rows and columns of a block, as the matrix lies."""
+        return self.block[::-1] if self.axis == ACROSS else self.block
+
+    def count(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns how many blocks a matrix has, down and along its rows."""
+        rows, cols = (-(-size // own) for size, own in zip(shape[-2:], self.lying, strict=True))
+        return rows, cols
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """How a matrix is quantized.
 
     Attributes:
         dtype: The type of the values, of 8 bits.
-        block: The elements that share a scale.
-        axes: The axes along which blocks follow each other: -1, -2 or both.
+        ways: In which ways: values and scales for each.
         power_of_two: Each scale is a power of two.
     """
 
     dtype: np.dtype
-    block: Block
-    axes: tuple[int, ...]
+    ways: tuple[Way, ...]
     power_of_two: bool = False
 
     def __str__(self) -> str:
-        names = {ALONG: "rows", ACROSS: "columns"}
-        lines = " and ".join(names[axis] for axis in self.axes)
-        block = " x ".join(map(str, self.block))
-        return f"to {self.dtype} in blocks of {block} along {lines}"
+        names, lines = {ALONG: "rows", ACROSS: "columns"}, dict[Block, list[str]]()
+        for own in self.ways:
+            lines.setdefault(own.block, []).append(names[own.axis])
+        blocks = (
+            f"{' x '.join(map(str, block))} along {' and '.join(own)}"
+            for block, own in lines.items()
+        )
+        return f"to {self.dtype} in blocks of {' and '.join(blocks)}"
 
     @property
     def largest(self) -> float:
@@ -59,12 +83,6 @@ class Quantization:
         if jnp.issubdtype(self.dtype, jnp.integer):
             return INT8_MAX
         return float(jnp.finfo(self.dtype).max)
-
-    def blocks(self, shape: tuple[int, ...], axis: int) -> tuple[int, int]:
-        """Returns how many blocks a matrix has, down and along its rows."""
-        block = self.block[::-1] if axis == ACROSS else self.block
-        rows, cols = (-(-size // length) for size, length in zip(shape[-2:], block, strict=True))
-        return rows, cols
 
 
 class Scales(NamedTuple):
@@ -111,18 +129,17 @@ def values_of(x: jax.Array, reciprocal: jax.Array, how: Quantization) -> jax.Arr
 
 
 def by_xla(x: jax.Array, how: Quantization) -> list[Any]:
-    """Computes what is asked for: values, then scales, of each axis."""
+    """Computes what is asked for: values, then scales, of each way."""
     found: list[Any] = []
-    for axis in how.axes:
-        found += _along(x, how, axis)
+    for way in how.ways:
+        found += _in_way(x, how, way)
     return found
 
 
-def _along(x: jax.Array, how: Quantization, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Quantizes blocks along an axis; returns the values, k last, and the scales as `x` lies."""
-    block = how.block[::-1] if axis == ACROSS else how.block
+def _in_way(x: jax.Array, how: Quantization, way: Way) -> tuple[jax.Array, jax.Array]:
+    """Quantizes blocks in one way; returns the values, k last, and the scales as `x` lies."""
+    block, counts = way.lying, way.count(x.shape)
     *lead, rows, cols = x.shape
-    counts = how.blocks(x.shape, axis)
     padding = [
         (0, n * length - size) for n, length, size in zip(counts, block, (rows, cols), strict=True)
     ]
@@ -131,4 +148,4 @@ def _along(x: jax.Array, how: Quantization, axis: int) -> tuple[jax.Array, jax.A
     scale, reciprocal = scales_of(jnp.max(jnp.abs(tiles), axis=(-3, -1)), how)
     values = values_of(tiles, reciprocal[..., :, None, :, None], how)
     values = values.reshape(whole.shape)[..., :rows, :cols]
-    return jnp.swapaxes(values, -1, -2) if axis == ACROSS else values, scale
+    return jnp.swapaxes(values, -1, -2) if way.axis == ACROSS else values, scale

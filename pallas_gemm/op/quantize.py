@@ -35,7 +35,7 @@ NO_DERIVATIVE = (
 
 
 def quantize(x: jax.Array, how: Quantization, implementation: str | None = None) -> list[Any]:
-    """Quantizes blocks of a matrix, or of several: returns values and scales of each axis."""
+    """Quantizes blocks of a matrix, or of several: returns values and scales of each way."""
     return quantize_p.bind(
         x,
         how=how,

@@ -52,7 +52,7 @@ class _Dimension(NamedTuple):
 
     Attributes:
         whole: The name of the dimension of the array, and of values.
-        of_scales: The names of the dimension of the scales of each axis.
+        of_scales: The names of the dimension of the scales of each way.
         sizes: The sizes of parts of names.
     """
 
@@ -62,7 +62,7 @@ class _Dimension(NamedTuple):
 
 
 def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
-    """Names a dimension that has blocks of a length for each axis: the blocks are a part of it.
+    """Names a dimension that has blocks of a length for each way: the blocks are a part of it.
 
     XLA then knows how scales are split. Where the last block is shorter, they are on their own.
     """
@@ -82,23 +82,17 @@ def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
 def _rule(how: Quantization, shape: Sequence[int]) -> dict[str, Any]:
     """Says which dimensions of the results are those of the array."""
     lead = [f"d{i}" for i in range(len(shape) - 2)]
-    lengths = zip(*_blocks(how), strict=True)
+    lengths = zip(*(way.lying for way in how.ways), strict=True)
     named = zip("rc", shape[-2:], lengths, strict=True)
     rows, cols = (_dimension(*own) for own in named)
     results = []
-    for number, axis in enumerate(how.axes):
+    for number, way in enumerate(how.ways):
         values = (rows.whole, cols.whole)
-        results.append((*lead, *(values[::-1] if axis == ACROSS else values)))
+        results.append((*lead, *(values[::-1] if way.axis == ACROSS else values)))
         results.append((*lead, rows.of_scales[number], cols.of_scales[number]))
     given = " ".join((*lead, rows.whole, cols.whole))
     text = f"{given} -> {', '.join(' '.join(own) for own in results)}"
     return {"sharding_rule": text, **rows.sizes, **cols.sizes}
-
-
-def _blocks(how: Quantization) -> list[tuple[int, int]]:
-    """Returns the rows and columns of the blocks of each axis."""
-    across, along = how.block
-    return [(along, across) if axis == ACROSS else (across, along) for axis in how.axes]
 
 
 def _partition(
@@ -110,7 +104,7 @@ def _partition(
     fine = mesh_axes.refined(mesh, x.sharding, ndim)
     wanted = mesh_axes.placement(x.sharding, ndim, fine)
     # The parts of devices have to consist of whole blocks.
-    whole = (math.lcm(*own) for own in zip(*_blocks(how), strict=True))
+    whole = (math.lcm(*own) for own in zip(*(way.lying for way in how.ways), strict=True))
     steps = [*(1,) * (ndim - 2), *whole]
     *lead, rows, cols = map(functools.partial(_kept, fine), wanted, x.shape, steps)
 
@@ -118,8 +112,8 @@ def _partition(
         return NamedSharding(fine, PartitionSpec(*(axes or None for axes in (*lead, *last))))
 
     results = []
-    for axis in how.axes:
-        values = sharding(cols, rows) if axis == ACROSS else sharding(rows, cols)
+    for way in how.ways:
+        values = sharding(cols, rows) if way.axis == ACROSS else sharding(rows, cols)
         results += [values, sharding(rows, cols)]
     run = functools.partial(part, target=target or targeting.absent_gpu(mesh))
     return fine, run, results, (sharding(rows, cols),)

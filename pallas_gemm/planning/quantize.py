@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import Signature
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels import quantize
-from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals
+from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, is_square, refusals
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.planning import architectures
 
@@ -101,7 +101,7 @@ def _matrices(how: Quantization, shape: tuple[int, ...]) -> tuple[int, int, int]
     batch = 1
     for size in lead:
         batch *= size
-    if how.axes == (ALONG,) and how.block.across == 1:
+    if all(way.axis == ALONG and way.block.across == 1 for way in how.ways):
         return 1, batch * rows, cols
     return batch, rows, cols
 
@@ -112,15 +112,15 @@ def by_kernel(own: Quantizer, kernel: Callable[..., Any], x: jax.Array) -> list[
     *lead, rows, cols = own.shape
     values, scales = kernel(x.reshape(own.plan.shape))
     found: list[Any] = []
-    for number, axis in enumerate(own.how.axes):
-        shape = (cols, rows) if axis == ACROSS else (rows, cols)
-        scale = scales[0 if own.plan.is_square else number]
-        if axis == ALONG and not own.plan.is_square:
+    for number, way in enumerate(own.how.ways):
+        shape = (cols, rows) if way.axis == ACROSS else (rows, cols)
+        scale = scales[own.plan.scales_of(number)]
+        if way.axis == ALONG and not is_square(way):
             scale = jnp.swapaxes(scale, -1, -2)
-        down, along = own.how.blocks(own.plan.shape, axis)
+        down, along = way.count(own.plan.shape)
         scale = scale[:, :down, :along]
         found += [values[number].reshape(*lead, *shape)]
-        found += [scale.reshape(*lead, *own.how.blocks(own.shape, axis))]
+        found += [scale.reshape(*lead, *way.count(own.shape))]
     return found
 
 

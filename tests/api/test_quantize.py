@@ -45,6 +45,14 @@ def test_blocks_are_what_numpy_computes(
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), [(3, 40), [1, 32]]])
+def test_each_axis_may_have_blocks_of_its_own(blocks: Any) -> None:
+    x = drawn(137, 200)
+    both = quantize(x, block=blocks, axis="both")
+    for axis, block, found in zip((-1, -2), blocks, both, strict=True):
+        assert_quantized(found, x, tuple(block), E4M3, axis=axis)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_other_types_are_quantized(dtype: Any) -> None:
     x = drawn(40, 300, dtype=dtype)
@@ -111,6 +119,17 @@ def test_it_has_no_derivative_and_says_what_to_do() -> None:
         ({"block": (0, 128)}, ValueError, r"block must be two positive integers.*\(1, 128\)"),
         ({"block": 128}, ValueError, "block must be two positive integers.*got 128"),
         ({"block": (1, 2.5)}, ValueError, "block must be two positive integers"),
+        ({"block": ((1, 8), (1, 8))}, ValueError, "block must be two positive integers"),
+        (
+            {"block": ((1, 8), (8,)), "axis": "both"},
+            ValueError,
+            r"block must be two positive integers.*got \(8,\)",
+        ),
+        (
+            {"block": ((1, 8),), "axis": "both"},
+            ValueError,
+            "block must be one block, or one for each axis",
+        ),
         ({"axis": 0}, ValueError, "axis must be -1, -2 or 'both'.*got 0"),
         ({"axis": "rows"}, ValueError, "axis must be -1, -2 or 'both'.*got 'rows'"),
         ({"dtype": jnp.float16}, TypeError, "dtype must be one of float8_e4m3fn.*got float16"),

@@ -21,8 +21,10 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 RECIPES: Mapping[str, Recipe] = {
     "blocks": Recipe(),
     "e5m2 of gradients": Recipe(output_grad=Cast(E5M2)),
+    "of DeepSeek-V3": Recipe(kernel_grad_block=(1, 128)),
     "powers of two of 32": Recipe(
-        *(Cast(E4M3, (1, 32)), Cast(E4M3, (1, 32)), Cast(E5M2, (1, 32))), power_of_two=True
+        *(Cast(E4M3, (1, 32)), Cast(E4M3, (1, 32)), Cast(E5M2, (1, 32)), (1, 32)),
+        power_of_two=True,
     ),
 }
 LAST = (((1,), (0,)), ((), ()))
@@ -63,7 +65,8 @@ def test_each_product_contracts_along_the_blocks_of_both_operands(
     cast = functools.partial(stood_for, recipe=recipe)
     assert_near(y, cast(x, recipe.inputs, -1) @ cast(w, recipe.kernel, -2))
     assert_near(of_x, cast(g, recipe.output_grad, -1) @ cast(w, recipe.kernel, -1).T)
-    assert_near(of_w, cast(x, recipe.inputs, -2).T @ cast(g, recipe.output_grad, -2))
+    of_kernel = recipe.output_grad._replace(block=recipe.kernel_grad_block)
+    assert_near(of_w, cast(x, recipe.inputs, -2).T @ cast(g, of_kernel, -2))
     # Without a derivative it is the same.
     np.testing.assert_array_equal(recipe.dot_general(x, w, LAST), y)
 
@@ -135,6 +138,8 @@ def test_three_arrays_are_read_once_each_by_the_kernel() -> None:
         ({"inputs": Cast(jnp.bfloat16)}, TypeError, "inputs.dtype must be of 8 bits, got bfloat16"),
         ({"kernel": Cast(E4M3, (0, 128))}, ValueError, "block must be two positive integers"),
         ({"output_grad": Cast(E4M3, (1, 64))}, ValueError, "equally long.*output_grad 64"),
+        ({"kernel_grad_block": (1, 64)}, ValueError, "equally long.*kernel_grad_block 64"),
+        ({"kernel_grad_block": 128}, ValueError, "kernel_grad_block must be two positive"),
         ({"power_of_two": 1}, TypeError, "power_of_two must be True or False"),
     ],
 )
@@ -177,9 +182,9 @@ def _rule(**fields: Any) -> Any:
 
 
 def test_a_rule_of_qwix_is_a_recipe() -> None:
-    assert Recipe.from_qwix(_rule()) == Recipe(kernel=Cast())
+    assert Recipe.from_qwix(_rule()) == Recipe(kernel=Cast(), kernel_grad_block=(1, 128))
     own = _rule(bwd_qtype=E5M2, tile_size=32, bwd_weight_grad_tile_size=32)
-    expected = [Cast(E4M3, (1, 32)), Cast(E4M3, (1, 32)), Cast(E5M2, (1, 32))]
+    expected = [Cast(E4M3, (1, 32)), Cast(E4M3, (1, 32)), Cast(E5M2, (1, 32)), (1, 32)]
     assert Recipe.from_qwix(own) == Recipe(*expected)
 
 

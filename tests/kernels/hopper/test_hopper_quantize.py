@@ -13,7 +13,7 @@ from pallas_gemm import Quantized
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.quantize import kernel
 from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals
-from pallas_gemm.kernels.quantize import Block, Quantization
+from pallas_gemm.kernels.quantize import Block, Quantization, Way
 from pallas_gemm.planning import quantize as planning
 from tests import races, summaries
 from tests.quantized import assert_quantized
@@ -27,7 +27,11 @@ SHAPE = (208, 272)
 def how(
     *, dtype: Any = E4M3, block: tuple[int, int] = (1, 128), axes: Any = BOTH, power: bool = False
 ) -> Quantization:
-    return Quantization(np.dtype(dtype), Block(*block), axes, power)
+    return Quantization(np.dtype(dtype), tuple(Way(axis, Block(*block)) for axis in axes), power)
+
+
+MIXED = Quantization(E4M3, (Way(-1, Block(1, 128)), Way(-2, Block(128, 128))))
+"""What the gradient of a layer's result becomes in training."""
 
 
 def simulated(own: Quantization, x: jax.Array, **options: Any) -> list[Any]:
@@ -52,18 +56,20 @@ def simulated(own: Quantization, x: jax.Array, **options: Any) -> list[Any]:
         how(block=(128, 128)),
         how(block=(128, 128), axes=(-2,), power=True),
         how(dtype=jnp.int8, axes=(-2,)),
+        MIXED,
+        Quantization(E4M3, MIXED.ways[::-1]),
     ],
-    ids=lambda own: f"{own.dtype}-{own.block}-{own.axes}-{own.power_of_two}",
+    ids=str,
 )
 def test_blocks_are_what_numpy_computes(own: Quantization, rng: np.random.Generator) -> None:
     x = rng.standard_normal(SHAPE) * 2.0 ** rng.integers(-6, 6, (SHAPE[0], 1))
     x[:, 130:140] = 0
     x = jnp.asarray(x, jnp.bfloat16)
     found = simulated(own, x)
-    for number, axis in enumerate(own.axes):
+    for number, way in enumerate(own.ways):
         pair = Quantized(*found[2 * number : 2 * number + 2])
-        rest = {"axis": axis, "power_of_two": own.power_of_two}
-        assert_quantized(pair, x, own.block, own.dtype.type, **rest)
+        rest = {"axis": way.axis, "power_of_two": own.power_of_two}
+        assert_quantized(pair, x, way.block, own.dtype.type, **rest)
 
 
 def test_a_ring_of_one_slot_and_several_store_slots_are_as_good(rng: np.random.Generator) -> None:
@@ -93,8 +99,9 @@ def test_every_tile_is_taken_once() -> None:
         (how(block=(1, 32), power=True), jnp.bfloat16),
         (how(block=(128, 128)), jnp.bfloat16),
         (how(dtype=jnp.int8), jnp.bfloat16),
+        (MIXED, jnp.bfloat16),
     ],
-    ids=lambda own: str(own)[:60],
+    ids=lambda own: str(own)[:80],
 )
 def test_nothing_is_spilled(own: Quantization, dtype: Any) -> None:
     plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200)
@@ -113,6 +120,8 @@ def test_a_kernel_says_what_it_cannot_do() -> None:
     assert not why(how())
     assert "got float32" in why(how(), dtype=jnp.float32)
     assert "got (2, 128)" in why(how(block=(2, 128)))
+    assert not why(MIXED)
+    assert "got (4, 128)" in why(Quantization(E4M3, (*MIXED.ways, Way(-1, Block(4, 128)))))
     assert "nothing to quantize" in why(how(), (1, 0, 256))
     assert "rows must be a multiple of 16 for float8_e4m3fn, got 100" in why(how(), (1, 100, 256))
     assert not why(how(axes=(-1,)), (1, 100, 256))

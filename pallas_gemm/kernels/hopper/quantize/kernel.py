@@ -1,14 +1,14 @@
 """The kernel that quantizes blocks of a matrix on Hopper, along both axes from one read.
 
-    TMA ──▶ ring of slots ──▶ registers ──▶ a store slot for each axis ──▶ TMA
+    TMA ──▶ ring of slots ──▶ registers ──▶ a store slot for each way ──▶ TMA
 
 A CTA is one warpgroup, which takes tile after tile of 128 x 128; several share an SM. It loads a
-tile once for each axis into registers, as it lies or transposed. A thread then holds elements of a
+tile once for each way into registers, as it lies or transposed. A thread then holds elements of a
 few lines: it reduces them, and the three threads beside it do with it what is left.
 
 Timeline
     before      TMA loads the first tiles, one into each slot
-    per tile    wait for its slot; for each axis and half of the lines: registers, largest
+    per tile    wait for its slot; for each way and half of the lines: registers, largest
                 magnitudes, scales ──▶ memory, values ──▶ store slot; commit; TMA stores it
                 when all threads have read the slot, TMA loads the tile after next into it
 """
@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, smem
-from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan
+from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan, is_square
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.quantize import ACROSS, ALONG, scales_of, values_of
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, Way, scales_of, values_of
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 HALF = 64
@@ -59,7 +59,7 @@ def _divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
 
 
 class Smem(NamedTuple):
-    """Slots of tiles, and a store slot for each axis."""
+    """Slots of tiles, and a store slot for each way."""
 
     tiles: Any
     out: Any
@@ -69,7 +69,7 @@ def scratch(plan: QuantizePlan) -> Sequence[Any]:
     """The buffers and the barriers of a CTA."""
     tile = (plan.stages, TILE // HALF, TILE, HALF)
     boxed = functools.partial(smem.boxed, simulated=plan.simulated)
-    out = tuple(boxed([(plan.stores, TILE, TILE)], plan.how.dtype) for _ in plan.how.axes)
+    out = tuple(boxed([(plan.stores, TILE, TILE)], plan.how.dtype) for _ in plan.how.ways)
     full = plgpu.Barrier(num_arrivals=TILE // HALF, num_barriers=plan.stages)
     return Smem(boxed([tile], plan.dtype), out), full
 
@@ -117,9 +117,9 @@ def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, f
         def _next() -> None:
             fetch(turn + plan.stages)
 
-        for axis, store, target in zip(plan.how.axes, slots, values, strict=True):
+        for way, store, target in zip(plan.how.ways, slots, values, strict=True):
             places = pl.ds(at.row * TILE, TILE), pl.ds(at.col * TILE, TILE)
-            here = places[::-1] if axis == ACROSS else places
+            here = places[::-1] if way.axis == ACROSS else places
             plgpu.copy_smem_to_gmem(store.box.at[mine], target.at[at.batch].at[here])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -128,15 +128,16 @@ def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, f
 def _quantize(
     plan: QuantizePlan, tile: Ref, at: Tile, stored: Sequence[Ref], scales: Sequence[Ref]
 ) -> None:
-    """Quantizes a tile along each axis: values to store slots, scales to memory."""
-    whole = _quantize_whole(plan, tile, at, scales[0]) if plan.is_square else None
-    for number, (axis, store) in enumerate(zip(plan.how.axes, stored, strict=True)):
+    """Quantizes a tile in each way: values to store slots, scales to memory."""
+    whole = _quantize_whole(plan, tile, at, scales[0]) if plan.squares else None
+    for number, (way, store) in enumerate(zip(plan.how.ways, stored, strict=True)):
         for half in range(TILE // HALF):
-            lines = [_square(tile, axis, half, other) for other in range(TILE // HALF)]
-            if whole is None:
-                values = _quantize_lines(plan, lines, _Place(at, axis, half), scales[number])
-            else:
+            lines = [_square(tile, way.axis, half, other) for other in range(TILE // HALF)]
+            if is_square(way):
                 values = [values_of(x, whole, plan.how) for x in lines]
+            else:
+                own = scales[plan.scales_of(number)]
+                values = _quantize_lines(plan, lines, _Place(at, way, half), own)
             store.at[half * HALF : (half + 1) * HALF, :][...] = lax.concatenate(values, 1)
 
 
@@ -149,10 +150,10 @@ def _quantize_whole(plan: QuantizePlan, tile: Ref, at: Tile, scales: Ref) -> Sca
 
 
 class _Place(NamedTuple):
-    """Half of the lines of a tile along an axis."""
+    """Half of the lines of a tile in one way."""
 
     at: Tile
-    axis: int
+    way: Way
     half: int
 
 
@@ -160,8 +161,8 @@ def _quantize_lines(
     plan: QuantizePlan, lines: Sequence[Values], place: _Place, scales: Ref
 ) -> list[Values]:
     """Quantizes lines block by block: returns their values, and stores their scales."""
-    at, width, values = place.at, plan.how.block.along, []
-    line, first = (at.col, at.row) if place.axis == ACROSS else (at.row, at.col)
+    at, width, values = place.at, place.way.block.along, []
+    line, first = (at.col, at.row) if place.way.axis == ACROSS else (at.row, at.col)
     for number, block in enumerate(_blocks(plan, lines, width)):
         found = scales_of(_largest(block), plan.how)
         mine = scales.at[at.batch, first * (TILE // width) + number]
@@ -208,7 +209,7 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
         grid=launch.Grid(plan.workers, {"cta": 1}, 1),
         results=(plan.values, plan.scales),
         scratch=scratch(plan),
-        operations=launch.Operations(math.prod(plan.shape) * 2 * len(plan.how.axes)),
+        operations=launch.Operations(math.prod(plan.shape) * 2 * len(plan.how.ways)),
         interpret=plan.interpret,
     )
 

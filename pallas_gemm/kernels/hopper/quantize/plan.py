@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, INT8
-from pallas_gemm.kernels.quantize import ACROSS, Block, Quantization
+from pallas_gemm.kernels.quantize import ACROSS, Block, Quantization, Way
 from pallas_gemm.problem import ROW_BYTES
 
 TILE = 128
@@ -34,16 +34,16 @@ def refusals(how: Quantization, shape: Shape, dtype: Any) -> Iterator[str]:
     if how.dtype not in FLOATS_8 | {INT8}:
         names = ", ".join(sorted(map(str, FLOATS_8 | {INT8})))
         yield f"the kernel quantizes to {names}, got {how.dtype}"
-    if how.block not in BLOCKS:
-        legal = ", ".join(str(tuple(block)) for block in BLOCKS)
-        yield f"the kernel takes blocks of {legal}, got {tuple(how.block)}"
+    for way in how.ways:
+        if way.block not in BLOCKS:
+            legal = ", ".join(str(tuple(block)) for block in BLOCKS)
+            yield f"the kernel takes blocks of {legal}, got {tuple(way.block)}"
     if 0 in shape:
         yield f"there is nothing to quantize, got shape {list(shape[1:])}"
     names = [("columns", shape[2], np.dtype(dtype))]
-    for axis in how.axes:
-        names.append(
-            ("rows", shape[1], how.dtype) if axis == ACROSS else ("columns", shape[2], how.dtype)
-        )
+    for way in how.ways:
+        turned = way.axis == ACROSS
+        names.append(("rows" if turned else "columns", shape[1 if turned else 2], how.dtype))
     for name, size, own in names:
         if size * own.itemsize % ROW_BYTES:
             needed = ROW_BYTES // own.itemsize
@@ -61,7 +61,7 @@ class QuantizePlan:
         device: The GPU.
         interpret: The simulator, or False.
         stages: Slots that tiles are loaded into.
-        stores: Store slots of each axis.
+        stores: Store slots of each way.
         resident: CTAs of an SM.
         band: Rows of tiles that are walked together.
         ctas: CTAs at most; None for those that run at the same time.
@@ -104,29 +104,39 @@ class QuantizePlan:
         return min(self.tiles, self.ctas or self.device.sms * self.resident)
 
     @property
-    def is_square(self) -> bool:
-        """Whether a block is a whole tile."""
-        return self.how.block.across > 1
+    def squares(self) -> list[Way]:
+        """The ways whose blocks are whole tiles."""
+        return [way for way in self.how.ways if is_square(way)]
 
     @property
     def values(self) -> list[Any]:
-        """The values of each axis, k last."""
+        """The values of each way, k last."""
         batch, rows, cols = self.shape
-        shapes = [(cols, rows) if axis == ACROSS else (rows, cols) for axis in self.how.axes]
+        shapes = [(cols, rows) if way.axis == ACROSS else (rows, cols) for way in self.how.ways]
         return [jax.ShapeDtypeStruct((batch, *shape), self.how.dtype) for shape in shapes]
 
     @property
     def scales(self) -> list[Any]:
         """The scales of whole tiles, those of lines that lie side by side next to each other.
 
-        Blocks of whole tiles have the same along both axes.
+        First are those of blocks that are whole tiles, the same along both axes.
         """
         batch, (down, along) = self.shape[0], self.grid
-        if self.is_square:
-            return [jax.ShapeDtypeStruct((batch, down, along), jnp.float32)]
-        each = TILE // self.how.block.along
-        shapes = [
-            (down * each, along * TILE) if axis == ACROSS else (along * each, down * TILE)
-            for axis in self.how.axes
-        ]
+        shapes = [(down, along)] if self.squares else []
+        for way in self.how.ways:
+            if not is_square(way):
+                one, other = (down, along) if way.axis == ACROSS else (along, down)
+                shapes.append((one * (TILE // way.block.along), other * TILE))
         return [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in shapes]
+
+    def scales_of(self, number: int) -> int:
+        """Which of the scales are those of a way."""
+        if is_square(self.how.ways[number]):
+            return 0
+        before = sum(not is_square(way) for way in self.how.ways[:number])
+        return bool(self.squares) + before
+
+
+def is_square(way: Way) -> bool:
+    """Whether a block is a whole tile."""
+    return way.block.across > 1
