@@ -244,18 +244,15 @@ def factors(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, *, derived: bo
     return Factors(x, k, x_along_rows, k_along_columns)
 
 
-def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any) -> Any:
-    return quantize(
-        x, block=cast.block, dtype=cast.dtype, axis=axis, power_of_two=recipe.power_of_two
-    )
+def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, block: Any = None) -> Any:
+    block = cast.block if block is None else block
+    return quantize(x, block=block, dtype=cast.dtype, axis=axis, power_of_two=recipe.power_of_two)
 
 
 def _quantized_grad(recipe: Recipe, g: jax.Array) -> Any:
     """Quantizes output gradients: for the gradient of inputs, and for that of the kernel."""
     own = recipe.output_grad
-    return _quantized(
-        recipe, own._replace(block=(own.block, recipe.kernel_grad_block)), g, BOTH
-    )
+    return _quantized(recipe, own, g, BOTH, block=(own.block, recipe.kernel_grad_block))
 
 
 def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:

@@ -47,7 +47,7 @@ class Way(NamedTuple):
         """Rows and columns of a block, as the matrix lies."""
         return self.block[::-1] if self.axis == ACROSS else self.block
 
-    def count(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def blocks(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns how many blocks a matrix has, down and along its rows."""
         rows, cols = (-(-size // own) for size, own in zip(shape[-2:], self.lying, strict=True))
         return rows, cols
@@ -138,7 +138,7 @@ def by_xla(x: jax.Array, how: Quantization) -> list[Any]:
 
 def _in_way(x: jax.Array, how: Quantization, way: Way) -> tuple[jax.Array, jax.Array]:
     """Quantizes blocks in one way; returns the values, k last, and the scales as `x` lies."""
-    block, counts = way.lying, way.count(x.shape)
+    block, counts = way.lying, way.blocks(x.shape)
     *lead, rows, cols = x.shape
     padding = [
         (0, n * length - size) for n, length, size in zip(counts, block, (rows, cols), strict=True)

@@ -117,10 +117,10 @@ def by_kernel(own: Quantizer, kernel: Callable[..., Any], x: jax.Array) -> list[
         scale = scales[own.plan.scales_of(number)]
         if way.axis == ALONG and not is_square(way):
             scale = jnp.swapaxes(scale, -1, -2)
-        down, along = way.count(own.plan.shape)
+        down, along = way.blocks(own.plan.shape)
         scale = scale[:, :down, :along]
         found += [values[number].reshape(*lead, *shape)]
-        found += [scale.reshape(*lead, *way.count(own.shape))]
+        found += [scale.reshape(*lead, *way.blocks(own.shape))]
     return found
 
 

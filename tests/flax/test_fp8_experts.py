@@ -30,7 +30,8 @@ def test_a_group_is_multiplied_as_a_layer(recipe: Recipe, k: int, n: int) -> Non
     y, pull = jax.vjp(lambda x, w: product_in_groups(recipe, x, w, sizes), x, w)
     of_x, of_w = pull(g)
     # Blocks of rows are those of all groups.
-    casts = (x, recipe.inputs), (g, recipe.output_grad)
+    of_kernel = recipe.output_grad._replace(block=recipe.kernel_grad_block)
+    casts = (x, recipe.inputs), (g, of_kernel)
     along_rows = [_along_rows(x, cast, power_of_two=recipe.power_of_two) for x, cast in casts]
     first = 0
     for group, size in enumerate(SIZES):
@@ -50,8 +51,8 @@ def test_a_group_is_multiplied_as_a_layer(recipe: Recipe, k: int, n: int) -> Non
 def _along_rows(x: jax.Array, cast: Cast, *, power_of_two: bool) -> np.ndarray:
     """Returns what is left of a matrix when blocks of rows are quantized."""
     own = quantize(x, block=cast.block, dtype=cast.dtype, axis=-2, power_of_two=power_of_two)
-    scale = np.repeat(own.scale, cast.block[1], 0)[: len(x)]
-    return np.asarray(own.values.T, np.float32) * scale
+    scale = np.repeat(np.repeat(own.scale, cast.block[1], 0), cast.block[0], 1)
+    return np.asarray(own.values.T, np.float32) * scale[: x.shape[0], : x.shape[1]]
 
 
 def test_layers_have_the_parameters_of_stock_ones_and_learn_as_they_do() -> None:

@@ -134,6 +134,7 @@ def _quantize(
         for half in range(TILE // HALF):
             lines = [_square(tile, way.axis, half, other) for other in range(TILE // HALF)]
             if is_square(way):
+                assert whole is not None
                 values = [values_of(x, whole, plan.how) for x in lines]
             else:
                 own = scales[plan.scales_of(number)]
