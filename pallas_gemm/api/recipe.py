@@ -67,10 +67,10 @@ QWIX: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class Recipe:
     """How layers are trained in 8 bits: the type and the blocks of each operand.
 
-    The default is the recipe of DeepSeek-V3 but for the gradient of a kernel: e4m3, a scale for
-    each 1 x 128 of inputs and of output gradients, and for each 128 x 128 of a kernel. In the
-    product that makes the gradient of a kernel, output gradients have one for each 128 x 128; with
-    `kernel_grad_block=(1, 128)` it is all of that recipe, which takes longer. Its name is "blocks".
+    The default is named "blocks": e4m3, a scale for each 1 x 128 of inputs and of output gradients,
+    and for each 128 x 128 of a kernel. In the product that makes the gradient of a kernel, output
+    gradients have one for each 128 x 128, too. With `kernel_grad_block=(1, 128)` it is the recipe
+    of DeepSeek-V3, which takes longer.
 
     >>> recipe = Recipe(output_grad=Cast(jnp.float8_e5m2))
     >>> y = recipe.dot_general(x, w, (((1,), (0,)), ((), ())))
