@@ -2,7 +2,8 @@
 
 A function is run on all rows, and on some of them, in other orders, and among more. Rows that are
 the same have to give the same bits. Where they do not, every operation of the function is compared,
-in the order of the program: the first that differs is the one to look at.
+in the order of the program: the first that differs is the one to look at. Where none does alone,
+it is one that XLA computes together with others (`fused_bits`).
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from pallas_gemm.api import fused_bits
 from pallas_gemm.rewriting import lines
 
 _CALLS = frozenset(
@@ -149,7 +151,7 @@ def check(
         return [x[own] if is_one else x for x, is_one in zip(leaves, having, strict=True)]
 
     every = list(_variants(count, variants, seed))
-    run = jax.jit(of_leaves)
+    run = _compiled(of_leaves)
     whole = run(*leaves)
     axes = _axes_of_results(of_leaves, leaves, having)
     elements, differing, worst = 0, 0, None
@@ -281,37 +283,67 @@ def _first(
         return None, "the function does something else with another number of rows"
     count = _count(leaves, having)
     axes = _axes(whole.shapes, longer.shapes, count)
-    results = [np.asarray(x) for x in jax.jit(whole.run)(*leaves)]
+    results = [np.asarray(x) for x in _compiled(whole.run)(*leaves)]
     for variant in variants:
         own = chosen(variant.rows)
         part = _flat(f, own)
         if names != [e.primitive.name for e in part.equations]:
             return None, f"the function does something else with {variant.text}"
-        found = jax.jit(part.run)(*own)
+        found = _compiled(part.run)(*own)
         makers = (equation for equation in whole.equations for _ in _outs(equation))
         for equation, x, y, axis in zip(makers, results, found, axes, strict=True):
             if differing := _compared(x, y, axis, count, variant.rows):
                 return _culprit(equation, variant, differing, y, axis)
-    return None, (
-        "no operation differs where all of their results are kept: XLA computes some of them"
-        " differently as parts of larger ones"
+    given = leaves, chosen(variants[0].rows), _longer(leaves, having, 1)
+    return _first_together(f, given, variants[0], count)
+
+
+def _first_together(
+    f: Callable[..., Any], arguments: Any, variant: _Variant, count: int
+) -> tuple[Culprit | None, str]:
+    """Returns the first operation that XLA computes together with others, and which ones."""
+
+    def compare(whole: Any, some: Any, types: Any, longer: Any) -> tuple[int, int]:
+        axes = _axes([x.shape for x in types], [x.shape for x in longer], count)
+        rows = variant.rows
+        each = [
+            (_compared(x, y, axis, count, rows), int(np.size(y)))
+            for x, y, axis in zip(whole, some, axes, strict=True)
+        ]
+        return next((own for own in each if own[0]), (0, sum(size for _, size in each)))
+
+    found = fused_bits.first(f, arguments, compare, _compiled)
+    kept = "no operation differs where all of their results are kept: XLA computes some of them"
+    if found is None:
+        return None, f"{kept} differently as parts of larger ones"
+    at, last = found.reduction or found.last, found.last.primitive.name
+    culprit = _named(at.primitive.name, at.source, variant, found.differing, found.elements)
+    if found.reduction is None:
+        return culprit, f"{kept} in one kernel, and how depends on the rows"
+    place = lines.place(found.last.source)
+    return culprit, (
+        f"XLA computes it in one kernel with what follows, up to {last}{f' at {place}' * bool(place)},"
+        " and how depends on the number of rows: jax.lax.optimization_barrier around its result"
+        " keeps it apart"
     )
+
+
+def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(f)
 
 
 def _culprit(
     equation: Any, variant: _Variant, differing: int, part: Any, axis: Any
 ) -> tuple[Culprit, str]:
-    name = equation.primitive.name
-    own = Culprit(
-        name,
-        lines.place(equation.source_info),
-        name.startswith("pallas_gemm"),
-        variant.text,
-        differing,
-        int(np.size(part)),
-    )
+    size, source = int(np.size(part)), equation.source_info
+    own = _named(equation.primitive.name, source, variant, differing, size)
     over_all = "its result has no rows: it is made of all of them" if axis is None else ""
     return own, over_all
+
+
+def _named(name: str, source: Any, variant: _Variant, differing: int, elements: int) -> Culprit:
+    is_ours = name.startswith("pallas_gemm")
+    return Culprit(name, lines.place(source), is_ours, variant.text, differing, elements)
 
 
 def _outs(equation: Any) -> list[Any]:
