@@ -321,10 +321,10 @@ def _first_together(
     if found.reduction is None:
         return culprit, f"{kept} in one kernel, and how depends on the rows"
     place = lines.place(found.last.source)
+    end = f"{last} at {place}" if place else last
     return culprit, (
-        f"XLA computes it in one kernel with what follows, up to {last}{f' at {place}' * bool(place)},"
-        " and how depends on the number of rows: jax.lax.optimization_barrier around its result"
-        " keeps it apart"
+        f"XLA computes it in one kernel with what follows, up to {end}, and how depends on the"
+        " number of rows: jax.lax.optimization_barrier around its result keeps it apart"
     )
 
 

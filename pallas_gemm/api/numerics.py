@@ -1,11 +1,13 @@
 """`numerics`: what is promised of the bits of products, and how their sums are made."""
 
 import contextvars
+import re
 from typing import Any, Literal, Self
 
 from pallas_gemm.api import bits
 from pallas_gemm.api.explain import explain
 from pallas_gemm.call import Numerics
+from pallas_gemm.op.lowering import SUMS
 from pallas_gemm.planning.numerics import STATED
 from pallas_gemm.planning.sums import Sums
 
@@ -89,5 +91,29 @@ class numerics(Numerics):  # noqa: N801 - it is called as a function is
         """
         found = explain(f, *args, **kwargs)
         return tuple(Sums.of(entry.decision) for entry in found.entries if entry.is_ours)
+
+    @staticmethod
+    def carried(program: Any) -> tuple[str, ...]:
+        """Returns what a program for a GPU says of the sums of which something is promised.
+
+        >>> exported = jax.export.export(jax.jit(f), platforms=["cuda"])(x)  # doctest: +SKIP
+        >>> print(*numerics.carried(exported))  # doctest: +SKIP
+        bfloat16 in float32, 1 steps of 64; rounded to bfloat16; a row keeps its bits among ...
+
+        Args:
+            program: What `jax.export.export` or `jax.jit(f).lower` returns.
+
+        Returns:
+            Each record that a product of it has, as text and once.
+
+        Raises:
+            TypeError: It is no such program.
+        """
+        module = getattr(program, "mlir_module", None) or getattr(program, "as_text", None)
+        if not callable(module):
+            kind = type(program).__name__
+            raise TypeError(f"program must be exported or lowered by JAX, got {kind}")
+        found = re.findall(rf'{SUMS} = "([^"]*)"', module())
+        return tuple(dict.fromkeys(found))
 
     check = staticmethod(bits.check)

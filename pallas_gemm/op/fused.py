@@ -286,7 +286,7 @@ def _run(
     if isinstance(found, str) or found.decision.plan is None:
         by_xla = functools.partial(apart, call, contraction, function)
         return function.otherwise or by_xla if gpu else by_xla
-    kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
+    kernel = lowering.bound(program_kernel_p, found.call, found.decision)
     return functools.partial(found.run, kernel)
 
 

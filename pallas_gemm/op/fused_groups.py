@@ -239,7 +239,7 @@ def _run(
     found = plan(lowering.planned(call, gpu), function, signature)
     if isinstance(found, str) or found.decision.plan is None:
         return functools.partial(apart, call, function)
-    kernel = functools.partial(program_kernel_p.bind, call=found.call, decision=found.decision)
+    kernel = lowering.bound(program_kernel_p, found.call, found.decision)
     return functools.partial(found.run, kernel)
 
 

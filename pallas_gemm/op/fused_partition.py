@@ -330,7 +330,7 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared,
     call, own, form = _of_device(shared, signature)
     decision = None if is_turned(form) else dispatch.decide(call, own)
     if decision is not None and decision.plan is not None:
-        kernel = functools.partial(program_kernel_p.bind, call=call, decision=decision)
+        kernel = lowering.bound(program_kernel_p, call, decision)
         run = functools.partial(_of_matrices, shared, form, kernel)
     elif (promised := shared.call.options.numerics) is not None:
         why = NOT_IN_ORDER if is_turned(form) and gpu else numerics.ELSEWHERE

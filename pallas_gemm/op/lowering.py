@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -32,7 +33,10 @@ from pallas_gemm.planning import (
 )
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.sums import Sums
 
+SUMS = "pallas_gemm_sums"
+"""The attribute of an operation in a compiled program that says how its sums are made."""
 whole_p = core.Primitive("pallas_gemm_whole")
 """A product whose operands are what they are; the primitive of all transformations becomes one."""
 kernel_p = core.Primitive("pallas_gemm_kernel")
@@ -208,7 +212,7 @@ def lower_symmetric(
     own, signature = planned(call, gpu), _signature(ctx.avals_in)
     decision = dispatch.decide(own, signature)
     if decision.plan is not None:
-        half = functools.partial(kernel_p.bind, call=own, decision=decision)
+        half = bound(kernel_p, own, decision)
         return mesh_context.lower_off_mesh(ctx, half, operands)
     every = call.whole.with_target(own.options.target)
     kernel = _kernel(every, signature)
@@ -260,7 +264,23 @@ def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
             by_xla = xla_groups.by_jax if isinstance(call, GroupedCall) else xla.product
             return refused_as_it_runs(words, functools.partial(by_xla, call))
         return None
-    return functools.partial(kernel_p.bind, call=call, decision=decision)
+    return bound(kernel_p, call, decision)
+
+
+def bound(primitive: core.Primitive, call: Call, decision: Decision) -> Callable[..., Any]:
+    """Returns the function that a kernel computes.
+
+    Where something is promised, the program says of the kernel how its sums are made.
+    """
+    kernel = functools.partial(primitive.bind, call=call, decision=decision)
+    if call.options.numerics is None:
+        return kernel
+
+    def run(*operands: Any) -> Any:
+        with set_xla_metadata(**{SUMS: str(Sums.of(decision))}):
+            return kernel(*operands)
+
+    return run
 
 
 def refused_as_it_runs(words: str, by_xla: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend import core
 
 import pallas_gemm
 from pallas_gemm import (
@@ -29,6 +30,7 @@ from pallas_gemm import (
     ragged_dot_general,
     target,
 )
+from pallas_gemm.api import bits
 from pallas_gemm.op import parts
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.sums import Sums
@@ -397,6 +399,32 @@ def test_an_exported_program_has_the_kernel_that_keeps_the_promise() -> None:
     assert "pallas_gemm_hopper_join" in module or module.count("mosaic_gpu") >= 2
 
 
+CARRYING: dict[str, Callable[[], Any]] = {
+    "gemm": lambda: gemm(X, W),
+    "gated": lambda: gated_gemm(X, HEADS[0], HEADS[1]),
+    "grouped": lambda: grouped_gemm(X, HEADS, SIZES, activation="silu"),
+    "function": lambda: gemm(X, HEADS[0], epilogue=lambda s: jnp.tanh(s).astype(jnp.bfloat16)),
+    "function of groups": lambda: grouped_gemm(X, HEADS, SIZES, epilogue=_squares),
+    "gram": lambda: gram(draw(512, 128)),
+    "projections": lambda: projections(X, [W, HEADS[0]]),
+}
+
+
+@pytest.mark.parametrize("f", CARRYING.values(), ids=CARRYING)
+def test_an_exported_program_carries_the_record(f: Callable[[], Any]) -> None:
+    with target("h200"):
+        for own in (ROWS, numerics(invariant="run")):
+            with own:
+                wanted = {str(sums) for sums in numerics.of(f)}
+                exported = jax.export.export(jax.jit(f), platforms=["cuda"])()
+            program = jax.export.deserialize(exported.serialize())
+            assert {*numerics.carried(program)} == wanted
+        free = jax.jit(f).trace().lower(lowering_platforms=("cuda",))
+        assert numerics.carried(free) == ()
+    with pytest.raises(TypeError, match="program must be exported or lowered by JAX, got function"):
+        numerics.carried(f)
+
+
 def on_mesh(f: Callable[..., Any], *specs: Any, columns: int = 64) -> Any:
     """Compiles a product of X and W whose operands are split so."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
@@ -545,6 +573,90 @@ def test_the_kit_names_an_operation_of_ours() -> None:
     found = numerics.check(f, draw(40, 512), variants=3)
     assert found.first is not None
     assert found.first.is_ours
+
+
+def _fused(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as a compiler would that makes some kernels by the number of rows.
+
+    A product of a matrix with what a sum along its rows has become is one kernel with that sum,
+    unless the sum or what is in between is a result, or behind a barrier.
+    """
+
+    def computed(
+        jaxpr: core.Jaxpr, consts: Any, given: Any, within: Any, kept: Any
+    ) -> tuple[list[Any], list[bool]]:
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= dict(zip(jaxpr.invars, given, strict=True))
+        open_ = {v for v, is_one in zip(jaxpr.invars, within, strict=True) if is_one}
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, core.Literal) else values[v]
+
+        for e in jaxpr.eqns:
+            inputs, name = list(map(read, e.invars)), e.primitive.name
+            was = [not isinstance(v, core.Literal) and v in open_ for v in e.invars]
+            if name == "jit":
+                inner = e.params["jaxpr"]
+                outputs, still = computed(inner.jaxpr, inner.consts, inputs, was, ())
+                open_ |= {v for v, is_one in zip(e.outvars, still, strict=True) if is_one}
+            else:
+                found: Any = e.primitive.bind(*inputs, **e.primitive.get_bind_params(e.params))
+                outputs = found if e.primitive.multiple_results else [found]
+                if name == "mul" and any(was) and outputs[0].shape[-1] > 1:
+                    outputs = [outputs[0] * (1 + 1e-6 * outputs[0].shape[0])]
+                elif name == "reduce_sum" or (any(was) and name != "optimization_barrier"):
+                    open_ |= {v for v in e.outvars if v not in kept}
+            values.update(zip(e.outvars, outputs, strict=True))
+        return list(map(read, jaxpr.outvars)), [v in open_ for v in jaxpr.outvars]
+
+    def run(*given: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(f, return_shape=True)(*given)
+        kept = {v for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)}
+        own, _ = computed(closed.jaxpr, closed.consts, given, [False] * len(given), kept)
+        return jax.tree.unflatten(jax.tree.structure(shapes), own)
+
+    return run
+
+
+def _normed(x: jax.Array, keep: Callable[[Any], Any]) -> jax.Array:
+    for _ in range(3):
+        y = jnp.tanh(x) + 1
+        x = y * jax.lax.rsqrt(keep(jnp.mean(y * y, -1, keepdims=True)) + 1e-6)
+    return x
+
+
+def test_the_kit_names_what_is_computed_together_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bits, "_compiled", _fused)
+    x = draw(20, 32, dtype=jnp.float32)
+    found = numerics.check(lambda x: _normed(x, lambda y: y), x, variants=4)
+    assert not found
+    assert found.first is not None
+    assert (found.first.name, found.first.is_ours) == ("reduce_sum", False)
+    assert "optimization_barrier" in found.why
+    assert "up to mul at test_numerics.py" in str(found)
+    assert numerics.check(lambda x: _normed(x, jax.lax.optimization_barrier), x, variants=4)
+
+
+def test_the_kit_names_the_last_of_several_where_no_reduction_is_to_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            names = [e.primitive.name for e in jax.make_jaxpr(f)(*given).jaxpr.eqns]
+            results = f(*given)
+            is_one = len(results) == 1 and {"tanh", "exp"} <= {*names}
+            return [results[0] + given[0].shape[0]] if is_one else results
+
+        return run
+
+    monkeypatch.setattr(bits, "_compiled", compiled)
+    x = draw(20, 32, dtype=jnp.float32)
+    found = numerics.check(lambda x: jnp.sin(jnp.exp(jnp.tanh(x)) * 2), x, variants=3)
+    assert found.first is not None
+    assert found.first.name == "exp"
+    assert "in one kernel" in found.why
 
 
 def test_the_kit_follows_rows_through_reshapes_and_scans() -> None:
