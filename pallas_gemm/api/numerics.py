@@ -101,7 +101,7 @@ class numerics(Numerics):  # noqa: N801 - it is called as a function is
         bfloat16 in float32, 1 steps of 64; rounded to bfloat16; a row keeps its bits among ...
 
         Args:
-            program: What `jax.export.export` or `jax.jit(f).lower` returns.
+            program: The result of `jax.export.export`, or of `jax.jit(f).lower`.
 
         Returns:
             Each record that a product of it has, as text and once.
