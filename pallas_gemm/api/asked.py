@@ -20,6 +20,7 @@ from pallas_gemm.kernels import element_types
 from pallas_gemm.op import fused, fused_groups, stored
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.fused_groups import fused_groups_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
@@ -231,7 +232,7 @@ def _of_dense_function(
     equation: Any,
     call: Call,
     dims: Contraction,
-    function: fused.Function,
+    function: Function,
     given: Signature,
     common: Mapping[str, Any],
 ) -> Asked:
@@ -245,7 +246,7 @@ def _of_function(
     equation: Any,
     found: Any,
     alone: tuple[Call, Signature],
-    function: fused.Function,
+    function: Function,
     common: Mapping[str, Any],
 ) -> Asked:
     """Returns a product whose epilogue is a function, and what XLA does of it.

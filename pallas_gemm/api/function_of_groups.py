@@ -12,7 +12,7 @@ from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.axes import ONE, Axes
 from pallas_gemm.op import fused_groups, mesh_context
-from pallas_gemm.op.fused import Function
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_groups import OfRows
 from pallas_gemm.planning import numerics, xla_groups
 from pallas_gemm.problem import SCALES

@@ -34,6 +34,7 @@ from pallas_gemm.call import Call, Operands, Signature, signature_of
 from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.op import fused, linear
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.function_of_sums import Function, traced
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import xla
@@ -131,7 +132,7 @@ def _with_pre_activations(
     after: Epilogue,
     shape: tuple[int, ...],
     extras: Signature,
-) -> fused.Function:
+) -> Function:
     """Returns the function of sums to a result and what its activation is applied to."""
 
     def both(*args: Any) -> list[Any]:
@@ -157,7 +158,7 @@ def _with_pre_activations(
 
     wide = jax.ShapeDtypeStruct(shape, np.float32)
     types = [jax.ShapeDtypeStruct(*operand) for operand in extras]
-    function = fused.traced(both, *([wide] * len(befores)), *types, sums=len(befores))
+    function = traced(both, *([wide] * len(befores)), *types, sums=len(befores))
     return dataclasses.replace(function, otherwise=twice)
 
 

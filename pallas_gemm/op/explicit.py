@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Operands
-from pallas_gemm.op import autodiff, fused, linear
+from pallas_gemm.op import autodiff, function_of_sums, fused, linear
 from pallas_gemm.op.contraction import Contraction, joined
 from pallas_gemm.op.product import product, run_as_jax_does
 from pallas_gemm.planning import numerics
@@ -71,7 +71,7 @@ class _Fused:
 
     call: Call
     contraction: Contraction
-    function: fused.Function
+    function: function_of_sums.Function
     sums: NamedSharding
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
@@ -87,7 +87,7 @@ class _Fused:
 
 
 def explicit_fused(
-    call: Call, contraction: Contraction, function: fused.Function, *operands: jax.Array
+    call: Call, contraction: Contraction, function: function_of_sums.Function, *operands: jax.Array
 ) -> list[jax.Array]:
     """Computes a function of a product of operands on an explicit mesh."""
     factors, _ = fused.factors_of(call, operands)

@@ -24,12 +24,12 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
 from pallas_gemm.call import signature_of as signature_of
-from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, joined
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_partition import (
     NOT_IN_ORDER,
     is_turned,
@@ -47,84 +47,6 @@ from pallas_gemm.planning.dispatch import Decision
 
 fused_p = core.Primitive("pallas_gemm_fused")
 fused_p.multiple_results = True
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """What follows the sums: a function of them, and of operands.
-
-    Attributes:
-        run: Computes it, as a list.
-        closed: The same, traced.
-        sums: How many sums it takes first.
-        rounds_to: The type that it rounds the sums to first where XLA computes it; None if none.
-        otherwise: Computes the results of all operands on a GPU whose kernels do not compute the
-            function; None for the sums, and the function by XLA.
-    """
-
-    run: Callable[..., list[Any]]
-    closed: core.ClosedJaxpr
-    sums: int = 1
-    rounds_to: Any = None
-    otherwise: Callable[..., list[Any]] | None = None
-
-    def __call__(self, *args: Any) -> list[Any]:
-        """Computes it by XLA."""
-        return self.run(*args)
-
-    @functools.cached_property
-    def types(self) -> list[jax.ShapeDtypeStruct]:
-        """The types of the sums and of the operands."""
-        taken: Any = self.closed.in_avals
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in taken]
-
-    @functools.cache  # noqa: B019 - a function lives as long as the program that holds it
-    def keeping_sums(self, dtype: Any) -> "Function":
-        """Returns the function with the sums, rounded, as more results."""
-
-        def keeping(*args: Any) -> list[Any]:
-            return [*self(*args), *(s.astype(dtype) for s in args[: self.sums])]
-
-        return traced(keeping, *self.types, sums=self.sums)
-
-    @functools.cache  # noqa: B019
-    def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
-        """Returns the function of `size` sums and operands, the operands along these axes."""
-        every = ((0,) * self.sums) + axes
-        types = [
-            x if axis is None else _with_axis(x, size, axis)
-            for x, axis in zip(self.types, every, strict=True)
-        ]
-        return traced(jax.vmap(self, every), *types, sums=self.sums)
-
-    @functools.cache  # noqa: B019
-    def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:
-        """Whether the derivative along what moves, the sums first, depends on the sums."""
-        moving = [x for x, is_moved in zip(self.types, moved, strict=True) if is_moved]
-
-        def change(*args: Any) -> Any:
-            own, changes = args[: len(moved)], args[len(moved) :]
-            return changed(self, own, moved, changes)[1]
-
-        whole = flat.flat(jax.make_jaxpr(change)(*self.types, *moving))
-        needed = {x for x in whole.outputs if isinstance(x, int)}
-        for equation in reversed(whole.equations):
-            if needed & set(equation.outputs):
-                needed |= {x for x in equation.inputs if isinstance(x, int)}
-        return not needed.isdisjoint(whole.inputs[: self.sums])
-
-
-def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function:
-    """Traces a function of sums, and of operands."""
-
-    def run(*args: Any) -> list[Any]:
-        return jax.tree.leaves(function(*args))
-
-    return Function(run, jax.make_jaxpr(run)(*types), sums)
-
-
-def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis:]), x.dtype)
 
 
 def fused(
@@ -338,24 +260,12 @@ def _jvp(
     of_factors, changes = factors_of(call, linear.changes(tangents))
     of_sums = _changes_in_blocks if call.epilogue.blocks else _changes_of_sums
     moves = [*of_sums(call, contraction, function, factors, of_factors), *changes]
-    moved = tuple(change is not None for change in moves)
-    if function.derivative_needs_sums(moved):
-        keeping = function.keeping_sums(kept_dtype(factors[0].dtype))
-        every = fused(call, contraction, keeping, *primals)
-        results, sums = every[: -function.sums], every[-function.sums :]
-        sums = list(map(linear.named, sums))
-    else:
-        results = fused(call, contraction, function, *primals)
-        sums = [jnp.zeros(x.shape, x.dtype) for x in function.types[: function.sums]]
 
-    # What the derivative computes of the sums again is not kept beside them.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def change(sums: Any, own: Any, moves: Any) -> Any:
-        own = (*(x.astype(function.types[0].dtype) for x in sums), *own)
-        return changed(function, own, moved, moves)[1]
+    def compute(kept: Any = None) -> list[Any]:
+        own = function if kept is None else function.keeping_sums(kept)
+        return fused(call, contraction, own, *primals)
 
-    moving = [x for x in moves if x is not None]
-    return list(map(linear.named, results)), change(sums, tuple(given), moving)
+    return function.derivative(compute, factors[0].dtype, moves, tuple(given))
 
 
 def _changes_of_sums(
@@ -393,35 +303,6 @@ def _sum(terms: Sequence[Any]) -> Any:
     """Adds up the terms that there are; None if there is none."""
     there = [x for x in terms if x is not None]
     return sum(there[1:], there[0]) if there else None
-
-
-def changed(
-    function: Callable[..., list[Any]],
-    own: Sequence[Any],
-    moved: Sequence[bool],
-    changes: Sequence[Any],
-) -> tuple[Any, Any]:
-    """Returns the function's results, and how they change with those of its arguments that move."""
-    still = [None if is_moved else x for x, is_moved in zip(own, moved, strict=True)]
-    moving = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
-
-    def of_moving(*moving: Any) -> Any:
-        left = iter(moving)
-        args = [next(left) if is_moved else x for x, is_moved in zip(still, moved, strict=True)]
-        return function(*args)
-
-    return jax.jvp(of_moving, tuple(moving), tuple(changes))
-
-
-def kept_dtype(dtype: Any) -> np.dtype:
-    """The type in which sums of such operands are kept for a derivative.
-
-    The type of the operands; bfloat16 for 8 bits; float32 for float16, whose range sums may leave.
-    """
-    dtype = np.dtype(dtype)
-    if dtype == np.float16:
-        return np.dtype(np.float32)
-    return np.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
 
 
 def _batch(

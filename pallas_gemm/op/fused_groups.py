@@ -25,7 +25,7 @@ from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.op import linear, lowering, mesh_context
 from pallas_gemm.op.batching import one_by_one
-from pallas_gemm.op.fused import Function, changed, kept_dtype
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_partition import program_kernel_p, refuse_unpromised
 from pallas_gemm.op.grouped import grouped
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
@@ -267,28 +267,16 @@ def _jvp(
     given = Given.of(call, primals)
     moves = Given.of(call, linear.changes(tangents))
     changes = [*_changes_of_sums(call, given, moves), *moves.others]
-    moved = tuple(change is not None for change in changes)
-    if function.function.derivative_needs_sums(moved):
-        keeping = function.keeping_sums(kept_dtype(given.factors.a.dtype))
-        every = fused_groups(call, keeping, *primals)
-        results, sums = every[: -function.sums], every[-function.sums :]
-        sums = list(map(linear.named, sums))
-    else:
-        results = fused_groups(call, function, *primals)
-        sums = [jnp.zeros(x.shape, x.dtype) for x in function.function.types[: function.sums]]
 
-    # What the derivative computes of the sums again is not kept beside them.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def change(sums: Any, sizes: Any, others: Any, moving: Any) -> Any:
-        wide = [x.astype(function.function.types[0].dtype) for x in sums]
+    def compute(kept: Any = None) -> list[Any]:
+        own = function if kept is None else function.keeping_sums(kept)
+        return fused_groups(call, own, *primals)
 
-        def run(*args: Any) -> list[Any]:
-            return function.finished(args[: function.sums], sizes, args[function.sums :])
+    def finished(*args: Any) -> list[Any]:
+        return function.finished(args[: function.sums], given.sizes, args[function.sums :])
 
-        return changed(run, (*wide, *others), moved, moving)[1]
-
-    moving = [x for x in changes if x is not None]
-    return list(map(linear.named, results)), change(sums, given.sizes, given.others, moving)
+    dtype = given.factors.a.dtype
+    return function.function.derivative(compute, dtype, changes, given.others, finished)
 
 
 def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]:

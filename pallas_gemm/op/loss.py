@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, loss_chunks, loss_partition, lowering, mesh_context
 from pallas_gemm.op.batching import one_by_one
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_gradient import gradients
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
@@ -59,7 +60,7 @@ def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
     return len(found.split.program.arrays) == keep
 
 
-def function_of(layer: Layer, keep: bool, operands: Sequence[Any]) -> fused.Function:
+def function_of(layer: Layer, keep: bool, operands: Sequence[Any]) -> Function:
     """Returns the function of the product that a kernel computes."""
     return loss_chunks.statistics_of_sums(layer, Given.of(operands), keep=keep, in_kernel=True)
 

@@ -20,7 +20,8 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.fused import Function, fused, traced
+from pallas_gemm.op.function_of_sums import Function, traced
+from pallas_gemm.op.fused import fused
 from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, Memory, chunks
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue

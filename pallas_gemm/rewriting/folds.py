@@ -24,7 +24,8 @@ from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.split import ELEMENTWISE
 from pallas_gemm.op import fused, mesh_context
-from pallas_gemm.op.fused import Function, Fused, fused_p
+from pallas_gemm.op.function_of_sums import Function
+from pallas_gemm.op.fused import Fused, fused_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import xla_time
 from pallas_gemm.problem import Epilogue

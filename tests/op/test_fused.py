@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import explain, gated_gemm, gemm, target
-from pallas_gemm.op import fused
+from pallas_gemm.op import function_of_sums, linear
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 M, N, K = 24, 40, 32
@@ -179,7 +179,7 @@ def test_the_sums_are_kept_only_where_the_derivative_needs_them(
     function: Any, moved: tuple[bool, ...], needs: bool
 ) -> None:
     types = [jax.ShapeDtypeStruct((M, N), F32)] * 2
-    assert fused.traced(function, *types).derivative_needs_sums(moved) == needs
+    assert function_of_sums.traced(function, *types).derivative_needs_sums(moved) == needs
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_sums_are_kept_only_where_the_derivative_needs_them(
     [(F32, F32), (BF16, BF16), (jnp.float16, F32), (jnp.float8_e4m3fn, BF16)],
 )
 def test_the_sums_are_kept_in_a_type_that_holds_them(dtype: Any, kept: Any) -> None:
-    assert fused.kept_dtype(dtype) == kept
+    assert linear.kept_sums_dtype(dtype) == kept
 
 
 def test_a_program_for_an_h200_has_one_kernel_for_all_results() -> None:

@@ -1,0 +1,143 @@
+"""What follows the sums of a product: a function, and its derivative, which JAX derives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from pallas_gemm.kernels import flat
+from pallas_gemm.op import linear
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """What follows the sums: a function of them, and of operands.
+
+    Attributes:
+        run: Computes it, as a list.
+        closed: The same, traced.
+        sums: How many sums it takes first.
+        rounds_to: The type that it rounds the sums to first where XLA computes it; None if none.
+        otherwise: Computes the results of all operands on a GPU whose kernels do not compute the
+            function; None for the sums, and the function by XLA.
+    """
+
+    run: Callable[..., list[Any]]
+    closed: core.ClosedJaxpr
+    sums: int = 1
+    rounds_to: Any = None
+    otherwise: Callable[..., list[Any]] | None = None
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Computes it by XLA."""
+        return self.run(*args)
+
+    @functools.cached_property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the sums and of the operands."""
+        taken: Any = self.closed.in_avals
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in taken]
+
+    @functools.cache  # noqa: B019 - a function lives as long as the program that holds it
+    def keeping_sums(self, dtype: Any) -> "Function":
+        """Returns the function with the sums, rounded, as more results."""
+
+        def keeping(*args: Any) -> list[Any]:
+            return [*self(*args), *(s.astype(dtype) for s in args[: self.sums])]
+
+        return traced(keeping, *self.types, sums=self.sums)
+
+    @functools.cache  # noqa: B019
+    def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
+        """Returns the function of `size` sums and operands, the operands along these axes."""
+        every = ((0,) * self.sums) + axes
+        types = [
+            x if axis is None else _with_axis(x, size, axis)
+            for x, axis in zip(self.types, every, strict=True)
+        ]
+        return traced(jax.vmap(self, every), *types, sums=self.sums)
+
+    @functools.cache  # noqa: B019
+    def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:
+        """Whether the derivative along what moves, the sums first, depends on the sums."""
+        moving = [x for x, is_moved in zip(self.types, moved, strict=True) if is_moved]
+
+        def change(*args: Any) -> Any:
+            own, changes = args[: len(moved)], args[len(moved) :]
+            return changed(self, own, moved, changes)[1]
+
+        whole = flat.flat(jax.make_jaxpr(change)(*self.types, *moving))
+        needed = {x for x in whole.outputs if isinstance(x, int)}
+        for equation in reversed(whole.equations):
+            if needed & set(equation.outputs):
+                needed |= {x for x in equation.inputs if isinstance(x, int)}
+        return not needed.isdisjoint(whole.inputs[: self.sums])
+
+    def derivative(
+        self,
+        compute: Callable[..., list[Any]],
+        dtype: Any,
+        changes: Sequence[Any],
+        given: Any,
+        finished: Callable[..., list[Any]] | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Returns the results of a product, and how they change.
+
+        Args:
+            compute: Computes the results; given a type, also the sums in it.
+            dtype: The type of the factors.
+            changes: How each sum and each operand changes; None where it does not.
+            given: The operands.
+            finished: Computes the results from the sums and the operands in place of this function.
+        """
+        moved = tuple(change is not None for change in changes)
+        if self.derivative_needs_sums(moved):
+            every = compute(linear.kept_sums_dtype(dtype))
+            results, sums = every[: -self.sums], list(map(linear.named, every[-self.sums :]))
+        else:
+            results = compute()
+            sums = [jnp.zeros(x.shape, x.dtype) for x in self.types[: self.sums]]
+
+        # What the derivative computes of the sums again is not kept beside them.
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+        def change(sums: Any, own: Any, moving: Any) -> Any:
+            wide = [x.astype(self.types[0].dtype) for x in sums]
+            return changed(finished or self, (*wide, *own), moved, moving)[1]
+
+        moving = [x for x in changes if x is not None]
+        return list(map(linear.named, results)), change(sums, given, moving)
+
+
+def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function:
+    """Traces a function of sums, and of operands."""
+
+    def run(*args: Any) -> list[Any]:
+        return jax.tree.leaves(function(*args))
+
+    return Function(run, jax.make_jaxpr(run)(*types), sums)
+
+
+def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis:]), x.dtype)
+
+
+def changed(
+    function: Callable[..., list[Any]],
+    own: Sequence[Any],
+    moved: Sequence[bool],
+    changes: Sequence[Any],
+) -> tuple[Any, Any]:
+    """Returns the function's results, and how they change with those of its arguments that move."""
+    still = [None if is_moved else x for x, is_moved in zip(own, moved, strict=True)]
+    moving = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
+
+    def of_moving(*moving: Any) -> Any:
+        left = iter(moving)
+        args = [next(left) if is_moved else x for x, is_moved in zip(still, moved, strict=True)]
+        return function(*args)
+
+    return jax.jvp(of_moving, tuple(moving), tuple(changes))
