@@ -70,18 +70,18 @@ def effects(call: Call, signature: Signature) -> Any:
 
     Nobody else needs to know that several kernels write into one result.
     """
-    return effects_of(
-        call, lambda: implementation.of(dispatch.decide(call, signature), call), signature
-    )
+    return effects_of(call, lambda: _traced_once(call, dispatch.decide(call, signature)), signature)
 
 
 def effects_of(call: Call, made: Callable[[], Callable[..., Any]], signature: Signature) -> Any:
     """Returns the effects of what `made` returns, which computes a call: none if none simulates."""
     if call.options.implementation != "interpret":
         return set()
-    operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
     inside = jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
-    return jax.make_jaxpr(made())(*operands).effects - inside
+    # As it is lowered, so that a kernel is traced once.
+    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
+        operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
+        return jax.make_jaxpr(made())(*operands).effects - inside
 
 
 def _signature(avals: Any) -> Signature:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm import HopperConfig, explain, grouped_gemm, offline, target
+from pallas_gemm import HopperConfig, explain, grouped_gemm, target
 from pallas_gemm.planning import implementation
-from tests import covering, races
+from tests import covering, races, summaries
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 K, N, GROUPS = 96, 128, 4
@@ -197,6 +197,5 @@ def test_nothing_is_spilled(function: Any, kinds: Any, shape: Any) -> None:
         return grouped_gemm(a, b, sizes, epilogue=function, operands=x)
 
     with target("h200"):
-        (report,) = offline.compile_reports(f, *factors, sizes, *given, target="h200")
-    assert report.spill_bytes == 0
-    assert not report.serialized
+        (found,) = summaries.KEPT.of(f, *factors, sizes, *given, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")

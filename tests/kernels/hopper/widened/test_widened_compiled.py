@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.planning import heuristics
 from pallas_gemm.planning.architectures import WIDENED
 from pallas_gemm.problem import Blocks, Epilogue, Problem
+from tests import summaries
 
 BLOCKS = Blocks(128, 0, 1)
 ZEROS = BLOCKS._replace(zeros=True)
@@ -23,7 +25,8 @@ GATED = Epilogue(gated=True, residual=True, activation=jax.nn.silu)
 WIDE = {"residual_dtype": jnp.float32}
 
 
-def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
+def program(problem: Problem, config: Any, scales: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a kernel, and what it takes."""
     operands = [jax.ShapeDtypeStruct(problem.a_shape, problem.a_dtype)]
     operands += [jax.ShapeDtypeStruct(problem.b_shape, problem.b_dtype)] * problem.sums
     operands += [jax.ShapeDtypeStruct((problem.groups,), jnp.int32)] * bool(problem.groups)
@@ -38,8 +41,7 @@ def report(problem: Problem, config: Any, scales: Any) -> offline.Report:
         jax.ShapeDtypeStruct(shapes.get(name, (problem.n,)), jnp.float32)
         for name in problem.epilogue.operands
     ]
-    run = kernel.build(WidenedPlan(problem, config, H200))
-    return offline.compile_report(run, *operands, target="h200")
+    return kernel.build(WidenedPlan(problem, config, H200)), operands
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])
@@ -77,8 +79,9 @@ def test_what_is_chosen_spills_nothing(
     problem = Problem(rows, 8192, 4096, b_dtype=kind, transpose_b=transpose_b, **options)
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    found = report(problem, config, scales)
-    assert (found.spill_bytes, found.serialized) == (0, ())
+    run, operands = program(problem, config, scales)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
 
 
@@ -87,7 +90,9 @@ def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -
     problem = Problem(rows, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=jnp.float32)
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    stores = re.findall(r"cp\.async\.bulk\S*\.global\.shared\S*", report(problem, config, None).ptx)
+    run, operands = program(problem, config, None)
+    ptx = offline.compile_report(run, *operands, target="h200").ptx
+    stores = re.findall(r"cp\.async\.bulk\S*\.global\.shared\S*", ptx)
     assert stores
     assert all("tensor" in store for store in stores)
 
