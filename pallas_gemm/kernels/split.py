@@ -1,7 +1,8 @@
 """A function of the sums, split into what a kernel computes and what XLA computes around it.
 
     before    what does not depend on the sums, and is no elementwise work on whole arrays    XLA
-    program   elementwise work on the sums; their reductions along rows or columns            kernel
+    program   elementwise work on the sums, and on what is loaded for it                      kernel
+              their reductions along rows or columns
     after     what needs a reduction, or what kernels cannot compute                          XLA
 
 `axes.py` finds along which dimensions of the result each operand lies.
@@ -297,6 +298,9 @@ class _Splitter:
             return "the function does not use the product"
         builder = Builder(self)
         values: list[Any] = [builder.value(result.value) for result in wanted.values()]
+        beside = self._beside(frozenset(builder.operands))
+        wanted |= {x: Result(x, np.dtype(self.flat.types[x].dtype)) for x in beside}
+        values += map(builder.value, beside)
         pairs = zip(wanted.values(), values, strict=True)
         results = tuple(result._replace(value=value) for result, value in pairs)
         program = builder.program(results)
@@ -333,6 +337,33 @@ class _Splitter:
             self.left = f"{equation.primitive.name}{flat.where(equation)} is left to XLA"
         for x in equation.inputs:
             self._want(x, wanted)
+
+    def _beside(self, loaded: frozenset[int]) -> list[int]:
+        """Returns the results that are computed of what the kernel loads, without the sums.
+
+        XLA would read all of it again.
+        """
+        every = [x for x in dict.fromkeys(self.flat.outputs) if isinstance(x, int)]
+        own = [x for x in every if x in self.inside - self.depends and x in self.made]
+        return [
+            x
+            for x in own
+            if np.dtype(self.flat.types[x].dtype) in FLOATS and self._loads(x) <= loaded
+        ]
+
+    def _loads(self, number: int) -> set[int]:
+        """Returns what a kernel loads to compute a value."""
+        queue, seen, found = [number], set[int](), set[int]()
+        while queue:
+            source = self.source[queue.pop()]
+            if source in seen | self.numbers.keys():
+                continue
+            seen.add(source)
+            if source in self.inside and source in self.made:
+                queue += [x for x in self.made[source].inputs if isinstance(x, int)]
+            else:
+                found.add(source)
+        return found
 
     def _is_whole_sum(self, atom: Any) -> bool:
         return isinstance(atom, int) and self.source[atom] in self.inside & self.depends

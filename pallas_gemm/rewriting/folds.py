@@ -159,10 +159,13 @@ class Folder:
         return EXACT if self._how.exact else ELEMENTWISE
 
     def again(self, level: Level, fold: Fold, region: Region) -> Fold | None:
-        """Returns a kernel that is there with more in it, if it still saves time."""
+        """Returns a kernel that is there with more in it, for the sake of memory.
+
+        None if it is then predicted to lose time, by more than predictions err.
+        """
         function = self._function(level, region)
         saved = self._saved(fold.products, region, function, fold.call)
-        if saved is None or saved <= 0:
+        if saved is None or saved < -LEAST_SAVED * _seconds(fold.products):
             return None
         return fold._replace(saved=saved, region=region, function=function)
 

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from pallas_gemm.rewriting.folds import Fold, Folder
 from pallas_gemm.rewriting.level import Level, is_stored_by
-from pallas_gemm.rewriting.regions import MOST_ARRAYS, bytes_of, is_elementwise, variables
+from pallas_gemm.rewriting.regions import MOST_ARRAYS, is_elementwise, variables
 
 LONG = 4
 """Products and the like between the first and the last reader: a value that is read sooner stays.
@@ -113,14 +113,13 @@ def _steps(made: dict[Any, Any], value: Any) -> list[Any]:
 
 
 def _with(level: Level, folder: Folder, fold: Fold, again: _Again) -> Fold | None:
-    """Returns the kernel with one more result, if it is still predicted to save time."""
+    """Returns the kernel with one more result, if it is not predicted to lose time."""
     old = fold.region
     inside = [*old.inside, *(e for e in again.steps if all(e is not x for x in old.inside))]
     region = dataclasses.replace(
         old,
         inside=tuple(sorted(inside, key=level.place)),
         results=(*old.results, again.value),
-        left=old.left + bytes_of(again.value),
     )
     return folder.again(level, fold, region)
 
