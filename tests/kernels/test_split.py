@@ -56,6 +56,15 @@ def _normalised(s: Any, residual: Any, weight: Any) -> Any:
     return (z * jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6) * weight).astype(BF16)
 
 
+def _with_its_parts(s: Any, gate: Any, up: Any) -> Any:
+    hidden = jax.nn.silu(gate.astype(F32)) * up.astype(F32)
+    return s * gate.astype(F32) + up.astype(F32), hidden.astype(BF16), (up > 0).astype(jnp.int8)
+
+
+def _beside_others(s: Any, gate: Any, up: Any) -> Any:
+    return s * gate, gate * up
+
+
 def _backward(s: Any, pre: Any) -> Any:
     _, pull = jax.vjp(jax.nn.gelu, pre.astype(F32))
     (g,) = pull(s)
@@ -92,6 +101,18 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
         "mn bfloat16, sum m",
     ),
     "gradient of a bias": (_backward, (_type(M, N, dtype=BF16),), "mn", "mn bfloat16, sum n"),
+    "of what is loaded, without the sums": (
+        _with_its_parts,
+        (_type(M, N, dtype=BF16), _type(M, N, dtype=BF16)),
+        "mn mn",
+        "mn float32, mn bfloat16",
+    ),
+    "of what is not loaded otherwise": (
+        _beside_others,
+        (_type(M, N), _type(M, N)),
+        "mn",
+        "mn float32",
+    ),
     "label": (_labelled, (_type(M, dtype=jnp.int32),), "m n", "sum m, max m"),
     "all": (lambda s: jnp.max(jnp.abs(s)), (), "", "max m"),
     "mask": (

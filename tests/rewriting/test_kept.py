@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
+from pallas_gemm.kernels.split import Split
+from pallas_gemm.op import fused
 from pallas_gemm.rewriting import folds, kept
 from tests.rewriting.test_folds import (
     BF16,
@@ -44,18 +46,27 @@ def _kept_by_the_caller(x: Any, w: Any, v: Any, bias: Any) -> Any:
 
 
 def _results(program: Any) -> list[int]:
-    fused = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
-    return sorted(len(e.outvars) for e in fused)
+    own = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    return sorted(len(e.outvars) for e in own)
+
+
+def _stored_by_its_kernel(equation: Any) -> int:
+    """Returns how many of the results the kernel stores: XLA would keep the others."""
+    params = equation.params
+    parts = fused.parts_of(params["contraction"], params["function"])
+    assert isinstance(parts, Split)
+    return len(parts.stored)
 
 
 def test_what_is_read_much_later_is_stored_by_the_kernel_that_reads_its_parts() -> None:
     program, _ = rewritten(step(_blocks), *LARGE, BIAS)
     # The last block's is read at once.
     assert _results(program).count(3) == 2
-    fused = [e for e in program.eqns if e.primitive.name == "pallas_gemm_fused"]
-    for equation in (e for e in fused if len(e.outvars) == 3):
+    own = [e for e in program.eqns if e.primitive.name == "pallas_gemm_fused"]
+    for equation in (e for e in own if len(e.outvars) == 3):
         readers = [e for e in program.eqns if equation.outvars[-1] in e.invars]
         assert len(readers) == 1
+        assert _stored_by_its_kernel(equation) == 3
 
 
 def test_exact_computes_nothing_again() -> None:
