@@ -145,6 +145,11 @@ class GemmConfig:
         del problem  # Kernels that scale none have none.
         return 0.0
 
+    def awaited_cycles(self, problem: Problem) -> float:
+        """Cycles that a step takes at least, because scales of blocks arrive no sooner."""
+        del problem  # Likewise.
+        return 0.0
+
     @property
     def loaded_columns(self) -> int:
         """Columns of the right operand that a CTA loads for a tile."""

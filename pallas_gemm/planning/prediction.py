@@ -96,6 +96,7 @@ def seconds(
         loading * (step_bytes / STEP_BYTES),
         refills * LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / costs.gpc_bytes_per_cycle,
+        config.awaited_cycles(problem),
     )
     stored = (2 if problem.symmetric else 1) * rows * cols
     if config.overlap == "late":
@@ -135,7 +136,7 @@ def _loops(problem: Problem, config: GemmConfig, device: Device) -> list[_Loops]
     """
     # A sum over a group takes as many steps as the group is long, on average.
     length = problem.k / (problem.batch if problem.ragged_k else 1)
-    workers, tiles = config.workers(problem, device), config.tiles(problem)
+    workers, tiles = config.workers(problem, device), _tiles(problem, config)
     parts, last = config.split_k, config.split_last
     split = [(tiles, parts)] if last is None else [(tiles - last, 1), (last, parts)]
     return [
@@ -146,6 +147,15 @@ def _loops(problem: Problem, config: GemmConfig, device: Device) -> list[_Loops]
         )
         for count, parts in split
     ]
+
+
+def _tiles(problem: Problem, config: GemmConfig) -> int:
+    """Returns how many tiles there are. Each group of rows leaves half of a tile empty."""
+    if not problem.groups:
+        return config.tiles(problem)
+    most, cols = config.stacked_grid(problem)
+    height = config.tile[0] * config.cluster[0]
+    return min(most, math.ceil(problem.m / height + problem.groups / 2)) * cols
 
 
 def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Device) -> float:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
 from schedules import build, model, split_k
 from schedules.model import predict
 from tests import clock
@@ -101,6 +103,62 @@ def test_sums_over_groups_are_claimed_by_all_ctas() -> None:
     sums = dataclasses.replace(shape, shared_a=True, shared_b=True, ragged_k=True)
     config = heuristics.rank(sums, H200, HOPPER)[0]
     assert (config.persistence, config.ctas) == ("dynamic", H200.sms)
+
+
+IN_GROUPS: dict[tuple[int, ...], tuple[tuple[float, float], tuple[float, float]]] = {
+    # Rows, columns, k and groups, whose blocks have scales: microseconds of a burst on an H200 with
+    # tiles of 128 x 128 and of 128 x 256. The first is of groups of one size, the second of sizes
+    # that go like 1, 1 / 2, 1 / 3 and so on.
+    (8192, 2048, 7168, 32): ((205, 263), (281, 331)),
+    (8192, 7168, 2048, 32): ((231, 275), (266, 315)),
+    (16384, 8192, 5120, 16): ((1112, 1215), (1356, 1359)),
+    (16384, 5120, 8192, 16): ((1055, 1177), (1401, 1471)),
+    (16384, 2048, 1408, 64): ((100, 117), (126, 144)),
+    (16384, 14336, 4096, 8): ((1543, 1613), (1812, 1962)),
+    (16384, 4096, 14336, 8): ((1516, 1663), (1872, 2039)),
+    (16384, 2880, 2944, 32): ((249, 283), (297, 334)),
+    (32768, 768, 2048, 128): ((108, 129), (119, 149)),
+    (4096, 4096, 6144, 16): ((176, 226), (229, 274)),
+}
+SUMS: dict[tuple[int, ...], tuple[tuple[float, float], tuple[float, float]]] = {
+    # The same of sums over groups of k.
+    (7168, 2048, 16384, 32): ((560, 885), (596, 801)),
+    (4096, 14336, 16384, 8): ((2095, 2420), (1641, 1849)),
+}
+OF_BLOCKS: dict[str, Any] = {
+    **dict.fromkeys(("a_dtype", "b_dtype"), jnp.float8_e4m3fn),
+    "transpose_b": True,
+    "blocks": Blocks(128, 1, 128),
+}
+
+
+def _assert_near(own: Problem, measured: Any) -> dict[tuple[int, int], Any]:
+    """Predictions lie between both measurements, or near; returns the configs, fastest first."""
+    found = {config.tile: config for config in heuristics.rank(own, H200, HOPPER)}
+    for tile, (equal, uneven) in zip(((128, 128), (128, 256)), measured, strict=True):
+        predicted = prediction.seconds(own, found[tile], H200, HOPPER) * 1e6
+        assert 0.9 * equal < predicted < 1.15 * uneven
+    return found
+
+
+@pytest.mark.parametrize("shape", IN_GROUPS, ids=str)
+def test_rows_in_groups_take_tiles_that_load_scales_of_several_steps(
+    shape: tuple[int, ...],
+) -> None:
+    *sizes, groups = shape
+    found = _assert_near(Problem(*sizes, **OF_BLOCKS, groups=groups), IN_GROUPS[shape])
+    first = next(iter(found.values()))
+    assert (first.tile, first.late_store) == ((128, 128), True)
+
+
+@pytest.mark.parametrize("shape", SUMS, ids=str)
+def test_sums_over_groups_take_tiles_whose_steps_are_as_long_as_scales_take(
+    shape: tuple[int, ...],
+) -> None:
+    *sizes, groups = shape
+    of_k: dict[str, Any] = {"shared_a": True, "shared_b": True, "ragged_k": True}
+    found = _assert_near(Problem(*sizes, **OF_BLOCKS, **of_k, batch=groups), SUMS[shape])
+    assert math.prod(next(iter(found))) == 128 * 256
 
 
 def test_all_ctas_write_a_result_that_takes_longer_to_write_than_to_compute() -> None:

@@ -27,6 +27,8 @@ class BlockScales(NamedTuple):
         consumer: Rows and columns of a consumer's part of a tile of the result.
         sums: Right operands.
         most: Registers of a thread.
+        in_groups: The sizes of groups are an operand.
+        ragged: So are the steps of a tile.
     """
 
     blocks: Blocks
@@ -34,6 +36,8 @@ class BlockScales(NamedTuple):
     consumer: tuple[int, int]
     sums: int
     most: int
+    in_groups: bool
+    ragged: bool
 
     @classmethod
     def of(cls, config: Any, problem: Problem) -> Self:
@@ -44,7 +48,8 @@ class BlockScales(NamedTuple):
         own = (rows, columns // problem.sums)
         registers = config.registers_of(problem)
         most = registers.consumer if registers else config.most_registers
-        return cls(problem.blocks, per_step, own, problem.sums, most)
+        groups = problem.in_groups, problem.ragged_k
+        return cls(problem.blocks, per_step, own, problem.sums, most, *groups)
 
     @property
     def part(self) -> int:
@@ -80,9 +85,23 @@ class BlockScales(NamedTuple):
     @property
     def ahead(self) -> int:
         """Steps whose scales are loaded at a time."""
-        if (self.apart and not self.staged) or self.per_step > 1:
+        if (self.apart and not self.staged) or self.per_step > 1 or self.ragged:
             return 1
         return next((x for x in AHEAD if self._taken(x) <= self.most), 1)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether steps are computed in pairs, where scales of one are loaded at a time.
+
+        Then scales are not moved to other registers, which would wait for them. Groups, and scales
+        of each column, leave too few registers for that.
+        """
+        return not (self.apart or self.in_groups)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether each step waits for the scales of the next one."""
+        return self.ahead == 1 and not self.in_pairs
 
     @property
     def registers(self) -> int:

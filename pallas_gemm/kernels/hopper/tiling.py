@@ -40,6 +40,14 @@ SCALING_CYCLES = 0.85
 """For each element of a thread's part of a block's sum: the tensor cores wait while it is added."""
 ALONE_CYCLES = 150
 """From the last WGMMA of a block to the first of the next one, for a consumer alone."""
+AWAITED_CYCLES = 860
+"""Rows in groups wait for the scales of the next step, if they are loaded step by step. Consumers
+share the wait. 16384 x 8192 x 5120 in 16 groups takes 1356 to 1471 us on an H200 in tiles of 128 x
+256, which load so. In tiles of 128 x 128, which load scales of several steps, it is 1112 to 1215.
+"""
+LOADED_CYCLES = 1000
+"""A step of sums over groups takes this at least, until the scales arrive. 8 groups of
+4096 x 14336 take 1641 us on an H200 in tiles of 128 x 256 and 2095 us in tiles of 128 x 128."""
 LINE_PADDING = 8
 """Elements between the lines of a store slot that threads read, so that they share no bank."""
 TOLD_SLOTS = 8
@@ -260,7 +268,14 @@ class HopperTiling(GemmConfig):
         sums = self.consumers * scales.per_step
         each = SCALING_CYCLES * self.accumulator_registers * (2 if scales.apart else 1)
         waits = ALONE_CYCLES * scales.sums_of_step if self.consumers == 1 else 0.0
+        if scales.awaited and problem.groups:
+            waits += AWAITED_CYCLES / self.consumers
         return sums * each + waits
+
+    def awaited_cycles(self, problem: Problem) -> float:
+        """See `GemmConfig`; rows in groups wait for more than these."""
+        is_awaited = problem.ragged_k and problem.blocks is not None
+        return LOADED_CYCLES if is_awaited and BlockScales.of(self, problem).awaited else 0.0
 
     def staged_shape(self, problem: Problem, stages: int) -> tuple[int, ...]:
         """The shape of what scales of columns pass through: consumers, slots, operands, columns."""

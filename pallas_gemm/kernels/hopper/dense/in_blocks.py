@@ -169,9 +169,7 @@ class _Loop(NamedTuple):
         # How many steps a piece has is not known here.
         ahead = scales.ahead if self.steps.count is None else 1
         if ahead == 1:
-            # In pairs, scales are not moved to other registers, which would wait for them. Groups,
-            # and scales of each column, leave too few registers for that.
-            each = 1 if scales.apart or self.cta.plan.problem.in_groups else 2
+            each = 2 if scales.in_pairs else 1
             count = (end - first) // each
             loads = (1,) * each
             done = lax.fori_loop(
