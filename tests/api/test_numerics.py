@@ -72,7 +72,7 @@ KEPT: dict[str, Callable[[jax.Array], Any]] = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_rows_keep_their_bits(name: str) -> None:
-    found = numerics.check(KEPT[name], X, variants=5)
+    found = numerics.check(KEPT[name], X, variants=3)
     assert found, found
     assert found.elements > 0
 

@@ -169,6 +169,16 @@ def test_all_products_of_a_training_step_are_the_kernels() -> None:
 def test_there_is_one_expert_at_least() -> None:
     with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
         linen.Experts(**SIZES | {"num_experts": 0}).init(KEY, jnp.ones(X))
+    one = linen.Experts(**SIZES | {"num_experts": 1, "top_k": 1})
+    params: Any = jax.eval_shape(one.init, KEY, jnp.ones(X))["params"]
+    assert params["gate"]["kernel"].shape[0] == 1
+
+
+def test_each_product_of_experts_has_the_precision() -> None:
+    rows, kernels, sizes = jnp.ones((4, 8)), [jnp.ones((2, 8, 8))] * 3, jnp.array([1, 3])
+    program = jax.make_jaxpr(routed.gated(kernels, "relu", "highest"))(rows, sizes)
+    calls = [x.params["call"] for x in program.eqns if "call" in x.params]
+    assert [call.precision for call in calls] == [(jax.lax.Precision.HIGHEST,) * 2] * 2
 
 
 @pytest.mark.parametrize("top_k", [0, EXPERTS + 1])

@@ -14,6 +14,7 @@ from flax import nnx as stock_nnx
 from pallas_gemm import QuantizedWeight, quantize_weights
 from pallas_gemm.equinox import replaced
 from pallas_gemm.flax import linen, nnx
+from pallas_gemm.layers import few_bits
 from tests import layers, reference
 
 INPUTS, FEATURES, GROUP, ROWS = 16, 24, 8, (2, 5)
@@ -191,6 +192,17 @@ def test_other_types_of_the_same_bits_may_be_stored() -> None:
     assert layer.kernel_values[...].dtype == jnp.float4_e2m1fn
     with pytest.raises(ValueError, match="a type of bits=4, or be left out, got float8_e4m3fn"):
         linen.QuantizedDense(FEATURES, bits=4, quantized_dtype="e4m3").init(KEY, x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=str)
+def test_a_kernel_is_stored_in_the_types_of_what_was_stored(dtype: Any) -> None:
+    first, second = (layers.normal(INPUTS, FEATURES, seed=seed) for seed in range(2))
+    made = QuantizedWeight.of(first, bits=8, dtype=dtype, scale_dtype=jnp.bfloat16)
+    before = {"values": made.values, "scale": made.scale}
+    after = few_bits.stored_as(before, second)
+    assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, before)
+    wide = after["values"].astype(jnp.float32) * after["scale"].astype(jnp.float32)
+    assert jnp.abs(wide - second).max() < 0.15
 
 
 def test_records_are_kept_by_checkpoints_of_flax() -> None:

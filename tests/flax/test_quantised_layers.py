@@ -40,6 +40,7 @@ def test_a_quantised_row_is_nearest_to_what_it_stands_for(dtype: Any) -> None:
         # Half of the last of three bits, or of the smallest number's step.
         step = np.maximum(np.abs(reference.wide(x)) / 16, reference.wide(scale)[:, None] / 1024)
         assert np.all(np.abs(wide - reference.wide(x)) <= 1.001 * step)
+        assert np.all(np.abs(reference.wide(values)).max(1) == [448, 448, 448, 0, 448, 448, 448])
     broken = per_channel.quantise(x.at[1, 1].set(jnp.nan), dtype)
     assert np.isnan(broken.scale[1])
     assert np.isfinite(np.delete(broken.scale, 1)).all()

@@ -48,9 +48,7 @@ def test_a_gate_turns_both_matrices_and_an_epilogue_follows() -> None:
     np.testing.assert_array_equal(result, jnp.maximum(exact(a, b), 0) * exact(a, up))
 
 
-@pytest.mark.parametrize(
-    ("precision", "error"), [(None, 0.02), ("BF16_BF16_F32", 0.2), ("BF16_BF16_F32_X3", 0.0005)]
-)
+@pytest.mark.parametrize(("precision", "error"), [(None, 0.02), ("BF16_BF16_F32_X3", 0.0005)])
 def test_gradients_of_float32_are_kernels_too(precision: str | None, error: float) -> None:
     a, b, g = drawn(M, K), drawn(4, K, N, seed=1), drawn(M, N, seed=2)
     result, pull = jax.vjp(lambda a, b: SIMULATED(a, b, SIZES, precision=precision), a, b)

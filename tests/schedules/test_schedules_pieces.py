@@ -81,6 +81,9 @@ def test_equal_pieces_are_one_key_and_nothing_in_them_can_be_changed():
         ([*HALVES[:3], [0, 1, 3, 3]], r"inside grid=\(1, 2\) and steps=5, got \[0, 1, 3, 3\]"),
         ([*HALVES, [0, 1, 5, 0]], r"inside grid=\(1, 2\) and steps=5, got \[0, 1, 5, 0\]"),
         ([*HALVES[:3], [1, 1, 3, 2]], r"inside grid=\(1, 2\) and steps=5, got \[1, 1, 3, 2\]"),
+        ([*HALVES[:3], [0, 2, 3, 2]], r"inside grid=\(1, 2\) and steps=5, got \[0, 2, 3, 2\]"),
+        ([*HALVES[:3], [0, -1, 3, 2]], r"inside grid=\(1, 2\) and steps=5, got \[0, -1, 3, 2\]"),
+        ([*HALVES[:3], [0, 1, 3, 1]], r"exactly once, got step 4 of tile \(0, 1\) 0 times"),
         (np.array(HALVES, float), "integer array .* first step, steps, got .* float64"),
         (np.array(HALVES)[:, :3], r"integer array \[pieces, 4\]"),
     ],
@@ -104,3 +107,9 @@ def test_refuses_tables_that_leave_out_a_piece_or_compute_it_twice(changes: Any,
 def test_refuses_pieces_that_are_shorter_than_a_step(steps, parts, last, message):
     with pytest.raises(ValueError, match=message):
         split_k(build("raster", 1, 2), steps, parts, last)
+
+
+def test_the_first_piece_that_is_elsewhere_is_named() -> None:
+    table = split_k(build("raster", 1, 3), 4, 2).table
+    with pytest.raises(ValueError, match=r"piece 4 of .* \[0, 1, 2, 2\], got \[0, 2, 2, 2\]"):
+        unsplit(Pieces((1, 3), 4, table[[0, 1, 2, 3, 5, 4]]))

@@ -81,6 +81,8 @@ def test_it_has_a_name():
     named = build("triangle:128x144:hilbert", 9, 8)
     assert named == hilbert(9, 8).within(Triangle(9, (8, 9)))
     assert parse(named.name)(9, 8) == named
+    # Sizes count, whatever the grid is taken for without them.
+    assert build("triangle:64x128:hilbert", 4, 4) == hilbert(4, 4).within(Triangle(4, (1, 2)))
     for spec in ("triangle", "triangle:", "triangle:8x9:"):
         with pytest.raises(ValueError, match="must be triangle:ORDER"):
             parse(spec)
@@ -106,6 +108,9 @@ def test_reads_are_those_of_one_array_and_writes_those_of_all():
     assert half.requested_bytes / whole.requested_bytes == pytest.approx(272 / 512)
     assert half.dram_write_bytes == pytest.approx(whole.dram_write_bytes, rel=0.01)
     assert (half.waves, whole.waves) == (3, 4)
+    # What stays in the cache is read once, whichever operand a tile reads it as.
+    small = predict(build("triangle:raster", 4, 4), machine=H200, tile=(128, 128, 64), k=4096)
+    assert small.dram_read_bytes == small.compulsory_read_bytes == 4 * 128 * 4096 * 2
 
 
 def test_a_batch_and_clusters_are_priced_alike():

@@ -21,7 +21,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Problem
 
-LATE = HopperConfig(tile=(128, 256), stages=4)
+LATE = HopperConfig(tile=(128, 128), stages=4)
 CLAIMED = dataclasses.replace(LATE, persistence="dynamic")
 CROWDED = Problem(
     *(512, 512, 8192),
