@@ -91,6 +91,8 @@ last 18 tiles in 7 pieces, one wave of them, and 404 us in 14."""
 SHORTER = 0.985
 """At most this share of the waves is left where the last tiles are cut, as in all that was
 measured."""
+FULL_ACCUMULATOR = 128
+"""Registers of a sum, with which a late store has the fewest others."""
 MOST_STAGES = 12
 """More than cover the latency of memory, and are slower: 21 x 1792 x 1536 takes 4.55 us on an H200
 with 12 and 5.0 with 20, 4 x 4096 x 14336 29.0 us with 13 and 30.8 with 20. So are more than a CTA's
@@ -139,6 +141,7 @@ def candidates(
             narrow = dataclasses.replace(config, store_columns=columns, store_slots=fewest)
             ready = max(ready, deepest(narrow, problem, device), key=_stages)
         ready = ready and _streaming(_loading_ahead(ready, problem, device), problem, device)
+        ready = ready and _addressed(ready, problem)
         if not ready:
             continue
         for pieces, last in (split[1:],) if split else _ways(ready, problem, device):
@@ -171,6 +174,19 @@ def _loading_ahead(config: HopperConfig, problem: Problem, device: Device) -> Ho
         return config
     ahead = deepest(dataclasses.replace(config, store_slots=slots), problem, device)
     return ahead if ahead and ahead.stages >= FEWEST_STAGES else config
+
+
+def _addressed(config: HopperConfig, problem: Problem) -> HopperConfig:
+    """Returns the config whose addresses registers hold, where the ring turns just twice.
+
+    The compiler then keeps the addresses of all slots, of the ring and of the store. With two slots
+    of the store, a tile of 128 x 256 that is stored late spills 8 bytes.
+    """
+    steps = -(-problem.large_k // config.tile_k(problem))
+    twice = steps == 2 * config.stages and config.late_store and not config.pingpong
+    full = config.accumulator_registers >= FULL_ACCUMULATOR
+    is_one = twice and full and config.store_slots == 2
+    return dataclasses.replace(config, store_slots=1) if is_one else config
 
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:

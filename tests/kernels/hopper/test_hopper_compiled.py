@@ -329,6 +329,16 @@ def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
     )
 
 
+@pytest.mark.parametrize(("dtype", "k"), [(jnp.bfloat16, 512), (jnp.float8_e4m3fn, 1024)])
+def test_a_ring_that_turns_twice_leaves_registers_for_its_addresses(dtype, k):
+    bf16, own = np.dtype(jnp.bfloat16), np.dtype(dtype)
+    problem = Problem(4096, 8192, k, own, own, bf16, transpose_b=True)
+    cases = [case for case in candidate_cases(problem) if case[0].late_store]
+    full = [case for case in cases if case[0].accumulator_registers == 128]
+    assert 4 in {config.stages for config, _ in full}
+    check_sound(full)
+
+
 def test_groups():
     rows = dataclasses.replace(PROBLEM, groups=8)
     shared = {"batch": 8, "shared_a": True, "shared_b": True}
