@@ -1,7 +1,7 @@
 """A small transformer whose rows are sequences, as a program would write it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,15 +19,15 @@ class Transformer:
         width: Of a token.
         heads: Of attention.
         hidden: Of the feed-forward network.
-        keep: What is done to each maximum and sum along a row.
         options: Of every product.
+        by_products: Sums along rows are products with ones.
     """
 
     width: int
     heads: int
     hidden: int
-    keep: Callable[[Any], Any]
     options: dict[str, Any]
+    by_products: bool = False
 
     def weights(self) -> list[jax.Array]:
         """Draws the matrices of a layer, which both layers share."""
@@ -50,8 +50,13 @@ class Transformer:
 
     def _normed(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        mean = self.keep(jnp.mean(y * y, -1, keepdims=True))
-        return (y * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
+        return (y * jax.lax.rsqrt(self._total(y * y) / self.width + 1e-6)).astype(x.dtype)
+
+    def _total(self, x: jax.Array) -> jax.Array:
+        """Adds up each row."""
+        if not self.by_products:
+            return x.sum(-1, keepdims=True)
+        return gemm(x, jnp.ones((x.shape[-1], 8), x.dtype), **self.options)[..., :1]
 
     def _attended(self, heads: jax.Array) -> jax.Array:
         q, k, v = (heads[..., i, :, :].swapaxes(1, 2) for i in range(3))
@@ -59,6 +64,6 @@ class Transformer:
         scores = gemm(q, k, **how, **self.options) * q.shape[-1] ** -0.5
         causal = jnp.tril(jnp.ones((q.shape[2],) * 2, bool))
         scores = jnp.where(causal, scores, -jnp.inf)
-        shares = jnp.exp(scores - self.keep(scores.max(-1, keepdims=True)))
-        shares = shares / self.keep(shares.sum(-1, keepdims=True))
+        shares = jnp.exp(scores - scores.max(-1, keepdims=True))
+        shares = shares / self._total(shares)
         return gemm(shares.astype(q.dtype), v, **self.options).swapaxes(1, 2)

@@ -324,7 +324,7 @@ def _first_together(
     end = f"{last} at {place}" if place else last
     return culprit, (
         f"XLA computes it in one kernel with what follows, up to {end}, and how depends on the"
-        " number of rows: jax.lax.optimization_barrier around its result keeps it apart"
+        " number of rows. Behind jax.lax.optimization_barrier it does not differ here"
     )
 
 

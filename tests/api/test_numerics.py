@@ -640,15 +640,13 @@ def test_the_kit_names_what_is_computed_together_with_others(
     assert numerics.check(lambda x: _normed(x, jax.lax.optimization_barrier), x, variants=4)
 
 
-@pytest.mark.parametrize("keep", [jax.lax.optimization_barrier, lambda x: x])
-def test_a_transformer_keeps_its_rows_where_sums_are_kept_apart(
-    keep: Callable[[Any], Any],
-) -> None:
-    net = Transformer(width=64, heads=2, hidden=64, keep=keep, options=SIMULATED)
+@pytest.mark.parametrize("by_products", [True, False])
+def test_a_transformer_keeps_its_rows_where_kernels_make_its_sums(by_products: bool) -> None:
+    net = Transformer(64, heads=2, hidden=64, options=SIMULATED, by_products=by_products)
     weights, x = net.weights(), draw(3, 8, 64)
     run = _fused(lambda x: net(x, weights))
     differ = (np.asarray(run(x[1:2])) != np.asarray(run(x)[1:2])).any()
-    assert differ == (keep is not jax.lax.optimization_barrier)
+    assert differ == (not by_products)
 
 
 def test_the_kit_names_the_last_of_several_where_no_reduction_is_to_blame(
