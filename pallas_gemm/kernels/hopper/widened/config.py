@@ -12,7 +12,7 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import MAX_BARRIERS, WARPGROUP_THREADS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.registers import Registers
-from pallas_gemm.kernels.hopper.widened import problems
+from pallas_gemm.kernels.hopper.widened import problems, shares
 from pallas_gemm.kernels.ptx.form import Form
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -42,7 +42,8 @@ class WidenedConfig(GemmConfig):
         step: Contracted elements of a step, and of a slot of the ring.
         consumers: Warpgroups that share the columns of the result.
         along_k: Warpgroups that take steps in turns, and whose sums are added up.
-        ctas_along_k: CTAs of a cluster that share the steps, and whose sums are added up.
+        ctas_along_k: CTAs of a cluster that share the steps, and whose sums are added up. Those of
+            one tile, or with `persistence="static"` of as many as the cluster has.
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (512, 256)
@@ -157,12 +158,20 @@ class WidenedConfig(GemmConfig):
             start += width
         return tuple(chunks)
 
-    def shared_memory_bytes(self, problem: Problem, stages: int | None = None) -> int:
-        """Predicts the shared memory of a CTA."""
+    def most_awaited(self, problem: Problem, device: Device) -> int:
+        """How many sums other CTAs of its cluster send to one at most."""
+        tiles, ctas = self.tiles(problem), self.ctas_along_k
+        return shares.most_awaited(tiles, self.workers(problem, device), ctas)
+
+    def shared_memory_bytes(
+        self, problem: Problem, stages: int | None = None, device: Device | None = None
+    ) -> int:
+        """Predicts the shared memory of a CTA; without a device, the most of all."""
         own, stages = self.as_computed(problem), stages or self.stages
+        awaited = self.most_awaited(problem, device) if device else self.ctas_along_k - 1
         rows, cols = self.tile
         zeros = own.blocks.zeros if own.blocks else 0
-        joined = (self.along_k + self.ctas_along_k - 2) * rows * cols * 4
+        joined = (self.along_k - 1 + awaited * (self.ctas_along_k > 1)) * rows * cols * 4
         stored = self.consumers * self.store_slots * self.store_columns * WGMMA_ROWS
         buffers = (
             stages * rows * self.step * BITS[own.a_dtype] // 8,
@@ -185,14 +194,16 @@ class WidenedConfig(GemmConfig):
         reasons = problems.refusals(asked)
         if not problems.is_widened(asked):
             return reasons
-        return (*reasons, *self._step_refusals(asked), *super().refusals(problem, device))
+        return (*reasons, *self._step_refusals(asked, device), *super().refusals(problem, device))
 
-    def _step_refusals(self, problem: Problem) -> Iterator[str]:
+    def _step_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         group = problem.blocks.k if problem.blocks else problem.k
         if group != problem.k and self.step % group and group % self.step:
             yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
         if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
             yield f"along_k and ctas_along_k share {steps} steps, got {self}"
+        if problem.groups and self.ctas_along_k > 1 and self.persistence != "none":
+            yield "persistence must be 'none' for CTAs that share tiles of rows in groups"
         if self.schedule != "raster":
             yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
         if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):
@@ -203,7 +214,7 @@ class WidenedConfig(GemmConfig):
         line = self.line(problem)
         if line < 32:
             yield f"a line of weights in a slot must have at least 32 bytes, got {line}"
-        needed = self.shared_memory_bytes(problem)
+        needed = self.shared_memory_bytes(problem, device=device)
         if needed > Device.shared_memory:
             yield f"shared memory: needs {needed} bytes of {Device.shared_memory}"
 
@@ -242,9 +253,5 @@ class WidenedConfig(GemmConfig):
             )
         if self.cluster != (1, 1) or self.split_k > 1:
             yield f"cluster must be (1, 1) and split_k 1, got {self.cluster} and {self.split_k}"
-        legal = ("none", "static") if self.ctas_along_k == 1 else ("none",)
-        if self.persistence not in legal:
-            yield (
-                f"persistence must be {' or '.join(map(repr, legal))} for"
-                f" ctas_along_k={self.ctas_along_k}, got {self.persistence!r}"
-            )
+        if self.persistence == "dynamic":
+            yield "persistence must be 'none' or 'static', got 'dynamic'"

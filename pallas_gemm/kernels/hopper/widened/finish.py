@@ -1,7 +1,7 @@
 """How the sums of a tile are joined, finished and stored.
 
 consumers that took other steps ──▶ shared memory ──▶ the first of them
-CTAs of a cluster               ──▶ shared memory of the first CTA ──▶ its first consumers
+CTAs of a cluster               ──▶ shared memory of the CTA that stores ──▶ its first consumers
 sums ──▶ epilogue ──▶ a slot, transposed ──▶ TMA ──▶ the result
 """
 
@@ -32,7 +32,7 @@ def widths(plan: WidenedPlan) -> tuple[int, ...]:
 def apart_shape(plan: WidenedPlan) -> tuple[int, ...]:
     """The shape of the sums that other CTAs of the cluster hand over, of each thread its own."""
     config = plan.config
-    return (config.ctas_along_k - 1, config.consumers, config.sum_registers, WARPGROUP_THREADS)
+    return (plan.most_awaited, config.consumers, config.sum_registers, WARPGROUP_THREADS)
 
 
 def meet(plan: WidenedPlan) -> None:
@@ -55,15 +55,33 @@ def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Va
     if config.along_k > 1:
         total = _join_steps(cta, me, part, before, total)
     if config.ctas_along_k > 1:
-        sends = (cta.rank > 0) & (part == 0)
-        total = cluster.joined(plan, total, cta.slots.apart, cta.rank, me, sends)
-    stores = (part == 0) & (cta.rank == 0)
+        total = _join_ctas(cta, me, part, total)
+    stores = is_stored(cta, part)
 
     @pl.when(stores)
     def _store() -> None:
         store(cta, me, _ordered(cta, me, total))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def is_stored(cta: Any, part: Scalar) -> Scalar:
+    """Whether this warpgroup stores its columns of the tile, when all sums are added."""
+    first = part == 0
+    return first if cta.at.piece is None else first & (cta.at.piece.to == cta.rank)
+
+
+def _join_ctas(cta: Any, me: Scalar, part: Scalar, total: Values) -> Values:
+    """Sends sums to the CTA that adds up the tile; there, adds what others have sent."""
+    plan, piece, apart = cta.plan, cta.at.piece, cta.slots.apart
+    sends = (piece.to != cta.rank) & (part == 0)
+    there = piece.to, piece.place
+    pl.when(sends)(lambda: cluster.send(plan, total, apart, me, *there))
+    if plan.has_several_tiles:
+        pl.when(piece.is_last)(lambda: cluster.meet(plan))
+    else:
+        cluster.meet(plan)
+    return cluster.with_others(plan, total, apart, me, jnp.where(part == 0, piece.awaited, 0))
 
 
 def _ordered(cta: Any, me: Scalar, total: Values) -> Values:

@@ -21,8 +21,8 @@ Barriers
     taken[c]     that one, when it has read them                 the others, before those of the
                                                                  next tile, and at the end
 
-A CTA computes one tile, or several: then the ring runs on. CTAs of a cluster may share the steps of
-one; the first of them adds up.
+A CTA computes one tile, or several: then the ring runs on. CTAs of a cluster share the steps of its
+tiles, see `shares.py`.
 """
 
 import functools
@@ -44,10 +44,6 @@ from pallas_gemm.kernels.hopper.widened.plan import WIDEST_COPY, WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, fences, fragments, widen
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
-
-ALONG_K = "along_k"
-"""The axis of a cluster."""
-
 
 class Slots(NamedTuple):
     """Shared memory: the ring, what sums are handed over in, and the slots of what is stored."""
@@ -87,13 +83,10 @@ class Cta(NamedTuple):
 
 def _span(cta: Cta) -> tuple[Scalar, Scalar]:
     """The first step of this CTA, and how many it takes."""
-    plan = cta.plan
-    ctas, steps = plan.config.ctas_along_k, plan.k_steps
-    if ctas == 1:
-        own = jnp.int32(steps)
-        return jnp.int32(0), own if cta.at.empty is None else jnp.where(cta.at.empty, 0, own)
-    first = lax.div(cta.rank * steps, jnp.int32(ctas))
-    return first, lax.div((cta.rank + 1) * steps, jnp.int32(ctas)) - first
+    if cta.at.piece is not None:
+        return cta.at.piece.first, cta.at.piece.steps
+    own = jnp.int32(cta.plan.k_steps)
+    return jnp.int32(0), own if cta.at.empty is None else jnp.where(cta.at.empty, 0, own)
 
 
 def _load_weights(cta: Cta, step: Scalar, slot: Scalar) -> None:
@@ -203,7 +196,7 @@ def _consumer(cta: Cta) -> None:
         if cta.at.empty is None:
             multiply()
         else:
-            stores = cta.at.empty & (part == 0) & (cta.rank == 0)
+            stores = cta.at.empty & finish.is_stored(cta, part)
             pl.when(stores)(lambda: finish.store_zeros(cta, me))
             pl.when(~cta.at.empty)(multiply)
 
@@ -226,7 +219,7 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     stages, parts = jnp.int32(config.stages), jnp.int32(config.along_k)
     _, steps = _span(cta)
     if plan.problem.loaded_dtypes:
-        stores = (part == 0) & (cta.rank == 0)
+        stores = finish.is_stored(cta, part)
         pl.when(stores)(lambda: finish.fetch_first(cta, me))
     zeros = jnp.zeros((form.rows, form.cols), jnp.float32)
     total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
@@ -255,7 +248,9 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     total = arrays.fenced(plan, total, fragments.LAYOUT)
     if not form.scales_sums:
         last = lax.rem(before + first + (count - 1) * config.along_k, stages)
-        plgpu.barrier_arrive(cta.barriers.empty.at[last])
+        # A piece of a tile may have fewer steps than there are parts.
+        free = functools.partial(plgpu.barrier_arrive, cta.barriers.empty.at[last])
+        pl.when(count > 0)(free) if plan.has_pieces else free()
     finish.join_and_store(cta, me, part, before, total)
 
 
@@ -263,7 +258,7 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
     """Gives each warpgroup of a CTA its role."""
     *out, slots, barriers = rest
     nowhere = walk.Tile(None, None)
-    cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, lax.axis_index(ALONG_K))
+    cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, lax.axis_index(walk.ALONG_K))
     registers = plan.config.registers
 
     def produce() -> None:
@@ -383,7 +378,7 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
             functools.partial(_body, own),
             name="pallas_gemm_widened",
             grid=launch.Grid(
-                plan.workers, {ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
+                plan.workers, {walk.ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
             ),
             results=tuple(
                 jax.ShapeDtypeStruct(plan.problem.out_shape, dtype)

@@ -119,9 +119,14 @@ class WidenedPlan(KernelPlan):
         return [(panel, part) for panel in range(self.form.panels) for part in parts]
 
     @property
-    def steps_of_cta(self) -> int:
-        """Steps that a CTA of a cluster takes at most."""
-        return -(-self.k_steps // self.config.ctas_along_k)
+    def has_pieces(self) -> bool:
+        """Whether a CTA may take some steps of a tile, and others of the next."""
+        return self.config.ctas_along_k > 1 and self.has_several_tiles
+
+    @property
+    def most_awaited(self) -> int:
+        """How many sums other CTAs of its cluster send to one at most."""
+        return self.config.most_awaited(self.problem, self.device)
 
     @property
     def tops(self) -> int:

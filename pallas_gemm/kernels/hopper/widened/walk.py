@@ -7,6 +7,7 @@
 
 CTAs that follow each other have the same weights, or those that lie side by side. A CTA has one
 tile, or takes every so many of all: then the loads of the next one begin before the last has ended.
+CTAs of a cluster share its tiles as `shares.py` says.
 """
 
 from collections.abc import Callable
@@ -16,9 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.kernels import launch
+from pallas_gemm.kernels.hopper.widened import shares
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.ptx.find_group import BEYOND, At, Groups, find
 from pallas_gemm.kernels.traced import Scalar
+
+
+ALONG_K = "along_k"
+"""The axis of a cluster."""
 
 
 class Tile(NamedTuple):
@@ -30,6 +36,7 @@ class Tile(NamedTuple):
         product: Which product of a batch it is of, or which group; None if there is one.
         end: The row of the result after its last; None if it goes as far as the result.
         empty: Whether its rows are in no group; None if they never are.
+        piece: What the CTA computes of it; None if it is not of a cluster.
     """
 
     row: Scalar
@@ -37,6 +44,7 @@ class Tile(NamedTuple):
     product: Any = None
     end: Any = None
     empty: Any = None
+    piece: Any = None
 
 
 class Share(NamedTuple):
@@ -54,6 +62,12 @@ class Share(NamedTuple):
 def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
     """Returns the tiles of this CTA."""
     worker = lax.axis_index(launch.WORKER)
+    if plan.config.ctas_along_k > 1:
+        return _share_of_cluster(plan, gmem, worker)
+    return _share_of_workers(plan, gmem, worker)
+
+
+def _share_of_workers(plan: WidenedPlan, gmem: launch.Inputs, worker: Scalar) -> Share:
     if plan.problem.groups:
         return _share_of_groups(plan, gmem.order, worker)
 
@@ -62,6 +76,25 @@ def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
 
     tiles = plan.config.tiles(plan.problem)
     return Share(None if tiles <= plan.workers else _count(plan, tiles, worker), tile)
+
+
+def _share_of_cluster(plan: WidenedPlan, gmem: launch.Inputs, cluster: Scalar) -> Share:
+    """Returns the pieces of a CTA, of the tiles of its cluster."""
+    tiles, ctas, rank = plan.config.tiles(plan.problem), plan.config.ctas_along_k, lax.axis_index(ALONG_K)
+    first, own = jnp.int32(0), jnp.int32(1)
+    if plan.has_several_tiles:
+        first, own = shares.of_cluster(tiles, plan.workers, cluster)
+    pieces = shares.Pieces(own, ctas, plan.k_steps, rank)
+    if not plan.has_several_tiles:
+        one = _share_of_workers(plan, gmem, cluster)
+        piece = pieces.piece(jnp.int32(0))._replace(is_last=True)
+        return one._replace(tile=lambda turn: one.tile(turn)._replace(piece=piece))
+
+    def tile(turn: Scalar) -> Tile:
+        piece = pieces.piece(turn)
+        return _of_products(plan, first + piece.tile)._replace(piece=piece)
+
+    return Share(pieces.count, tile)
 
 
 def _count(plan: WidenedPlan, tiles: Any, worker: Scalar) -> Scalar:
