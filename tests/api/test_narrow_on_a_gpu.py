@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_gemm import gated_gemm, gemm, grouped_gemm, quantize
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from tests.quantized import assert_quantized
 
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
@@ -101,6 +102,39 @@ def test_weights_of_few_bits_are_widened(size, dtype, last):
     stored = (w.T if last else w).astype(dtype)
     found = _by_a_kernel(multiply, x, stored, scale)
     np.testing.assert_array_equal(found, np.asarray(x, np.float64) @ wide)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize(
+    ("m", "tiles", "config"),
+    [
+        (5, 40, {"ctas_along_k": 8, "along_k": 2, "stages": 4}),
+        (9, 40, {"ctas_along_k": 4, "step": 64}),
+        (1, 148, {"ctas_along_k": 4, "stages": 8, "step": 64}),
+        (40, 86, {"ctas_along_k": 4, "along_k": 2, "stages": 4}),
+        (64, 80, {"ctas_along_k": 3, "along_k": 1, "stages": 3}),
+        (16, 70, {"ctas_along_k": 2, "along_k": 3, "stages": 6}),
+    ],
+    ids=str,
+)
+def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
+    n, k = 128 * tiles, 4096
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
+    scale, residual = _powers(k // 128, n, seed=2), _integers(m, n, seed=3)
+    named = WidenedConfig(tile=(128, -(-m // 8) * 8), persistence="static", **config)
+
+    def multiply(x: Any, w: Any, scale: Any, residual: Any) -> Any:
+        return gemm(
+            x, w, transpose_b=last, col_scale=scale, residual=residual, config=named,
+            preferred_element_type=F32,
+        )  # fmt: skip
+
+    wide = np.asarray(w, np.float64) * _each(scale, (k, n))
+    stored = (w.T if last else w).astype(dtype)
+    exact = np.asarray(x, np.float64) @ wide + np.asarray(residual)
+    found = _by_a_kernel(multiply, x, stored, scale, residual)
+    np.testing.assert_array_equal(found, exact)
 
 
 @pytest.mark.parametrize("last", [False, True])

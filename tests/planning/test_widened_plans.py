@@ -105,8 +105,7 @@ def test_weights_on_the_left_are_xlas() -> None:
         ({"tile": (256, 64)}, "a warpgroup holds at most 60 registers of sums, got 128"),
         # A consumer frees a slot when it has its next one: with four all would wait for ever.
         ({"stages": 4}, "from twice as many to 32, got 4"),
-        ({"persistence": "dynamic"}, "persistence must be 'none' or 'static' for ctas_along_k=1"),
-        ({"persistence": "static", "ctas_along_k": 2}, "must be 'none' for ctas_along_k=2"),
+        ({"persistence": "dynamic"}, "persistence must be 'none' or 'static', got 'dynamic'"),
         ({"split_k": 2}, "split_k"),
     ],
     ids=str,
@@ -130,14 +129,22 @@ def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) 
     assert any(reason in why for why in config.refusals(asked, H200))
 
 
-def test_two_ctas_share_long_sums_of_few_rows() -> None:
+def test_ctas_share_tiles_where_there_would_be_too_few_of_them() -> None:
     def ctas(m: int, n: int, k: int) -> int:
         config = heuristics.best(problem(m, n, k, blocks=BLOCKS), H200, WIDENED)
         assert isinstance(config, WidenedConfig)
         return config.ctas_along_k
 
-    assert [ctas(1, 8192, 8192), ctas(8, 4096, 14336), ctas(1, 4096, 4096)] == [2, 2, 2]
-    assert [ctas(1, 4096, 2048), ctas(16, 14336, 4096), ctas(96, 4096, 14336)] == [1, 1, 1]
+    assert [ctas(1, 8192, 8192), ctas(8, 4096, 14336), ctas(16, 5120, 5120)] == [2, 3, 8]
+    assert [ctas(16, 14336, 4096), ctas(64, 28672, 8192), ctas(256, 4096, 14336)] == [1, 1, 1]
+
+
+def test_clusters_share_tiles_that_are_more_than_they_are() -> None:
+    config = heuristics.best(problem(1, 18944, 4096, blocks=BLOCKS), H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    # 132 CTAs with a tile of 128 columns each would leave 16 tiles for a second time.
+    assert config.ctas_along_k > 2
+    assert config.persistence == "static"
 
 
 def test_the_simulator_says_what_it_does_not_know() -> None:

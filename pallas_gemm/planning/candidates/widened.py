@@ -16,20 +16,23 @@ from pallas_gemm.problem import Problem
 
 NARROW = 32
 """Rows of the result for which two warpgroups are too few to widen as fast as memory brings."""
-NARROW_FORMS = ((64, 1, 4), (128, 1, 2), (128, 1, 4), (256, 2, 2))
+NARROW_FORMS = ((64, 1, 4), (128, 1, 2), (128, 1, 3), (128, 1, 4), (256, 2, 2))
 FORMS = ((64, 1, 4), (128, 1, 1), (128, 1, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1))
 """Columns of the result, consumers that share them, and those that take steps in turns."""
-CTAS = (1, 2)
-"""CTAs of a cluster that share the steps of few rows. Four were slower on an H200."""
-SHARED = 2048
-"""Each of two CTAs has this part of k at least."""
-MOST_SHARED = 64
-"""Rows of a tile whose steps two CTAs may share."""
-JOINED_CYCLES = 2750
+CTAS = (2, 3, 4, 5, 8)
+"""CTAs of a cluster that share the steps of few rows."""
+CTAS_OF_GROUPS = (2,)
+SHARED = 1024
+"""Each of these CTAs has this part of k at least."""
+MOST_SHARED = 96
+"""Rows of the result, of tiles that CTAs may share."""
+JOINED_CYCLES = 2950
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
+TURN_CYCLES = 400
+"""From one warpgroup that takes steps in turns to the next, until its sums are added."""
 UNTURNED = 1.5
 """Widening takes longer by this factor where weights are not turned as they are loaded."""
-ALONE = 0.046
+ALONE = 0.13
 """Widening takes longer by this share for each warpgroup that lacks four."""
 WARPGROUPS = 4
 MOST_ROWS = 128
@@ -38,26 +41,26 @@ MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
-LAUNCH_SECONDS = 2.1e-6
-"""A kernel takes so long until its first operands arrive. The constants were fitted together to 54
-configs of 20 products with 1 to 4096 rows on an H200. Their predictions are off by 9%."""
-WGMMA_CYCLES, COLUMN_CYCLES = 18.5, 0.39
+LAUNCH_SECONDS = 1.7e-6
+"""A kernel takes so long until its first operands arrive. The constants were fitted together to 160
+configs of 45 products with 1 to 256 rows on an H200. Their predictions are off by 10%."""
+WGMMA_CYCLES, COLUMN_CYCLES = 19.6, 0.305
 """A WGMMA of 64 rows and 16 contracted elements takes these cycles, and more for each column."""
 STEPS = (64, 128)
 """Contracted elements of a step; 256 takes 6% longer."""
-END_CYCLES, ELEMENT_CYCLES = 500, 0.18
+END_CYCLES, ELEMENT_CYCLES = 145, 0.36
 """From the last step of a tile to its end, and for each of its elements."""
 LATENCY_CYCLES = 1200
 """From a request for operands to their arrival."""
-STEP_CYCLES = 142
+STEP_CYCLES = 143
 """Each step takes these, whatever it does."""
 CLOCK_SHARE = 0.92
 """The share of the highest clock that is left while all SMs multiply."""
-LOAD_BYTES = 40
-"""An SM loads 40 bytes in a cycle."""
+LOAD_BYTES = 43
+"""An SM loads these in a cycle."""
 MEMORY_SHARE = 0.95
 """The share of the peak bandwidth of memory that a kernel reaches."""
-SHARPNESS = 2.6
+SHARPNESS = 2.75
 """How little computing and reading memory hold each other up: the power of their norm."""
 
 
@@ -72,18 +75,40 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     if cut is not None:
         return
     columns = _columns_of_groups(problem) if problem.groups else _columns(problem.m)
-    for cols, ctas, step in itertools.product(columns, CTAS, STEPS):
-        if ctas > 1 and (cols > MOST_SHARED or problem.k < ctas * SHARED):
-            continue
+    for cols, step in itertools.product(columns, STEPS):
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
             # A gated column has two rows of sums.
             tile = rows * problem.sums, cols
-            # Two CTAs that share 256 columns took 15.2 us for 16 x 14336 x 4096, one with 128 13.5.
-            if tile[0] // consumers > MOST_ROWS or (ctas > 1 and rows > MOST_ROWS):
+            if tile[0] // consumers > MOST_ROWS:
                 continue
-            config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
-            if config is not None:
-                yield config
+            for ctas in _ctas(problem, device, tile):
+                config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
+                if config is not None:
+                    yield config
+
+
+def _ctas(problem: Problem, device: Device, tile: tuple[int, int]) -> Iterator[int]:
+    """Yields how many CTAs may share tiles: each number leaves less for each than a smaller one."""
+    yield 1
+    if problem.m > MOST_SHARED and not problem.groups:
+        return
+    least = _tiles_of_cta(problem, tile, 1, device)
+    for ctas in CTAS_OF_GROUPS if problem.groups else CTAS:
+        own = _tiles_of_cta(problem, tile, ctas, device)
+        if own < least and own * problem.k >= SHARED:
+            least = own
+            yield ctas
+
+
+def _tiles(problem: Problem, tile: tuple[int, int]) -> int:
+    """How many tiles there are, but of groups."""
+    return -(-problem.n * problem.sums // tile[0]) * -(-problem.m // tile[1]) * problem.batch
+
+
+def _tiles_of_cta(problem: Problem, tile: tuple[int, int], ctas: int, device: Device) -> float:
+    """How many tiles the CTA computes that has the most; it may share some with others."""
+    tiles = 1 if problem.groups else _tiles(problem, tile)
+    return -(-tiles // device.coresident_clusters(ctas)) / ctas
 
 
 def _columns(m: int) -> list[int]:
@@ -119,7 +144,10 @@ def _deepest(
     """Returns a config with the most stages that fit, None if there is none."""
     consumers, along_k = warpgroups
     chunk = next((width for width in CHUNKS if width <= tile[1]), CHUNKS[-1])
-    most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, -(-problem.k // step // ctas)))
+    own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
+    most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
+    whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
+    persistent = problem.groups if ctas == 1 else not whole
     for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
         try:
             config = WidenedConfig(
@@ -130,11 +158,11 @@ def _deepest(
                 along_k=along_k,
                 ctas_along_k=ctas,
                 store_columns=chunk,
-                persistence="static" if problem.groups and ctas == 1 else "none",
+                persistence="static" if persistent else "none",
             )
         except ValueError:
             return None
-        if config.shared_memory_bytes(problem) <= device.shared_memory:
+        if config.shared_memory_bytes(problem, device=device) <= device.shared_memory:
             return config
     return None
 
@@ -159,13 +187,14 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     if problem.groups:
         (down, _), (groups, length) = config.grid(problem), _groups(problem)
         tiles = min(tiles, down * groups * math.ceil(length / cols))
-    waves = math.ceil(tiles / device.coresident_clusters(config.cluster_size))
-    steps = math.ceil(config.steps(problem) / config.ctas_along_k)
-    end = END_CYCLES + ELEMENT_CYCLES * rows * cols * config.ctas_along_k
-    end += JOINED_CYCLES * (config.ctas_along_k > 1)
+    ctas, fit = config.ctas_along_k, device.coresident_clusters(config.cluster_size)
+    waves = math.ceil(tiles / fit)
+    steps = math.ceil(waves * config.steps(problem) / ctas)
+    end = END_CYCLES + ELEMENT_CYCLES * rows * cols * (1 + (ctas > 1))
+    end += JOINED_CYCLES * (ctas > 1) + TURN_CYCLES * (config.along_k - 1)
     # The ring runs on: only the last tile is finished while nothing is loaded.
     ends = 1 if config.persistence == "static" else waves
-    busy = (waves * steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
+    busy = (steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) / (MEMORY_SHARE * machine.dram_bytes_per_second)
     return LAUNCH_SECONDS + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
 
