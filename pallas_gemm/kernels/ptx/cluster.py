@@ -113,6 +113,8 @@ def _with_another(registers: Any, start: Register, place: int, awaited: Register
         f" add.f32 ${i}, ${count + i}, x;"
         for i in range(count)
     )
-    text = f"{{ .reg .pred sent; .reg .f32 x; setp.gt.u32 sent, ${2 * count + 1}, {place}; {adds} }}"
+    text = (
+        f"{{ .reg .pred sent; .reg .f32 x; setp.gt.u32 sent, ${2 * count + 1}, {place}; {adds} }}"
+    )
     given = [*sums.values_of(registers), start, awaited]
     return sums.added(registers, text, given, [*map(str, range(count)), "r", "r"])

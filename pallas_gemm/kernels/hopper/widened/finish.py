@@ -51,7 +51,7 @@ def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Va
         before: The steps of the tiles before.
         total: Its sums.
     """
-    plan, config = cta.plan, cta.plan.config
+    config = cta.plan.config
     if config.along_k > 1:
         total = _join_steps(cta, me, part, before, total)
     if config.ctas_along_k > 1:

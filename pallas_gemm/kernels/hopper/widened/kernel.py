@@ -45,6 +45,7 @@ from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, fences, fragments, widen
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
+
 class Slots(NamedTuple):
     """Shared memory: the ring, what sums are handed over in, and the slots of what is stored."""
 

@@ -11,6 +11,7 @@ The CTA that has the first steps of a tile takes them last, and adds up what the
 never waits for one that has not begun, and the cluster meets once, when all of them are done.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ class Piece(NamedTuple):
     is_last: Any
 
 
-class Pieces(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Pieces:
     """The pieces of a CTA.
 
     Attributes:
@@ -96,8 +98,9 @@ class Pieces(NamedTuple):
     @property
     def _span(self) -> tuple[Scalar, Scalar]:
         """The first step of those tiles that a CTA takes, and the one after its last."""
-        all_steps = self._rest * self.steps
-        return tuple(lax.div((self.rank + i) * all_steps, jnp.int32(self.ctas)) for i in (0, 1))
+        all_steps, ctas = self._rest * self.steps, jnp.int32(self.ctas)
+        start, stop = (lax.div((self.rank + i) * all_steps, ctas) for i in (0, 1))
+        return start, stop
 
     def _owner(self, step: Scalar) -> Scalar:
         """The CTA that takes a step of those tiles."""
@@ -111,14 +114,11 @@ def of_cluster(tiles: int, clusters: int, cluster: Scalar) -> tuple[Scalar, Scal
     return first, end - first
 
 
-def most_steps(tiles: int, clusters: int, ctas: int, steps: int) -> int:
-    """The steps of the CTA that takes the most."""
-    return -(-(-(-tiles // clusters)) * steps // ctas)
-
-
 def most_awaited(tiles: int, clusters: int, ctas: int) -> int:
     """How many sums are sent to a CTA at most."""
     rests = {own % ctas for own in (tiles // clusters, -(-tiles // clusters))}
     # The shares that begin within a tile, not with it.
-    begin = [-(-(i + 1) * ctas // rest) - 1 - i * ctas // rest for rest in rests for i in range(rest)]
+    begin = [
+        -(-(i + 1) * ctas // rest) - 1 - i * ctas // rest for rest in rests for i in range(rest)
+    ]
     return max(begin, default=1)

@@ -22,7 +22,6 @@ from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.ptx.find_group import BEYOND, At, Groups, find
 from pallas_gemm.kernels.traced import Scalar
 
-
 ALONG_K = "along_k"
 """The axis of a cluster."""
 
@@ -80,15 +79,14 @@ def _share_of_workers(plan: WidenedPlan, gmem: launch.Inputs, worker: Scalar) ->
 
 def _share_of_cluster(plan: WidenedPlan, gmem: launch.Inputs, cluster: Scalar) -> Share:
     """Returns the pieces of a CTA, of the tiles of its cluster."""
-    tiles, ctas, rank = plan.config.tiles(plan.problem), plan.config.ctas_along_k, lax.axis_index(ALONG_K)
-    first, own = jnp.int32(0), jnp.int32(1)
-    if plan.has_several_tiles:
-        first, own = shares.of_cluster(tiles, plan.workers, cluster)
-    pieces = shares.Pieces(own, ctas, plan.k_steps, rank)
+    rank, ctas = lax.axis_index(ALONG_K), plan.config.ctas_along_k
     if not plan.has_several_tiles:
         one = _share_of_workers(plan, gmem, cluster)
-        piece = pieces.piece(jnp.int32(0))._replace(is_last=True)
+        piece = shares.Pieces(jnp.int32(1), ctas, plan.k_steps, rank).piece(jnp.int32(0))
         return one._replace(tile=lambda turn: one.tile(turn)._replace(piece=piece))
+    tiles = plan.config.tiles(plan.problem)
+    first, own = shares.of_cluster(tiles, plan.workers, cluster)
+    pieces = shares.Pieces(own, ctas, plan.k_steps, rank)
 
     def tile(turn: Scalar) -> Tile:
         piece = pieces.piece(turn)

@@ -85,6 +85,19 @@ def test_what_is_chosen_spills_nothing(
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
 
 
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 18944, 3584), (96, 11008, 4096)])
+def test_shared_tiles_spill_nothing(rows: int, columns: int, k: int, kind: Any) -> None:
+    problem = Problem(rows, columns, k, b_dtype=kind, blocks=BLOCKS)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    assert config.ctas_along_k > 1
+    assert config.persistence == "static"
+    found = report(problem, config, jnp.bfloat16)
+    assert (found.spill_bytes, found.serialized) == (0, ())
+    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem, device=H200)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 96), (300, 128)])
 def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -> None:
     problem = Problem(rows, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=jnp.float32)
