@@ -35,7 +35,7 @@ def send(total: Values, apart: Ref, me: Scalar, to: Scalar, place: Scalar) -> No
         total: The sums.
         apart: Where those of others come to lie there: [place, consumer, register, thread].
         me: Which consumer this is.
-        to: That CTA.
+        to: The other CTA.
         place: Which of the places.
     """
     types = (LAYOUT, plgpu.RefType(), NUMBER, NUMBER, NUMBER)

@@ -42,8 +42,8 @@ class WidenedConfig(GemmConfig):
         step: Contracted elements of a step, and of a slot of the ring.
         consumers: Warpgroups that share the columns of the result.
         along_k: Warpgroups that take steps in turns, and whose sums are added up.
-        ctas_along_k: CTAs of a cluster that share the steps, and whose sums are added up. Those of
-            one tile, or with `persistence="static"` of as many as the cluster has.
+        ctas_along_k: CTAs of a cluster that share the steps of a tile, and whose sums are added up.
+            With `persistence="static"` they share several tiles.
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (512, 256)

@@ -1,14 +1,14 @@
-"""How the CTAs of a cluster share the steps of its tiles, so that all of them take equally many.
+"""How the CTAs of a cluster share the steps of its tiles: each takes the same number.
 
-Of five tiles and four CTAs, each takes a tile, and a quarter of the fifth. Of three tiles and four
-CTAs, each takes three quarters of a tile:
+Four CTAs that have five tiles take a tile each, and a quarter of the fifth. Four CTAs that have
+three tiles take three quarters of a tile each:
 
     tile             0                   1                   2
     CTA              0 0 0 0 0 0 0 0 0 1 1 1 | 1 1 1 1 1 1 2 2 2 2 2 2 | 2 2 2 3 3 3 3 3 3 3 3 3
     adds up          0                   1                   2
 
-The CTA that has the first steps of a tile takes them last, and adds up what the others send. So it
-never waits for one that has not begun, and the cluster meets once, when all of them are done.
+The CTA with the first steps of a tile takes them last. The others send their sums to it, and it
+adds them up. The cluster meets once, when all of its CTAs have finished.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Scalar = Any
 
 
 class Piece(NamedTuple):
-    """What a CTA computes of a tile.
+    """The part of a tile that a CTA computes.
 
     Attributes:
         tile: Which of the cluster's tiles.

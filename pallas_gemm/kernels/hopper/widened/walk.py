@@ -7,7 +7,7 @@
 
 CTAs that follow each other have the same weights, or those that lie side by side. A CTA has one
 tile, or takes every so many of all: then the loads of the next one begin before the last has ended.
-CTAs of a cluster share its tiles as `shares.py` says.
+CTAs of a cluster share its tiles: see `shares.py`.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
         product: Which product of a batch it is of, or which group; None if there is one.
         end: The row of the result after its last; None if it goes as far as the result.
         empty: Whether its rows are in no group; None if they never are.
-        piece: What the CTA computes of it; None if it is not of a cluster.
+        piece: The steps of the CTA; None if it shares with nobody.
     """
 
     row: Scalar
