@@ -24,7 +24,9 @@ def flags(tool: str) -> list[str]:
     # Only ours: what XLA launches beside it is not what is looked at. To know what has been
     # written, initcheck has to see all kernels.
     only = [] if tool == "initcheck" else ["--kernel-regex", "kns=pallas_gemm"]
-    return [f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=3", *only]
+    # By default racecheck analyses races, and tells of none between warps of one kernel.
+    report = ["--racecheck-report", "all"] if tool == "racecheck" else []
+    return [f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=3", *report, *only]
 
 
 def verdict(code: int, said: str, done: str) -> tuple[str, str]:

@@ -315,3 +315,10 @@ def test_an_order_that_is_named_is_taken_where_a_tuned_config_has_another(name: 
     assert without.config.schedule == "raster"
     assert plan.config.schedule == name
     assert both.config == dataclasses.replace(config, schedule=name)
+
+
+def test_wide_results_are_xlas_only_of_one_product_and_nothing_else() -> None:
+    alone = Problem(8192, 30000, 2048, out_dtype=jnp.float32)
+    assert xla_faster._is_wide(alone)
+    for change in ({"batch": 2}, {"epilogue": FUSED}, {"groups": 4}, {"transpose_b": True}):
+        assert not xla_faster._is_wide(dataclasses.replace(alone, **change))

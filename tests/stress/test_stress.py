@@ -131,6 +131,12 @@ def test_a_process_that_ends_is_one_failure_with_its_command(
     assert failure in capsys.readouterr().out
 
 
+def test_racecheck_is_asked_for_all_that_it_finds() -> None:
+    asked = " ".join(memcheck.flags("racecheck"))
+    assert "--racecheck-report all --kernel-regex kns=pallas_gemm" in asked
+    assert not any("report" in flag for flag in memcheck.flags("memcheck"))
+
+
 def test_a_tool_that_breaks_off_has_no_verdict() -> None:
     sound = "computed\n========= ERROR SUMMARY: 0 errors\n"
     raced = "computed\n========= Race reported\n========= RACECHECK SUMMARY: 1 hazard displayed\n"
