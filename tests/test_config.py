@@ -414,7 +414,7 @@ CASES = {
         problem(epilogue=Epilogue(program=REDUCED)),
     ),
     "function cut": Case(
-        ("a function that reduces, or has several results, needs split_k=1", "got 2"),
+        ("a function that reduces needs split_k=1", "got 2"),
         config(split_k=2),
         problem(epilogue=Epilogue(program=REDUCED)),
     ),

@@ -45,7 +45,7 @@ class Second(NamedTuple):
         chunks: Chunks of the result of all cut tiles.
         warpgroups: Warpgroups of a CTA, of which each joins a chunk.
         axes: The axes of a cluster in the first kernel; here there are no clusters.
-        result: The shape of the result.
+        results: The shapes and types of the results.
         scratch: The memory that a CTA takes.
         approx_math: As for `launch.kernel`.
     """
@@ -54,7 +54,7 @@ class Second(NamedTuple):
     chunks: int
     warpgroups: int
     axes: tuple[str, ...]
-    result: tuple[int, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
     scratch: Any
     approx_math: bool = False
 
@@ -64,15 +64,15 @@ def kernel(
 ) -> Callable[[launch.Inputs], Any]:
     """Returns the kernel that joins what the kernel of a plan has handed over.
 
-    It returns the result, unless it is given one whose other tiles have been stored. Each warpgroup
-    runs `body(inputs, result, *scratch)`.
+    It returns the results, unless it is given some whose other tiles have been stored. Each
+    warpgroup runs `body(inputs, results, *scratch)`.
     """
     others = plan.computes == "cut"
 
     def body_into(gmem: launch.Inputs, *scratch: Any) -> None:
-        body(gmem, gmem.result, *scratch)
+        body(gmem, gmem.results, *scratch)
 
-    return launch.kernel(
+    kernel = launch.kernel(
         body_into if others else body,
         name=second.name,
         grid=launch.Grid(
@@ -80,12 +80,13 @@ def kernel(
             dict.fromkeys(second.axes, 1),
             second.warpgroups,
         ),
-        results=() if others else jax.ShapeDtypeStruct(second.result, plan.problem.out_dtype),
+        results=() if others else (second.results,),
         scratch=second.scratch,
         operations=launch.Operations(0, plan.portion(launch.transcendentals(plan.problem))),
         interpret=plan.interpret,
         approx_math=second.approx_math,
     )
+    return lambda given: next(iter(kernel(given)), ())
 
 
 def summands(plan: KernelPlan) -> jax.ShapeDtypeStruct | None:
@@ -95,14 +96,14 @@ def summands(plan: KernelPlan) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
 
 
-def inputs(plan: KernelPlan, given: launch.Inputs, summands: Any, result: Any) -> launch.Inputs:
+def inputs(plan: KernelPlan, given: launch.Inputs, summands: Any, results: Any) -> launch.Inputs:
     """Returns what `kernel` is given, of what the kernel was that has left the summands."""
     order = None
     if isinstance(plan.pieces, work.Listed):
         # The first pieces of all tiles that are cut come first.
         first = work.Listed(plan.pieces.order[: plan.cut_tiles])
         order = jnp.asarray(work.Coding().pack(first))
-    return given._replace(factors=(), order=order, summands=summands, result=result)
+    return given._replace(factors=(), order=order, summands=summands, results=results)
 
 
 def last_cut(plan: KernelPlan, build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
@@ -110,9 +111,11 @@ def last_cut(plan: KernelPlan, build: Callable[[Any], Callable[..., Any]]) -> Ca
     whole, cut = build(plan.only("whole")), build(plan.only("cut"))
 
     def run(*given: jax.Array) -> Any:
-        result = jax.new_ref(whole(*given))
-        cut(*given, result=result)
-        return jax.freeze(result)
+        stored = whole(*given)
+        results, form = jax.tree.flatten(stored)
+        results = tuple(map(jax.new_ref, results))
+        cut(*given, results=results)
+        return jax.tree.unflatten(form, map(jax.freeze, results))
 
     return run
 

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
             pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
         summands: Sums of pieces of k, which another kernel has left to be joined.
-        result: A result, some tiles of which another kernel has stored.
+        results: The results, some tiles of which another kernel has stored.
         scales: The scales of blocks of the factors, if there are any.
     """
 
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     order: Any
     sent: Any = None
     summands: Any = None
-    result: Any = None
+    results: Any = None
     scales: tuple[Any, ...] = ()
 
     def loaded(self, problem: Problem) -> list[Any]:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,17 +42,17 @@ def kernel(plan: BlackwellPlan) -> Callable[[launch.Inputs], Any]:
         chunks=plan.cut_tiles * plan.ctas_per_mma * plan.chunks,
         warpgroups=1,
         axes=(PAIR_AXIS,),
-        result=plan.stored.out_shape,
+        results=(jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),),
         scratch=(buffers, Barriers(residual=residual)),
     )
     return joining.kernel(plan, second, functools.partial(_body, plan))
 
 
 def _body(
-    plan: BlackwellPlan, gmem: launch.Inputs, out: Any, buffers: Smem, barriers: Barriers
+    plan: BlackwellPlan, gmem: launch.Inputs, out: tuple[Any], buffers: Smem, barriers: Barriers
 ) -> None:
     """What a CTA does: it joins one chunk."""
-    cta = Cta(plan, gmem, out, views(plan, buffers), None, barriers)
+    cta = Cta(plan, gmem, out[0], views(plan, buffers), None, barriers)
     rest, chunk = joining.divided(lax.axis_index(launch.WORKER), plan.chunks)
     tile, rank = joining.divided(rest, plan.ctas_per_mma)
     at = joining.locate(plan, gmem.order, tile)

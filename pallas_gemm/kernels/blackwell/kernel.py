@@ -342,7 +342,7 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
     )
     joined = join.kernel(plan) if plan.joins else None
 
-    def run(*given: jax.Array, result: Any = None) -> Any:
+    def run(*given: jax.Array, results: Any = None) -> Any:
         schedule: Any = plan.schedule
         if plan.takes_over:
             order = launch_control.order_operand(schedule)
@@ -351,8 +351,11 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
         inputs = launch.inputs(plan.config, plan.problem, given, order)
         stored = kernel(inputs)
         if joined:
-            stored = joined(joining.inputs(plan, inputs, stored, result))
-        return stored if result is not None else stored[..., : plan.problem.m, : plan.problem.n]
+            joined_results = joined(joining.inputs(plan, inputs, stored, results))
+            if results is not None:
+                return None
+            (stored,) = joined_results
+        return stored[..., : plan.problem.m, : plan.problem.n]
 
     return _unmapped(run) if plan.takes_over else run
 

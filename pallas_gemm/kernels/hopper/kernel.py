@@ -301,11 +301,13 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     )
     joined = join.kernel(plan) if plan.joins else None
 
-    def run(*given: jax.Array, result: Any = None) -> Any:
+    def run(*given: jax.Array, results: Any = None) -> Any:
         inputs = _inputs(plan, given)
         out, left, every, summands = kernel(inputs)
         if joined:
-            return joined(joining.inputs(plan, inputs, summands, result))
+            out = joined(joining.inputs(plan, inputs, summands, results))
+        if results is not None:
+            return None
         if plan.problem.epilogue.program is not None:
             return words.arranged(plan.problem, out, reduce.finished(plan, left))
         return out[0] if every is None else (out[0], every)

@@ -144,8 +144,8 @@ def cut_refusals(problem: Problem, split_k: int, partial_sums: int) -> Iterator[
         yield f"scales of blocks need partial_sums=1, got {partial_sums}"
     if split_k > 1 and problem.arrays:
         yield f"operands that are sums of arrays need split_k=1, got {split_k}"
-    if split_k > 1 and (problem.reductions or len(problem.result_dtypes) != 1):
-        yield f"a function that reduces, or has several results, needs split_k=1, got {split_k}"
+    if split_k > 1 and problem.reductions:
+        yield f"a function that reduces needs split_k=1, got {split_k}"
 
 
 def _grouped_refusals(problem: Problem) -> Iterator[str]:

@@ -155,6 +155,64 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
 
 
+def _derivative(s: Any, pre: Any, scale: Any) -> Any:
+    g = jnp.where(pre > 0, s, 0.0) * scale
+    return g.astype(BF16), g, (g + pre.astype(F32)).astype(BF16)
+
+
+CUT = {
+    "kept": FUNCTIONS["kept"],
+    "loaded": (_derivative, (("mn", BF16), ("m", F32))),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("last", [None, 1], ids=["all", "last"])
+def test_several_results_of_tiles_that_are_cut(
+    name: str, last: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    racing = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    config = HopperConfig(
+        tile=(64, 64),
+        consumers=1,
+        late_store=False,
+        stages=2,
+        ctas=2,
+        store_columns=32,
+        split_k=2,
+        split_last=last,
+    )
+    m, n, k = 72, 120, 144
+    rng = np.random.default_rng(0)
+    function, kinds = CUT[name]
+    a, b = (jnp.asarray(rng.integers(-3, 4, shape), BF16) for shape in ((m, k), (n, k)))
+    operands = [
+        jnp.asarray(rng.integers(-3, 4, _of(kind, (), m, n)), dtype) for kind, dtype in kinds
+    ]
+    how = {"transpose_b": True, "config": config, "implementation": "interpret"}
+    with races.recorded() as raced:
+        found = jax.jit(lambda a, b, *x: gemm(a, b, epilogue=function, operands=x, **how))(
+            a, b, *operands
+        )
+        jax.block_until_ready(found)
+        assert not raced()
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
+    for x, y in zip(found, function(jnp.asarray(product), *operands), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
+
+
+def test_few_tiles_are_cut_along_k_where_there_are_several_results() -> None:
+    a, b = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((512, 16384), (16384, 512)))
+    bias = jax.ShapeDtypeStruct((512,), F32)
+    with target("h200"):
+        found = explain(lambda a, b, bias: gemm(a, b, epilogue=_kept, operands=(bias,)), a, b, bias)
+        assert found.plan is not None
+        assert found.plan.config.split_k > 1
+        assert "after it" not in str(found)
+
+
 def _loss(s: Any, label: Any) -> Any:
     position = lax.broadcasted_iota(jnp.int32, s.shape, 1)
     picked = jnp.sum(jnp.where(position == label[:, None], s, 0.0), -1)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,7 +47,7 @@ def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
         chunks=math.prod(_counts(plan)),
         warpgroups=plan.config.consumers,
         axes=CLUSTER,
-        result=plan.out_shape,
+        results=tuple(jax.ShapeDtypeStruct(plan.out_shape, x) for x in plan.problem.result_dtypes),
         scratch=(buffers, Barriers(residual=residual)),
         approx_math=plan.approx_math,
     )
@@ -54,13 +55,13 @@ def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
 
 
 def _body(
-    plan: HopperPlan, gmem: launch.Inputs, out: Any, buffers: Smem, barriers: Barriers
+    plan: HopperPlan, gmem: launch.Inputs, out: tuple[Any, ...], buffers: Smem, barriers: Barriers
 ) -> None:
     """What each warpgroup of a CTA does: it joins one chunk."""
     early_launch.begin(plan)
     early_launch.end(plan)
     slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
-    cta = Cta(plan, gmem, (out,), (), remote.Rows(), slots, barriers, gmem.summands)
+    cta = Cta(plan, gmem, out, (), remote.Rows(), slots, barriers, gmem.summands)
     chunks, consumers, cluster_size, _ = _counts(plan)
     number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
     rest, number = joining.divided(number, chunks)
