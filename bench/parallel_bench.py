@@ -319,7 +319,7 @@ class Row:
     Attributes:
         devices: On how many GPUs.
         direction: One of `DIRECTIONS`.
-        name: Who.
+        name: The name of who takes part.
         error: Its error over stock's.
         seconds: Per call, the median; None if nothing was timed.
         times_stock: Stock's time over its own, the median; None if nothing was timed.

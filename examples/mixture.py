@@ -110,8 +110,8 @@ class ParallelExperts(ours.Experts):
 def across(compute: routed.Compute, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Has each row computed on the device of its expert.
 
-    Any device may send all of its rows to any other, so there is room for all rows of each. What is
-    not used of it is in no group: it is sent, but not multiplied.
+    Any device may send all of its rows to any other, so there is room for all rows of each. The
+    room that is not used is in no group: it is sent, but not multiplied.
 
     Args:
         compute: The function that a device's experts apply to rows.
@@ -157,7 +157,7 @@ class Mixture(nn.Module):
     Attributes:
         settings: The sizes.
         layers: One of `KINDS`.
-        mesh: Of parallel ones.
+        mesh: The mesh of parallel ones.
     """
 
     settings: Settings
@@ -185,7 +185,7 @@ class Mixture(nn.Module):
 
 
 def uneven(logits: jax.Array, top_k: int) -> jax.Array:
-    """Returns how unevenly experts are chosen: 1 if each has as many tokens, more otherwise.
+    """Returns how unevenly experts are chosen: 1 if all have the same tokens, more otherwise.
 
     As in "Switch Transformers", equation 4: a sum over experts of how often one is chosen and how
     likely it is.
@@ -203,7 +203,7 @@ class Mixtures(Training):
 
     Attributes:
         settings: The sizes.
-        mesh: Of the axis "expert"; None for one device.
+        mesh: The mesh with the axis "expert"; None for one device.
     """
 
     settings: Settings

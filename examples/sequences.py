@@ -12,7 +12,7 @@ class Task:
     Attributes:
         vocabulary: How many tokens there are.
         noise: How often a token is any token.
-        seed: Of the permutation and the sequences.
+        seed: The seed of the permutation and the sequences.
     """
 
     vocabulary: int

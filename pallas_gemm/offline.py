@@ -237,8 +237,8 @@ def exported(fn: Callable[..., Any], *args: Any, platform: str = "cuda") -> byte
 
     Args:
         fn: A function of arrays.
-        *args: Its arguments, or `jax.ShapeDtypeStruct`s in their place. What reads the bytes takes
-            their leaves, and returns those of the results.
+        *args: Its arguments, or `jax.ShapeDtypeStruct`s in their place. The program that reads the
+            bytes takes their leaves, and returns those of the results.
         platform: JAX's name of the platform to lower for.
     """
     # The avals of an exported function are a flat list, whatever trees arguments and results are:

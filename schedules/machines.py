@@ -27,7 +27,8 @@ class Machine:
             mean. It is what a static schedule cannot even out.
         resident_clusters: For each cluster size, how many clusters run at the same time, if that
             was measured; otherwise the SMs decide.
-        tensor_share: What its tensor cores do of what others of their generation do in a cycle.
+        tensor_share: The share of operations that its tensor cores do in a cycle, of those that
+            others of their generation do.
         is_measured: Whether orders and kernels of this project were timed on one.
     """
 

@@ -236,7 +236,7 @@ def _cut(
 ) -> tuple[tuple[int, ...], int, NDArray[np.int64]]:
     """Returns how many pieces each kernel visits, how many stretches a tile has, and which a piece.
 
-    Pieces of one tile differ by a step at most: they have as many stretches as each other.
+    Pieces of one tile differ by a step at most: they have the same number of stretches.
     """
     if batch > 1:
         raise ValueError(f"batch must be 1 for pieces of k, got {batch}")

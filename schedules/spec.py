@@ -53,7 +53,7 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "clipped_hilbert": clipped_hilbert,
     }
 )
-"""Every order of a grid by its name; each takes (rows, cols) and has a default for the rest."""
+"""All orders of a grid by their names; each takes (rows, cols) and has a default for the rest."""
 
 ONLINE_BUILDERS: Mapping[str, Callable[..., OnlineSchedule]] = MappingProxyType(
     {"raster": online_raster, "swizzle": online_swizzle}

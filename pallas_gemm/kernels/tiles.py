@@ -1,9 +1,8 @@
 """Which tile a worker computes next: the one place where a kernel meets a schedule.
 
 A *worker* is one cluster of CTAs. Every role of a kernel walks the same pieces of work in the same
-order, and reads the entry of the next one before it starts on the current one (but in sums over
-groups: `hopper/groups/sum_walk.py`), so that the latency of that read is hidden behind a whole tile
-of work:
+order. It reads the entry of the next one before it starts on the current one, so that a whole tile
+of work hides the latency of that read. Sums over groups differ: `hopper/groups/sum_walk.py`.
 
     load entry 0 | load entry 1, compute piece 0 | load entry 2, compute piece 1 | ...
 

@@ -307,8 +307,9 @@ def _side(
 
     Args:
         letters: The operand's dimensions.
-        groups: The batch, of which it may have all, some or none, its free dimensions, in the order
-            of the product's result, and those contracted, in an order that both operands agree on.
+        groups: The batch, its free dimensions and those contracted. It may have all, some or none
+            of the batch. The free ones are in the order of the product's result, the contracted
+            ones in an order that both operands agree on.
         sizes: The size of each dimension.
         free_first: The free dimension comes first where it is not transposed: the left operand.
     """

@@ -303,7 +303,7 @@ def of_dot_general(
         lhs_rank: How many dimensions the left operand has.
         rhs_rank: How many the right operand has.
         dimension_numbers: As `lax.dot_general` takes them, as tuples.
-        letters: Those that the caller has for each operand, if any.
+        letters: The caller's letters for each operand, if there are any.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     names = "".join(letters) if letters else "".join(_named(lhs_rank + rhs_rank))

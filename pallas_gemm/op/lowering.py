@@ -183,7 +183,7 @@ def lower_matrices(
 
     Args:
         ctx: As JAX gives it to a lowering rule.
-        operands: Of the call, lowered.
+        operands: The operands of the call, lowered.
         call: The product to compute.
         otherwise: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
@@ -204,7 +204,7 @@ def lower_symmetric(
 
     Args:
         ctx: As JAX gives it to a lowering rule.
-        operands: Of the call, lowered.
+        operands: The operands of the call, lowered.
         call: The product to compute.
         mirrored: Puts what is below the diagonal of a result above it, too.
         gpu: The program is for a GPU.

@@ -11,8 +11,8 @@ thus goes to the cluster that is free first.
     who asks  0 and 1        | 2                    |                | 3             | ...
 
 Before it computes a tile, a role reads which one comes after it, and starts to look it up in the
-table: as in a dealt order, that look-up is hidden behind a tile of work. What tile t + 2 is depends
-on nobody's work on tiles after t. Before tile 0 nothing is waited for.
+table: as in a dealt order, that look-up is hidden behind a tile of work. The number of tile t + 2
+depends on nobody's work on tiles after t. Before tile 0 nothing is waited for.
 
 No more is asked for than that: what a cluster has been granted, no other one computes when it is
 free. One role of each CTA asks; in a pair the hardware takes the request of the first CTA, and

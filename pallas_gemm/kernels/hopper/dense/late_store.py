@@ -47,7 +47,7 @@ class AtOnce(NamedTuple):
         store.fetch(self.cta, self.me, at, range(self.cta.plan.config.store_slots))
 
     def between(self, turn: Scalar, previous: store.Tile | None) -> Stores:
-        """What to store in the k loop of a tile."""
+        """The stores in the k loop of a tile."""
         del turn, previous
         return []
 
