@@ -1,4 +1,4 @@
-"""Who takes part in the timing of a case: programs that compile, are right and the best of a peer."""
+"""Who takes part in the timing of a case: it compiles, is right, and is the best of its peer."""
 
 import concurrent.futures
 import dataclasses
