@@ -124,6 +124,8 @@ SUMS: dict[tuple[int, ...], tuple[tuple[float, float], tuple[float, float]]] = {
     # The same of sums over groups of k.
     (7168, 2048, 16384, 32): ((560, 885), (596, 801)),
     (4096, 14336, 16384, 8): ((2095, 2420), (1641, 1849)),
+    (5120, 8192, 16384, 16): ((1516, 1967), (1238, 1517)),
+    (2048, 1408, 16384, 64): ((150, 267), (148, 239)),
 }
 OF_BLOCKS: dict[str, Any] = {
     **dict.fromkeys(("a_dtype", "b_dtype"), jnp.float8_e4m3fn),
