@@ -10,6 +10,8 @@ import pytest
 
 from pallas_gemm.kernels.hopper.widened import shares
 
+CLUSTERS = [(1, 2), (1, 4), (1, 8), (3, 4), (2, 4), (5, 4), (4, 4), (3, 8), (13, 8), (2, 5)]
+
 
 @pytest.fixture(autouse=True)
 def _without_jit() -> Any:
@@ -27,9 +29,7 @@ def pieces(tiles: int, ctas: int, steps: int) -> list[list[shares.Piece]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("tiles", "ctas"), [(1, 2), (1, 4), (3, 4), (2, 4), (5, 4), (4, 4), (3, 8), (13, 8), (2, 5)]
-)
+@pytest.mark.parametrize(("tiles", "ctas"), CLUSTERS)
 @pytest.mark.parametrize("steps", [8, 29])
 def test_each_step_is_taken_once(tiles: int, ctas: int, steps: int) -> None:
     taken, all_pieces = np.zeros((tiles, steps), int), pieces(tiles, ctas, steps)
@@ -44,9 +44,7 @@ def test_each_step_is_taken_once(tiles: int, ctas: int, steps: int) -> None:
     assert max(sums) == -(-tiles * steps // ctas)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "ctas"), [(1, 2), (1, 4), (3, 4), (2, 4), (5, 4), (4, 4), (3, 8), (13, 8), (2, 5)]
-)
+@pytest.mark.parametrize(("tiles", "ctas"), CLUSTERS)
 def test_what_is_sent_is_awaited(tiles: int, ctas: int) -> None:
     sent: dict[tuple[int, int], list[int]] = {}
     awaited: dict[tuple[int, int], int] = {}

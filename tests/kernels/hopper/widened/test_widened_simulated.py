@@ -1,7 +1,6 @@
 """Weights of few bits in the GPU simulator, which also records races."""
 
 import functools
-import types
 from typing import Any
 
 import jax
@@ -104,17 +103,3 @@ def test_what_follows_is_applied_to_the_sums() -> None:
     rng = np.random.default_rng(1)
     bias, scale = (jnp.asarray(rng.uniform(0.5, 2, 192), jnp.float32) for _ in range(2))
     check(asked, Config(step=64), bias=bias, col_scale=scale)
-
-
-@pytest.mark.parametrize(("steps", "ctas"), [(8, 2), (9, 2), (11, 4), (23, 8), (8, 8)])
-def test_ctas_of_a_cluster_share_every_step_once(steps: int, ctas: int) -> None:
-    plan: Any = types.SimpleNamespace(
-        k_steps=steps, config=types.SimpleNamespace(ctas_along_k=ctas)
-    )
-    taken = list[int]()
-    for rank in range(ctas):
-        cta: Any = types.SimpleNamespace(plan=plan, rank=jnp.int32(rank))
-        first, count = map(int, kernel._span(cta))
-        assert count >= steps // ctas
-        taken += range(first, first + count)
-    assert taken == list(range(steps))
