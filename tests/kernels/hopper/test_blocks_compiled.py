@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -79,3 +80,12 @@ def test_scales_of_16_bits_are_lowered_as_those_of_32(dtype: jax.typing.DTypeLik
     *factors, row, col = _operands(PROBLEM)
     narrow = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (row, col)]
     assert offline.exported(kernel, *factors, *narrow)
+
+
+@pytest.mark.parametrize("name", ["1 x 128 by 128 x 1", "1 x 128 by 128 x 128"])
+def test_scales_of_each_column_are_fetched_ahead(name: str) -> None:
+    kernel = hopper.build(HopperPlan(PROBLEMS[name], _candidates(name)[0], H200))
+    ptx = offline.compile_report(kernel, *_operands(PROBLEMS[name]), target="h200").ptx
+    rows = re.findall(r"at, %r\d+, 4, at; prefetch.global.L1", ptx)
+    columns = re.findall(r"at, column, 4, at; @inside prefetch.global.L1", ptx)
+    assert bool(rows) == bool(columns) == name.endswith(" x 1")

@@ -7,8 +7,13 @@ While one consumer multiplies and adds, the WGMMAs of the other run. Where each 
 they take turns (`ptx/turns.py`). Each thread loads the scales that it needs from global memory. It
 does so for several steps at a time, while it computes the several before: the way from the L2 is
 longer than a step. Where a block is longer than a step, its steps are scaled one by one.
+
+Where each column has a scale, the producer fetches those of a step into the L1 when it loads the
+operands of that step. 8192 cubed takes 1271 us so on an H200, and 1579 us without. Where 128
+columns share one, it takes 878 us and 866.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +22,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place, work
+from pallas_gemm.kernels import launch, place, work
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.dense import late_store, multiply
+from pallas_gemm.kernels.hopper.dense.load import Target
 from pallas_gemm.kernels.hopper.dense.product import Product
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.ptx import arrays, scaled, turns
+from pallas_gemm.kernels.ptx import arrays, prefetch, scaled, turns
 from pallas_gemm.kernels.traced import Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
+SECTOR_BYTES = 32
+"""The part of a line that the L1 fetches."""
 
 
 class Scales(NamedTuple):
@@ -53,6 +61,14 @@ class InBlocks(Product):
         super().end(me)
         if turn := _turn(self.plan, me):
             turns.end(self.plan, turn.me)
+
+    def load(
+        self, piece: work.Piece, factors: launch.Factors, at: place.Where, target: Target
+    ) -> None:
+        """See `Product`; it may fetch the scales of the step, too."""
+        super().load(piece, factors, at, target)
+        if self.plan.scales.apart and not self.plan.problem.in_groups:
+            _fetch(self.cta, at, target.k_start)
 
     def add_up(
         self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
@@ -201,6 +217,29 @@ def load(cta: Cta, at: place.Where, k: Scalar) -> Step:
             block = lax.min(block, jnp.int32(plan.problem.k // blocks.k - 1))
         found.append(Scales(_rows(cta, at, block), _columns(cta, at, block)))
     return tuple(found)
+
+
+def _fetch(cta: Cta, at: place.Where, k_start: Scalar) -> None:
+    """Fetches the scales of a step for all consumers."""
+    plan, blocks = cta.plan, cta.plan.scales.blocks
+    rows, columns = plan.config.out_tile(plan.problem)
+    last = jnp.int32(plan.problem.k // blocks.k - 1)
+    first = lax.min(lax.div(k_start, jnp.int32(blocks.k)), last)
+    if blocks.rows:
+        scales = place.matrix(cta.gmem.scales[0], at.batch)
+        fetch = functools.partial(
+            prefetch.rows, plan, scales, at.row, first, count=rows, each=blocks.rows
+        )
+        sector = SECTOR_BYTES // scales.dtype.itemsize
+        if plan.scales.per_step == 1 and scales.shape[1] % sector == 0:
+            pl.when(first % sector == 0)(fetch)
+        else:
+            fetch()
+    for which in range(plan.problem.sums):
+        scales = place.matrix(cta.gmem.scales[bool(blocks.rows) + which], at.batch)
+        for number in range(plan.scales.per_step):
+            block = lax.min(first + number, last)
+            prefetch.columns(plan, scales, at.col, block, count=columns, each=blocks.columns)
 
 
 def _rows(cta: Cta, at: place.Where, block: Scalar) -> Any:

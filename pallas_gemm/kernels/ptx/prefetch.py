@@ -1,0 +1,69 @@
+"""Fetches scales into the L1 before the consumers load them: the way from the L2 is long.
+
+One warp does it for all that the consumers load in a step. A fetch has no result, so that the
+simulator does nothing.
+"""
+
+from typing import Any
+
+from pallas_gemm.kernels.hardware import LANES
+from pallas_gemm.kernels.ptx.operation import Operation, Program
+
+LINE_BYTES = 128
+"""The length of a line of the L1."""
+
+
+@Operation
+def rows(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:
+    """Fetches the scales of some rows, and of the blocks of k whose scales lie in the same sector.
+
+    Args:
+        scales: The scales, `[rows, blocks]`.
+        first: The first row.
+        block: The block of k.
+        count: How many rows.
+        each: The rows that a scale is of.
+    """
+    (lines, length), size = scales.shape, scales.dtype.itemsize
+    text = [
+        "{ .reg .u32 own, row; .reg .b64 at; mov.u32 own, %laneid;",
+        f"div.u32 row, $1, {each}; add.u32 own, own, row;",
+    ]
+    for start in range(0, -(-count // each), LANES):
+        text.append(
+            f"add.u32 row, own, {start}; min.u32 row, row, {lines - 1};"
+            f" mad.wide.u32 at, row, {length * size}, $0; mad.wide.u32 at, $2, {size}, at;"
+            " prefetch.global.L1 [at];"
+        )
+    Program(" ".join([*text, "}"]))([scales], [first, block])
+
+
+@Operation
+def columns(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:
+    """Fetches the scales of some columns.
+
+    Args:
+        scales: The scales, `[blocks, columns]`.
+        first: The first column.
+        block: The block of k.
+        count: How many columns.
+        each: The columns that a scale is of.
+    """
+    length, size = scales.shape[1], scales.dtype.itemsize
+    text = (
+        "{ .reg .pred inside; .reg .u32 own, column; .reg .b64 at; mov.u32 own, %laneid;"
+        f" mul.lo.u32 own, own, {LINE_BYTES // size}; setp.lt.u32 inside, own, {-(-count // each)};"
+        f" div.u32 column, $1, {each}; add.u32 column, column, own;"
+        f" min.u32 column, column, {length - 1};"
+        f" mad.wide.u32 at, $2, {length * size}, $0; mad.wide.u32 at, column, {size}, at;"
+        " @inside prefetch.global.L1 [at]; }"
+    )
+    Program(text)([scales], [first, block])
+
+
+def _nothing(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:
+    del scales, first, block, count, each
+
+
+for _operation in (rows, columns):
+    _operation.meaning(_nothing)
