@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_gemm import HopperConfig, gated_gemm, gemm, gram, projections, symmetric_matmul
+from tests.reference import normal
 
 
 @pytest.fixture(autouse=True)
@@ -228,3 +229,25 @@ def test_what_is_named_and_cannot_compute_it_says_why() -> None:
     config = HopperConfig(tile=(64, 64), split_k=2)
     with pytest.raises(ValueError, match="needs split_k=1, got 2"):
         gemm(a, b, epilogue=lambda s: (s, s + 1), implementation="interpret", config=config)
+
+
+@pytest.mark.parametrize("last", [None, 2])
+def test_a_function_follows_sums_that_are_cut_along_k(last: int | None) -> None:
+    rng = np.random.default_rng(0)
+    a, b = normal(rng, (256, 256), jnp.bfloat16), normal(rng, (256, 192), jnp.bfloat16)
+    residual = normal(rng, (256, 192), jnp.bfloat16)
+    config = HopperConfig(
+        tile=(128, 64),
+        stages=3,
+        store_columns=32,
+        split_k=2,
+        split_last=last,
+        late_store=False,
+    )
+
+    def f(s: Any, residual: Any) -> Any:
+        return jnp.maximum(s, 0) + residual.astype(jnp.float32)
+
+    given = gemm(a, b, epilogue=f, operands=(residual,), implementation="interpret", config=config)
+    expected = f(jnp.dot(a, b, preferred_element_type=jnp.float32), residual)
+    np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-4)
