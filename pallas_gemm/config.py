@@ -248,6 +248,10 @@ class GemmConfig:
             reasons += (f"cluster: {device.kind} runs no cluster of {self.cluster}",)
         return reasons
 
+    def takes(self, problem: Problem, device: Device) -> bool:
+        """Whether this config can compute `problem` on `device`."""
+        return not self.refusals(problem, device)
+
     def mismatches(self, pieces: Pieces, problem: Problem) -> Iterator[str]:
         """Yields why a table of pieces is not what this config cuts tiles into, in some order."""
         grid, steps, depth = self.stacked_grid(problem), self.steps(problem), self.tile_k(problem)

@@ -79,7 +79,7 @@ def _legal(
     candidates = considered(problem, device, architecture, schedule)
     ready = (fitted(problem, config, device, schedule) for config in candidates)
     for config in sorted(ready, key=lambda c: score(problem, c, device, architecture)):
-        if not config.refusals(problem, device):
+        if config.takes(problem, device):
             yield config
 
 

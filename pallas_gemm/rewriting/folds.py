@@ -139,19 +139,28 @@ class Folder:
             if region is None:
                 break
             read |= dict.fromkeys(region.operands)
-            if any(_is_neither(x, own) for x in region.operands):
-                continue
-            gate = Epilogue(gated=len(products) > 1)
-            call = dataclasses.replace(own.call, out_dtype=np.dtype(np.float32), epilogue=gate)
-            function = self._function(level, region)
-            saved = self._saved(products, region, function, call)
             least = best.saved if best else LEAST_SAVED * _seconds(products)
-            if saved is not None and saved > least:
-                best = Fold(saved, products, region, function, call)
+            if not any(_is_neither(x, own) for x in region.operands):
+                best = self._planned(level, products, region, least) or best
             if all(x.aval.shape == own.out.aval.shape for x in region.results):
                 # It reduces nothing.
                 break
         return best, read
+
+    def _planned(
+        self, level: Level, products: tuple[Dense, ...], region: Region, least: float
+    ) -> Fold | None:
+        """Returns the fold that a region is, if it saves more than so many seconds."""
+        if self._at_most(products, region) <= least:
+            return None
+        gate = Epilogue(gated=len(products) > 1)
+        single = np.dtype(np.float32)
+        call = dataclasses.replace(products[0].call, out_dtype=single, epilogue=gate)
+        function = self._function(level, region)
+        saved = self._saved(products, region, function, call)
+        if saved is None or saved <= least:
+            return None
+        return Fold(saved, products, region, function, call)
 
     @property
     def elementwise(self) -> frozenset[str]:
@@ -179,10 +188,25 @@ class Folder:
         found = fused.plan(call.with_target(device), dims, function, signature)
         if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
             return None
+        return _seconds(products) + self._passes(region) - found.decision.plan.seconds
+
+    def _passes(self, region: Region) -> float:
+        """Returns how many seconds the passes take that XLA then does not make."""
+        device = self._how.device
         moved = region.stock - region.left - sum(2 * bytes_of(x) for x in region.made)
         launch = xla_time.pass_seconds(0, device)
-        passes = xla_time.pass_seconds(moved, device) - launch * (not region.is_pass)
-        return _seconds(products) + passes - found.decision.plan.seconds
+        return xla_time.pass_seconds(moved, device) - launch * (not region.is_pass)
+
+    def _at_most(self, products: tuple[Dense, ...], region: Region) -> float:
+        """Returns how many seconds it could save if its kernel had no more to do than the products.
+
+        That is quicker than to plan the kernel.
+        """
+        device, launch = self._how.device, xla_time.pass_seconds(0, self._how.device)
+        shared = sum(bytes_of(own.factors[0]) for own in products[1:])
+        stored = sum(bytes_of(own.out) for own in products) - sum(map(bytes_of, region.results))
+        less = xla_time.pass_seconds(shared + max(0, stored), device) - launch
+        return self._passes(region) + less + launch * len(products[1:])
 
     def _function(self, level: Level, region: Region) -> Function:
         """Returns the function of the sums and of the operands."""

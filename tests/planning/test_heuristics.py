@@ -86,6 +86,19 @@ def test_every_choice_is_legal(
         assert choice.workers(problem, H200) <= H200.sms
 
 
+def test_a_config_takes_what_it_does_not_refuse() -> None:
+    f32, few = np.dtype(np.float32), Epilogue(residual=True)
+    problem = Problem(512, 512, 8192, f32, f32, f32, transpose_b=True, epilogue=few)
+    ready = (
+        heuristics.fitted(problem, config, H200)
+        for config in heuristics.considered(problem, H200, HOPPER)
+    )
+    every = [*ready, HopperConfig((128, 256), late_store=True)]
+    taken = [config.takes(problem, H200) for config in every]
+    assert taken == [not config.refusals(problem, H200) for config in every]
+    assert set(taken) == {False, True}
+
+
 def test_no_more_ctas_than_it_takes_for_as_many_waves() -> None:
     # 512 tiles are 4 waves of 128: the other 4 SMs would not make them fewer.
     best = heuristics.rank(Problem(4096, 4096, 4096), H200, HOPPER)[0]

@@ -324,6 +324,20 @@ def test_exact_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(jax.jit(core.jaxpr_as_fun(folded))(x, w, bias), expected)
 
 
+def test_what_cannot_save_enough_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    saved = folds.Folder._saved
+    monkeypatch.setattr(folds.Folder, "_saved", lambda *own: planned.append(1) or saved(*own))
+
+    def f(x: Any, w: Any) -> Any:
+        return jax.nn.gelu(x @ w)
+
+    for k, is_planned in ((1024, True), (65536, False)):
+        planned.clear()
+        _, found = rewritten(f, SHAPE((4096, k), BF16), SHAPE((k, 4096), BF16))
+        assert (bool(planned), bool(found[0].folded)) == (is_planned, is_planned)
+
+
 def test_equal_blocks_have_one_function() -> None:
     def f(x: Any, w: Any, v: Any, bias: Any) -> Any:
         for _ in range(4):

@@ -98,6 +98,10 @@ class HopperConfig(HopperTiling):
             *self._resource_refusals(problem, device),
         )
 
+    def takes(self, problem: Problem, device: Device) -> bool:
+        """Whether this config can compute `problem`: registers first, as refusals name a tile."""
+        return self.registers_suffice(self.as_computed(problem)) and super().takes(problem, device)
+
     def _malformed(self) -> Iterator[str]:
         yield from super()._malformed()
         if self.partial_sums < 1:
