@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
+from pallas_gemm.call import signature_of
+from pallas_gemm.device import H200
 from pallas_gemm.kernels.split import Split
 from pallas_gemm.op import fused
 from pallas_gemm.rewriting import folds, kept
@@ -58,6 +60,15 @@ def _stored_by_its_kernel(equation: Any) -> int:
     return len(parts.stored)
 
 
+def _config(equation: Any) -> Any:
+    params = equation.params
+    call, dims = params["call"].with_target(H200), params["contraction"]
+    given = signature_of(tuple(x.aval for x in equation.invars))
+    found = fused.plan(call, dims, params["function"], given)
+    assert isinstance(found, fused.Fused)
+    return found.decision.plan.config
+
+
 def test_what_is_read_much_later_is_stored_by_the_kernel_that_reads_its_parts() -> None:
     program, _ = rewritten(step(_blocks), *LARGE, BIAS)
     # The last block's is read at once.
@@ -67,6 +78,9 @@ def test_what_is_read_much_later_is_stored_by_the_kernel_that_reads_its_parts() 
         readers = [e for e in program.eqns if equation.outvars[-1] in e.invars]
         assert len(readers) == 1
         assert _stored_by_its_kernel(equation) == 3
+    # One consumer loads and stores while the other one multiplies.
+    tiles = {(config.pingpong, config.tile) for config in map(_config, own)}
+    assert tiles == {(True, (64, 256)), (True, (64, 224))}
 
 
 def test_exact_computes_nothing_again() -> None:
