@@ -66,6 +66,7 @@ def _config(equation: Any) -> Any:
     given = signature_of(tuple(x.aval for x in equation.invars))
     found = fused.plan(call, dims, params["function"], given)
     assert isinstance(found, fused.Fused)
+    assert found.decision.plan is not None
     return found.decision.plan.config
 
 
