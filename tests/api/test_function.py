@@ -227,8 +227,8 @@ def test_what_is_named_and_cannot_compute_it_says_why() -> None:
     with pytest.raises(ValueError, match="rows and as columns"):
         gemm(a, b, epilogue=lambda s: s + s.T, implementation="interpret")
     config = HopperConfig(tile=(64, 64), split_k=2)
-    with pytest.raises(ValueError, match="needs split_k=1, got 2"):
-        gemm(a, b, epilogue=lambda s: (s, s + 1), implementation="interpret", config=config)
+    with pytest.raises(ValueError, match="reduces needs split_k=1, got 2"):
+        gemm(a, b, epilogue=lambda s: (s, s.sum(0)), implementation="interpret", config=config)
 
 
 @pytest.mark.parametrize("last", [None, 2])
