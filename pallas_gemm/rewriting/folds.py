@@ -150,7 +150,7 @@ class Folder:
     def _planned(
         self, level: Level, products: tuple[Dense, ...], region: Region, least: float
     ) -> Fold | None:
-        """Returns the fold that a region is, if it saves more than so many seconds."""
+        """Returns the fold that a region is, if it saves more than the least that counts."""
         if self._at_most(products, region) <= least:
             return None
         gate = Epilogue(gated=len(products) > 1)
@@ -200,7 +200,7 @@ class Folder:
     def _at_most(self, products: tuple[Dense, ...], region: Region) -> float:
         """Returns how many seconds it could save if its kernel had no more to do than the products.
 
-        That is quicker than to plan the kernel.
+        It is quicker to ask than to plan the kernel.
         """
         device, launch = self._how.device, xla_time.pass_seconds(0, self._how.device)
         shared = sum(bytes_of(own.factors[0]) for own in products[1:])
