@@ -32,10 +32,24 @@ def bounded(largest: Any) -> Any:
     return jnp.minimum(jnp.maximum(largest, -LARGEST), LARGEST)
 
 
-def joined(left: Pair, add: Callable[..., Any] = jnp.sum) -> Any:
-    """Reduces the first axis of what is left of several parts; returns both as one array."""
-    largest = jnp.max(left[0], axis=0)
-    return jnp.stack([largest, add(_weighted(*left, largest[None]), axis=0)])
+def joined(left: Pair, add: Callable[..., Any] | None = None) -> Any:
+    """Reduces the first axis of several parts' pairs; returns both as one array.
+
+    Args:
+        left: The pairs.
+        add: A function that adds up; None for XLA, in one pass over the pairs.
+    """
+    if add is not None:
+        largest = jnp.max(left[0], axis=0)
+        return jnp.stack([largest, add(_weighted(*left, largest[None]), axis=0)])
+    nothing = (jnp.full((), -math.inf, left[0].dtype), jnp.zeros((), left[1].dtype))
+    return jnp.stack(lax.reduce(left, nothing, _both, (0,)))
+
+
+def _both(one: Pair, other: Pair) -> Pair:
+    """Returns the pair of two parts."""
+    largest = jnp.maximum(one[0], other[0])
+    return largest, _weighted(*one, largest) + _weighted(*other, largest)
 
 
 def in_pairs(x: Any, axis: int = 0) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self
 
 import jax
 
-from pallas_gemm.kernels import protocol, words, work
+from pallas_gemm.kernels import protocol, shorter, words, work
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
@@ -232,18 +232,28 @@ class HopperPlan(KernelPlan):
     def left_of_tiles(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What tiles leave of results that are reduced: vectors of each tile beside another.
 
-        There is one of each consumer's tile.
+        There is one for each consumer's tile. Where one element of a row is picked, only the tile
+        that has it stores it: there is one vector in all.
         """
         found: list[jax.ShapeDtypeStruct] = []
         program = words.program(self.problem)
         sizes = zip(self.reach, self.consumer_out_tile, strict=True)
         beside = [reach // own for reach, own in sizes]
         batch = (self.problem.batch,) if self.problem.batch > 1 else ()
-        for result in self.problem.reductions:
+        for result, is_once in zip(self.problem.reductions, self.stored_once, strict=True):
             axis = 0 if result.kind == "m" else 1
-            shape = (beside[1 - axis], *batch, self.reach[axis])
+            count = 1 if is_once else beside[1 - axis]
+            shape = (count, *batch, self.reach[axis])
             found += [jax.ShapeDtypeStruct(shape, result.dtype)] * program.vectors(result)
         return tuple(found)
+
+    @property
+    def stored_once(self) -> tuple[bool, ...]:
+        """Whether one tile stores a row's value: that of each reduced result that is picked."""
+        program = shorter.shorter(words.program(self.problem))
+        return tuple(
+            own.value in program.picked and not self.problem.groups for own in program.reductions
+        )
 
     @property
     def warp_columns_shape(self) -> tuple[int, ...] | None:

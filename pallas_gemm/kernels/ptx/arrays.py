@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import arith, memref
+from jax.extend.mlir.dialects import arith, memref, vector
 
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
@@ -185,6 +185,36 @@ def _(out: Any, values: Values, count: Any, layout: Any) -> None:
     @pl.loop(0, jnp.clip(count, 0, values.shape[0]))
     def _each(i: Any) -> None:
         out.at[pl.ds(i, 1)][...] = lax.dynamic_slice_in_dim(values, i, 1)
+
+
+@Operation
+def write_some(out: Any, values: Values, chosen: Values, layout: Any) -> None:
+    """Stores the values of a vector where `chosen` is not 0; others store the rest."""
+
+    @plgpu.inline_mgpu(arg_types=(REF, layout, layout))
+    def inline(_: Any, out: Any, values: Values, chosen: Values) -> None:
+        each = iter(chosen.registers.flat)
+
+        def store(x: Any, place: tuple[Any, ...]) -> None:
+            number = vector.extract(next(each), dynamic_position=[], static_position=[0])
+            zero = utils.c(0, number.type)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, number, zero)):
+                memref.store(x, out, place)
+
+        values.foreach(store)
+
+    inline(out, values, chosen)
+
+
+@write_some.meaning
+def _(out: Any, values: Values, chosen: Values, layout: Any) -> None:
+    del layout
+
+    @pl.loop(0, values.shape[0])
+    def _each(i: Any) -> None:
+        @pl.when(lax.dynamic_slice_in_dim(chosen, i, 1)[0] != 0)
+        def _store() -> None:
+            out.at[pl.ds(i, 1)][...] = lax.dynamic_slice_in_dim(values, i, 1)
 
 
 @Operation

@@ -36,7 +36,7 @@ from pallas_gemm.kernels.ptx.reductions import (
     store_columns,
 )
 from pallas_gemm.kernels.traced import Scalar, Values
-from pallas_gemm.program import ADDING, LOGSUMEXP, Result
+from pallas_gemm.program import ADDING, LOGSUMEXP, Pick, Result
 
 Rows = tuple[Vectors, ...]
 """The rows of a tile as each thread has reduced them so far, for each result; empty at first."""
@@ -45,16 +45,18 @@ Rows = tuple[Vectors, ...]
 def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
     """Reduces what all tiles have left, without what lies beyond the edges of the result."""
     sizes = {"m": plan.problem.m, "n": plan.problem.n}
-    found = []
-    pairs = list(zip(plan.problem.reductions, _of_each(plan, left), strict=True))
-    largest = {own.value: own_left[:1] for own, own_left in pairs if own.reduction == LOGSUMEXP}
-    for own, own_left in pairs:
-        vectors = own_left or largest[own.value]
+    found: list[Any] = []
+    largest = {}
+    for own, vectors in zip(plan.problem.reductions, _of_each(plan, left), strict=True):
         within = tuple(x[..., : sizes[own.kind]] for x in vectors)
         in_order = plan.problem.adds_rows_in_order and own.reduction in ADDING
         how = (exponentials.in_pairs,) if in_order else ()
-        found.append(REDUCTIONS[own.reduction].joined(within, *how))
-    return found
+        # The largest values that stand beside sums of exp are not left once more.
+        found.append(REDUCTIONS[own.reduction].joined(within, *how) if within else None)
+        if own.reduction == LOGSUMEXP:
+            largest[own.value] = found[-1][0]
+    pairs = zip(plan.problem.reductions, found, strict=True)
+    return [largest[own.value] if x is None else x for own, x in pairs]
 
 
 def _of_each(plan: HopperPlan, left: Sequence[Any]) -> list[Vectors]:
@@ -211,16 +213,41 @@ def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
     plan = cta.plan
     height, width = plan.consumer_out_tile
     pairs = zip(_of_each(plan, cta.left), plan.problem.reductions, strict=True)
-    left = [(targets, own.reduction) for targets, own in pairs if own.kind == "m"]
-    ended = [_ended(plan, name, own) for (_, name), own in zip(left, rows, strict=True)]
-    targets = itertools.chain(*(targets for targets, _ in left))
-    for target, x in zip(targets, itertools.chain(*ended), strict=True):
+    left = [(targets, own) for targets, own in pairs if own.kind == "m"]
+    ended = [_ended(plan, own.reduction, x) for (_, own), x in zip(left, rows, strict=True)]
+    picks = epilogue.picks(plan.problem)
+    once = picks if any(plan.stored_once) else [None] * len(picks)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    for (targets, _), own, pick in zip(left, ended, once, strict=True):
+        if pick:
+            chosen = _whose(cta, at, pick)
+            mine = place.vector(targets[0].at[0], at.batch).at[pl.ds(at.row, height)]
+            arrays.write_some(plan, mine, own[0], chosen, layout)
+    targets = itertools.chain(*(x for (x, _), pick in zip(left, once, strict=True) if not pick))
+    others = itertools.chain(*(x for x, pick in zip(ended, once, strict=True) if not pick))
+    for target, x in zip(targets, others, strict=True):
         mine = place.vector(target.at[lax.div(at.col, jnp.int32(width))], at.batch)
-        rows_of_tile, layout = mine.at[pl.ds(at.row, height)], plgpu.Layout.WGMMA.reduce(1)
+        rows_of_tile = mine.at[pl.ds(at.row, height)]
         if at.end is None:
             arrays.write_directly(plan, rows_of_tile, x, layout)
         else:
             arrays.write_first(plan, rows_of_tile, x, at.end - at.row, layout)
+
+
+def _whose(cta: Cta, at: place.Where, pick: Pick) -> Any:
+    """Returns 1 for each row whose element a consumer's tile stores, and 0 for the others.
+
+    The first tile stores a zero for a row none of whose columns is picked.
+    """
+    plan = cta.plan
+    height, width = plan.consumer_out_tile
+    strip = Strip(at.batch, (at.row, height), (at.col, width), plgpu.Layout.WGMMA)
+    own = epilogue.columns(plan.problem, cta.gmem, strip, pick)
+    end = jnp.int32(plan.problem.n) - at.col
+    is_first = (at.col == 0).astype(jnp.int32)
+    is_one = (own >= -at.col) & (own < end)
+    is_here = (own >= 0) & (own < jnp.minimum(jnp.int32(width), end))
+    return jnp.where(is_one, is_here.astype(jnp.int32), is_first)
 
 
 def keep_columns(cta: Cta, me: Scalar, first: int, strips: Sequence[Sequence[Values]]) -> None:
