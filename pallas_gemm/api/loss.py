@@ -88,7 +88,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
         reduction: "mean" over the tokens that count, which is 0 if none does; "sum"; or "none" for
             a loss of each token.
         memory: The memory of the gradients beside operands and results: "least", "fastest", which
-            keeps all logits, or a number of bytes. None takes chunks of 8192 words.
+            keeps all logits, or a number of bytes. None takes larger
+            chunks than "least".
         axis_name: The axes of a `jax.shard_map` along which words are split: `weight` and `bias`
             are a device's part of the words, `labels` count all words.
 

@@ -42,8 +42,10 @@ class Inputs(NamedTuple):
             pieces are found; None if it is computed.
         sent: How many loads of rows have been claimed for each device.
         summands: Sums of pieces of k, which another kernel has left to be joined.
-        results: The results, some tiles of which another kernel has stored.
+        results: The results, some tiles of which another kernel has stored, or an array to write
+            into.
         scales: The scales of blocks of the factors, if there are any.
+        first: Where the parts begin that are taken of larger arrays (`windows.py`), `[1]`.
     """
 
     factors: tuple[Factors, ...]
@@ -53,6 +55,7 @@ class Inputs(NamedTuple):
     summands: Any = None
     results: Any = None
     scales: tuple[Any, ...] = ()
+    first: Any = None
 
     def loaded(self, problem: Problem) -> list[Any]:
         """The operands of the epilogue that are loaded as results are stored: whole matrices."""
@@ -74,13 +77,14 @@ class Grid(NamedTuple):
     warpgroups: int
 
 
-def inputs(config: GemmConfig, problem: Problem, given: Sequence[jax.Array], order: Any) -> Inputs:
+def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: Any) -> Inputs:
     """Names the operands, of which `given` has those that the problem has.
 
     These are, in this order: a, b, a second b if the result is gated, then the operands of the
-    epilogue's program; where operands are in several arrays, first a and b of each.
+    epilogue's program; where operands are in several arrays, first a and b of each. None stands for
+    one that is known otherwise.
     """
-    left = map(on_its_own, given)
+    left: Any = (None if x is None else on_its_own(x) for x in given)
     factors = tuple(
         Factors(next(left), tuple(next(left) for _ in range(problem.sums)))
         for _ in range(problem.pairs)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
@@ -307,16 +308,21 @@ def _abstract_part(*avals: Any, shared: Shared) -> Any:
 
 @program_kernel_p.def_effectful_abstract_eval
 def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
+    results = mesh_context.types_off_mesh(*kernel_types(call, decision))
+    return results, lowering.effects(call, signature_of(avals))
+
+
+def kernel_types(call: Call, decision: Decision) -> Signature:
+    """Returns the shapes and types of what a kernel computes of matrices."""
     problem = decision.problem
     batch = (problem.batch,) if problem.batch > 1 else ()
     shapes = {"mn": problem.out_shape, "m": (*batch, problem.m), "n": (*batch, problem.n)}
     program = call.epilogue.program
     assert program is not None
-    results = [
-        ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], own.dtype)
+    return tuple(
+        ((own.vectors,) * (own.vectors > 1) + shapes[own.kind], np.dtype(own.dtype))
         for own in program.results
-    ]
-    return mesh_context.types_off_mesh(*results), lowering.effects(call, signature_of(avals))
+    )
 
 
 def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:

@@ -10,7 +10,7 @@ Every loss of a token that depends on these statistics has its gradients from th
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
 from pallas_gemm.op.fused import fused
-from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, Memory, chunks
+from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, Memory, chunks, takes_parts
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue
 
@@ -65,7 +65,20 @@ class Layer:
     def chunks(self, hidden: Any, weight: Any) -> Chunks:
         """Returns how the words are divided for the gradients."""
         words, size = weight.shape[self.axis], np.dtype(hidden.dtype).itemsize
-        return chunks(*hidden.shape, words, size, self.memory)
+        tokens, width = hidden.shape
+        in_place = takes_parts(self.call.options.target, tokens, width, words, size)
+        return chunks(tokens, width, words, size, self.memory, in_place=in_place)
+
+    def slices(self, hidden: Any, weight: Any) -> Chunks:
+        """Returns how they are divided where no kernel takes parts of arrays, whatever was planned.
+
+        Where that takes more memory than the caller says, it is the least that is possible.
+        """
+        own = (*hidden.shape, weight.shape[self.axis], np.dtype(hidden.dtype).itemsize)
+        least = chunks(*own, "least")
+        if isinstance(self.memory, int) and self.memory < least.bytes:
+            return least
+        return chunks(*own, self.memory)
 
     def logits(self, sums: jax.Array, bias: Sequence[jax.Array]) -> jax.Array:
         """Computes the logits of some words."""
@@ -172,7 +185,7 @@ def _statistics(
     return traced(statistics, sums, *others)
 
 
-def _slopes_of_sums(layer: Layer, given: Given, with_bias: bool, slopes: Slopes) -> Function:
+def slopes_of_sums(layer: Layer, given: Given, with_bias: bool, slopes: Slopes) -> Function:
     """Returns the function of the product that computes the slopes, and the gradient of a bias."""
     sums, *others = _types(layer, given)
     own = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in slopes.leaves()]
@@ -232,13 +245,13 @@ def by_chunks(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]
         return at_once(layer, keep, *operands)
     parts = dataclasses.replace(parts, each=min(parts.each, DEFAULT_WORDS), kept=False)
     shape = (given.hidden.shape[0], parts.words)
-    empty = [_empty(given, shape, given.hidden.dtype)] if keep else []
+    whole = [empty(given, shape, given.hidden.dtype)] if keep else []
 
     def step(found: Any, start: Any, size: int) -> list[jax.Array]:
         own = given.words(layer, start, size)
         new = at_once(layer, keep, own.hidden, own.weight, own.labels, *own.bias)
         count = len(new) - keep
-        before, kept = ([], empty) if found is None else (found[:count], found[count:])
+        before, kept = ([], whole) if found is None else (found[:count], found[count:])
         kept = [lax.dynamic_update_slice_in_dim(x, new[count], start, 1) for x in kept]
         if not before:
             return [*new[:count], *kept]
@@ -258,13 +271,14 @@ def over_words(results: Sequence[jax.Array], axes: Any) -> list[jax.Array]:
     return [jnp.log(exp) + finite, *sums]
 
 
-def _over(parts: Chunks, step: Callable[..., Any]) -> Any:
+def _over(parts: Chunks, step: Callable[..., Any], together: int = 2) -> Any:
     """Computes the chunks in turn.
 
     Args:
         parts: The chunks.
         step: Takes what the chunks before have left, None at first, and where a chunk begins and
             how many words it has.
+        together: Chunks in a round of the loop.
     """
     left = step(None, 0, parts.first)
     starts = parts.first + parts.each * jnp.arange(parts.count - 1, dtype=jnp.int32)
@@ -273,11 +287,10 @@ def _over(parts: Chunks, step: Callable[..., Any]) -> Any:
         # Nothing of a chunk begins before the last one has ended.
         return step(*_one_after_the_other(left, start), parts.each), None
 
-    # Two chunks in a round of the loop read and write sums in turn, without a copy between them.
-    return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=2)[0]
+    return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=together)[0]
 
 
-def _empty(given: Given, shape: Sequence[int], dtype: Any) -> jax.Array:
+def empty(given: Given, shape: Sequence[int], dtype: Any) -> jax.Array:
     """Returns an array to be written, which varies along the axes that the operands vary along."""
     x = lax.empty(shape, dtype)
     axes = jax.typeof(given.hidden).manual_axis_type.varying
@@ -285,7 +298,12 @@ def _empty(given: Given, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def gradients(
-    layer: Layer, wanted: Wanted, given: Given, slopes: Slopes, kept: jax.Array | None
+    layer: Layer,
+    wanted: Wanted,
+    given: Given,
+    slopes: Slopes,
+    kept: jax.Array | None,
+    by: "Way | None" = None,
 ) -> list[jax.Array | None]:
     """Computes the gradients of the hidden tokens, the weight and the bias, as far as wanted.
 
@@ -295,45 +313,39 @@ def gradients(
         given: Its operands.
         slopes: How the loss changes with its statistics.
         kept: The product of hidden and weight, if the forward pass kept it.
+        by: How chunks are computed; None for slices of the operands.
     """
     parts = layer.chunks(given.hidden, given.weight)
     if kept is not None:
         parts = dataclasses.replace(parts, each=parts.words, kept=True)
-    of = _Products(layer, parts)
+    way = Slices(layer, parts) if by is None else by
 
     def step(found: Any, start: Any, size: Any) -> Any:
-        own = given.words(layer, start, size)
-        g, *of_bias = _slopes_of(layer, wanted.bias, own, slopes, kept)
+        at = start, size
+        own = way.words(given, start, size)
+        if kept is None:
+            g, *of_bias = way.slopes(wanted.bias, own, slopes, at)
+        else:
+            g, *of_bias = _in_the_place_of(kept, layer, wanted.bias, own, slopes)
         hidden, weight, bias = (None, None, None) if found is None else found
         if wanted.hidden:
-            hidden = of.hidden(g, own.weight, hidden)
+            hidden = way.hidden(g, own.weight, hidden, at)
         if wanted.hidden and wanted.weight:
             # In this order the sums before, and the weight, are gone when its gradient comes.
             g, hidden = _one_after_the_other(g, hidden)
         if wanted.weight:
-            weight = _put(given, of.weight(g, own.hidden), weight, given.weight, start, layer.axis)
+            weight = way.weight(g, given, weight, at)
         if wanted.bias:
             bias = _put(given, of_bias[0], bias, given.bias[0], start, 0)
         return hidden, weight, bias
 
-    hidden, weight, bias = _over(parts, step)
+    hidden, weight, bias = _over(way.parts, step, way.together)
     return [None if hidden is None else hidden.astype(given.hidden.dtype), weight, bias]
 
 
 def _one_after_the_other(*arrays: Any) -> Any:
     """Lets all that follows begin when all of these arrays are there."""
     return lax.optimization_barrier(arrays)
-
-
-def _slopes_of(
-    layer: Layer, with_bias: bool, own: Given, slopes: Slopes, kept: jax.Array | None
-) -> list[jax.Array]:
-    """Computes the slopes of some words, from the product that was kept or anew."""
-    if kept is not None:
-        return _in_the_place_of(kept, layer, with_bias, own, slopes)
-    function = _slopes_of_sums(layer, own, with_bias, slopes)
-    rest = (*slopes.leaves(), own.labels, *own.bias)
-    return fused(layer.call, layer.contraction, function, own.hidden, own.weight, *rest)
 
 
 def _in_the_place_of(
@@ -352,7 +364,7 @@ def _in_the_place_of(
 
         some = own._replace(hidden=part(own.hidden), labels=part(own.labels))
         slopes_: Slopes = jax.tree.map(part, slopes)
-        function = _slopes_of_sums(layer, some, with_bias, slopes_)
+        function = slopes_of_sums(layer, some, with_bias, slopes_)
         sums = part(g).astype(layer.call.out_dtype)
         return function(sums, *slopes_.leaves(), some.labels, *some.bias)
 
@@ -377,12 +389,42 @@ def _put(
     new = new.astype(like.dtype)
     if new.shape == like.shape:
         return new
-    into = _empty(given, like.shape, like.dtype) if into is None else into
+    into = empty(given, like.shape, like.dtype) if into is None else into
     return lax.dynamic_update_slice_in_dim(into, new, start, axis)
 
 
-class _Products(NamedTuple):
-    """The products of slopes.
+class Way(Protocol):
+    """How a chunk of words is computed; `at` is where it begins, and how many words it has."""
+
+    @property
+    def parts(self) -> Chunks:
+        """The chunks."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """Chunks in a round of the loop."""
+        ...
+
+    def words(self, given: Given, start: Any, size: int) -> Given:
+        """Returns the operands of some words, by which labels are counted then."""
+        ...
+
+    def slopes(self, with_bias: bool, own: Given, slopes: Slopes, at: Any) -> list[jax.Array]:
+        """Computes the slopes of some words, and the gradient of their bias."""
+        ...
+
+    def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
+        """Adds the gradient of the tokens by some words to that by the words before."""
+        ...
+
+    def weight(self, g: jax.Array, given: Given, before: Any, at: Any) -> jax.Array:
+        """Puts the gradient of the weight of some words where it belongs."""
+        ...
+
+
+class Slices(NamedTuple):
+    """Chunks as products of slices of the operands.
 
     Attributes:
         layer: The layer.
@@ -392,8 +434,24 @@ class _Products(NamedTuple):
     layer: Layer
     parts: Chunks
 
-    def hidden(self, g: jax.Array, weight: jax.Array, before: jax.Array | None) -> jax.Array:
-        """Adds the gradient of the tokens by some words to that by the words before."""
+    together = 2
+    """They read and write sums in turn, without a copy between them."""
+
+    def words(self, given: Given, start: Any, size: int) -> Given:
+        """See `Way`."""
+        return given.words(self.layer, start, size)
+
+    def slopes(self, with_bias: bool, own: Given, slopes: Slopes, at: Any) -> list[jax.Array]:
+        """See `Way`."""
+        del at
+        layer = self.layer
+        function = slopes_of_sums(layer, own, with_bias, slopes)
+        rest = (*slopes.leaves(), own.labels, *own.bias)
+        return fused(layer.call, layer.contraction, function, own.hidden, own.weight, *rest)
+
+    def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
+        """See `Way`."""
+        del at
         of_left = self.layer.contraction.of_left.with_letters(residual="mk")
         call = self.layer.call
         call = call.plain(g.dtype if self.parts.count == 1 else call.out_dtype)
@@ -402,7 +460,8 @@ class _Products(NamedTuple):
         call = dataclasses.replace(call, epilogue=Epilogue(residual=True))
         return product(call, of_left, g, weight, before)
 
-    def weight(self, g: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Computes the gradient of the weight of some words."""
+    def weight(self, g: jax.Array, given: Given, before: Any, at: Any) -> jax.Array:
+        """See `Way`."""
         call = self.layer.call.plain(g.dtype)
-        return product(call, self.layer.contraction.of_right, hidden, g)
+        found = product(call, self.layer.contraction.of_right, given.hidden, g)
+        return _put(given, found, before, given.weight, at[0], self.layer.axis)

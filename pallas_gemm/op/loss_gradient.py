@@ -13,13 +13,16 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.op import loss_chunks, loss_partition, mesh_context
+from pallas_gemm.op import loss_chunks, loss_partition, loss_windows, lowering, mesh_context
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.op.resharding import Axes
 
 gradients_p = core.Primitive("pallas_gemm_loss_gradients")
 gradients_p.multiple_results = True
+of_device_p = core.Primitive("pallas_gemm_loss_gradients_of_device")
+"""The gradients that one device computes."""
+of_device_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +53,38 @@ class Gradients:
 
     def run(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes them from operands of one device."""
+        return self._run(self.layer, None, operands)
+
+    def on_one_device(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes the same, by parts of whole arrays where a kernel takes them."""
+        return of_device_p.bind(*operands, work=self)
+
+    def by_parts(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes the same in a program for a GPU."""
+        layer = dataclasses.replace(self.layer, call=lowering.planned(self.layer.call, gpu=True))
+        given, slopes, kept = self._taken_apart(operands)
+        parts = layer.chunks(given.hidden, given.weight)
+        if kept is not None or not parts.in_place:
+            return self._run(layer, None, operands)
+        found = loss_windows.planned(layer, parts, self.wanted, given, slopes)
+        if isinstance(found, str):
+            found = loss_chunks.Slices(layer, layer.slices(given.hidden, given.weight))
+        return self._run(layer, found, operands)
+
+    def _run(
+        self, layer: Layer, by: loss_chunks.Way | None, operands: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        given, slopes, kept = self._taken_apart(operands)
+        found = loss_chunks.gradients(layer, self.wanted, given, slopes, kept, by)
+        return [x for x in found if x is not None]
+
+    def _taken_apart(self, operands: Sequence[Any]) -> tuple[Given, Slopes, Any]:
         count = 3 + self.layer.bias
         given, rest = Given.of(operands[:count]), operands[count:]
         log_sum_exp, of_log_sum_exp, of_label, *others = rest
         totals = tuple(others[: self.layer.total])
         slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, totals)
-        kept = rest[-1] if self.kept else None
-        found = loss_chunks.gradients(self.layer, self.wanted, given, slopes, kept)
-        return [x for x in found if x is not None]
+        return given, slopes, rest[-1] if self.kept else None
 
     def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> list[jax.Array]:
         """Adds up what devices have: over words for the tokens, over tokens for the others."""
@@ -91,11 +118,23 @@ def _abstract(*_: Any, jaxpr: core.ClosedJaxpr, **__: Any) -> Any:
     return jaxpr.out_avals
 
 
+@of_device_p.def_abstract_eval
+def _abstract_of_device(*avals: Any, work: Gradients) -> Any:
+    return jax.make_jaxpr(work.run)(*avals).out_avals
+
+
+def _lowered_of_device(
+    ctx: mlir.LoweringRuleContext, *operands: Any, work: Gradients, gpu: bool
+) -> Any:
+    run = work.by_parts if gpu else work.run
+    return mesh_context.lower_off_mesh(ctx, run, operands)
+
+
 def _lowered(
     ctx: mlir.LoweringRuleContext, *operands: Any, work: Gradients, devices: Any, **_: Any
 ) -> Any:
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return mesh_context.lower_off_mesh(ctx, work.run, operands)
+        return mesh_context.lower_off_mesh(ctx, work.on_one_device, operands)
     run = work.run
     if devices is not None and not mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(loss_partition.shared, work)
@@ -125,3 +164,7 @@ run_as_jax_does(gradients_p)
 ad.primitive_jvps[gradients_p] = _jvp
 batching.primitive_batchers[gradients_p] = _batch
 mlir.register_lowering(gradients_p, _lowered)
+mlir.register_lowering(of_device_p, functools.partial(_lowered_of_device, gpu=False))
+mlir.register_lowering(
+    of_device_p, functools.partial(_lowered_of_device, gpu=True), platform="cuda"
+)

@@ -47,6 +47,10 @@ class Work(Protocol):
         """Computes it from what one device has."""
         ...
 
+    def on_one_device(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Computes the same, in a program of which that is all that a device runs."""
+        ...
+
     def combine(self, results: Sequence[jax.Array], axes: Any) -> Sequence[jax.Array]:
         """Combines the results of devices, by the axes that split tokens and words."""
         ...
@@ -110,7 +114,7 @@ def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any
         if axes["w"]:
             first = lax.axis_index(axes["w"]) * own[1].shape[work.layer.axis]
             own = (*own[:2], own[2] - first, *own[3:])
-        return list(work.combine(work.run(*own), axes))
+        return list(work.combine(work.on_one_device(*own), axes))
 
     placed_results = [sharding(x) for x in work.results]
     types = tuple(
@@ -160,6 +164,8 @@ class Statistics:
     def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
         """Computes it from what one device has."""
         return self.compute(self.layer, *operands, keep=self.keep)
+
+    on_one_device = run
 
     def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> Sequence[jax.Array]:
         """Combines what devices have of the words of a token."""

@@ -14,6 +14,7 @@ from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.widened import problems as widened_problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.kernels.windows import Window
 from pallas_gemm.planning import costs
 from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
@@ -55,6 +56,8 @@ class Architecture:
         collective: How its kernel exchanges rows with other devices, None if it does not.
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
         seconds: Predicts the time of a config; None if `prediction.py` does.
+        of_parts: Makes the same as `build` of parts of larger arrays (`windows.py`), from problem,
+            config, device, window and the simulator's parameters; None if its kernel takes none.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Architecture:
     collective: Collective | None = None
     needs_proof: bool = False
     seconds: Callable[[Problem, Any, Device], float] | None = None
+    of_parts: Callable[[Problem, Any, Device, Window, Any], Callable[..., Any]] | None = None
 
     def fits(self, device: Device) -> bool:
         """Whether the kernel's instructions exist on a GPU."""
@@ -79,6 +83,14 @@ def _build_hopper(problem: Problem, config: Any, device: Device, interpret: Any)
     from pallas_gemm.kernels.hopper import kernel
 
     return kernel.build(HopperPlan(problem, config, device, interpret=interpret))
+
+
+def _build_hopper_of_parts(
+    problem: Problem, config: Any, device: Device, window: Window, interpret: Any
+) -> Any:
+    from pallas_gemm.kernels.hopper import kernel
+
+    return kernel.build(HopperPlan(problem, config, device, window=window, interpret=interpret))
 
 
 def _build_widened(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
@@ -130,6 +142,7 @@ ARCHITECTURES = (
         _build_hopper,
         costs.HOPPER,
         Collective(_exchange_refusals_of_hopper, _build_hopper_among_devices),
+        of_parts=_build_hopper_of_parts,
     ),
     Architecture(
         "blackwell",

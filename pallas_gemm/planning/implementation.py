@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_gemm.call import Call, GroupedCall, Operands
+from pallas_gemm.kernels.windows import Window
 from pallas_gemm.planning import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
@@ -30,6 +31,16 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)
+
+
+def of_parts(decision: Decision, window: Window) -> Callable[..., Any]:
+    """Returns the kernel of a decision, which takes parts of arrays where they begin."""
+    plan = decision.plan
+    assert plan is not None
+    build = plan.architecture.of_parts
+    assert build is not None
+    simulator = decision.implementation == "interpret" and _simulator()
+    return build(plan.realigned.problem, plan.config, plan.device, window, simulator)
 
 
 def _turned(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:

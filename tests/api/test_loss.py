@@ -411,9 +411,9 @@ def _shapes(transposed: bool) -> list[jax.ShapeDtypeStruct]:
     ("memory", "products", "text"),
     [
         ("fastest", 3, "3 products with gradients, all logits kept: 268 MB"),
-        ("least", 19, "4 products with gradients, logits computed again in 6 chunks of 6144"),
-        (None, 13, "4 products with gradients, logits computed again in 4 chunks of 8192"),
-        (200_000_000, 7, "4 products with gradients, logits computed again in 2 chunks of"),
+        ("least", 7, "4 products with gradients, logits computed again in 2 chunks of 16384"),
+        (None, 7, "4 products with gradients, logits computed again in 2 chunks of 16384"),
+        (60_000_000, 19, "4 products with gradients, logits computed again in 6 chunks of"),
     ],
 )
 def test_explain_says_how_many_products_and_bytes(transposed, memory, products, text):

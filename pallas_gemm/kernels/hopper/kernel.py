@@ -69,7 +69,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import joining, launch, tiles, words, work
+from pallas_gemm.kernels import joining, launch, tiles, windows, words, work
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join
 from pallas_gemm.kernels.hopper.along_k.product import (
@@ -220,6 +220,7 @@ def _body(
 ) -> None:
     """Runs the role of each warpgroup of a CTA."""
     early_launch.begin(plan)
+    gmem, out = windows.within(plan.window, plan.problem, gmem, out)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)
     product, registers = product_of(plan)(cta), plan.config.registers_of(plan.problem)
@@ -284,6 +285,9 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     any, then the operands of the epilogue's program; or a and b of each piece. It returns the
     result, or a list of the results that a function of the caller has; if rows are gathered, it
     returns them beside the result.
+
+    If it takes parts of arrays (`windows.py`), the first operand says where they begin, `[1]`. An
+    array to write into takes the place of the residual, or comes last.
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
@@ -301,8 +305,18 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     )
     joined = join.kernel(plan) if plan.joins else None
 
-    def run(*given: jax.Array, results: Any = None) -> Any:
-        inputs = _inputs(plan, given)
+    def of_parts(first: jax.Array, *given: jax.Array) -> Any:
+        if not plan.window.writes:
+            return run(*given, first=first)
+        *others, result = given
+        into = jax.new_ref(result)
+        run(*others, *([None] if plan.window.in_place else []), first=first, results=(into,))
+        return jax.freeze(into)
+
+    def run(*given: Any, results: Any = None, first: Any = None) -> Any:
+        inputs = _inputs(plan, given)._replace(first=first)
+        if plan.window.writes:
+            return kernel(inputs._replace(results=results))
         out, left, every, summands = kernel(inputs)
         if joined:
             out = joined(joining.inputs(plan, inputs, summands, results))
@@ -312,4 +326,4 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
             return words.arranged(plan.problem, out, reduce.finished(plan, left))
         return out[0] if every is None else (out[0], every)
 
-    return run
+    return run if plan.window == windows.WHOLE else of_parts

@@ -15,6 +15,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
+from pallas_gemm.kernels.windows import WHOLE, Window
 
 MOST_PIECES_OF_GROUP = 4
 """The most pieces of a crowded group's tile: a piece waits for the one before it."""
@@ -62,14 +63,22 @@ class HopperPlan(KernelPlan):
 
     Attributes:
         exchange: The other devices that it exchanges rows with.
+        window: Which arrays are larger than what the kernel takes of them.
     """
 
     config: HopperConfig
     exchange: Exchange = ALONE
+    window: Window = WHOLE
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "problem", self.config.as_computed(self.problem))
+        if self.config.mirrored:
+            object.__setattr__(self, "window", self.window.mirrored())
+        if self.window != WHOLE and self.joins:
+            raise ValueError(
+                f"split_k must be 1 where parts of arrays are taken, got {self.config.split_k}"
+            )
         if self.joins and self.exchange.size > 1:
             raise ValueError(
                 f"split_k must be 1 where devices exchange rows, got {self.config.split_k}"

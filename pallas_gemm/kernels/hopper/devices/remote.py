@@ -161,6 +161,8 @@ def results(plan: HopperPlan) -> Results:
     """The types of what a kernel returns."""
     if plan.joins:
         return Results(summands=joining.summands(plan))
+    if plan.window.writes:
+        return Results()
     out = tuple(jax.ShapeDtypeStruct(plan.out_shape, own) for own in plan.problem.result_dtypes)
     if plan.relay:
         sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)

@@ -1,0 +1,266 @@
+"""The gradients of a last layer by kernels that take some words of whole arrays.
+
+    slopes       read their words of the weight where they lie
+    of tokens    likewise; what is added to is replaced
+    of weight    is written where it belongs
+
+So nothing passes over memory between the products, and there is no second array of sums
+(`kernels/windows.py`). `loss_chunks` has the loop over chunks of words.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from pallas_gemm.call import Call, Options, Signature, signature_of
+from pallas_gemm.kernels.windows import Window
+from pallas_gemm.op import fused, kept_kernels, loss_chunks, mesh_context
+from pallas_gemm.op.canonical import Form, merged
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.fused_partition import kernel_types
+from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.planning import dispatch, implementation
+from pallas_gemm.planning.architectures import architecture_of
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.problem import Epilogue
+
+part_kernel_p = core.Primitive("pallas_gemm_part_kernel")
+"""The work of a kernel on parts of arrays, given where they begin."""
+part_kernel_p.multiple_results = True
+
+
+class Part(NamedTuple):
+    """A kernel that takes parts of arrays.
+
+    Attributes:
+        call: The product of the parts.
+        decision: How.
+        window: Which arrays are larger.
+        swapped: Its left operand is the right one of the contraction.
+        types: Shapes and types of its results; none if it writes into the last operand.
+    """
+
+    call: Call
+    decision: Decision
+    window: Window
+    swapped: bool = False
+    types: tuple[Any, ...] = ()
+
+    def run(self) -> Callable[..., Any]:
+        """Returns the kernel."""
+        return implementation.of_parts(self.decision, self.window)
+
+    def made_of(self) -> tuple[Any, ...]:
+        """Returns all that it depends on but its operands' shapes and types."""
+        plan: Any = self.decision.plan
+        how = (plan.architecture.name, plan.device, plan.realigned, plan.config, self.window)
+        return (dataclasses.replace(self.call, options=Options()), *how)
+
+    def __call__(self, start: Any, left: Any, right: Any, *others: Any) -> list[jax.Array]:
+        """Computes it of a contraction's operands, from a place on."""
+        factors = (right, left) if self.swapped else (left, right)
+        return part_kernel_p.bind(_first(start), *factors, *others, part=self)
+
+
+def _first(start: Any) -> jax.Array:
+    return jnp.reshape(jnp.asarray(start, jnp.int32), (1,))
+
+
+@part_kernel_p.def_abstract_eval
+def _abstract(*avals: Any, part: Part) -> Any:
+    last = (avals[-1].shape, avals[-1].dtype)
+    return mesh_context.types_off_mesh(*(part.types or (last,)))
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, part: Part) -> Any:
+    if kept_kernels.is_lowered_as_it_runs(ctx.module_context):
+        return kept_kernels.lower(ctx, operands, part, signature_of(tuple(ctx.avals_in)))
+    return mesh_context.lower_off_mesh(ctx, jax.jit(part.run()), operands)
+
+
+mlir.register_lowering(part_kernel_p, _lowered, platform="cuda")
+
+
+class Products(NamedTuple):
+    """The kernels of a chunk of words.
+
+    Attributes:
+        slopes: This kernel computes the slopes. The function beside it says the rest.
+        first: This one computes the gradient of the tokens, for the first words.
+        more: The same for other words, added to the gradient for the words before.
+        weight: This one computes the gradient of the weight.
+    """
+
+    slopes: tuple[Part, fused.Fused]
+    first: Part
+    more: Part
+    weight: Part
+
+
+class Windows(NamedTuple):
+    """How chunks are computed: see `loss_chunks.Slices`.
+
+    Attributes:
+        layer: The layer.
+        parts: The chunks.
+        of: The kernels, by the words of a chunk.
+    """
+
+    layer: Layer
+    parts: Chunks
+    of: dict[int, Products]
+
+    together = 1
+
+    def words(self, given: Given, start: Any, size: int) -> Given:
+        """Returns the operands of some words: of the weight, all."""
+        bias = tuple(lax.dynamic_slice_in_dim(x, start, size, 0) for x in given.bias)
+        return given._replace(labels=given.labels - start, bias=bias)
+
+    def slopes(self, with_bias: bool, own: Given, slopes: Slopes, at: Any) -> list[jax.Array]:
+        """Computes the slopes of some words, and the gradient of their bias."""
+        start, size = at
+        del with_bias  # The function knows.
+        kernel, function = self.of[size].slopes
+        given = (*slopes.leaves(), own.labels, *own.bias)
+        results = kernel(start, own.hidden, own.weight, *function.split.prepared(given))
+        return function.split.finished(given, results)
+
+    def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
+        """Adds the gradient of the tokens by some words to that by the words before."""
+        start, size = at
+        if before is None:
+            return self.of[size].first(start, g, weight)[0]
+        return self.of[size].more(start, g, weight, before)[0]
+
+    def weight(self, g: jax.Array, given: Given, before: Any, at: Any) -> jax.Array:
+        """Puts the gradient of the weight of some words where it belongs."""
+        start, size = at
+        if before is None:
+            before = loss_chunks.empty(given, given.weight.shape, given.weight.dtype)
+        return self.of[size].weight(start, given.hidden, g, before)[0]
+
+
+def planned(
+    layer: Layer, parts: Chunks, wanted: Wanted, given: Given, slopes: Slopes
+) -> Windows | str:
+    """Returns how kernels compute the gradients of a layer by parts, or why they do not.
+
+    Args:
+        layer: The layer, with the GPU to plan for.
+        parts: The chunks.
+        wanted: The operands whose gradients are wanted.
+        given: Its operands, or their types.
+        slopes: How the loss changes with its statistics, likewise.
+    """
+    layer = dataclasses.replace(layer, call=_by_kernel(layer.call))
+    found: dict[int, Products] = {}
+    for size in {parts.first, parts.each}:
+        products = _products(layer, wanted, _types(layer, given, size), slopes)
+        if isinstance(products, str):
+            return products
+        found[size] = products
+    return Windows(layer, parts, found)
+
+
+def _by_kernel(call: Call) -> Call:
+    """Returns a call that names the kernel: XLA copies parts, even where its product is faster."""
+    own = None if call.options.target is None else architecture_of(call.options.target)
+    if own is None or call.options.implementation is not None:
+        return call
+    return dataclasses.replace(
+        call, options=dataclasses.replace(call.options, implementation=own.name)
+    )
+
+
+def _types(layer: Layer, given: Given, size: int) -> Given:
+    """Returns the types of the operands of some words."""
+    hidden, labels = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (given.hidden, given.labels))
+    stored = list(given.weight.shape)
+    stored[layer.axis] = size
+    weight = jax.ShapeDtypeStruct(tuple(stored), given.weight.dtype)
+    bias = tuple(jax.ShapeDtypeStruct((size,), x.dtype) for x in given.bias)
+    taken: Any = (hidden, weight, labels, bias)
+    return Given(*taken)
+
+
+def _products(layer: Layer, wanted: Wanted, own: Given, slopes: Slopes) -> Products | str:
+    """Returns the kernels for chunks of these sizes, or why there are none."""
+    hidden, weight = (signature_of((x,))[0] for x in (own.hidden, own.weight))
+    (tokens, width), dtype = hidden
+    size, axis = weight[0][layer.axis], layer.axis
+    of_slopes = _of_slopes(layer, wanted.bias, own, slopes)
+    g, sums = ((tokens, size), dtype), ((tokens, width), np.dtype(layer.call.out_dtype))
+    dims = layer.contraction
+    into = layer.call.plain(sums[1])
+    adding = dataclasses.replace(into, epilogue=Epilogue(residual=True))
+    of_left = dims.of_left.with_letters(residual="mk")
+    every = (
+        _part(into, dims.of_left, (g, weight), Window(right=axis), (sums,)),
+        _part(adding, of_left, (g, weight, sums), Window(right=axis, in_place=True)),
+        _part(layer.call.plain(dtype), dims.of_right, (hidden, g), Window(result=axis)),
+    )
+    for found in (of_slopes, *every):
+        if isinstance(found, str):
+            return found
+    made: Any = (of_slopes, *every)
+    return Products(*made)
+
+
+def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes) -> Any:
+    function = loss_chunks.slopes_of_sums(layer, own, with_bias, slopes)
+    given = (own.hidden, own.weight, *slopes.leaves(), own.labels, *own.bias)
+    found = fused.plan(layer.call, layer.contraction, function, signature_of(given))
+    if isinstance(found, str):
+        return found
+    decision = _uncut(found.decision)
+    if why := _why_not(decision, found.form):
+        return why
+    types = kernel_types(found.call, decision)
+    return Part(found.call, decision, Window(right=layer.axis), False, types), found
+
+
+def _part(
+    call: Call,
+    contraction: Contraction,
+    signature: Signature,
+    window: Window,
+    types: tuple[Any, ...] = (),
+) -> Part | str:
+    matrices = merged(call, contraction, signature)
+    decision, swapped = dispatch.decide(matrices.call, matrices.signature), matrices.form.swapped
+    decision = _uncut(decision)
+    if why := _why_not(decision, matrices.form):
+        return why
+    return Part(matrices.call, decision, window.mirrored() if swapped else window, swapped, types)
+
+
+def _uncut(decision: Decision) -> Decision:
+    """Returns a decision whose last tiles are whole, as all others are."""
+    plan = decision.plan
+    if plan is None or not getattr(plan.config, "split_last", None):
+        return decision
+    config = dataclasses.replace(plan.config, split_k=1, split_last=None)
+    return dataclasses.replace(decision, plan=dataclasses.replace(plan, config=config))
+
+
+def _why_not(decision: Decision, form: Form) -> str | None:
+    """Returns why a kernel takes no parts of a product's operands; None if it does."""
+    plan = decision.plan
+    if plan is None:
+        return decision.reason
+    if plan.architecture.of_parts is None:
+        return f"the {plan.architecture.name} kernel takes no parts of arrays"
+    if plan.realigned.passes or plan.realigned.steps or plan.realigned.unfused:
+        return "operands are made ready for the kernel"
+    if form.permutation is not None or not (form.a.is_free and form.b.is_free):
+        return "the product is not one of matrices as they are stored"
+    return "its tiles are cut along k" if plan.config.split_k > 1 else None

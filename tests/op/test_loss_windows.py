@@ -1,0 +1,173 @@
+"""Gradients of a last layer by kernels that take their words of whole arrays."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import explain, linear_cross_entropy, target
+from pallas_gemm.call import Call, Options
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.windows import Window
+from pallas_gemm.op import loss_chunks, loss_plan, loss_windows
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_plan import Chunks
+from tests import reference
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+TOKENS, WIDTH, WORDS, EACH = 128, 64, 640, 256
+PARTS = Chunks(WORDS, EACH, False, 0, True)
+LAYERS = {
+    "plain": {},
+    "transposed": {"transposed": True},
+    "bias": {"bias": True},
+    "all": {"bias": True, "softcap": 3.0, "scale": 0.7, "total": True, "transposed": True},
+}
+
+
+def _drawn(layer: Layer) -> tuple[Given, Slopes]:
+    rng = np.random.default_rng(0)
+    stored = (WORDS, WIDTH) if layer.transposed else (WIDTH, WORDS)
+    hidden, weight = (reference.normal(rng, x, BF16) for x in ((TOKENS, WIDTH), stored))
+    bias = (reference.normal(rng, (WORDS,), F32),) * layer.bias
+    labels = jnp.asarray(rng.integers(0, WORDS, TOKENS), jnp.int32)
+    given = Given(hidden, weight * 0.3, labels, bias)
+    sums = layer.contraction.by_xla(layer.call, given.hidden, given.weight)
+    log_sum_exp = jax.nn.logsumexp(layer.logits(sums, bias), axis=-1)
+    others = [jnp.asarray(rng.uniform(0.5, 1, TOKENS), F32) for _ in range(2 + layer.total)]
+    return given, Slopes(log_sum_exp, others[0], -others[1], tuple(others[2:]))
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_they_are_those_of_slices(options: dict[str, Any], monkeypatch: Any) -> None:
+    simulated = Options(implementation="interpret", target=H200)
+    layer = Layer(Call(np.float32, options=simulated), **options)
+    given, slopes = _drawn(layer)
+    wanted = Wanted(True, True, layer.bias)
+    windows = loss_windows.planned(layer, PARTS, wanted, given, slopes)
+    assert isinstance(windows, loss_windows.Windows), windows
+    assert set(windows.of) == {PARTS.first, EACH}
+
+    def simulate(*operands: Any, part: loss_windows.Part) -> list[jax.Array]:
+        return jax.tree.leaves(jax.jit(part.run())(*operands))
+
+    monkeypatch.setattr(loss_windows.part_kernel_p, "bind", simulate)
+    # A loop of the program would run the simulator from within.
+    monkeypatch.setattr(loss_chunks, "_over", _in_turn)
+    found = loss_chunks.gradients(layer, wanted, given, slopes, None, windows)
+    by_xla = dataclasses.replace(layer, call=Call(np.float32))
+    slices = loss_chunks.Slices(by_xla, dataclasses.replace(PARTS, in_place=False))
+    expected = loss_chunks.gradients(by_xla, wanted, given, slopes, None, slices)
+    for x, y in zip(found[: 2 + layer.bias], expected, strict=False):
+        assert x is not None
+        assert y is not None
+        assert x.dtype == y.dtype
+        scale = float(jnp.max(jnp.abs(y)))
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=2e-2, atol=1e-2 * scale)
+
+
+def _in_turn(parts: Chunks, step: Any, together: int) -> Any:
+    del together
+    left = step(None, 0, parts.first)
+    for start in range(parts.first, parts.words, parts.each):
+        left = step(left, start, parts.each)
+    return left
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096, 128256), (65536, 4096, 128256)])
+def test_kernels_take_parts_even_where_xla_is_faster_for_a_product(sizes: Any) -> None:
+    tokens, width, words = sizes
+    layer = Layer(Call(np.float32, options=Options(target=H200)))
+    shapes = (((tokens, width), BF16), ((width, words), BF16), ((tokens,), jnp.int32))
+    given = Given.of([jax.ShapeDtypeStruct(*own) for own in shapes])
+    of_token: Any = jax.ShapeDtypeStruct((tokens,), F32)
+    slopes = Slopes(of_token, of_token, of_token, ())
+    parts = layer.chunks(given.hidden, given.weight)
+    assert parts.in_place
+    found = loss_windows.planned(layer, parts, Wanted(True, True, False), given, slopes)
+    assert isinstance(found, loss_windows.Windows), found
+
+
+def test_the_larger_operand_changes_sides_with_the_product() -> None:
+    call = Call(np.float32, options=Options(implementation="interpret", target=H200))
+    # The result is transposed, so that the right operand becomes the left one.
+    contraction, types = Contraction("mk", "kn", "nm"), (((128, 64), BF16), ((64, 256), BF16))
+    signature = tuple((shape, np.dtype(dtype)) for shape, dtype in types)
+    part = loss_windows._part(call, contraction, signature, Window(right=1))
+    assert isinstance(part, loss_windows.Part)
+    assert (part.swapped, part.window) == (True, Window(left=1))
+
+
+def _types(words: int, dtype: Any = BF16) -> list[jax.ShapeDtypeStruct]:
+    shapes = (((2048, 2048), dtype), ((2048, words), dtype), ((2048,), jnp.int32))
+    return [jax.ShapeDtypeStruct(*own) for own in shapes]
+
+
+def _lowered(words: int, platform: str) -> str:
+    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory="least"), (0, 1))
+    with target("h200"):
+        traced = jax.jit(loss).trace(*_types(words))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_nothing_is_sliced_between_kernels_where_words_are_whole_blocks():
+    # The weight, and its gradient, are as wide as all words.
+    text = _lowered(100_032, "cuda")
+    assert "dynamic_update_slice" not in text
+    assert not re.search(r"dynamic_slice.*x\d+xbf16", text)
+    assert text.count("@mosaic_gpu_v2(") == 7
+
+
+@pytest.mark.parametrize(("words", "platform"), [(100_040, "cuda"), (100_032, "cpu")])
+def test_elsewhere_chunks_are_slices(words: int, platform: str) -> None:
+    assert "dynamic_update_slice" in _lowered(words, platform)
+
+
+def test_explain_says_the_bytes_of_parts():
+    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory="least"), (0, 1))
+    with target("h200"):
+        (of_parts,) = explain(loss, *_types(100_032)).last_layers
+        (of_slices,) = explain(loss, *_types(100_032, F32)).last_layers
+    own = loss_plan.chunks(2048, 2048, 100_032, 2, "least", in_place=True)
+    assert of_parts == str(own)
+    assert of_slices == str(loss_plan.chunks(2048, 2048, 100_032, 4, "least"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "words", "memory", "each", "megabytes"),
+    [
+        (4096, 4096, 128256, "least", 21504, 243),
+        (8192, 2048, 151936, "least", 10240, 235),
+        (8192, 2048, 151936, None, 10240, 235),
+        (65536, 4096, 128256, None, 8192, 2147),
+        # Sums in float32 take most of it.
+        (65536, 4096, 128256, "least", 6144, 1879),
+        (65536, 4096, 128256, 3_000_000_000, 14336, 2953),
+        (16, 4096, 128256, "least", 128256, 4),
+    ],
+)
+def test_chunks_are_alike_and_as_large_as_memory_allows(
+    tokens: int, width: int, words: int, memory: Any, each: int, megabytes: int
+) -> None:
+    found = loss_plan.chunks(tokens, width, words, 2, memory, in_place=True)
+    assert (found.each, round(found.bytes / 1e6)) == (each, megabytes)
+    assert 0 < found.first <= found.each
+    assert found.first % 64 == 0
+    assert found.count * found.each < words + found.count * loss_plan.STEP
+    if isinstance(memory, int):
+        assert found.bytes <= memory
+
+
+def test_it_is_16_bits_and_whole_blocks_that_kernels_take_parts_of():
+    takes = loss_plan.takes_parts
+    assert takes(H200, 100, 128, 640, 2)
+    assert not takes(None, 100, 128, 640, 2)
+    assert not takes(H200, 100, 128, 640, 4)
+    assert not takes(H200, 100, 128, 648, 2)
+    assert not takes(H200, 100, 72, 640, 2)
