@@ -40,7 +40,7 @@ from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.widened import finish, walk
-from pallas_gemm.kernels.hopper.widened.plan import WIDEST_COPY, WidenedPlan
+from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, fences, fragments, widen
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
@@ -118,11 +118,13 @@ def _load_others(cta: Cta, step: Scalar, slot: Scalar) -> None:
         plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
     if not form.group:
         return
-    own_groups = pl.ds(lax.div(k, jnp.int32(form.group)), plan.scales_of_step)
-    for part in plan.parts(WIDEST_COPY):
-        own = cta.slots.scales.at[slot, :, pl.ds(part.first, part.rows)]
+    first = lax.div(k, jnp.int32(form.group))
+    own_groups = pl.ds(first, plan.scales_of_step)
+    for part, groups in plan.scale_parts:
+        own = cta.slots.scales.at[slot, groups, pl.ds(part.first, part.rows)]
         scales = place.matrix(cta.gmem.scales[part.array], at.product)
-        there = own_groups, pl.ds(at.row + part.source, part.rows)
+        from_groups = own_groups if isinstance(groups, slice) else first + groups
+        there = from_groups, pl.ds(at.row + part.source, part.rows)
         plgpu.copy_gmem_to_smem(scales.at[there], own, full)
     if plan.has_zeros:
         _load_zeros(cta, own_groups, slot)

@@ -90,9 +90,8 @@ class WidenedPlan(KernelPlan):
     @property
     def copies(self) -> int:
         """TMA copies of a step."""
-        scales = len(self.parts(WIDEST_COPY)) if self.scales_of_step else 0
         weights = len(self.panel_parts) if self.form.k_last else self.form.panels
-        return weights + self.x_panels + scales + self.blocks_of_zeros
+        return weights + self.x_panels + len(self.scale_parts) + self.blocks_of_zeros
 
     @property
     def blocks_of_zeros(self) -> int:
@@ -117,6 +116,17 @@ class WidenedPlan(KernelPlan):
         """The copies of weights stored [rows, k]: each panel, and a part of its lines."""
         parts = self.parts(WIDEST_COPY)
         return [(panel, part) for panel in range(self.form.panels) for part in parts]
+
+    @property
+    def scale_parts(self) -> list[tuple[Part, slice | int]]:
+        """The copies of scales: a part of the rows, and all groups of a step, or one of them.
+
+        A copy fills shared memory without gaps: those of several groups are whole lines of a slot.
+        """
+        parts = self.parts(WIDEST_COPY)
+        whole = len(parts) == 1 or self.scales_of_step == 1
+        groups = [slice(None)] if whole else range(self.scales_of_step)
+        return [(part, own) for own in groups for part in parts] if self.scales_of_step else []
 
     @property
     def has_pieces(self) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import offline
+from pallas_gemm import gated_gemm, offline, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.widened import kernel, problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
@@ -83,6 +83,34 @@ def test_what_is_chosen_spills_nothing(
     (found,) = summaries.KEPT.of(run, *operands, target="h200")
     assert (found.spill_bytes, found.serialized) == (0, "")
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
+
+
+@pytest.mark.parametrize("columns", [64, 96, 1024])
+@pytest.mark.parametrize("rows", [1, 40, 300])
+@pytest.mark.parametrize("group", [32, 64])
+def test_gated_weights_may_have_several_groups_in_a_step(
+    group: int, rows: int, columns: int
+) -> None:
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((columns, 1024), jnp.int4)
+    scale = jax.ShapeDtypeStruct((1024 // group, columns), jnp.float32)
+
+    def layer(x: Any, w: Any, scale: Any) -> Any:
+        return gated_gemm(x, w, w, gate_scale=scale, up_scale=scale, transpose_b=True)
+
+    with target("h200"):
+        lowered = jax.jit(layer).trace(x, w, scale).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("tile", [(128, 8), (512, 8)])
+def test_scales_of_several_copies_spill_nothing(tile: tuple[int, int]) -> None:
+    gated = {} if tile[0] == 512 else {"epilogue": GATED, **WIDE}
+    problem = Problem(8, 1024, 1024, b_dtype=jnp.int4, blocks=Blocks(32, 0, 1), **gated)
+    config = WidenedConfig(tile=tile, stages=2, consumers=tile[0] // 128, along_k=1)
+    run, operands = program(problem, config, jnp.bfloat16)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
 
 
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])

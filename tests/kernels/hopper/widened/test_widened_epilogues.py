@@ -46,16 +46,19 @@ def gated(asked: Problem, config: Any, *sizes: int) -> None:
 
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "out", "options"),
+    ("kind", "out", "group", "options"),
     [
-        (jnp.int4, jnp.float32, {"tile": (128, 16)}),
-        (jnp.int8, jnp.bfloat16, {"tile": (256, 24), "consumers": 2, "stages": 6, "step": 64}),
-        (jnp.int4, jnp.bfloat16, {"tile": (256, 16), "along_k": 1}),
+        (jnp.int4, jnp.float32, 128, {"tile": (128, 16)}),
+        (jnp.int8, jnp.bfloat16, 128, {"tile": (256, 24), "consumers": 2, "stages": 6, "step": 64}),
+        (jnp.int4, jnp.bfloat16, 64, {"tile": (256, 16), "along_k": 1}),
+        (jnp.int4, jnp.bfloat16, 32, {"tile": (256, 8), "consumers": 2, "along_k": 1}),
     ],
 )
-def test_gate_and_up_are_one_kernel(kind: Any, out: Any, options: Any, transpose_b: bool) -> None:
+def test_gate_and_up_are_one_kernel(
+    kind: Any, out: Any, group: int, options: Any, transpose_b: bool
+) -> None:
     asked = problem(
-        *(kind, 21, 192, 256), group=128, epilogue=GATED, out_dtype=out, transpose_b=transpose_b
+        *(kind, 21, 192, 256), group=group, epilogue=GATED, out_dtype=out, transpose_b=transpose_b
     )
     gated(asked, Config(**options))
 
