@@ -115,6 +115,8 @@ def test_weights_of_few_bits_are_widened(size, dtype, last):
         (40, 86, {"ctas_along_k": 4, "along_k": 2, "stages": 4}),
         (64, 80, {"ctas_along_k": 3, "along_k": 1, "stages": 3}),
         (16, 70, {"ctas_along_k": 2, "along_k": 3, "stages": 6}),
+        (128, 40, {"ctas_along_k": 4, "along_k": 1, "stages": 4, "tile": (128, 64)}),
+        (200, 35, {"ctas_along_k": 3, "along_k": 1, "stages": 2, "tile": (128, 96), "step": 64}),
     ],
     ids=str,
 )
@@ -122,7 +124,8 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
     n, k = 128 * tiles, 4096
     x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
     scale, residual = _powers(k // 128, n, seed=2), _integers(m, n, seed=3)
-    named = WidenedConfig(tile=(128, -(-m // 8) * 8), persistence="static", **config)
+    tile = (128, -(-m // 8) * 8)
+    named = WidenedConfig(**({"tile": tile, "persistence": "static"} | config))
 
     def multiply(x: Any, w: Any, scale: Any, residual: Any) -> Any:
         return gemm(

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import BITS
-from pallas_gemm.kernels.hardware import MAX_BARRIERS, WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import (
+    MAX_BARRIERS,
+    WARPGROUP_THREADS,
+    WGMMA_DEPTH,
+    WGMMA_ROWS,
+)
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.problem import Problem
 
@@ -25,7 +30,7 @@ CTAS_OF_GROUPS = (2,)
 SHARED = 1024
 """Each of these CTAs has this part of k at least."""
 MOST_SHARED = 96
-"""Rows of the result, of tiles that CTAs may share."""
+"""Registers of sums of a warpgroup, of tiles that CTAs may share: with 128 some are spilled."""
 JOINED_CYCLES = 2950
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
 TURN_CYCLES = 400
@@ -39,6 +44,8 @@ MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
+MOST_WHOLE = 64
+"""Rows that all tiles have. More may be halved, or be thirds: then more CTAs have a tile."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
 LAUNCH_SECONDS = 1.7e-6
@@ -81,7 +88,8 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
             tile = rows * problem.sums, cols
             if tile[0] // consumers > MOST_ROWS:
                 continue
-            for ctas in _ctas(problem, device, tile):
+            is_shared = tile[0] // consumers * cols <= MOST_SHARED * WARPGROUP_THREADS
+            for ctas in _ctas(problem, device, tile) if is_shared else (1,):
                 config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
                 if config is not None:
                     yield config
@@ -90,8 +98,6 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
 def _ctas(problem: Problem, device: Device, tile: tuple[int, int]) -> Iterator[int]:
     """Yields how many CTAs may share tiles: each number leaves less for each than a smaller one."""
     yield 1
-    if problem.m > MOST_SHARED and not problem.groups:
-        return
     least = _tiles_of_cta(problem, tile, 1, device)
     for ctas in CTAS_OF_GROUPS if problem.groups else CTAS:
         own = _tiles_of_cta(problem, tile, ctas, device)
@@ -114,8 +120,10 @@ def _tiles_of_cta(problem: Problem, tile: tuple[int, int], ctas: int, device: De
 def _columns(m: int) -> list[int]:
     """How many rows of the result a tile may have: all, or such as leave few beyond the edge."""
     whole = -(-m // 8) * 8
-    if whole <= 128:
+    if whole <= MOST_WHOLE:
         return [whole]
+    if whole <= 128:
+        return [-(-m // (8 * parts)) * 8 for parts in (3, 2, 1)]
     return sorted({min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16})
 
 
