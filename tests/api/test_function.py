@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import HopperConfig, gated_gemm, gemm, gram, projections, symmetric_matmul
+from pallas_gemm import (
+    HopperConfig,
+    explain,
+    gated_gemm,
+    gemm,
+    gram,
+    projections,
+    symmetric_matmul,
+    target,
+)
 from tests.reference import normal
 
 
@@ -229,6 +238,14 @@ def test_what_is_named_and_cannot_compute_it_says_why() -> None:
     config = HopperConfig(tile=(64, 64), split_k=2)
     with pytest.raises(ValueError, match="reduces needs split_k=1, got 2"):
         gemm(a, b, epilogue=lambda s: (s, s.sum(0)), implementation="interpret", config=config)
+
+
+def test_a_function_that_only_reduces_is_planned_whole_where_others_are_cut() -> None:
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    with target("h200"):
+        found = explain(lambda a, b: gemm(a, b, epilogue=lambda s: s.max(-1)), square, square)
+    assert found.plan is not None
+    assert found.plan.config.split_k == 1
 
 
 @pytest.mark.parametrize("last", [None, 2])

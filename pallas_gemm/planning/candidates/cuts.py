@@ -32,7 +32,7 @@ NARROWEST = 16
 
 def may_be_cut(problem: Problem, device: Device) -> bool:
     """Whether tiles may be cut along k: few rows are bound by memory, which few SMs keep busy."""
-    if problem.in_groups or problem.symmetric or problem.arrays:
+    if problem.in_groups or problem.symmetric or problem.arrays or problem.reductions:
         return False
     most_tiles = problem.batch * -(-max(problem.m, problem.n) // SMALLEST_TILE)
     enough = min(problem.m, problem.n) >= FEW_ROWS
@@ -41,7 +41,8 @@ def may_be_cut(problem: Problem, device: Device) -> bool:
 
 def may_be_promised(problem: Problem) -> bool:
     """Whether tiles may be cut along k where that is one of two ways to make the same sums."""
-    return problem.parts > 1 and not problem.in_groups and not problem.symmetric
+    never = problem.in_groups or problem.symmetric or problem.reductions
+    return problem.parts > 1 and not never
 
 
 def pieces(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:
