@@ -1,8 +1,8 @@
 """Which operation changes the bits of rows where each of them alone does not.
 
 XLA computes several operations in one kernel, and may choose how by the number of rows: a norm is
-an example. Where all results are kept there is no such kernel, and nothing differs. So the program
-is cut short after one operation and another, and only what the rest takes is kept:
+an example. Where all results are kept there is no such kernel, and nothing differs. This module
+cuts the program short after different operations, and keeps only the values that the rest takes:
 
     the first 40 operations     no bit differs
     the first 41                some do: the 41st is computed together with one before it
