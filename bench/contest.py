@@ -1,4 +1,4 @@
-"""Who takes part in the timing of a case: it compiles, is right, and is the best of its peer."""
+"""Chooses what is timed for a case: the best candidate of each peer that compiles and is right."""
 
 import concurrent.futures
 import dataclasses

@@ -53,7 +53,7 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "clipped_hilbert": clipped_hilbert,
     }
 )
-"""All orders of a grid by their names; each takes (rows, cols) and has a default for the rest."""
+"""All orders of a grid by their names. Each takes (rows, cols); the rest has defaults."""
 
 ONLINE_BUILDERS: Mapping[str, Callable[..., OnlineSchedule]] = MappingProxyType(
     {"raster": online_raster, "swizzle": online_swizzle}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 
 LONGEST = 30
-"""A sentence with more words is counted."""
+"""A sentence with more words is too long."""
 
 KINDS = {
     "begins with Of, With or By what is left out": re.compile(
@@ -29,7 +29,10 @@ KINDS = {
     "has 'be it' or 'whoever'": re.compile(r"\b(be it|be they|whoever|whomever|whosoever)\b", re.I),
     "has 'as many' or 'so many'": re.compile(r"\b(as many|so many|so much)\b", re.I),
 }
-"""What is counted, besides long sentences."""
+"""What is found, besides long sentences."""
+
+CODE = re.compile(r"^\s*(>>>|\||\.\. |python \S+\.py)|[─▶│]| {4,}\S.* {2,}\S", flags=re.MULTILINE)
+"""Blocks of a docstring that hold no sentences: code, tables, commands, pictures."""
 
 
 class Finding(NamedTuple):
@@ -91,7 +94,7 @@ def _of_source(path: pathlib.Path) -> Iterator[str]:
 
 def _of_docstring(text: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n", text):
-        if re.search(r"^\s*(>>>|\||\.\. )|[─▶│]| {4,}\S.* {2,}\S", block, re.MULTILINE):
+        if CODE.search(block):
             continue
         # An argument or a field begins an entry of its own: `name: what it is`.
         yield from re.split(r"^\s*(?:[\w*, ]+:(?=\s|$)|[-*]\s)", block, flags=re.MULTILINE)

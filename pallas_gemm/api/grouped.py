@@ -92,8 +92,8 @@ def ragged_dot(
 
     Raises:
         TypeError: The operands are of shapes or types that have no such product.
-        ValueError: Sizes that are known are negative, or more than there are rows. Those of a
-            tracer are not known; outside of `jax.jit`, a call waits for those of a `jax.Array`.
+        ValueError: Sizes that are known are negative, or more than there are rows. A tracer's sizes
+            are not known. Outside of `jax.jit`, a call waits for the sizes in a `jax.Array`.
     """
     with _as_jax_says(lhs, rhs, group_sizes, ROWS):
         groups.check_ranks(("lhs", lhs), ("rhs", rhs))

@@ -71,8 +71,8 @@ ALONE = Exchange((), (), gathers=False)
 def numbered() -> Mapping[str, Any]:
     """Returns how JAX is told that a device is its number in the whole mesh.
 
-    Nothing where it takes places in the mesh alone, as 0.12 does without a warning. Of a number,
-    each copy to a device makes the same TMA descriptor.
+    Nothing where it takes places in the mesh alone, as 0.12 does without a warning. Each
+    copy to a device named by its number makes the same TMA descriptor.
     """
     if inspect.signature(plgpu.remote_ref).parameters["device_id_type"].default is None:
         return {}

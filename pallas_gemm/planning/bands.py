@@ -25,8 +25,8 @@ BAND_SHARE = 0.6
 """The rows of a band may take this share of the L2: 16384 cubed runs 4% faster on an H200 in bands
 of 8 rows of tiles (34 MB) than of 16, and 8192 cubed as fast in either."""
 RAGGED = 1.2
-"""The cost of waves that reach into the next band. Nine products with K from 12288 to 28672 and 128
-tiles under way on an H200 are 0.4 to 2.1% slower in bands of 11 rows than in bands of 8."""
+"""The cost of waves that reach into the next band. On an H200, bands of 11 rows are 0.4 to 2.1%
+slower than bands of 8 for nine products (K from 12288 to 28672, 128 tiles under way)."""
 WIDEST_BAND = 16
 """The most rows or columns of tiles that an order keeps together. In bands of 32 rows of tiles,
 4096 x 4096 x 256 takes 16.9 us on an H200. In bands of 16 and of 8, it takes 16.1 and 15.9."""

@@ -23,8 +23,9 @@ LEAST_GAIN = 1.1
 are predicted to take up to 20% too long. On an H200, 1024 x 1024 x 32768 takes 91.9 us cut and 90.1
 us whole, where 90.8 and 98.5 are predicted."""
 LEAST_GAIN_IN_BLOCKS = 1.4
-"""The same where blocks have scales: 64 x 7168 x 18432 takes 42.7 us on an H200 in 4 pieces of 64 x
-256 and 49.5 us in 2 of 64 x 128, where 35 and 34 are predicted. Whole in 64 x 64, it takes 37.9 us.
+"""The same where blocks have scales. On an H200, 64 x 7168 x 18432 takes 37.9 us whole in 64 x 64.
+In 4 pieces of 64 x 256, it takes 42.7 us, and 35 are predicted. In 2 of 64 x 128, it takes
+49.5 us, and 34 are predicted.
 """
 SECOND_KERNEL_SECONDS = 0.5e-6
 """What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,

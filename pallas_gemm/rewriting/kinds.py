@@ -9,10 +9,10 @@ CALLS = frozenset(
     )
 )
 CALLS_AGAIN = frozenset(("remat", "remat2", "checkpoint"))
-"""Functions that are called: what they do is done by whoever calls them."""
+"""A call of such a function does what the function does."""
 SHARDED = "shard_map"
 KERNELS = frozenset(("pallas_call", "core_map"))
-"""What they hold is no operation of XLA's."""
+"""Kernels: the operations inside are not XLA's."""
 DOTS = frozenset(("dot_general", "ragged_dot_general"))
 APART = DOTS | frozenset(
     (
@@ -24,8 +24,7 @@ APART = DOTS | frozenset(
         *("psum_scatter", "reduce_scatter", "while", "scan", "cond", "remat", "remat2"),
     )
 )
-"""What XLA makes no part of a pass over memory with others of; nor of what this package computes.
-"""
+"""Operations that XLA fuses with no others: their operands and results are in memory."""
 
 INNER = {
     "jit": ("jaxpr",),

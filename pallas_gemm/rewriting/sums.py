@@ -28,7 +28,7 @@ class Sum:
 
     Attributes:
         members: The products.
-        others: What else is added.
+        others: The other arrays that are added.
         additions: The equations that add, the last one last.
         call: The sum as one product.
         saved: Seconds that it is predicted to save.

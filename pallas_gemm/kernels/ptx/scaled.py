@@ -152,7 +152,7 @@ def add_step(
     Args:
         total: The sum.
         before: The last product of the step before, if it is taken again.
-        turn: Whose turn it is to issue WGMMAs, if warpgroups take turns.
+        turn: The warpgroup's turn to issue WGMMAs, if warpgroups take turns.
         a: The left operand; it has the rows of the sum.
         b: Parts of the right operand, whose columns are those of the sum.
         blocks: The blocks.
