@@ -28,7 +28,7 @@ SYMMETRIC = 8
 
 
 def is_qwix(x: Any) -> bool:
-    """Whether an object is a `QArray`, or holds one as qwix's quantised parameters do."""
+    """Whether an object is a `QArray`, or holds one as qwix's quantized parameters do."""
     own = getattr(x, "array", x)
     return all(hasattr(own, name) for name in ("qvalue", "scale", "zero_point"))
 

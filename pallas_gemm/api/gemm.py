@@ -55,7 +55,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
     """Computes `activation(scales * (a @ b) + bias) + beta * residual`, rounded once.
 
     The scales are `alpha * row_scale[:, None] * col_scale[None, :]`, as far as there are any: what
-    quantised operands were divided by, for one. A scale with a dimension along k scales the blocks
+    quantized operands were divided by, for one. A scale with a dimension along k scales the blocks
     of an operand, and the sum of each block is scaled before it is added up.
 
     Shapes are as in `jnp.matmul`: operands may be vectors, and leading dimensions broadcast. The

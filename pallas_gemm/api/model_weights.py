@@ -76,7 +76,7 @@ def _is_made(x: Any) -> bool:
 
 
 def _is_kernel(name: str, leaf: Any, axis: int) -> bool:
-    """Whether a leaf is quantised where the caller does not say which are."""
+    """Whether a leaf is quantized where the caller does not say which are."""
     own = [part for part in name.split("/") if part != "value"]
     named = axis == -1 or own[-1:] == ["kernel"]
     is_array = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -17,7 +17,7 @@ TYPE_OF_BITS = {8: jnp.int8, 4: jnp.int4}
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How arrays are quantised.
+    """How arrays are quantized.
 
     Attributes:
         dtype: The type of the values.
@@ -57,7 +57,7 @@ class How:
         return cls(np.dtype(dtype), group, zero_points, scale_dtype)
 
     def check(self, name: str, w: Any, axis: int) -> None:
-        """Checks that an array can be quantised.
+        """Checks that an array can be quantized.
 
         Raises:
             TypeError: It is no array of floats.

@@ -239,7 +239,7 @@ class QuantizedWeight:
             qweight: int32 `[k / 8, n]`: eight rows in a number, from the lowest four bits on.
             scales: `[k / group, n]`.
             qzeros: int32 `[k / group, n / 8]`: eight columns in a number. None for the zero points
-                of symmetric quantisation, which are 8: the values are int4 then.
+                of symmetric quantization, which are 8: the values are int4 then.
             g_idx: The group of each row. A checkpoint that sorts rows by their activations
                 (`desc_act`) is refused.
             version: 1 if zero points are stored less one, as most checkpoints have it

@@ -1,7 +1,7 @@
 """How many clusters run at once on this computer's own GPU, as its CUDA driver answers.
 
 A cluster lives within one GPC, and two GPUs of one kind differ in which SMs of a GPC are enabled,
-so that no table can know the answer. It is asked for thread blocks that fill an SM, as those of the
+so that no table can know the answer. It is asked for CTAs that fill an SM, as those of the
 kernels here do. The driver is called through ctypes: neither a CUDA toolkit nor a compiler is
 needed, and nothing runs on the GPU. It also knows whether one GPU can store in the memory of
 another.

@@ -70,7 +70,7 @@ def recipe_of(recipe: Any, scaling: str) -> Recipe | None:
     return named(recipe)
 
 
-def quantise(x: jax.Array, dtype: Any, state: State | None) -> tuple[Any, Any, State | None]:
+def quantize(x: jax.Array, dtype: Any, state: State | None) -> tuple[Any, Any, State | None]:
     """Returns a tensor in 8 bits, its scale, and the state for the next step."""
     if state is None:
         amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
@@ -114,14 +114,14 @@ class _Factors(NamedTuple):
 class PerTensor:
     """A scale for each tensor: see `eight_bits.Scheme`."""
 
-    def quantised(
+    def quantized(
         self, operands: Sequence[Any], states: States, *, derived: bool
     ) -> tuple[_Factors, States]:
-        """Quantises the factors; the states are those of the next step but for the gradient's."""
+        """Quantizes the factors; the states are those of the next step but for the gradient's."""
         del derived
         inputs, kernel = operands
-        x8, x_scale, x_state = quantise(inputs, E4M3, states.input)
-        k8, k_scale, k_state = quantise(kernel, E4M3, states.kernel)
+        x8, x_scale, x_state = quantize(inputs, E4M3, states.input)
+        k8, k_scale, k_state = quantize(kernel, E4M3, states.kernel)
         new = States(x_state, k_state, states.output_grad)
         return _Factors(x8, k8, (x_scale, k_scale)), new
 
@@ -134,7 +134,7 @@ class PerTensor:
         self, factors: _Factors, g: jax.Array, states: States, *, dtype: Any, **options: Any
     ) -> tuple[Any, Any, States]:
         """Returns the gradients of inputs and kernel, and the states."""
-        g8, scale, new = quantise(g, E5M2, states.output_grad)
+        g8, scale, new = quantize(g, E5M2, states.output_grad)
         of_inputs = gemm(
             g8,
             factors.kernel,

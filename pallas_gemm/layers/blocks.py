@@ -57,7 +57,7 @@ class InBlocks:
 
     recipe: Recipe
 
-    def quantised(
+    def quantized(
         self, operands: Sequence[Any], states: Any, *, derived: bool
     ) -> tuple[Factors, Any]:
         """Quantizes the factors."""

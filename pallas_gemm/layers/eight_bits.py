@@ -18,7 +18,7 @@ from pallas_gemm.op.product import equally_varying
 class Scheme(Protocol):
     """How the factors of a layer are quantized, and the products of what comes of it."""
 
-    def quantised(self, operands: Sequence[Any], states: Any, *, derived: bool) -> tuple[Any, Any]:
+    def quantized(self, operands: Sequence[Any], states: Any, *, derived: bool) -> tuple[Any, Any]:
         """Returns the factors, for gradients too if asked for, and the states of the next step."""
 
     def multiply(self, factors: Any, **options: Any) -> jax.Array:
@@ -61,11 +61,11 @@ def dense(
     """
     result = options.pop("preferred_element_type")
     layer = _Dense(scheme, activation, operands[0].dtype, result, options)
-    quantised = jax.custom_vjp(layer.run)
-    quantised.defvjp(layer.forward, layer.backward)
+    quantized = jax.custom_vjp(layer.run)
+    quantized.defvjp(layer.forward, layer.backward)
     # In a `shard_map`, what is shared by devices has a gradient that is a sum over them.
     given, tree = jax.tree.flatten((tuple(operands), residual))
-    return quantised(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
+    return quantized(*jax.tree.unflatten(tree, equally_varying(tuple(given))), states)
 
 
 class _Dense(NamedTuple):
@@ -87,14 +87,14 @@ class _Dense(NamedTuple):
 
     def run(self, operands: Sequence[Any], residual: Any, states: Any) -> jax.Array:
         """Computes the result where no derivative is asked for: one kernel."""
-        factors, _ = self.scheme.quantised(operands[:2], states, derived=False)
+        factors, _ = self.scheme.quantized(operands[:2], states, derived=False)
         return self._multiply(factors, operands[2], residual, self.activation)
 
     def forward(
         self, operands: Sequence[Any], residual: Any, states: Any
     ) -> tuple[jax.Array, _Saved]:
         """Keeps what is before an activation, which its derivative needs."""
-        factors, new = self.scheme.quantised(operands[:2], states, derived=True)
+        factors, new = self.scheme.quantized(operands[:2], states, derived=True)
         bias = operands[2]
         saved = _Saved(factors, bias, None, residual, new)
         if self.activation is None:

@@ -49,7 +49,7 @@ def stored(
         dtype = None
     elif widening.bits(dtype) != bits:
         raise ValueError(
-            f"quantised_dtype must be a type of bits={bits}, or be left out, got {jnp.dtype(dtype)}"
+            f"quantized_dtype must be a type of bits={bits}, or be left out, got {jnp.dtype(dtype)}"
         )
     how: Any = {"bits": bits, "group": group, "zero_points": zero_points, "dtype": dtype}
     made = QuantizedWeight.of(kernel, **how)
@@ -72,7 +72,7 @@ def stored_as(other: Mapping[str, Any], kernel: jax.Array) -> dict[str, Any]:
 
 
 def is_stored(arrays: Mapping[str, Any]) -> bool:
-    """Whether these are arrays of a record, and not of weights whose inputs are quantised, too."""
+    """Whether these are arrays of a record, and not of weights whose inputs are quantized, too."""
     return len(arrays["scale"].shape) == len(arrays["values"].shape)
 
 

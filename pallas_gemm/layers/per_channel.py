@@ -1,6 +1,6 @@
 """Products of weights that are stored in 8 bits, a scale for each column, for serving a model.
 
-Inputs are quantised where they come in, a scale for each row. Both scales go back into the sum in
+Inputs are quantized where they come in, a scale for each row. Both scales go back into the sum in
 the kernel. Gradients, of all but the weights, are those of the product of inputs that are not
 rounded.
 """
@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.gemm import gemm
-from pallas_gemm.layers import fused
 from pallas_gemm.op.product import equally_varying
 
 INT8_MAX = 127
 """The largest magnitude, the same for both signs."""
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """Rows in 8 bits: what they stand for is `values * scale[..., None]`.
 
     Attributes:
@@ -31,8 +30,8 @@ class Quantised(NamedTuple):
     scale: Any
 
 
-def quantise(x: jax.Array, dtype: Any = jnp.int8) -> Quantised:
-    """Quantises rows so that the largest element of each is the largest of a type.
+def quantize(x: jax.Array, dtype: Any = jnp.int8) -> Quantized:
+    """Quantizes rows so that the largest element of each is the largest of a type.
 
     Args:
         x: The rows, of any number of dimensions.
@@ -45,22 +44,13 @@ def quantise(x: jax.Array, dtype: Any = jnp.int8) -> Quantised:
     # Rows of zeros stay what they are, and a NaN makes NaNs of its row.
     scale = jnp.where(amax == 0, 1, amax / largest)
     values = jnp.clip(wide / scale[..., None], -largest, largest)
-    return Quantised((jnp.round(values) if is_integer else values).astype(dtype), scale)
-
-
-def weight_type(british: Any, american: Any) -> Any:
-    """Returns the type of a layer's weights, which the second spelling names unless it is None.
-
-    Raises:
-        TypeError: It is no type.
-    """
-    return fused.layer_type("quantised_dtype", british if american is None else american)
+    return Quantized((jnp.round(values) if is_integer else values).astype(dtype), scale)
 
 
 def dense(
-    inputs: jax.Array, kernel: Quantised, bias: Any, *, residual: Any, **options: Any
+    inputs: jax.Array, kernel: Quantized, bias: Any, *, residual: Any, **options: Any
 ) -> jax.Array:
-    """Computes `activation(inputs @ kernel + bias) + residual` of inputs quantised row by row.
+    """Computes `activation(inputs @ kernel + bias) + residual` of inputs quantized row by row.
 
     Args:
         inputs: Any number of dimensions, of which the last is contracted.
@@ -72,11 +62,11 @@ def dense(
     # What is named of the kernel was named for operands of 8 bits.
     wide = {name: x for name, x in options.items() if name not in ("config", "schedule")}
 
-    def rounded(inputs: Any, kernel: Quantised, bias: Any, residual: Any) -> jax.Array:
-        rows = quantise(inputs, kernel.values.dtype)
+    def rounded(inputs: Any, kernel: Quantized, bias: Any, residual: Any) -> jax.Array:
+        rows = quantize(inputs, kernel.values.dtype)
         return _scaled(rows.values, kernel, bias, residual, rows.scale, options)
 
-    def straight(inputs: Any, kernel: Quantised, bias: Any, residual: Any) -> jax.Array:
+    def straight(inputs: Any, kernel: Quantized, bias: Any, residual: Any) -> jax.Array:
         values = kernel.values.astype(inputs.dtype)
         return _scaled(inputs, kernel._replace(values=values), bias, residual, None, wide)
 
@@ -91,7 +81,7 @@ def dense(
 
 
 def _scaled(
-    rows: Any, kernel: Quantised, bias: Any, residual: Any, scale: Any, options: dict[str, Any]
+    rows: Any, kernel: Quantized, bias: Any, residual: Any, scale: Any, options: dict[str, Any]
 ) -> jax.Array:
     """Multiplies by the weights, and by a scale of the rows; one row alone is a vector."""
     scales = {} if scale is None else {"row_scale" if rows.ndim > 1 else "alpha": scale}

@@ -159,11 +159,11 @@ def test_boxed_kernels_stay_in_their_boxes() -> None:
 def test_kernels_of_an_nnx_state_become_records() -> None:
     layer = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
-    quantised = nnx.merge(graph, quantize_weights(state, bits=4, group=8))
+    quantized = nnx.merge(graph, quantize_weights(state, bits=4, group=8))
     x = jnp.asarray(RNG(0).normal(size=(4, 16)), jnp.float32)
-    record = quantised.kernel.get_value()
+    record = quantized.kernel.get_value()
     assert isinstance(record, QuantizedWeight)
-    np.testing.assert_array_equal(quantised(x), x @ record.widened())
+    np.testing.assert_array_equal(quantized(x), x @ record.widened())
 
 
 def test_weights_of_equinox_are_stored_with_k_last() -> None:
@@ -329,7 +329,7 @@ def test_what_is_no_such_layer_is_refused() -> None:
         ({"axis": 0}, "axis must be -2 or -1, got 0"),
     ],
 )
-def test_what_cannot_be_quantised_so_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_quantized_so_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizedWeight.of(jnp.ones((16, 8)), **given)
 

@@ -146,15 +146,15 @@ def test_layers_for_equinox_take_records_in_place_of_weights(how: Any) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", None])
 @pytest.mark.parametrize("how", HOW, ids=str)
-def test_a_quantised_dense_of_weights_alone_is_the_stock_layer(how: Any, activation: Any) -> None:
+def test_a_quantized_dense_of_weights_alone_is_the_stock_layer(how: Any, activation: Any) -> None:
     stock = nn.Dense(FEATURES)
     ours = linen.QuantizedDense(FEATURES, activation=activation, **how)
     x, rest = _integers(*ROWS, INPUTS), _integers(*ROWS, FEATURES, seed=1)
     trained = _with_kernels(stock.init(KEY, x), **how)
     abstract = jax.eval_shape(ours.init, KEY, x)
-    variables = linen.quantised(abstract, trained)
+    variables = linen.quantized(abstract, trained)
     layers.assert_same_structure(abstract, variables)
-    stored = variables["quantised"]["kernel"]
+    stored = variables["quantized"]["kernel"]
     assert stored["values"].shape == (INPUTS, FEATURES)
     assert stored["scale"].shape == (INPUTS // (how.get("group") or INPUTS), FEATURES)
     function = jax.nn.relu if activation else jnp.positive
@@ -171,7 +171,7 @@ def test_a_quantised_dense_of_weights_alone_is_the_stock_layer(how: Any, activat
     np.testing.assert_array_equal(of_nnx(x, residual=rest), found[0])
     again = nnx.QuantizedLinear(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **how)
     assert jax.tree.map(jnp.shape, stock_nnx.to_pure_dict(stock_nnx.state(again)))["bias"] == (24,)
-    assert not jnp.array_equal(own["quantised"]["kernel"]["values"], stored["values"])
+    assert not jnp.array_equal(own["quantized"]["kernel"]["values"], stored["values"])
 
 
 def _nnx_of(variables: Any) -> Any:
@@ -185,9 +185,9 @@ def test_other_types_of_the_same_bits_may_be_stored() -> None:
     x = layers.normal(4, INPUTS)
     fields: Any = {"bits": 8, "quantized_dtype": "e4m3"}
     variables: Any = linen.QuantizedDense(FEATURES, **fields).init(KEY, x)
-    assert variables["quantised"]["kernel"]["values"].dtype == jnp.float8_e4m3fn
+    assert variables["quantized"]["kernel"]["values"].dtype == jnp.float8_e4m3fn
     layer = nnx.QuantizedLinear(
-        INPUTS, FEATURES, bits=4, quantised_dtype=jnp.float4_e2m1fn, rngs=stock_nnx.Rngs(0)
+        INPUTS, FEATURES, bits=4, quantized_dtype=jnp.float4_e2m1fn, rngs=stock_nnx.Rngs(0)
     )
     assert layer.kernel_values[...].dtype == jnp.float4_e2m1fn
     with pytest.raises(ValueError, match="a type of bits=4, or be left out, got float8_e4m3fn"):
@@ -224,4 +224,4 @@ def test_groups_without_bits_are_refused() -> None:
         nnx.QuantizedLinear(INPUTS, FEATURES, group=8, rngs=stock_nnx.Rngs(0))
     model = jax.eval_shape(linen.QuantizedDense(FEATURES, bits=4).init, KEY, x)
     with pytest.raises(ValueError, match=r"must be a kernel of shape \[16, 24\] .*, got None"):
-        linen.quantised(flax.core.unfreeze(model), {"params": {}})
+        linen.quantized(flax.core.unfreeze(model), {"params": {}})

@@ -241,7 +241,7 @@ def test_nnx_projections_refuse_what_they_would_not_do() -> None:
 SIZES = {
     "linen.Dense": lambda size: linen.Dense(size).init(KEY, jnp.ones(X)),
     "linen.GatedDense": lambda size: linen.GatedDense(size).init(KEY, jnp.ones(X)),
-    "linen.QuantisedDense": lambda size: linen.QuantisedDense(size).init(KEY, jnp.ones(X)),
+    "linen.QuantizedDense": lambda size: linen.QuantizedDense(size).init(KEY, jnp.ones(X)),
     "linen.Experts": lambda size: linen.Experts(2, size).init(KEY, jnp.ones(X)),
     "nnx.Linear": lambda size: nnx.Linear(2, size, rngs=stock_nnx.Rngs(0)),
     "nnx.GatedDense": lambda size: nnx.GatedDense(size, 2, rngs=stock_nnx.Rngs(0)),

@@ -6,10 +6,8 @@ from pallas_gemm.flax.linen.dense import projections as projections
 from pallas_gemm.flax.linen.experts import Experts as Experts
 from pallas_gemm.flax.linen.experts import Fp8Experts as Fp8Experts
 from pallas_gemm.flax.linen.fp8 import Fp8Dense as Fp8Dense
-from pallas_gemm.flax.linen.quantised import QuantisedDense as QuantisedDense
-from pallas_gemm.flax.linen.quantised import QuantizedDense as QuantizedDense
-from pallas_gemm.flax.linen.quantised import quantised as quantised
-from pallas_gemm.flax.linen.quantised import quantized as quantized
+from pallas_gemm.flax.linen.quantized import QuantizedDense as QuantizedDense
+from pallas_gemm.flax.linen.quantized import quantized as quantized
 from schedules import _public
 
 

@@ -8,9 +8,8 @@ from pallas_gemm.flax.nnx.linear import Dense as Dense
 from pallas_gemm.flax.nnx.linear import GatedDense as GatedDense
 from pallas_gemm.flax.nnx.linear import Linear as Linear
 from pallas_gemm.flax.nnx.linear import projections as projections
-from pallas_gemm.flax.nnx.quantised import Quantised as Quantised
-from pallas_gemm.flax.nnx.quantised import QuantisedLinear as QuantisedLinear
-from pallas_gemm.flax.nnx.quantised import QuantizedLinear as QuantizedLinear
+from pallas_gemm.flax.nnx.quantized import Quantized as Quantized
+from pallas_gemm.flax.nnx.quantized import QuantizedLinear as QuantizedLinear
 from schedules import _public
 
 

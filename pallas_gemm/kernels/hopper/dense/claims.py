@@ -66,7 +66,7 @@ def walk(
 ) -> tuple[Any, Any]:
     """See `tiles.Walk`; the pieces go to whichever worker is free.
 
-    One of the worker's thread blocks is the `claimant`; it is None in roles that never claim.
+    One of the worker's CTAs is the `claimant`; it is None in roles that never claim.
     """
     table, board = claims
 

@@ -1,8 +1,8 @@
 """Trains a feed-forward layer, puts it into 8 bits, and shows what that costs.
 
-    python examples/quantise_layer.py
+    python examples/quantize_layer.py
         seconds, on any computer
-    python examples/quantise_layer.py --width=4096 --hidden=14336 --rows=4096
+    python examples/quantize_layer.py --width=4096 --hidden=14336 --rows=4096
         on a GPU
 
 The layer learns in stock layers of Flax. The same parameters are then loaded
@@ -84,8 +84,8 @@ def models(hidden: int) -> dict[str, FeedForward]:
         ),
         "fused": ours(fused.Dense),
         "fp8, current scaling": ours(fused.Fp8Dense),
-        "int8 per channel": ours(fused.QuantisedDense),
-        "fp8 per channel": ours(fused.QuantisedDense, quantised_dtype="e4m3"),
+        "int8 per channel": ours(fused.QuantizedDense),
+        "fp8 per channel": ours(fused.QuantizedDense, quantized_dtype="e4m3"),
     }
 
 
@@ -114,13 +114,13 @@ def trained(model: FeedForward, x: jax.Array, steps: int) -> Any:
 def loaded(model: FeedForward, trained: Any, x: jax.Array) -> Any:
     """Returns what a kind of layer is served with: its weights of 8 bits, all others of 16."""
     abstract = jax.eval_shape(model.init, jax.random.key(0), x)
-    variables = fused.quantised(abstract, trained) if "quantised" in abstract else trained
+    variables = fused.quantized(abstract, trained) if "quantized" in abstract else trained
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables["params"])
     return variables | {"params": narrow}
 
 
 def run(width: int, hidden: int, rows: int, steps: int, console: Console) -> dict[str, float]:
-    """Trains, quantises and shows; returns the error of each kind of layer."""
+    """Trains, quantizes and shows; returns the error of each kind of layer."""
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.float32)
     exact = FeedForward(hidden, _stock_with_gelu, nn.Dense)
     learnt = trained(exact, x, steps)
@@ -162,4 +162,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("hidden", 512, "Columns between the layers.", 1)
     flags.DEFINE_integer("rows", 1024, "Inputs.", 1)
     flags.DEFINE_integer("steps", 100, "Steps of training.", 0)
-    app.run(main, flags_parser=command.parser("quantise_layer"))
+    app.run(main, flags_parser=command.parser("quantize_layer"))

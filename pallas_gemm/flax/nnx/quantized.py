@@ -9,23 +9,23 @@ from pallas_gemm.flax.nnx.linear import Linear, value_of
 from pallas_gemm.layers import few_bits, fused, per_channel
 
 
-class Quantised(nnx.Variable):
-    """Weights of few bits, their scales or zero points: what no optimiser changes."""
+class Quantized(nnx.Variable):
+    """Weights of few bits, their scales or zero points: what no optimizer changes."""
 
 
-class QuantisedLinear(Linear):
+class QuantizedLinear(Linear):
     """`Linear` for serving, with weights of 8 or 4 bits.
 
-    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantised where
+    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantized where
     they come in, with a scale for each row; both scales, bias, activation and residual are applied
-    in the kernel. With `bits`, only the weights are quantised, in groups if you like: for few rows
+    in the kernel. With `bits`, only the weights are quantized, in groups if you like: for few rows
     that is as fast as the memory, and it errs less.
 
     The weights, `kernel_values` and `kernel_scale`, with zero points `kernel_zero`, are no
     parameters: the bias is one.
 
-    >>> block.up = QuantisedLinear.of(block.up)  # doctest: +SKIP
-    >>> block.up = QuantisedLinear.of(block.up, bits=4, group=128)  # doctest: +SKIP
+    >>> block.up = QuantizedLinear.of(block.up)  # doctest: +SKIP
+    >>> block.up = QuantizedLinear.of(block.up, bits=4, group=128)  # doctest: +SKIP
     """
 
     def __init__(
@@ -33,22 +33,20 @@ class QuantisedLinear(Linear):
         in_features: int,
         out_features: int,
         *,
-        quantised_dtype: Any = jax.numpy.int8,
-        quantized_dtype: Any = None,
+        quantized_dtype: Any = jax.numpy.int8,
         bits: int | None = None,
         group: int | None = None,
         zero_points: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        """Makes weights and quantises them.
+        """Makes weights and quantizes them.
 
         Args:
             in_features: As for `Linear`.
             out_features: As for `Linear`.
-            quantised_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`; with `bits` any that
+            quantized_dtype: `jnp.int8`, or `jnp.float8_e4m3fn`; with `bits` any that
                 `pallas_gemm.QuantizedWeight` takes.
-            quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
             bits: 8 or 4, where inputs keep their type.
             group: Then, how many inputs share a scale; None for all.
             zero_points: Then, whether the values are uint4 with zero points.
@@ -59,33 +57,33 @@ class QuantisedLinear(Linear):
             ValueError: `dot_general` is given.
         """
         super().__init__(in_features, out_features, rngs=rngs, **options)
-        dtype = per_channel.weight_type(quantised_dtype, quantized_dtype)
+        dtype = fused.layer_type("quantized_dtype", quantized_dtype)
         kernel = self.kernel[...]
         self.weights_alone = few_bits.check(bits, group, zero_points)
         if bits is None:
-            made = per_channel.quantise(kernel.T, dtype)._asdict()
+            made = per_channel.quantize(kernel.T, dtype)._asdict()
         else:
             made = few_bits.stored(kernel, bits, group, zero_points, dtype)
         del self.kernel
-        self.kernel_values, self.kernel_scale = Quantised(made["values"]), Quantised(made["scale"])
+        self.kernel_values, self.kernel_scale = Quantized(made["values"]), Quantized(made["scale"])
         if "zero" in made:
-            self.kernel_zero = Quantised(made["zero"])
+            self.kernel_zero = Quantized(made["zero"])
 
     @classmethod
     def of(
-        cls, layer: nnx.Linear, quantised_dtype: Any = jax.numpy.int8, **options: Any
-    ) -> "QuantisedLinear":
+        cls, layer: nnx.Linear, quantized_dtype: Any = jax.numpy.int8, **options: Any
+    ) -> "QuantizedLinear":
         """Returns a layer with the weights of a trained one.
 
         Args:
             layer: A stock layer or one of ours.
-            quantised_dtype: As for the class.
+            quantized_dtype: As for the class.
             **options: `activation`, `schedule`, `config` or `implementation`, where they are to be
                 other than those of `layer`; `quantized_dtype`, `bits`, `group` and `zero_points` as
                 for the class.
 
         Raises:
-            TypeError: `layer` has no weights to quantise.
+            TypeError: `layer` has no weights to quantize.
         """
         if not isinstance(layer, nnx.Linear) or not hasattr(layer, "kernel"):
             raise TypeError(
@@ -99,7 +97,7 @@ class QuantisedLinear(Linear):
         return cls(
             layer.in_features,
             layer.out_features,
-            quantised_dtype=quantised_dtype,
+            quantized_dtype=quantized_dtype,
             kernel_init=lambda *_: kernel[...],
             bias_init=lambda *_: value_of(bias),
             rngs=nnx.Rngs(0),
@@ -119,9 +117,5 @@ class QuantisedLinear(Linear):
         # The stock layer's kernel has a say in the type of its result.
         operands = self._operands(inputs, jax.numpy.zeros((), self.param_dtype))
         options = fused.with_result(operands, residual, self._options(out_sharding))
-        kernel = per_channel.Quantised(self.kernel_values[...], self.kernel_scale[...])
+        kernel = per_channel.Quantized(self.kernel_values[...], self.kernel_scale[...])
         return per_channel.dense(operands[0], kernel, operands[2], **options)
-
-
-QuantizedLinear = QuantisedLinear
-"""American spelling of the same."""

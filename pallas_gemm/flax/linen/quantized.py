@@ -12,31 +12,29 @@ from pallas_gemm.flax.linen.dense import Dense, promoted, refuse_dot_general
 from pallas_gemm.layers import few_bits, fused, per_channel
 
 
-class QuantisedDense(Dense):
+class QuantizedDense(Dense):
     """`Dense` for serving, with weights of 8 or 4 bits.
 
-    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantised where
+    Without `bits`, the weights have 8 bits and a scale for each column. Inputs are quantized where
     they come in, with a scale for each row; both scales, bias, activation and residual are applied
-    in the kernel. With `bits`, only the weights are quantised, in groups if you like: for few rows
+    in the kernel. With `bits`, only the weights are quantized, in groups if you like: for few rows
     that is as fast as the memory, and it errs less.
 
-    The weights are no parameters: they are `kernel` in the collection "quantised", which
-    `quantised` makes of a stock layer's; only the bias is one.
+    The weights are no parameters: they are `kernel` in the collection "quantized", which
+    `quantized` makes of a stock layer's; only the bias is one.
 
-    >>> QuantisedDense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
-    >>> QuantisedDense(4096, bits=4, group=128, dtype=jnp.bfloat16)  # doctest: +SKIP
+    >>> QuantizedDense(4096, dtype=jnp.bfloat16)  # doctest: +SKIP
+    >>> QuantizedDense(4096, bits=4, group=128, dtype=jnp.bfloat16)  # doctest: +SKIP
 
     Attributes:
-        quantised_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`;
+        quantized_dtype: Type of weights that are initialised: `jnp.int8`, or `jnp.float8_e4m3fn`;
             with `bits` any that `pallas_gemm.QuantizedWeight` takes.
-        quantized_dtype: The same, in American spelling; None leaves it to `quantised_dtype`.
         bits: 8 or 4, where inputs keep their type.
         group: Then, how many inputs share a scale; None for all.
         zero_points: Then, whether the values are uint4 with zero points.
     """
 
-    quantised_dtype: Any = jax.numpy.int8
-    quantized_dtype: Any = None
+    quantized_dtype: Any = jax.numpy.int8
     bits: int | None = None
     group: int | None = None
     zero_points: bool = False
@@ -59,13 +57,13 @@ class QuantisedDense(Dense):
 
         def made() -> dict[str, jax.Array]:
             kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
-            dtype = per_channel.weight_type(self.quantised_dtype, self.quantized_dtype)
+            dtype = fused.layer_type("quantized_dtype", self.quantized_dtype)
             if self.bits is None:
-                return _quantised(kernel, dtype)
+                return _quantized(kernel, dtype)
             return few_bits.stored(kernel, self.bits, self.group, self.zero_points, dtype)
 
         weights_alone = few_bits.check(self.bits, self.group, self.zero_points)
-        stored = self.variable("quantised", "kernel", made).value
+        stored = self.variable("quantized", "kernel", made).value
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
@@ -77,31 +75,31 @@ class QuantisedDense(Dense):
         operands = promoted(self, inputs, stand_in, bias)
         options = fused.with_result(operands, residual, fused.options(self))
         return per_channel.dense(
-            operands[0], per_channel.Quantised(**stored), operands[2], **options
+            operands[0], per_channel.Quantized(**stored), operands[2], **options
         )
 
 
-def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a trained model's variables for a model that has `QuantisedDense` in some places.
+def quantized(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a trained model's variables for a model that has `QuantizedDense` in some places.
 
     >>> abstract = jax.eval_shape(model.init, key, x)  # doctest: +SKIP
-    >>> model.apply(quantised(abstract, trained), x)  # doctest: +SKIP
+    >>> model.apply(quantized(abstract, trained), x)  # doctest: +SKIP
 
     Args:
-        model: Variables of the model that is quantised, or their shapes and types.
+        model: Variables of the model that is quantized, or their shapes and types.
         stock: Variables of the model that was trained, with stock layers of the same names.
 
     Raises:
         ValueError: A layer of the one is missing in the other, or is of another shape.
     """
-    for name, variables, collection in (("model", model, "quantised"), ("stock", stock, "params")):
+    for name, variables, collection in (("model", model, "quantized"), ("stock", stock, "params")):
         if collection not in variables:
             raise ValueError(
                 f'{name} must have the collection "{collection}", got {sorted(variables)}'
             )
     stock = flax.core.unfreeze(flax.core.meta.unbox(stock))
     params: dict[Any, Any] = traverse_util.flatten_dict(stock["params"])
-    wanted: dict[Any, Any] = traverse_util.flatten_dict(dict(model["quantised"]))
+    wanted: dict[Any, Any] = traverse_util.flatten_dict(dict(model["quantized"]))
     kernels: dict[Any, Any] = {}
     for (*layer, name), values in wanted.items():
         if name != "values":
@@ -116,18 +114,14 @@ def quantised(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
                 f"{path} must be a kernel of shape {list(shape)} in the trained model, got {found}"
             )
         kernels[tuple(layer)] = (
-            few_bits.stored_as(arrays, have) if weights_alone else _quantised(have, values.dtype)
+            few_bits.stored_as(arrays, have) if weights_alone else _quantized(have, values.dtype)
         )
     made = {
         "params": traverse_util.unflatten_dict(params),
-        "quantised": traverse_util.unflatten_dict(kernels),
+        "quantized": traverse_util.unflatten_dict(kernels),
     }
     return stock | made
 
 
-def _quantised(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-    return per_channel.quantise(kernel.T, dtype)._asdict()
-
-
-QuantizedDense, quantized = QuantisedDense, quantised
-"""American spellings of the same."""
+def _quantized(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    return per_channel.quantize(kernel.T, dtype)._asdict()

@@ -28,9 +28,9 @@ def _integers(*shape: int, seed: int = 0) -> jax.Array:
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=str)
-def test_a_quantised_row_is_nearest_to_what_it_stands_for(dtype: Any) -> None:
+def test_a_quantized_row_is_nearest_to_what_it_stands_for(dtype: Any) -> None:
     x = layers.normal(7, 33).at[3].set(0)
-    values, scale = per_channel.quantise(x, dtype)
+    values, scale = per_channel.quantize(x, dtype)
     assert (values.dtype, scale.dtype, scale.shape) == (dtype, jnp.float32, (7,))
     wide = reference.wide(values) * reference.wide(scale)[:, None]
     if dtype == jnp.int8:
@@ -41,29 +41,29 @@ def test_a_quantised_row_is_nearest_to_what_it_stands_for(dtype: Any) -> None:
         step = np.maximum(np.abs(reference.wide(x)) / 16, reference.wide(scale)[:, None] / 1024)
         assert np.all(np.abs(wide - reference.wide(x)) <= 1.001 * step)
         assert np.all(np.abs(reference.wide(values)).max(1) == [448, 448, 448, 0, 448, 448, 448])
-    broken = per_channel.quantise(x.at[1, 1].set(jnp.nan), dtype)
+    broken = per_channel.quantize(x.at[1, 1].set(jnp.nan), dtype)
     assert np.isnan(broken.scale[1])
     assert np.isfinite(np.delete(broken.scale, 1)).all()
 
 
 def _of_127(x: jax.Array) -> jax.Array:
-    """Rows of integers whose largest is 127: quantised, they are what they were."""
+    """Rows of integers whose largest is 127: quantized, they are what they were."""
     return x.at[..., 0].set(127)
 
 
 @pytest.mark.parametrize("activation", ["relu", None])
-def test_a_quantised_dense_is_the_stock_layer_where_nothing_is_rounded(
+def test_a_quantized_dense_is_the_stock_layer_where_nothing_is_rounded(
     activation: str | None,
 ) -> None:
     stock = nn.Dense(FEATURES, bias_init=nn.initializers.ones)
-    ours = linen.QuantisedDense(FEATURES, activation=activation)
+    ours = linen.QuantizedDense(FEATURES, activation=activation)
     x, rest = _of_127(_integers(*ROWS, INPUTS)), _integers(*ROWS, FEATURES, seed=1)
     trained = stock.init(KEY, x)
     trained["params"]["kernel"] = _of_127(_integers(INPUTS, FEATURES, seed=2).T).T
     abstract = jax.eval_shape(ours.init, KEY, x)
-    variables = linen.quantised(abstract, trained)
+    variables = linen.quantized(abstract, trained)
     layers.assert_same_structure(abstract, variables)
-    assert variables["quantised"]["kernel"]["values"].shape == (FEATURES, INPUTS)
+    assert variables["quantized"]["kernel"]["values"].shape == (FEATURES, INPUTS)
 
     def follows(params: Any, x: Any, rest: Any) -> Any:
         return (jax.nn.relu if activation else jnp.positive)(stock.apply(params, x)) + rest
@@ -86,9 +86,9 @@ def test_a_quantised_dense_is_the_stock_layer_where_nothing_is_rounded(
 
 
 @pytest.mark.parametrize("dtype", ["s8", "e4m3"])
-def test_quantised_layers_err_as_little_as_their_types_do(dtype: str) -> None:
+def test_quantized_layers_err_as_little_as_their_types_do(dtype: str) -> None:
     stock = stock_nnx.Linear(128, 64, rngs=stock_nnx.Rngs(0))
-    ours = nnx.QuantisedLinear.of(stock, dtype, activation="gelu")
+    ours = nnx.QuantizedLinear.of(stock, dtype, activation="gelu")
     x = layers.normal(32, 128)
 
     def both(f: Any) -> Any:
@@ -100,11 +100,11 @@ def test_quantised_layers_err_as_little_as_their_types_do(dtype: str) -> None:
     for value, right in zip(jax.jit(lambda: both(ours))(), exact, strict=True):
         error = np.linalg.norm(value - right) / np.linalg.norm(right)
         assert 0 < error < (0.02 if dtype == "s8" else 0.07)
-    assert [type(leaf) for leaf in (ours.kernel_values, ours.kernel_scale)] == [nnx.Quantised] * 2
+    assert [type(leaf) for leaf in (ours.kernel_values, ours.kernel_scale)] == [nnx.Quantized] * 2
     # The weights are no parameters, and the layer's own initial values are those that are given.
     assert list(stock_nnx.to_pure_dict(stock_nnx.state(ours, stock_nnx.Param))) == ["bias"]
-    same = nnx.QuantisedLinear(
-        128, 64, quantised_dtype=dtype, activation="gelu", rngs=stock_nnx.Rngs(0)
+    same = nnx.QuantizedLinear(
+        128, 64, quantized_dtype=dtype, activation="gelu", rngs=stock_nnx.Rngs(0)
     )
     layers.assert_same_tree(*map(stock_nnx.state, (same, ours)))
 
@@ -120,20 +120,20 @@ class Stock(nn.Module):
         return down(8, use_bias=False, name="down")(up(FEATURES, name="up")(x))
 
 
-def test_a_trained_model_is_quantised_where_it_has_quantised_layers() -> None:
+def test_a_trained_model_is_quantized_where_it_has_quantized_layers() -> None:
     x = _integers(3, INPUTS)
     trained = Stock((nn.Dense, nn.Dense)).init(KEY, x)
-    model = Stock((linen.QuantisedDense, nn.Dense))
+    model = Stock((linen.QuantizedDense, nn.Dense))
     abstract = jax.eval_shape(model.init, KEY, x)
-    variables = linen.quantised(abstract, trained)
+    variables = linen.quantized(abstract, trained)
     layers.assert_same_structure(abstract, variables)
     np.testing.assert_array_equal(
         variables["params"]["down"]["kernel"], trained["params"]["down"]["kernel"]
     )
     assert jnp.shape(model.apply(variables, x)) == (3, 8)
-    other = Stock((linen.QuantisedDense, linen.QuantisedDense))
+    other = Stock((linen.QuantizedDense, linen.QuantizedDense))
     with pytest.raises(ValueError, match=r"down/kernel must be a kernel of shape \[24, 8\]"):
-        linen.quantised(
+        linen.quantized(
             jax.eval_shape(other.init, KEY, x), {"params": {"up": trained["params"]["up"]}}
         )
 
@@ -263,7 +263,7 @@ def test_each_product_is_one_kernel_of_8_bits() -> None:
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
     fields: dict[str, Any] = {"dtype": jnp.bfloat16, "activation": "gelu"}
     for layer, operands in (
-        (linen.QuantisedDense(2048, **fields), "int8"),
+        (linen.QuantizedDense(2048, **fields), "int8"),
         (linen.Fp8Dense(2048, **fields), "float8_e4m3fn"),
     ):
         variables = jax.eval_shape(layer.init, KEY, x)
@@ -280,7 +280,7 @@ def test_gradients_of_inputs_are_a_kernels_products_of_what_the_weights_stand_fo
     dtype: str,
 ) -> None:
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
-    layer = linen.QuantisedDense(2048, dtype=jnp.bfloat16, quantised_dtype=dtype)
+    layer = linen.QuantizedDense(2048, dtype=jnp.bfloat16, quantized_dtype=dtype)
     variables = jax.eval_shape(layer.init, KEY, x)
 
     def gradient(variables: Any, x: Any) -> Any:
@@ -304,18 +304,18 @@ def test_what_has_no_meaning_is_refused() -> None:
     both = linen.Fp8Dense(2, recipe="blocks", scaling="delayed")
     with pytest.raises(ValueError, match="scaling='delayed' has no meaning with a recipe"):
         jax.eval_shape(both.init, KEY, jnp.ones((2, 2)))
-    layer = nnx.QuantisedLinear(2, 2, rngs=rngs)
-    with pytest.raises(ValueError, match=r"layers\[0\] must be .* got a QuantisedLinear"):
+    layer = nnx.QuantizedLinear(2, 2, rngs=rngs)
+    with pytest.raises(ValueError, match=r"layers\[0\] must be .* got a QuantizedLinear"):
         nnx.projections(jnp.ones((3, 2)), [layer])
     for given in (layer, 3):
         with pytest.raises(TypeError, match=f"with a kernel, .* got {type(given).__name__}"):
-            nnx.QuantisedLinear.of(given)
-    with pytest.raises(TypeError, match="quantised_dtype='int9' is no type of numbers"):
-        nnx.QuantisedLinear(2, 2, quantised_dtype="int9", rngs=rngs)
-    with pytest.raises(ValueError, match=r"""model must have the collection "quantised", got \["""):
-        linen.quantised({"params": {}}, {"params": {}})
+            nnx.QuantizedLinear.of(given)
+    with pytest.raises(TypeError, match="quantized_dtype='int9' is no type of numbers"):
+        nnx.QuantizedLinear(2, 2, quantized_dtype="int9", rngs=rngs)
+    with pytest.raises(ValueError, match=r"""model must have the collection "quantized", got \["""):
+        linen.quantized({"params": {}}, {"params": {}})
     with pytest.raises(ValueError, match=r"""stock must have the collection "params", got \["""):
-        linen.quantised({"quantised": {}}, {})
+        linen.quantized({"quantized": {}}, {})
 
 
 def test_states_accumulate_as_flaxs_do() -> None:
@@ -337,11 +337,11 @@ def test_states_accumulate_as_flaxs_do() -> None:
     assert float(found["input_amax_history"][0]) == 6
 
 
-@pytest.mark.parametrize("make", [nnx.QuantisedLinear, nnx.Fp8Linear])
+@pytest.mark.parametrize("make", [nnx.QuantizedLinear, nnx.Fp8Linear])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_layers_of_8_bits_run_on_a_mesh(kind: AxisType, make: Any) -> None:
-    # Of these, quantising leaves nothing away: the scales are powers of two.
-    peak = 127 if make is nnx.QuantisedLinear else 7
+    # Of these, quantizing leaves nothing away: the scales are powers of two.
+    peak = 127 if make is nnx.QuantizedLinear else 7
     x, g = (_integers(4, size, seed=size).at[:, 0].set(peak) for size in (INPUTS, FEATURES))
     g = g.at[0, 0].set(7) if peak == 7 else g
     kernel = np.asarray(_integers(INPUTS, FEATURES).at[0].set(peak))
@@ -376,7 +376,7 @@ def test_layers_of_8_bits_run_on_a_mesh(kind: AxisType, make: Any) -> None:
     np.testing.assert_array_equal(found[1][-1], g @ kernel.T)
 
 
-@pytest.mark.parametrize("make", [nnx.QuantisedLinear, nnx.Fp8Linear])
+@pytest.mark.parametrize("make", [nnx.QuantizedLinear, nnx.Fp8Linear])
 def test_gradients_in_shard_map_are_summed_over_devices(make: Any) -> None:
     x, g = _integers(4, INPUTS), _integers(4, FEATURES, seed=1)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -393,17 +393,14 @@ def test_gradients_in_shard_map_are_summed_over_devices(make: Any) -> None:
     np.testing.assert_array_equal(found["bias"][...], jnp.sum(g, axis=0))
 
 
-def test_american_spellings_name_the_same() -> None:
-    assert linen.QuantizedDense is linen.QuantisedDense
-    assert linen.quantized is linen.quantised
-    assert nnx.QuantizedLinear is nnx.QuantisedLinear
-    x = jnp.ones((2, 8))
+def test_the_type_of_weights_may_be_named() -> None:
     dense: Any = linen.QuantizedDense(16, quantized_dtype=jnp.float8_e4m3fn)
-    stored = dense.init(KEY, x)
-    assert stored["quantised"]["kernel"]["values"].dtype == jnp.float8_e4m3fn
-    for spelling in ("quantised_dtype", "quantized_dtype"):
-        layer = nnx.QuantizedLinear(8, 16, **{spelling: "e4m3"}, rngs=stock_nnx.Rngs(0))
-        assert layer.kernel_values[...].dtype == jnp.float8_e4m3fn
+    stored = dense.init(KEY, jnp.ones((2, 8)))
+    assert stored["quantized"]["kernel"]["values"].dtype == jnp.float8_e4m3fn
     trained = stock_nnx.Linear(8, 16, rngs=stock_nnx.Rngs(0))
-    of = nnx.QuantizedLinear.of(trained, quantized_dtype="e4m3")
-    assert of.kernel_values[...].dtype == jnp.float8_e4m3fn
+    layers = (
+        nnx.QuantizedLinear(8, 16, quantized_dtype="e4m3", rngs=stock_nnx.Rngs(0)),
+        nnx.QuantizedLinear.of(trained, quantized_dtype="e4m3"),
+    )
+    for layer in layers:
+        assert layer.kernel_values[...].dtype == jnp.float8_e4m3fn
