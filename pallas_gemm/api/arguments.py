@@ -216,10 +216,10 @@ def epilogue_dtype(epilogue: Epilogue, operand_dtypes: Sequence[Any], out_dtype:
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in operand_dtypes)
     if is_complex or not jnp.issubdtype(out_dtype, jnp.floating):
         types = " and ".join(map(str, dict.fromkeys(operand_dtypes)))
+        hint = "" if is_complex else "; preferred_element_type=jnp.float32 would be legal"
         raise TypeError(
             "alpha, scales, bias, activation, residual and gates need real operands and a"
-            f" floating-point result, got operands of {types} and a result of {out_dtype};"
-            " preferred_element_type=jnp.float32 would be legal for integers"
+            f" floating-point result, got operands of {types} and a result of {out_dtype}{hint}"
         )
 
 
