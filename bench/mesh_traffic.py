@@ -41,7 +41,7 @@ from absl import app, flags
 from bench import command, model_einsums
 from bench.model_einsums import Case
 from pallas_gemm import einsum, offline
-from pallas_gemm.op import traffic
+from pallas_gemm.op.mesh import traffic
 
 PROGRAM = "mesh_traffic"
 SUITES = ("table", "models")

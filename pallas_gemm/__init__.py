@@ -22,9 +22,11 @@ from pallas_gemm.api.accelerate import accelerate as accelerate
 from pallas_gemm.api.collective import all_gather_gemm as all_gather_gemm
 from pallas_gemm.api.collective import gemm_reduce_scatter as gemm_reduce_scatter
 from pallas_gemm.api.einsum import einsum as einsum
-from pallas_gemm.api.explain import explain as explain
-from pallas_gemm.api.explain import explain_on_mesh as explain_on_mesh
-from pallas_gemm.api.explanation import Explanation as Explanation
+from pallas_gemm.api.explaining.explain import explain as explain
+from pallas_gemm.api.explaining.explain import explain_on_mesh as explain_on_mesh
+from pallas_gemm.api.explaining.explanation import Explanation as Explanation
+from pallas_gemm.api.few_bits.model_weights import quantize_weights as quantize_weights
+from pallas_gemm.api.few_bits.weights import QuantizedWeight as QuantizedWeight
 from pallas_gemm.api.gemm import dot_general as dot_general
 from pallas_gemm.api.gemm import gated_gemm as gated_gemm
 from pallas_gemm.api.gemm import gemm as gemm
@@ -39,7 +41,6 @@ from pallas_gemm.api.loss import linear_log_probs as linear_log_probs
 from pallas_gemm.api.loss import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
-from pallas_gemm.api.model_weights import quantize_weights as quantize_weights
 from pallas_gemm.api.numerics import numerics as numerics
 from pallas_gemm.api.precompile import Precompiled as Precompiled
 from pallas_gemm.api.precompile import precompile as precompile
@@ -50,12 +51,11 @@ from pallas_gemm.api.recipe import Cast as Cast
 from pallas_gemm.api.recipe import Recipe as Recipe
 from pallas_gemm.api.symmetric import gram as gram
 from pallas_gemm.api.symmetric import symmetric_matmul as symmetric_matmul
-from pallas_gemm.api.weights import QuantizedWeight as QuantizedWeight
 from pallas_gemm.computer.driver import skip_check_without_driver as _skip_check_without_driver
 from pallas_gemm.config import GemmConfig as GemmConfig
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig as BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig as HopperConfig
-from pallas_gemm.op.reduction import reduce_in as reduce_in
+from pallas_gemm.op.mesh.reduction import reduce_in as reduce_in
 from pallas_gemm.op.rounding import round_once as round_once
 from pallas_gemm.planning.ignored import IgnoredWarning as IgnoredWarning
 from pallas_gemm.planning.ignored import PromotedWarning as PromotedWarning

@@ -1,8 +1,8 @@
 """Compiles programs for eight H200s that need not be there, and prints what each does as JSON.
 
-`tests/op/test_partition_compiled.py` runs this in a process of its own, because the compiler keeps
-the architecture that it saw first. Kernels that exchange nothing are empty: they are plain ones,
-which other tests compile, and what is told is what surrounds them.
+`tests/op/mesh/test_partition_compiled.py` runs this in a process of its own, because the compiler
+keeps the architecture that it saw first. Kernels that exchange nothing are empty: they are plain
+ones, which other tests compile, and what is told is what surrounds them.
 """
 
 import functools

@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 OWN = ("pallas_gemm", "schedules")
 API = (DOCS / "api.md").read_text()
 
-ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/test_partition.py"}
+ELSEWHERE = {"layers.md": "flax/test_recipes.py", "parallel.md": "op/mesh/test_partition.py"}
 """Pages whose code another test runs, which looks at what it computes too."""
 
 BLOCK = re.compile(

@@ -26,7 +26,8 @@ from pallas_gemm.device import H200
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.op import contraction, kept_kernels, parts
+from pallas_gemm.op import contraction, kept_kernels
+from pallas_gemm.op.mesh import parts
 from pallas_gemm.planning import tables, xla_groups
 from pallas_gemm.planning.tables import Entry, Key, Table
 from pallas_gemm.problem import Epilogue, Problem

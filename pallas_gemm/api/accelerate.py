@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import arguments, notes
 from pallas_gemm.device import Device
 from pallas_gemm.planning import targeting
 from pallas_gemm.planning.ignored import NOT_THE_CALLERS
@@ -151,14 +151,14 @@ class _Accelerated:
         """
         refuse("accelerate replaces products, and nobody knows what their rows are")
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if explanation.is_array(leaf)]
+        arrays = [leaf for leaf in leaves if arguments.is_array(leaf)]
         device = targeting.known_target(*arrays)
         named = device is not None
         if device is None and jax.default_backend() == "gpu":
             device = targeting.first_gpu()
         if device is None or jax.config.jax_disable_jit:
             return self._f(*args, **kwargs)
-        own = tuple(_ARRAY if explanation.is_array(x) else _Leaf(x) for x in leaves)
+        own = tuple(_ARRAY if arguments.is_array(x) else _Leaf(x) for x in leaves)
         static = _Static(tree, own, device, named)
         try:
             if _is_eager(arrays) and _is_hashable(static):
@@ -177,7 +177,7 @@ class _Accelerated:
         def run(*arrays: Any) -> Any:
             args, kwargs = given = static.filled(arrays)
             result = self._f(*args, **kwargs)
-            after = [x for x in jax.tree.leaves(given) if explanation.is_array(x)]
+            after = [x for x in jax.tree.leaves(given) if arguments.is_array(x)]
             if len(after) != len(arrays) or any(map(operator.is_not, after, arrays)):
                 raise _NotTracedError("it changes its arguments in place")
             return result
@@ -203,7 +203,7 @@ class _Accelerated:
         except Exception as error:
             self._warn(f"{type(error).__name__}: {error}")
             new, found = program, ()
-        explanation.note_found(found)
+        notes.note_found(found)
         if self._report and not self._is_reported:
             self._is_reported = True
             tell = print if self._report is True else self._report

@@ -37,6 +37,11 @@ def array(name: str, x: Any) -> Any:
     return x
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is an array, or stands for one."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
 def _has_values(dtype: Any) -> bool:
     """Whether products are of this type: numbers, or bools, which are added up by "or"."""
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

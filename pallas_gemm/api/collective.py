@@ -25,10 +25,10 @@ from pallas_gemm.api import arguments, extras, function, request
 from pallas_gemm.api.gemm import Activation, gemm
 from pallas_gemm.call import Call, Operands, Options
 from pallas_gemm.kernels import activations
-from pallas_gemm.op import fused_collective
 from pallas_gemm.op.linear import kept_dtype
+from pallas_gemm.op.mesh import fused_collective
+from pallas_gemm.op.mesh.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.op.product import equally_varying
-from pallas_gemm.op.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.planning import numerics, xla
 from pallas_gemm.problem import Epilogue
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments, precompile
-from pallas_gemm.api.explain import explain
+from pallas_gemm.api.explaining.explain import explain
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.device import DEVICES
 from pallas_gemm.planning import targeting

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_gemm import offline
 from pallas_gemm._version import NEWEST_TESTED_JAX, __version__
-from pallas_gemm.api.explain import explain
+from pallas_gemm.api.explaining.explain import explain
 from pallas_gemm.api.gemm import gemm, matmul
 from pallas_gemm.computer import driver, kept_files
 from pallas_gemm.planning import proof, targeting

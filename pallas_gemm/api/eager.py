@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api.weights import QuantizedWeight
+from pallas_gemm.api.few_bits.weights import QuantizedWeight
 
 
 def compiled[**P, R](

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.numpy import einsum as stock_einsum
 
-from pallas_gemm.api import arguments, request, weight_operands
+from pallas_gemm.api import arguments, request
+from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.api.gemm import answer, dot_general, gemm
 from pallas_gemm.call import Numerics, Options
 from pallas_gemm.op.contraction import of_dot_general

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import explain as explanation
-from pallas_gemm.api import function, groups
+from pallas_gemm.api import function, groups, notes
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import flat
 from pallas_gemm.kernels.axes import ONE, Axes
-from pallas_gemm.op import fused_groups, mesh_context
+from pallas_gemm.op import fused_groups
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_groups import OfRows
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.planning import numerics, xla_groups
 from pallas_gemm.problem import SCALES
 
@@ -59,7 +59,7 @@ def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> 
     a, b, *_ = operands
     if why := groups.why_jax(call, operands):
         groups.refuse_promised(call.options, why)
-        explanation.note_outside((a, b), call.out_dtype, why)
+        notes.note_outside((a, b), call.out_dtype, why)
         return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)
     call = numerics.resolved_groups(call, a, b, finished=True)
     on_mesh = mesh_context.is_on_mesh(*operands)

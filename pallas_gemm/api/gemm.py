@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, function, request
-from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import arguments, function, notes, request
 from pallas_gemm.api.eager import compiled
+from pallas_gemm.api.few_bits.weight_operands import as_operand
 from pallas_gemm.api.request import Request
-from pallas_gemm.api.weight_operands import as_operand
 from pallas_gemm.call import Numerics, Operands, Order
 from pallas_gemm.config import GemmConfig
 
@@ -17,9 +16,9 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.op import autodiff as autodiff
 from pallas_gemm.op import batching as batching
 from pallas_gemm.op import lowering as lowering
-from pallas_gemm.op import mesh_context
 from pallas_gemm.op import taylor as taylor
-from pallas_gemm.op.explicit import explicit_product
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.explicit import explicit_product
 from pallas_gemm.op.product import product
 from pallas_gemm.planning import dispatch, ignored
 from pallas_gemm.problem import Epilogue
@@ -353,7 +352,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
 
 def answer(asked: Request) -> jax.Array:
     """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
-    explanation.note(asked)
+    notes.note(asked)
     operands = asked.operands.present()
     if asked.outside is not None:
         ignored.warn_of_options(asked.call.options, asked.outside)

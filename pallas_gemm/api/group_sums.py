@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, blocks, extras, groups
-from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import arguments, blocks, extras, groups, notes
 from pallas_gemm.api.blocks import Factor
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order
@@ -102,7 +101,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     every = (a, b, sizes, *(getattr(scales, name) for name in formula.operands))
     if why := groups.why_jax(call, every):
         groups.refuse_promised(call.options, why)
-        explanation.note_outside((a, b), call.out_dtype, why)
+        notes.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
     call = planned.resolved_groups(call, a, b)
     dispatch.check(call, signature_of(every))

@@ -19,17 +19,17 @@ from pallas_gemm.api import (
     function,
     function_of_groups,
     groups,
+    notes,
     request,
-    weight_operands,
 )
-from pallas_gemm.api import explain as explanation
 from pallas_gemm.api.eager import compiled
+from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
-from pallas_gemm.op.grouped_partition import rows_of_groups
+from pallas_gemm.op.mesh.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning import numerics as planned
@@ -281,7 +281,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         return function_of_groups.answer(call, every, epilogue, others)
     if why := groups.why_jax(call, every):
         groups.refuse_promised(call.options, why)
-        explanation.note_outside((a, b), call.out_dtype, why)
+        notes.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
     call = planned.resolved_groups(call, a, b)
     dispatch.check(call, signature_of(every))
@@ -352,7 +352,7 @@ def _by_jax(
 ) -> jax.Array:
     """Computes a product by JAX's own function, of which nothing may be promised."""
     groups.refuse_promised(options, why)
-    explanation.note_outside(factors, np.dtype(dtype), why)
+    notes.note_outside(factors, np.dtype(dtype), why)
     return stock()
 
 

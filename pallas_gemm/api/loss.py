@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.call import Call, Options
-from pallas_gemm.op import explicit
 from pallas_gemm.op.loss import statistics
 from pallas_gemm.op.loss_chunks import Layer, over_words
 from pallas_gemm.op.loss_plan import Memory
-from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.op.mesh import explicit
+from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.numerics import refuse
 from pallas_gemm.planning.targeting import known_target

@@ -5,7 +5,7 @@ import re
 from typing import Any, Literal, Self
 
 from pallas_gemm.api import bits
-from pallas_gemm.api.explain import explain
+from pallas_gemm.api.explaining.explain import explain
 from pallas_gemm.call import Numerics
 from pallas_gemm.op.lowering import SUMS
 from pallas_gemm.planning.numerics import STATED

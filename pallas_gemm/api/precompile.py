@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments, request
-from pallas_gemm.api.explain import explain
+from pallas_gemm.api.explaining.explain import explain
 from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
 from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general

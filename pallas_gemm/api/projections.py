@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, function, request
-from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import arguments, function, notes, request
 from pallas_gemm.api.eager import compiled
+from pallas_gemm.api.few_bits.weights import QuantizedWeight
 from pallas_gemm.api.gemm import Activation, Order, answer
-from pallas_gemm.api.weights import QuantizedWeight
 from pallas_gemm.call import Numerics, Operands
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.projections import projections as bind_projections
@@ -95,11 +94,11 @@ def projections(  # noqa: PLR0913 - each is a keyword
     if alone or not alike:
         return tuple(map(answer, asked))
     for own in asked:
-        explanation.note(own)
+        notes.note(own)
     dims = tuple(own.contraction for own in asked)
     rights = tuple(own.operands.present()[1:] for own in asked)
     # What JAX has traced before says nothing of the line that asks for it now.
-    run = bind_projections if explanation.is_noting() else _projections
+    run = bind_projections if notes.is_noting() else _projections
     return tuple(run(first.call, dims, first.operands.a, rights))
 
 

@@ -15,12 +15,14 @@ from jax.lax import dot, dot_general
 from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments, blocks, extras, weight_operands
+from pallas_gemm.api import arguments, blocks, extras
+from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.call import Call, Operands, Options, signature_of
 from pallas_gemm.kernels import activations, element_types
-from pallas_gemm.op import canonical, contraction, mesh_context, product
+from pallas_gemm.op import canonical, contraction, product
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.reduction import reduction_dtype
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
 from pallas_gemm.planning import numerics, scheme, xla
 from pallas_gemm.planning import precision as precisions

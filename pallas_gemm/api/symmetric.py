@@ -9,14 +9,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from pallas_gemm.api import arguments, function, promises, request
-from pallas_gemm.api import explain as explanation
+from pallas_gemm.api import arguments, function, notes, promises, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order, answer
 from pallas_gemm.api.request import Request
 from pallas_gemm.call import DIMENSIONS, Numerics, Operands, SymmetricCall, signature_of
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.op import mesh_context
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.symmetric import mirrored, symmetric
 from pallas_gemm.planning import dispatch
 from pallas_gemm.problem import Epilogue
@@ -257,11 +256,11 @@ def _of_matrices(call: SymmetricCall, asked: Request) -> jax.Array:
         if x is not None
     }
     ready = Operands(**merged).present()
-    explanation.note(asked)
+    notes.note(asked)
     if call.options.names_something:
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.check(call, signature_of(ready))
-    run = symmetric if explanation.is_noting() else _symmetric
+    run = symmetric if notes.is_noting() else _symmetric
     result = run(call, *ready)
     return result.reshape(*lead, *result.shape[-2:])
 

@@ -23,7 +23,7 @@ except ImportError as error:
 
 from flax import serialization as _serialization
 
-from pallas_gemm.api.weights import QuantizedWeight as _QuantizedWeight
+from pallas_gemm.api.few_bits.weights import QuantizedWeight as _QuantizedWeight
 from pallas_gemm.flax import linen as linen
 from pallas_gemm.flax import nnx as nnx
 from schedules import _public

@@ -143,7 +143,7 @@ def _refuse_captured(activation: Activation, arrays: Sequence[Any]) -> None:
         shapes = ", ".join(str(list(jnp.shape(x))) for x in arrays)
         raise TypeError(
             f"activation={activation!r} captures arrays of shapes {shapes}; only Python numbers can"
-            " be built into a kernel: epilogue= takes a function of arrays, and operands= the arrays"
+            " be built into a kernel: epilogue= takes a function of arrays, operands= the arrays"
         )
 
 

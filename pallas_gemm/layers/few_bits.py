@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.api.weights import QuantizedWeight
+from pallas_gemm.api.few_bits.weights import QuantizedWeight
 from pallas_gemm.layers import fused
 from pallas_gemm.op import widening
 

@@ -25,12 +25,13 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
 from pallas_gemm.call import signature_of as signature_of
 from pallas_gemm.kernels.split import Split, split
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, joined
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.fused_partition import (
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.fused_partition import (
     NOT_IN_ORDER,
     is_turned,
     names_of,
@@ -38,7 +39,7 @@ from pallas_gemm.op.fused_partition import (
     refuse_unpromised,
     shared_program,
 )
-from pallas_gemm.op.parts import told_apart
+from pallas_gemm.op.mesh.parts import told_apart
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections

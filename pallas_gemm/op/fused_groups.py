@@ -23,11 +23,12 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
 from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split, split
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.fused_partition import program_kernel_p, refuse_unpromised
 from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.fused_partition import program_kernel_p, refuse_unpromised
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.dispatch import Decision

@@ -22,11 +22,12 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels import groups
 from pallas_gemm.kernels.element_types import is_widened
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.autodiff import check_weights
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
-from pallas_gemm.op.grouped_partition import grouped_part_p, shared_groups
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import numerics, xla_groups
 

@@ -29,7 +29,7 @@ from jax.interpreters import mlir
 from pallas_gemm.call import Call, Options, Signature
 from pallas_gemm.computer import kept_files, versions
 from pallas_gemm.kernels.activations import ACTIVATIONS
-from pallas_gemm.op import mesh_context
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.planning import implementation
 from pallas_gemm.planning.dispatch import Decision
 

@@ -20,11 +20,12 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
-from pallas_gemm.op import fused, linear, loss_chunks, loss_partition, lowering, mesh_context
+from pallas_gemm.op import fused, linear, loss_chunks, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_gradient import gradients
+from pallas_gemm.op.mesh import loss_partition, mesh_context
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
 statistics_p = core.Primitive("pallas_gemm_loss")

@@ -13,10 +13,11 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.op import loss_chunks, loss_partition, loss_windows, lowering, mesh_context
+from pallas_gemm.op import loss_chunks, loss_windows, lowering
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.mesh import loss_partition, mesh_context
+from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
-from pallas_gemm.op.resharding import Axes
 
 gradients_p = core.Primitive("pallas_gemm_loss_gradients")
 gradients_p.multiple_results = True

@@ -21,12 +21,13 @@ from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Options, Signature, signature_of
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.op import fused, kept_kernels, loss_chunks, mesh_context
+from pallas_gemm.op import fused, kept_kernels, loss_chunks
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.fused_partition import kernel_types
 from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.planning import dispatch, implementation
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.planning.dispatch import Decision

@@ -17,10 +17,11 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall
-from pallas_gemm.op import kept_kernels, mesh_context, partition, stored
+from pallas_gemm.op import kept_kernels, stored
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.parts import part_p
+from pallas_gemm.op.mesh import mesh_context, partition
+from pallas_gemm.op.mesh.parts import part_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import (
     dispatch,

@@ -19,7 +19,7 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction, of_matrices
-from pallas_gemm.op.mesh_context import device_request
+from pallas_gemm.op.mesh.mesh_context import device_request
 
 product_p = core.Primitive("pallas_gemm")
 

@@ -17,9 +17,10 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Call, SumCall, signature_of
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does, squeezed
 from pallas_gemm.op.sum_of_products import sum_of_contractions
 

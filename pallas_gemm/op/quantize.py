@@ -17,7 +17,8 @@ from jax.interpreters import ad, batching, mlir
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
-from pallas_gemm.op import kept_kernels, mesh_context, quantize_partition
+from pallas_gemm.op import kept_kernels
+from pallas_gemm.op.mesh import mesh_context, quantize_partition
 from pallas_gemm.op.product import run_as_jax_does
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting

@@ -18,9 +18,10 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Operands, Signature, SumCall, signature_of
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
 sum_p = core.Primitive("pallas_gemm_sum")

@@ -22,8 +22,9 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import DIMENSIONS, NO_EPILOGUE, Operands, SymmetricCall, signature_of
-from pallas_gemm.op import linear, lowering, mesh_context
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import (
     equally_varying,
     product,

@@ -18,9 +18,10 @@ from jax.extend import core
 
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import BITS, FLOATS, is_widened
-from pallas_gemm.op import lowering, mesh_context
+from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import ONE, Contraction
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, xla_time
 from pallas_gemm.problem import Epilogue

@@ -23,9 +23,10 @@ from jax.extend import core
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.split import ELEMENTWISE
-from pallas_gemm.op import fused, mesh_context
+from pallas_gemm.op import fused
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import Fused, fused_p
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import xla_time
 from pallas_gemm.problem import Epilogue

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from pallas_gemm.call import SymmetricCall, signature_of
-from pallas_gemm.op import lowering, mesh_context
+from pallas_gemm.op import lowering
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch
 from pallas_gemm.rewriting.level import Level

@@ -13,11 +13,12 @@ from pallas_gemm.call import Call, GroupedCall, Options, Signature, signature_of
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.op import grouped as groups
-from pallas_gemm.op import lowering, mesh_context
+from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of_dot_general
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.product import product_p
-from pallas_gemm.op.reduction import reduction_dtype
 from pallas_gemm.planning import dispatch, scheme, xla_time
 from pallas_gemm.problem import Problem
 

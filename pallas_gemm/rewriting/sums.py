@@ -10,7 +10,8 @@ from typing import Any
 from jax.extend import core
 
 from pallas_gemm.call import SumCall, signature_of
-from pallas_gemm.op import lowering, mesh_context
+from pallas_gemm.op import lowering
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.planning import dispatch, xla_time
 from pallas_gemm.rewriting.level import Level

@@ -31,7 +31,7 @@ from pallas_gemm import (
     target,
 )
 from pallas_gemm.api import bits
-from pallas_gemm.op import parts
+from pallas_gemm.op.mesh import parts
 from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.sums import Sums
 from tests.small_transformer import Transformer

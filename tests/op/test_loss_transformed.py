@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import linear_cross_entropy, target
-from pallas_gemm.op import loss_chunks, loss_partition, loss_plan
+from pallas_gemm.op import loss_chunks, loss_plan
+from pallas_gemm.op.mesh import loss_partition
 from tests import covering, meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import gemm, reduce_in
-from pallas_gemm.op import reduction
+from pallas_gemm.op.mesh import reduction
 from tests import meshes, reference
 
 SPLITS = [("x", "y"), ("y", "x"), "x", "y"]

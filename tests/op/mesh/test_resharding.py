@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from bench import mesh_traffic, model_einsums
 from bench.model_einsums import Case
 from pallas_gemm import einsum, explain_on_mesh
-from pallas_gemm.op import resharding
-from pallas_gemm.op.resharding import Placement
+from pallas_gemm.op.mesh import resharding
+from pallas_gemm.op.mesh.resharding import Placement
 
 AXES = {"x": 2, "y": 2, "z": 2}
 SIZES = tuple(AXES.items())

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from pallas_gemm.api.findings import Copy, Origin
-from pallas_gemm.api.program import Operation, Program, Value
+from pallas_gemm.api.explaining.findings import Copy, Origin
+from pallas_gemm.api.explaining.program import Operation, Program, Value
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.op import fused, fused_groups, stored

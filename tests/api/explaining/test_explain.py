@@ -24,7 +24,7 @@ from pallas_gemm import (
     round_once,
     target,
 )
-from pallas_gemm.api import explanation
+from pallas_gemm.api.explaining import explanation
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.planning.realign import Step
 from pallas_gemm.problem import Problem

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_gemm.api import arguments, checkpoints
-from pallas_gemm.api.narrowing import How, quantized
+from pallas_gemm.api import arguments
+from pallas_gemm.api.few_bits import checkpoints
+from pallas_gemm.api.few_bits.narrowing import How, quantized
 from pallas_gemm.op import widening
 
 

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import Call, Signature
-from pallas_gemm.op import mesh_context
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.planning import dispatch
 
 part_p = core.Primitive("pallas_gemm_part")

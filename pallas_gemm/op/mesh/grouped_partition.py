@@ -23,10 +23,10 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, signature_of
-from pallas_gemm.op import mesh_axes
-from pallas_gemm.op.parts import note, share_p, told_apart
+from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh.parts import note, share_p, told_apart
+from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.op.resharding import Axes
 from pallas_gemm.planning import numerics, targeting, xla_groups
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")

@@ -28,8 +28,8 @@ from pallas_gemm.computer import occupancy
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.exchange import Exchange
-from pallas_gemm.op import mesh_context
-from pallas_gemm.op.parts import note
+from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.parts import note
 from pallas_gemm.op.product import equally_varying, product_of_matrices
 from pallas_gemm.planning import dispatch, heuristics, prediction, targeting
 from pallas_gemm.planning.architectures import Architecture

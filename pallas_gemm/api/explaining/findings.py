@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.api.passes import Pass
+from pallas_gemm.api.explaining.passes import Pass
 from pallas_gemm.device import Device
 from pallas_gemm.planning import xla_time
 from pallas_gemm.planning.dispatch import Decision, Plan

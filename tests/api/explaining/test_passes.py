@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_gemm.api.passes import passes_of
-from pallas_gemm.api.program import program_of
+from pallas_gemm.api.explaining.passes import passes_of
+from pallas_gemm.api.explaining.program import program_of
 
 SIDE = 1024
 ONE = 4 * SIDE**2

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import Mesh
 
 from pallas_gemm.call import Call, Signature
-from pallas_gemm.op import resharding
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh_axes import Split, sizes_of, sums_dtype
-from pallas_gemm.op.resharding import Axes, Placement
+from pallas_gemm.op.mesh import resharding
+from pallas_gemm.op.mesh.mesh_axes import Split, sizes_of, sums_dtype
+from pallas_gemm.op.mesh.resharding import Axes, Placement
 
 
 @functools.lru_cache(maxsize=4096)

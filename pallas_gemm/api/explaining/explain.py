@@ -5,70 +5,30 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_gemm.api.asked import Asked, last_layers, products, quantized
-from pallas_gemm.api.explanation import Explanation
-from pallas_gemm.api.findings import Entry
-from pallas_gemm.api.passes import passes_of
-from pallas_gemm.api.program import Program, program_of
-from pallas_gemm.api.request import Request
+from pallas_gemm.api import arguments
+from pallas_gemm.api.explaining.asked import Asked, last_layers, products, quantized
+from pallas_gemm.api.explaining.explanation import Explanation
+from pallas_gemm.api.explaining.findings import Entry
+from pallas_gemm.api.explaining.passes import passes_of
+from pallas_gemm.api.explaining.program import Program, program_of
+from pallas_gemm.api.notes import NOTES, Notes, Outside
 from pallas_gemm.call import (
     Call,
     GroupedCall,
     Signature,
     SumCall,
     SymmetricCall,
-    signature_of,
 )
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types
-from pallas_gemm.op import mesh_context, traffic
-from pallas_gemm.op.parts import Part, Shared, noted
-from pallas_gemm.planning import dispatch, ignored, targeting, xla_time
+from pallas_gemm.op.mesh import mesh_context, traffic
+from pallas_gemm.op.mesh.parts import Part, Shared, noted
+from pallas_gemm.planning import dispatch, targeting, xla_time
 from pallas_gemm.planning.dispatch import Decision
-from pallas_gemm.rewriting.walk import Found
-
-
-class _Outside(NamedTuple):
-    """A call that XLA computes without a look at the kernels.
-
-    Attributes:
-        factors: Shape and type of both.
-        out_dtype: Type of the result.
-        why: Why no kernel is considered.
-    """
-
-    factors: Signature
-    out_dtype: Any
-    why: str
-
-    @property
-    def text(self) -> str:
-        """The operands and the result."""
-        shapes = " x ".join(f"{dtype}{list(shape)}" for shape, dtype in self.factors)
-        return f"{shapes} -> {self.out_dtype}"
-
-
-class _Notes:
-    """The calls that were made while a function was traced, and that no kernel is considered for.
-
-    Attributes:
-        outside: In the order of the program.
-        found: The products of functions that `accelerate` rewrote; None if there is no function.
-    """
-
-    def __init__(self) -> None:
-        self.outside: list[_Outside] = []
-        self.found: tuple[Found, ...] | None = None
-
-
-# A context of JAX's own, so that a function that was traced before is traced anew.
-_NOTES = jax.make_user_context(default_value=None)
 
 
 def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explanation:
@@ -99,7 +59,7 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
             f" {type(f).__name__}: {f!r:.80}"
         )
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if arguments.is_array(leaf)]
 
     def of_arrays(*arrays: Any) -> Any:
         filled = list(leaves)
@@ -108,14 +68,14 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
         own_args, own_kwargs = jax.tree.unflatten(tree, filled)
         return f(*own_args, **own_kwargs)
 
-    notes = _Notes()
-    with _NOTES(notes), _target_of(leaves):
+    notes = Notes()
+    with NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
         found = _explained(program_of(jaxpr.jaxpr), notes.outside)
     return dataclasses.replace(found, configs=configs, rewritten=notes.found)
 
 
-def _explained(program: Program, outside: list[_Outside]) -> Explanation:
+def _explained(program: Program, outside: list[Outside]) -> Explanation:
     """Explains a program of which some calls are known to be XLA's."""
     gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
     device = targeting.known_target() or gpu
@@ -174,55 +134,13 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     return Explanation(entries, nothing=nothing)
 
 
-def note(asked: Request) -> None:
-    """Notes a request if somebody asked for an explanation."""
-    if asked.outside is not None:
-        note_outside(asked.operands.present()[:2], asked.call.out_dtype, asked.outside)
-
-
-def note_outside(factors: tuple[Any, ...], out_dtype: Any, why: str) -> None:
-    """Notes a call that no kernel is considered for, if somebody asked for an explanation.
-
-    If nobody did, it warns where the types of the operands are the reason, on a GPU.
-
-    Args:
-        factors: The operands of the product.
-        out_dtype: Type of the result.
-        why: Why.
-    """
-    notes = _NOTES.value
-    if notes is not None:
-        notes.outside.append(_Outside(signature_of(factors), out_dtype, why))
-        return
-    on_gpu = targeting.known_target(*factors) is not None or jax.default_backend() == "gpu"
-    if on_gpu and why == element_types.why_promoted({np.dtype(x.dtype) for x in factors}):
-        ignored.warn_of_promotion(why)
-
-
-def note_found(found: tuple[Found, ...]) -> None:
-    """Notes what became of the products of a program that was rewritten."""
-    notes = _NOTES.value
-    if notes is not None:
-        notes.found = (*(notes.found or ()), *found)
-
-
-def is_noting() -> bool:
-    """Whether somebody asked for an explanation: of which line asks for what, too."""
-    return _NOTES.value is not None
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether an argument is an array, or stands for one."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-
-
 def _target_of(leaves: list[Any]) -> Any:
     """Plans for the GPU that the arguments are on, which tracing them would forget."""
-    known = targeting.known_target(*(leaf for leaf in leaves if is_array(leaf)))
+    known = targeting.known_target(*(leaf for leaf in leaves if arguments.is_array(leaf)))
     return contextlib.nullcontext() if known is None else targeting.target(known)
 
 
-def _with_reasons(found: Iterable[Asked], outside: list[_Outside]) -> Iterator[Asked]:
+def _with_reasons(found: Iterable[Asked], outside: list[Outside]) -> Iterator[Asked]:
     """Yields products, those that a call leaves to XLA with its reason.
 
     A derivative has the reason of the line that it is derived from.

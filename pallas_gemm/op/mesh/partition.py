@@ -26,12 +26,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from pallas_gemm.call import Call, Operands, Signature, signature_of
-from pallas_gemm.op import fused_collective, mesh_axes, resharding, sharing
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh_axes import Split
-from pallas_gemm.op.parts import Shared, note, part_p, share_p, told_apart
-from pallas_gemm.op.resharding import Placement, Step
+from pallas_gemm.op.mesh import fused_collective, mesh_axes, resharding, sharing
+from pallas_gemm.op.mesh.mesh_axes import Split
+from pallas_gemm.op.mesh.parts import Shared, note, part_p, share_p, told_apart
+from pallas_gemm.op.mesh.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, numerics, targeting
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pallas_gemm.api.findings import UNKNOWN, Copy, Findings, Group
+from pallas_gemm.api.explaining.findings import UNKNOWN, Copy, Findings, Group
 from pallas_gemm.planning import config_json
 from pallas_gemm.planning.dispatch import OTHER_GPU, Decision, Reasons
 from pallas_gemm.planning.realign import Step

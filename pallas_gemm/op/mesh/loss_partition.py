@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
-from pallas_gemm.op import mesh_axes, mesh_context
 from pallas_gemm.op.loss_chunks import Layer, over_words
-from pallas_gemm.op.resharding import Axes
+from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.op.mesh.resharding import Axes
 
 
 class Work(Protocol):

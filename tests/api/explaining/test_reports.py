@@ -20,7 +20,8 @@ from pallas_gemm import (
     symmetric_matmul,
     target,
 )
-from pallas_gemm.api import bits, explanation
+from pallas_gemm.api import bits
+from pallas_gemm.api.explaining import explanation
 
 COUNT, VARIANTS = 7, 5
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Signature
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.reduction import travelling_dtype
-from pallas_gemm.op.resharding import Axes, Placement
+from pallas_gemm.op.mesh.reduction import travelling_dtype
+from pallas_gemm.op.mesh.resharding import Axes, Placement
 from pallas_gemm.planning import dispatch
 
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
 from pallas_gemm.kernels.quantize import ACROSS, Quantization
-from pallas_gemm.op import mesh_axes
-from pallas_gemm.op.resharding import Axes
+from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.planning import targeting
 
 Part = Callable[..., Sequence[jax.Array]]

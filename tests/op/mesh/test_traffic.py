@@ -1,6 +1,6 @@
 """What collectives bring to each device, read from lines as XLA writes them."""
 
-from pallas_gemm.op import traffic
+from pallas_gemm.op.mesh import traffic
 
 TEXT = """
 ENTRY %main {

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments, checkpoints
-from pallas_gemm.api.narrowing import How, quantized
-from pallas_gemm.api.weights import QuantizedWeight
+from pallas_gemm.api import arguments
+from pallas_gemm.api.few_bits import checkpoints
+from pallas_gemm.api.few_bits.narrowing import How, quantized
+from pallas_gemm.api.few_bits.weights import QuantizedWeight
 
 Where = Callable[[str, Any], bool]
 """Takes the path of a leaf, such as "params/up/kernel", and the leaf."""

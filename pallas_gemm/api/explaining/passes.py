@@ -12,7 +12,7 @@ others) is not there.
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from pallas_gemm.api.program import Operation, Program, Value
+from pallas_gemm.api.explaining.program import Operation, Program, Value
 
 AGAIN = 2
 """How many times the bytes of a value may be read for it to be computed again."""

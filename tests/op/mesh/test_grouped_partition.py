@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import explain_on_mesh, grouped_gemm, ragged_dot
-from pallas_gemm.op import traffic
+from pallas_gemm.op.mesh import traffic
 from tests import reference
 
 M, K, N, GROUPS = 64, 16, 24, 8

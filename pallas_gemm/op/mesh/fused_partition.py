@@ -26,12 +26,13 @@ from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
 from pallas_gemm.kernels import exponentials
 from pallas_gemm.kernels.axes import Names
 from pallas_gemm.kernels.split import Split as Parts
-from pallas_gemm.op import lowering, mesh_axes, mesh_context, sharing
+from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh_axes import Split
-from pallas_gemm.op.parts import note, part_p
-from pallas_gemm.op.resharding import Placement
+from pallas_gemm.op.mesh import mesh_axes, mesh_context, sharing
+from pallas_gemm.op.mesh.mesh_axes import Split
+from pallas_gemm.op.mesh.parts import note, part_p
+from pallas_gemm.op.mesh.resharding import Placement
 from pallas_gemm.planning import dispatch, numerics, targeting, xla_program
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import ADDING, LOGSUMEXP, Program, Result

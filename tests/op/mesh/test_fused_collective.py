@@ -19,7 +19,7 @@ from pallas_gemm.device import H200
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.devices import collective, send_rows
-from pallas_gemm.op import fused_collective
+from pallas_gemm.op.mesh import fused_collective
 from pallas_gemm.planning import dispatch
 from pallas_gemm.problem import Problem
 

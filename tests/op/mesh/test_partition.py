@@ -25,8 +25,8 @@ from pallas_gemm import (
     target,
 )
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.op import partition
-from pallas_gemm.op.parts import part_p
+from pallas_gemm.op.mesh import partition
+from pallas_gemm.op.mesh.parts import part_p
 from schedules import build, split_k
 from tests import meshes, reference
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_gemm.api import arguments, blocks
-from pallas_gemm.api.weights import QuantizedWeight
+from pallas_gemm.api.few_bits.weights import QuantizedWeight
 from pallas_gemm.call import Operands
 from pallas_gemm.kernels.element_types import is_widened
 

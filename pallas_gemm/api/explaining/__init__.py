@@ -1,0 +1,1 @@
+"""What would compute a program, and why: `explain`."""

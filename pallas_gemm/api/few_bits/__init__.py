@@ -1,0 +1,1 @@
+"""Records of weights of few bits."""
