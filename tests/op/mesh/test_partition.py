@@ -666,7 +666,7 @@ def test_nothing_is_added_for_a_single_device() -> None:
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (pathlib.Path(__file__).parent.parent.parent / "docs" / "parallel.md").read_text()
+    page = (pathlib.Path(__file__).parent.parent.parent.parent / "docs" / "parallel.md").read_text()
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, names)
