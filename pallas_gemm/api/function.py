@@ -13,13 +13,13 @@ import numpy as np
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Numerics, Operands, Options
+from pallas_gemm.kernels import lines
 from pallas_gemm.op import fused
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.explicit import explicit_fused
 from pallas_gemm.planning import dispatch, numerics, xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
-from pallas_gemm.rewriting import lines
 
 
 def said(words: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ function that it calls. Two equal computations become one equation.
 """
 
 import itertools
-import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core
+
+from pallas_gemm.kernels import lines
 
 CALLS = {
     "checkpoint": "jaxpr",
@@ -23,13 +23,6 @@ CALLS = {
     "jit": "jaxpr",
 }
 """Primitives that call a function, and the parameter that holds it."""
-
-
-_LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (pathlib.Path(jax.__file__).parent, pathlib.Path(__file__).parents[1])
-)
-"""Packages whose lines are not the user's."""
 
 
 class Equation(NamedTuple):
@@ -143,9 +136,5 @@ def _key(equation: Any, inputs: Sequence[Any]) -> Any:
 
 def where(equation: Equation) -> str:
     """Returns where an operation stands in the user's program, in words; "" if nobody knows."""
-    traceback: Any = equation.source.traceback
-    frames = () if traceback is None else traceback.frames
-    for frame in frames:
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f" ({pathlib.PurePath(frame.file_name).name}:{frame.line_num})"
-    return ""
+    line = lines.place(equation.source)
+    return f" ({line})" if line else ""

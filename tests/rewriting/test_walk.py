@@ -10,8 +10,9 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from pallas_gemm import accelerate, target
+from pallas_gemm.kernels import lines
 from pallas_gemm.layers import routed
-from pallas_gemm.rewriting import inlining, lines
+from pallas_gemm.rewriting import inlining
 from tests.reference import integers
 from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
 

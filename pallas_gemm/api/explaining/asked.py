@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from pallas_gemm.api.explaining.findings import Copy, Origin
 from pallas_gemm.api.explaining.program import Operation, Program, Value
 from pallas_gemm.call import Call, Signature, signature_of
-from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels import element_types, lines
 from pallas_gemm.op import fused, fused_groups, stored
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction
@@ -34,7 +34,6 @@ from pallas_gemm.planning import quantize, scheme
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Problem
-from pallas_gemm.rewriting import lines
 from pallas_gemm.rewriting import products as rewriting
 
 _OURS = (
