@@ -103,7 +103,8 @@ def _gated_by_jax(a: Any, gate: Any, up: Any, *x: Any) -> Any:
 
 
 def test_a_function_of_both_sums_of_a_gated_product_and_its_derivatives() -> None:
-    operands = _drawn((M, K), (K, N), (K, N), (N,))
+    # Larger ones have gradients of 1000, of which the last place is more than the tolerance.
+    operands = [x * 0.25 for x in _drawn((M, K), (K, N), (K, N), (N,))]
     changes = tuple(jnp.cos(x) for x in operands)
     _check(jax.jit(_gated)(*operands), _gated_by_jax(*operands))
     _check(
@@ -190,6 +191,7 @@ def test_the_sums_are_kept_in_a_type_that_holds_them(dtype: Any, kept: Any) -> N
     assert linear.kept_sums_dtype(dtype) == kept
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_a_program_for_an_h200_has_one_kernel_for_all_results() -> None:
     shapes = [jax.ShapeDtypeStruct(s, BF16) for s in ((512, 512), (512, 512), (512,))]
 
