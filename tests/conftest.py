@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import pathlib
@@ -248,6 +249,18 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_gemm.planning import proof
 
     monkeypatch.setattr(proof, "why_untrusted", lambda *_: None)
+
+
+@pytest.fixture
+def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what surrounds kernels: to lower what is in one takes most of a second."""
+    from pallas_gemm.op import kept_kernels
+    from tests import known_kernels
+
+    known_kernels.emptied(monkeypatch)
+    # Those of other tests are whole.
+    lower = kept_kernels._lowered.__wrapped__
+    monkeypatch.setattr(kept_kernels, "_lowered", functools.lru_cache(lower))
 
 
 @pytest.fixture

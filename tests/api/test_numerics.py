@@ -36,6 +36,8 @@ from pallas_gemm.planning import dispatch, xla_groups
 from pallas_gemm.planning.sums import Sums
 from tests.small_transformer import Transformer
 
+pytestmark = pytest.mark.usefixtures("empty_kernels")
+
 ROWS = numerics(invariant="rows")
 SIMULATED: dict[str, Any] = {"numerics": ROWS, "implementation": "interpret"}
 M, K, N = 70, 136, 80

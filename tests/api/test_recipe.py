@@ -118,6 +118,7 @@ def test_a_mapped_layer_is_derived() -> None:
             np.testing.assert_allclose(one, other[i], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_three_arrays_are_read_once_each_by_the_kernel() -> None:
     def step(x: Any, w: Any) -> Any:
         y, pull = jax.vjp(lambda x, w: Recipe().dot_general(x, w, LAST), x, w)

@@ -235,6 +235,7 @@ def test_else_all_of_it_is_and_why():
     assert "one of 16 bits" in dict(other.refused)["blackwell"][0]
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_a_batch_of_one_whose_whole_a_kernel_computes():
     def commuting(x: jax.Array) -> jax.Array:
         return symmetric_matmul(x, x, residual=x)

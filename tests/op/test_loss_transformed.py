@@ -328,6 +328,7 @@ def _forward(words: int, platform: str) -> str:
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_statistics_are_one_kernel_on_a_gpu_and_chunks_elsewhere():
     kernel, loop = "@mosaic_gpu_v2(", "stablehlo.while"
     text = _forward(40_064, "cuda")

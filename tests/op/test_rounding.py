@@ -78,6 +78,7 @@ def test_nothing_more_is_kept() -> None:
     assert ((M, N), "bfloat16") in once
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_one_kernel_stores_both() -> None:
     shapes = [jax.ShapeDtypeStruct(s, BF16) for s in ((512, 512), (512, 512), (512,))]
     known = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")

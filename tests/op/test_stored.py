@@ -12,6 +12,8 @@ import pytest
 from pallas_gemm import HopperConfig, einsum, explain, gated_gemm, gemm, matmul, numerics, target
 from tests import reference
 
+pytestmark = pytest.mark.usefixtures("empty_kernels")
+
 Step = Callable[..., jax.Array]
 
 

@@ -421,6 +421,7 @@ def test_labels_are_compared_only_where_a_tile_has_some() -> None:
     assert labels["additions"] - only["additions"] < 32
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_columns_are_reduced_by_a_warpgroup() -> None:
     def f(s: Any) -> Any:
         return s.astype(BF16), jnp.sum(s, 0)

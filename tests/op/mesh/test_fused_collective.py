@@ -119,6 +119,7 @@ def _for_gpus(devices: Sequence[jax.Device], k: int, collective: Any) -> str:
         return jax.jit(product).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(
     ("collective", "sent", "odd"),
     [
@@ -140,6 +141,7 @@ def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str, odd: int)
     assert "mosaic_gpu" in padded
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(
     ("collective", "kernels"), [(all_gather_gemm, 1), (gemm_reduce_scatter, 2)]
 )
