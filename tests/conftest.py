@@ -6,12 +6,12 @@ import functools
 import gc
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from _pytest import unraisableexception
 from hypothesis import HealthCheck, settings
@@ -74,6 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
     elif hasattr(config, "workerinput"):
         # The first of several workers on one GPU would take the memory of all.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # NumPy multiplies in the simulator, and reads its environment likewise: see `multiplying.py`.
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ["OPENBLAS_CORETYPE"] = "SandyBridge"
     # An implicit float64 or a silent broadcast is a bug in the op, not a convenience.
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
@@ -272,8 +275,10 @@ def new_processes(kept_compilations: Callable[..., str], monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
+def rng() -> Any:
     """Random numbers that are the same in every run."""
+    import numpy as np
+
     return np.random.default_rng(0)
 
 

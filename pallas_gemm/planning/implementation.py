@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_gemm.call import Call, GroupedCall, Operands
+from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.planning import xla, xla_groups
+from pallas_gemm.planning import numerics, xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
+from pallas_gemm.problem import Problem
 
 
 def of(decision: Decision, call: Call) -> Callable[..., Any]:
@@ -16,8 +18,8 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     plan = decision.plan
     if plan is None:
         return functools.partial(xla.product, call)
-    simulator = decision.implementation == "interpret" and _simulator()
     realigned = plan.realigned
+    simulator = decision.implementation == "interpret" and _simulator(realigned.problem)
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
     if realigned.scheme is not None:
         dtype = realigned.problem.out_dtype if realigned.unfused else call.out_dtype
@@ -39,7 +41,7 @@ def of_parts(decision: Decision, window: Window) -> Callable[..., Any]:
     assert plan is not None
     build = plan.architecture.of_parts
     assert build is not None
-    simulator = decision.implementation == "interpret" and _simulator()
+    simulator = decision.implementation == "interpret" and _simulator(plan.realigned.problem)
     return build(plan.realigned.problem, plan.config, plan.device, window, simulator)
 
 
@@ -91,7 +93,13 @@ def _each_sum(given: Operands) -> Iterator[Operands]:
             yield Operands(given.a, b, **values)
 
 
-def _simulator() -> Any:
+def _simulator(problem: Problem) -> Any:
+    if problem.parts and not multiplying.adds_up_alike():
+        why = (
+            "NumPy, which multiplies in the simulator, does not add up alike everywhere on this"
+            f" CPU; it does where {multiplying.ALIKE} is set before Python starts"
+        )
+        raise ValueError(numerics.why_not_kept(numerics.stating(problem), why))
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu.InterpretGPUParams()
