@@ -144,7 +144,7 @@ class Delays(NamedTuple):
     slow: str = ""
     warpgroup: int | None = None
 
-    def are_for(self, program: operation.Program, thread: Any) -> bool:
+    def are_for(self, program: operation.Ptx, thread: Any) -> bool:
         """Whether a thread begins a program late."""
         own = self.warpgroup in (None, thread.warpgroup_id)
         return bool(self.slow) and self.slow in program.text and own
@@ -211,8 +211,8 @@ def _interpret(
     ]
     word = jax.ShapeDtypeStruct((), jnp.int32)
     token, *results = callback.io_callback(
-        functools.partial(_run, program=emitted.program, delays=delays),
-        (gpu_callbacks.TOKEN_SHAPE_DTYPE, *[word] * emitted.program.results),
+        functools.partial(_run, program=emitted.ptx, delays=delays),
+        (gpu_callbacks.TOKEN_SHAPE_DTYPE, *[word] * emitted.ptx.results),
         token=token,
         mesh_location=self.mesh_location,
         thread=self.thread,
@@ -230,7 +230,7 @@ def _run(
     thread: Any,
     refs: Any,
     numbers: Any,
-    program: operation.Program,
+    program: operation.Ptx,
     delays: Delays,
 ) -> tuple[Any, ...]:
     """Runs a program in a warp, or in those of a warpgroup one after another in any order."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from pallas_gemm.api.explaining.findings import Copy, Origin
-from pallas_gemm.api.explaining.program import Operation, Program, Value
+from pallas_gemm.api.explaining.trace import Operation, Trace, Value
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels import element_types, lines
 from pallas_gemm.op import fused, fused_groups, stored
@@ -95,7 +95,7 @@ class Asked:
     turned: tuple[Turned, ...] = ()
 
 
-def products(program: Program, gpu: Any = None) -> Iterator[Asked]:
+def products(program: Trace, gpu: Any = None) -> Iterator[Asked]:
     """Yields each product of a program.
 
     An operand that is read as it is stored is one of its operation afterwards.
@@ -114,7 +114,7 @@ def products(program: Program, gpu: Any = None) -> Iterator[Asked]:
             yield _of_jax(operation)
 
 
-def last_layers(program: Program) -> tuple[str, ...]:
+def last_layers(program: Trace) -> tuple[str, ...]:
     """Returns how the gradients of each last layer are computed, and in what memory."""
     found = []
     for operation in program.operations:
@@ -124,7 +124,7 @@ def last_layers(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def quantized(program: Program, device: Any) -> tuple[str, ...]:
+def quantized(program: Trace, device: Any) -> tuple[str, ...]:
     """Returns what quantizes each array that is quantized in blocks, for a GPU or None."""
     found: Counter[str] = Counter()
     for operation in program.operations:

@@ -15,7 +15,7 @@ from pallas_gemm.api.explaining.asked import Asked, last_layers, products, quant
 from pallas_gemm.api.explaining.explanation import Explanation
 from pallas_gemm.api.explaining.findings import Entry
 from pallas_gemm.api.explaining.passes import passes_of
-from pallas_gemm.api.explaining.program import Program, program_of
+from pallas_gemm.api.explaining.trace import Trace, trace_of
 from pallas_gemm.api.notes import NOTES, Notes, Outside
 from pallas_gemm.call import (
     Call,
@@ -71,11 +71,11 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
     notes = Notes()
     with NOTES(notes), _target_of(leaves):
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[place] for place in places))
-        found = _explained(program_of(jaxpr.jaxpr), notes.outside)
+        found = _explained(trace_of(jaxpr.jaxpr), notes.outside)
     return dataclasses.replace(found, configs=configs, rewritten=notes.found)
 
 
-def _explained(program: Program, outside: list[Outside]) -> Explanation:
+def _explained(program: Trace, outside: list[Outside]) -> Explanation:
     """Explains a program of which some calls are known to be XLA's."""
     gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
     device = targeting.known_target() or gpu

@@ -12,7 +12,7 @@ others) is not there.
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from pallas_gemm.api.explaining.program import Operation, Program, Value
+from pallas_gemm.api.explaining.trace import Operation, Trace, Value
 
 AGAIN = 2
 """How many times the bytes of a value may be read for it to be computed again."""
@@ -93,7 +93,7 @@ class _Memory:
         return {value: value.bytes} if value in self.stored else self.reads(value)
 
 
-def passes_of(program: Program) -> tuple[Pass, ...]:
+def passes_of(program: Trace) -> tuple[Pass, ...]:
     """Returns the passes that a program makes between its products."""
     memory, live = _Memory(), program.live()
     for operation in program.operations:

@@ -172,6 +172,14 @@ def _tile(plan: HopperPlan, piece: work.Piece, row: Scalar, share: Scalar) -> pl
     return place.locate(plan.config, plan.problem, piece, CLUSTER)._replace(share=share)
 
 
+def first_of(plan: HopperPlan, consumer: Scalar) -> tuple[Any, Any]:
+    """The first row and column of a consumer's part of the operands of a tile."""
+    rows, cols = plan.config.consumer_tile
+    if plan.config.pingpong:
+        return 0, 0
+    return (consumer * rows, 0) if plan.config.split_rows else (0, consumer * cols)
+
+
 def part_of_tile(plan: HopperPlan, tile: place.Where, consumer: Scalar) -> place.Where:
     """The part of a tile that a consumer holds: all of it, or its share of rows or columns."""
     rows, cols = plan.consumer_out_tile

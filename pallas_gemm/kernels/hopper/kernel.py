@@ -105,18 +105,18 @@ from pallas_gemm.kernels.traced import Scalar
 
 def product_of(plan: HopperPlan) -> type[Product]:
     """Which kind of product a kernel is built for."""
+    plain, in_blocks = Product, InBlocks
     if plan.problem.groups:
-        return RowsInGroups if plan.problem.blocks is None else RowsInGroupsInBlocks
-    if plan.problem.ragged_k:
-        in_blocks = plan.problem.blocks is not None
-        if plan.relay:
-            return RelayedInBlocks if in_blocks else Relayed
-        return SumsOverGroupsInBlocks if in_blocks else SumsOverGroups
-    if plan.joins:
-        return CutAlongK if plan.problem.blocks is None else CutAlongKInBlocks
-    if plan.problem.blocks is not None:
-        return InBlocks
-    return SummedOperands if plan.problem.arrays else Product
+        plain, in_blocks = RowsInGroups, RowsInGroupsInBlocks
+    elif plan.relay:
+        plain, in_blocks = Relayed, RelayedInBlocks
+    elif plan.problem.ragged_k:
+        plain, in_blocks = SumsOverGroups, SumsOverGroupsInBlocks
+    elif plan.joins:
+        plain, in_blocks = CutAlongK, CutAlongKInBlocks
+    elif plan.problem.arrays:
+        plain = SummedOperands
+    return plain if plan.problem.blocks is None else in_blocks
 
 
 def producer(product: Product, walk: tiles.Walk) -> None:

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx import sums
-from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, Program
+from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, Ptx
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
@@ -15,7 +15,7 @@ LAYOUT = plgpu.Layout.WGMMA
 _ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 LINE = 4 * WARPGROUP_THREADS
 """Bytes of a register of all threads."""
-MEET = Program(
+MEET = Ptx(
     "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
     convergent=True,
 )

@@ -1,6 +1,6 @@
 """A block of global memory that a warp copies, maybe to another device. Nothing simulated does."""
 
-from pallas_gemm.kernels.ptx.operation import Program
+from pallas_gemm.kernels.ptx.operation import Ptx
 from pallas_gemm.kernels.traced import Ref
 
 BLOCK_BYTES = 2048
@@ -26,7 +26,7 @@ _COPY = "\n".join(
 )
 
 
-COPY = Program(_COPY)
+COPY = Ptx(_COPY)
 
 
 def copy(source: Ref, target: Ref) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.ptx.operation import Operation, Program
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 
-BETWEEN_PROXIES = Program("fence.proxy.async;")
+BETWEEN_PROXIES = Ptx("fence.proxy.async;")
 """Between what threads store and TMA reads."""
-MEET = Program("bar.warp.sync 0xffffffff;", convergent=True)
+MEET = Ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def finish_stores() -> None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.kernels import groups
-from pallas_gemm.kernels.ptx.operation import Operation, Program
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 from pallas_gemm.kernels.traced import Scalar
 
 BEYOND = groups.MOST
@@ -107,7 +107,7 @@ class At(NamedTuple):
 @Operation
 def find(sizes: Any, at: At, tile: Any, known: Groups) -> At:
     """Returns the group that has a row of tiles; where all groups end, if there is no such row."""
-    return At(*Program(find_ptx(*known), results=4, convergent=True)([sizes], [*at[:3], tile]))
+    return At(*Ptx(find_ptx(*known), results=4, convergent=True)([sizes], [*at[:3], tile]))
 
 
 def find_one_by_one(sizes: Any, at: At, tile: Any, known: Groups) -> At:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pallas_gemm.kernels import work
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
-from pallas_gemm.kernels.ptx.operation import Program
+from pallas_gemm.kernels.ptx.operation import Ptx
 from pallas_gemm.kernels.traced import Ref
 
 PIECE_BITS = 2 * work.CLAIM_BITS
@@ -33,7 +33,7 @@ CLAIM = f"""{{{{
 }}}}"""
 """The part of the first thread of a warpgroup; there are `workers` and `tiles`."""
 
-RESOLVE = Program(
+RESOLVE = Ptx(
     f"""{{
         .reg .pred old; .reg .u32 tag;
         mov.u32 $0, $2;
@@ -48,13 +48,13 @@ RESOLVE = Program(
     results=1,
 )
 
-PEEK = Program("ld.relaxed.gpu.global.b32 $0, [$1];", results=1)
+PEEK = Ptx("ld.relaxed.gpu.global.b32 $0, [$1];", results=1)
 
 
 def claim(counter: Any, table: Any, mailbox: Ref, tag: Any, claimant: Any, workers: int) -> None:
     """Claims the next tile and publishes it with a tag, if `claimant` is not zero."""
     text = CLAIM.format(workers=workers, tiles=table.shape[0])
-    Program(text)([counter, table, mailbox], [tag, claimant])
+    Ptx(text)([counter, table, mailbox], [tag, claimant])
 
 
 def peek(mailbox: Ref) -> Any:

@@ -1,6 +1,6 @@
 """An operation that Pallas has no word for, and what it means.
 
-A block of PTX is a `Program`, which a kernel has as data. JAX's simulator runs none;
+A block of PTX is a `Ptx`, which a kernel has as data. JAX's simulator runs none;
 `tests/ptx_simulator.py` teaches it to, for those through which CTAs share words of global memory.
 """
 
@@ -61,7 +61,7 @@ class BetweenCtas(Operation):
         return not plan.shares_words
 
 
-class Program(NamedTuple):
+class Ptx(NamedTuple):
     """A block of PTX.
 
     Its operands are `$0`, `$1` and on: its results, then references, as pointers, then numbers.
@@ -84,19 +84,19 @@ class Program(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """A program in a kernel.
+    """A block of PTX in a kernel.
 
     Attributes:
-        program: The program.
+        ptx: The block.
         refs: How many references it is given.
     """
 
-    program: Program
+    ptx: Ptx
     refs: int
 
     def __call__(self, _: Any, *given: Any) -> list[Any]:
         """Emits it."""
-        text, results, convergent = self.program
+        text, results, convergent = self.ptx
         int32 = utils.ir.IntegerType.get_signless(32)
         words: Any = utils.inline_ptx(
             text,

@@ -7,7 +7,7 @@ simulator does nothing.
 from typing import Any
 
 from pallas_gemm.kernels.hardware import LANES
-from pallas_gemm.kernels.ptx.operation import Operation, Program
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 
 LINE_BYTES = 128
 """The length of a line of the L1."""
@@ -35,7 +35,7 @@ def rows(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:
             f" mad.wide.u32 at, row, {length * size}, $0; mad.wide.u32 at, $2, {size}, at;"
             " prefetch.global.L1 [at];"
         )
-    Program(" ".join([*text, "}"]))([scales], [first, block])
+    Ptx(" ".join([*text, "}"]))([scales], [first, block])
 
 
 @Operation
@@ -58,7 +58,7 @@ def columns(scales: Any, first: Any, block: Any, *, count: int, each: int) -> No
         f" mad.wide.u32 at, $2, {length * size}, $0; mad.wide.u32 at, column, {size}, at;"
         " @inside prefetch.global.L1 [at]; }"
     )
-    Program(text)([scales], [first, block])
+    Ptx(text)([scales], [first, block])
 
 
 def _nothing(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:

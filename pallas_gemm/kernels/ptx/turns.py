@@ -15,15 +15,15 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir.dialects import arith
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
-from pallas_gemm.kernels.ptx.operation import Operation, Program
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 from pallas_gemm.kernels.traced import Scalar
 
 FIRST = 8
 """Number of the first of these barriers: Mosaic has those before."""
 TWO = 2 * WARPGROUP_THREADS
 """Threads of a barrier: those that wait, and those that let them go on."""
-_GIVE = Program(f"{{ .reg .pred p; setp.eq.s32 p, $0, $1; @p bar.arrive {FIRST}, {TWO}; }}")
-_TAKE = Program(f"{{ .reg .pred p; setp.eq.s32 p, $0, 0; @p bar.sync {FIRST}, {TWO}; }}")
+_GIVE = Ptx(f"{{ .reg .pred p; setp.eq.s32 p, $0, $1; @p bar.arrive {FIRST}, {TWO}; }}")
+_TAKE = Ptx(f"{{ .reg .pred p; setp.eq.s32 p, $0, 0; @p bar.sync {FIRST}, {TWO}; }}")
 
 
 @Operation

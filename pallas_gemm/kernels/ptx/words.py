@@ -7,9 +7,9 @@ unless it is taught to (`tests/ptx_simulator.py`).
 
 from typing import Any
 
-from pallas_gemm.kernels.ptx.operation import BetweenCtas, Operation, Program
+from pallas_gemm.kernels.ptx.operation import BetweenCtas, Operation, Ptx
 
-LOOK_ANEW = Program(
+LOOK_ANEW = Ptx(
     "{ bar.warp.sync 0xffffffff; st.volatile.shared.b32 [$1], $2;"
     " ld.volatile.shared.b32 $0, [$1]; bar.warp.sync 0xffffffff; }",
     results=1,
@@ -18,7 +18,7 @@ LOOK_ANEW = Program(
 """All lanes write the same. They meet before, so that a lane that is late does not read what
 another writes in the next turn, and after it."""
 
-CLAIM = Program(
+CLAIM = Ptx(
     """{
         .reg .pred first; .reg .u32 lane; .reg .u32 number;
         mov.u32 lane, %laneid;
@@ -31,9 +31,9 @@ CLAIM = Program(
     convergent=True,
 )
 
-ARRIVE = Program("red.release.gpu.global.add.u32 [$0], 1;")
+ARRIVE = Ptx("red.release.gpu.global.add.u32 [$0], 1;")
 
-AWAIT = Program(
+AWAIT = Ptx(
     """{
         .reg .pred early; .reg .u32 arrived;
         AWAIT:
@@ -43,8 +43,8 @@ AWAIT = Program(
     }"""
 )
 
-READ = Program("ld.shared.b32 $0, [$1];", results=1)
-WRITE = Program("st.shared.b32 [$0], $1;")
+READ = Ptx("ld.shared.b32 $0, [$1];", results=1)
+WRITE = Ptx("st.shared.b32 [$0], $1;")
 
 
 @Operation

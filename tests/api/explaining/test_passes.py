@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from pallas_gemm.api.explaining.passes import passes_of
-from pallas_gemm.api.explaining.program import program_of
+from pallas_gemm.api.explaining.trace import trace_of
 
 SIDE = 1024
 ONE = 4 * SIDE**2
@@ -68,5 +68,5 @@ PASSES: dict[str, tuple[Any, int, list[tuple[int, int]]]] = {
 @pytest.mark.parametrize(("f", "count", "expected"), PASSES.values(), ids=PASSES)
 def test_passes(f: Any, count: int, expected: list[tuple[int, int]]) -> None:
     arrays = [jax.ShapeDtypeStruct((SIDE, SIDE), np.float32)] * count
-    found = passes_of(program_of(jax.make_jaxpr(f)(*arrays).jaxpr))
+    found = passes_of(trace_of(jax.make_jaxpr(f)(*arrays).jaxpr))
     assert [(own.bytes, own.times) for own in found] == expected

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, work
 from pallas_gemm.kernels.hopper import ring
-from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.cta import Cta, first_of
 from pallas_gemm.kernels.hopper.dense import late_store, multiply
 from pallas_gemm.kernels.hopper.dense.load import Target
 from pallas_gemm.kernels.hopper.dense.product import Product
@@ -281,9 +281,7 @@ def _added(cta: Cta, me: Scalar, slot: Scalar, sums: tuple[Any, Any], scales: St
     """Adds the products of a step's blocks: see `scaled.add_step`."""
     plan, part = cta.plan, cta.plan.scales.part
     rows, cols = plan.config.consumer_tile
-    shared = not plan.config.pingpong
-    my_row = me * rows if shared and plan.config.split_rows else 0
-    my_col = me * cols if shared and not plan.config.split_rows else 0
+    my_row, my_col = first_of(plan, me)
     a = cta.slots.a.tile.at[0, slot, pl.ds(my_row, rows)]
     b = [
         cta.slots.b.tile.at[which, slot, pl.ds(my_col + start, part)]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper import ring
-from pallas_gemm.kernels.hopper.cta import Cta
+from pallas_gemm.kernels.hopper.cta import Cta, first_of
 from pallas_gemm.kernels.hopper.dense.late_store import Stores
 from pallas_gemm.kernels.traced import Scalar, Values
 
@@ -174,9 +174,7 @@ def store_between(
 def _issue_wgmma(cta: Cta, me: Scalar, acc: Any, slot: Scalar) -> None:
     plan = cta.plan
     rows, cols = plan.config.consumer_tile
-    shared = not plan.config.pingpong
-    my_row = me * rows if shared and plan.config.split_rows else 0
-    my_col = me * cols if shared and not plan.config.split_rows else 0
+    my_row, my_col = first_of(plan, me)
     # Stored [k, m], the left operand lies in panels of 64 rows, and a gated result has a right
     # operand in two parts: one WGMMA for each pair of them, on its own part of the accumulator.
     panels = rows // WGMMA_ROWS if plan.a.paneled else 1

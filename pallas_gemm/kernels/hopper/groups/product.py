@@ -1,6 +1,7 @@
 """Products of groups whose sizes the running program has: see `dense/product.py`."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_gemm.kernels import launch, place, tiles, work
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH
-from pallas_gemm.kernels.hopper.cta import tile_to_store
+from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import in_blocks, late_store, load, multiply
 from pallas_gemm.kernels.hopper.dense.in_blocks import InBlocks
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
@@ -24,21 +25,33 @@ from pallas_gemm.kernels.hopper.groups import (
 from pallas_gemm.kernels.traced import Scalar
 
 
-class RowsInGroups(Product):
-    """Each group of rows has a matrix of its own."""
+class InGroups(Product):
+    """A warp of the producer that loads nothing finds the pieces.
+
+    Attributes:
+        guide: The work of that warp.
+    """
+
+    guide: Callable[[Cta], None]
 
     @property
     def all_warps_walk(self) -> bool:
         """See `Product`."""
         return False
 
+    def assist(self, warp: Scalar) -> None:
+        """See `Product`: one of them finds the pieces."""
+        pl.when(warp == told.GUIDE)(functools.partial(self.guide, self.cta))
+
+
+class RowsInGroups(InGroups):
+    """Each group of rows has a matrix of its own."""
+
+    guide = staticmethod(group_walk.guide)
+
     def walk(self, *, producing: bool) -> tiles.Walk:
         """See `Product`."""
         return group_walk.share(self.cta, producing=producing).walk
-
-    def assist(self, warp: Scalar) -> None:
-        """See `Product`: one of them finds the pieces."""
-        pl.when(warp == told.GUIDE)(functools.partial(group_walk.guide, self.cta))
 
     def end(self, me: Scalar) -> None:
         """See `Product`."""
@@ -50,21 +63,14 @@ class RowsInGroupsInBlocks(RowsInGroups, InBlocks):
     """Besides, blocks of the factors have scales."""
 
 
-class SumsOverGroups(Product):
+class SumsOverGroups(InGroups):
     """Each group of contracted elements has a matrix of the result."""
 
-    @property
-    def all_warps_walk(self) -> bool:
-        """See `Product`."""
-        return False
+    guide = staticmethod(sum_walk.guide)
 
     def walk(self, *, producing: bool) -> tiles.Walk:
         """See `Product`."""
         return functools.partial(sum_walk.walk, self.cta, producing)
-
-    def assist(self, warp: Scalar) -> None:
-        """See `Product`: one of them finds the pieces."""
-        pl.when(warp == told.GUIDE)(functools.partial(sum_walk.guide, self.cta))
 
     def span(self, piece: work.Piece, before: int, steps: int) -> Span:
         """See `Product`; there is one array."""

@@ -79,7 +79,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Trace:
     """A traced function.
 
     Attributes:
@@ -110,12 +110,12 @@ class Program:
         return frozenset(found)
 
 
-def program_of(jaxpr: core.Jaxpr) -> Program:
+def trace_of(jaxpr: core.Jaxpr) -> Trace:
     """Returns a traced function as one list of operations."""
     writer = _Writer()
     given = tuple(Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
     results = writer.write(jaxpr, given, times=1, gradient=False)
-    return Program(tuple(writer.operations), given, (*results, *writer.left))
+    return Trace(tuple(writer.operations), given, (*results, *writer.left))
 
 
 class _Writer:
