@@ -125,7 +125,7 @@ class Options:
 
     @property
     def names_something(self) -> bool:
-        """Whether the caller leaves nothing but the target to the heuristics."""
+        """Whether the caller names an implementation, a config or a schedule."""
         return (self.implementation, self.config, self.schedule) != (None, None, None)
 
     def for_another_product(self) -> "Options":

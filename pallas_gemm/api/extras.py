@@ -80,7 +80,7 @@ class Result(NamedTuple):
 
     @property
     def whole(self) -> Shape:
-        """The shape itself."""
+        """The shape of the result, as a tuple."""
         return (*self.lead, *(size for size in (self.rows, self.columns) if size is not None))
 
     def is_front(self, lead: Shape) -> bool:

@@ -51,7 +51,7 @@ def answer(call: GroupedCall, factors: Sequence[Any], epilogue: Any, given: Sequ
 
 
 def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> list[jax.Array]:
-    """Computes the results.
+    """Computes the results of a function of rows in groups.
 
     Raises:
         ValueError: Something is named, or promised, that cannot be.

@@ -308,7 +308,7 @@ def _general(  # noqa: PLR0913 - as of what calls it
     *,
     numerics: Any,
 ) -> jax.Array:
-    """Computes either."""
+    """Computes `ragged_dot` or `ragged_dot_general`."""
     options = planned.stated(arguments.options(None, None, None, numerics))
     rhs = weight_operands.widened(rhs, lhs)
     with _as_jax_says(lhs, rhs, group_sizes, numbers):

@@ -69,7 +69,7 @@ def dense(
 
 
 class _Dense(NamedTuple):
-    """The rules of `dense`.
+    """The forward and backward rules of `dense`.
 
     Attributes:
         scheme: How factors are quantized and multiplied.

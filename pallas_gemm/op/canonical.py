@@ -49,7 +49,7 @@ class Side:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is copied."""
+        """Whether a reshape is enough, and nothing is copied."""
         return self.broadcast is None and self.permutation is None
 
     def apply(self, x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ class Function:
     otherwise: Callable[..., list[Any]] | None = None
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Computes it by XLA."""
+        """Computes the function by XLA."""
         return self.run(*args)
 
     @functools.cached_property

@@ -167,7 +167,7 @@ class _Walk:
 
     @property
     def operands(self) -> int:
-        """Rows of both operands."""
+        """How many rows of both operands are under way."""
         return self.across * self.height + self.along * self.width
 
     def compact_groups(self) -> range:

@@ -39,7 +39,7 @@ class Quantizer(NamedTuple):
         return f"{list(self.shape)} {self.how}, by {by}: {self.reason}"
 
     def run(self) -> Callable[[jax.Array], list[Any]]:
-        """Returns what does it."""
+        """Returns the function that quantizes a matrix."""
         if self.plan is None:
             return functools.partial(quantize.by_xla, how=self.how)
         from pallas_gemm.kernels.hopper.quantize import kernel

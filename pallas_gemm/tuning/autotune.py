@@ -279,7 +279,7 @@ def _outcome(field: _Field, meter: Meter) -> Tuned | Untuned:
 
 
 def _contest(field: _Field, meter: Meter) -> Tuned | Untuned:
-    """Times what is right."""
+    """Times the configs that compute right results."""
     sets = trials.sets(field.problem, field.draw.result())
     # As the benchmarks have it: which way XLA finds fastest decides how 8-bit floats are added up.
     # It finds out by timing kernels on the GPU, which nobody else uses now.

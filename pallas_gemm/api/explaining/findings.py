@@ -190,7 +190,7 @@ class Findings:
 
     @property
     def reason(self) -> str:
-        """Why that computes it."""
+        """Why this implementation computes it."""
         if self.products:
             return self.products[0].reason
         return self.outside[0][1] if self.outside else self.nothing

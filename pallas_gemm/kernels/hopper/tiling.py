@@ -169,7 +169,7 @@ class HopperTiling(GemmConfig):
         return reordered_registers(words.program(problem), kept)
 
     def registers_suffice(self, problem: Problem) -> bool:
-        """Whether nothing is spilled."""
+        """Whether a consumer has enough registers, so that nothing is spilled."""
         if not self.holds_blocks(problem, late=self.late_store):
             return False
         # The parts of a division are too many, with panels of a transposed left operand above all.

@@ -89,7 +89,7 @@ class Groups(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where the guide is.
+    """The group that the guide has found.
 
     Attributes:
         group: The group.

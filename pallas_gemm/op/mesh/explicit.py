@@ -56,7 +56,7 @@ def _traced(
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A product."""
+    """A product, as a function of its operands."""
 
     call: Call
     contraction: Contraction

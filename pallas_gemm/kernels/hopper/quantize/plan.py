@@ -100,7 +100,7 @@ class QuantizePlan:
 
     @property
     def workers(self) -> int:
-        """CTAs."""
+        """How many CTAs are launched."""
         return min(self.tiles, self.ctas or self.device.sms * self.resident)
 
     @property
