@@ -1,8 +1,8 @@
 """`numerics`: what is promised of the bits of products, and how their sums are made."""
 
-import contextvars
 import re
-from typing import Any, Literal, Self
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 from pallas_gemm.api import bits
 from pallas_gemm.api.explaining.explain import explain
@@ -10,11 +10,10 @@ from pallas_gemm.call import Numerics
 from pallas_gemm.op.lowering import SUMS
 from pallas_gemm.planning.numerics import STATED
 from pallas_gemm.planning.sums import Sums
+from pallas_gemm.planning.within import Within
 
-_BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("blocks", default=())
 
-
-class numerics(Numerics):  # noqa: N801 - it is called as a function is
+class numerics(Numerics, Within):  # noqa: N801 - it is called as a function is
     """A promise about the bits of products: an argument of each, or a block around them.
 
     >>> promised = numerics(invariant="rows")
@@ -67,18 +66,9 @@ class numerics(Numerics):  # noqa: N801 - it is called as a function is
             )
         super().__init__(invariant, part, chunk)
 
-    def __enter__(self) -> Self:
-        """Lets every product that is traced within keep the promise, gradients' included."""
-        block = STATED(self)
-        block.__enter__()
-        _BLOCKS.set((*_BLOCKS.get(), block))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Ends the block."""
-        *outer, block = _BLOCKS.get()
-        _BLOCKS.set(tuple(outer))
-        block.__exit__(*error)
+    def _block(self) -> AbstractContextManager[Any]:
+        """See `Within`: every product that is traced within keeps the promise, gradients too."""
+        return STATED(self)
 
     @staticmethod
     def of(f: Any, *args: Any, **kwargs: Any) -> tuple[Sums, ...]:

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.gemm import gemm
+from pallas_gemm.kernels.quantize import INT8_MAX
 from pallas_gemm.op.product import equally_varying
-
-INT8_MAX = 127
-"""The largest magnitude, the same for both signs."""
 
 
 class Quantized(NamedTuple):

@@ -14,7 +14,6 @@ its cache.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import fcntl
 import functools
@@ -34,6 +33,7 @@ from pallas_gemm.computer import user_folder
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import config_json
+from pallas_gemm.planning.within import Within
 from pallas_gemm.problem import Problem
 
 FORMAT = 1
@@ -124,7 +124,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Table(Within):
     """Tuned configs for one kind of GPU. `with table:` puts it into use.
 
     >>> with Table.load("mine.json"):  # doctest: +SKIP
@@ -170,22 +170,10 @@ class Table:
             )
         return Table.of(self.device, {**self.by_key, **other.by_key})
 
-    def __enter__(self) -> Self:
-        """Puts the table into use in this thread, before every other, until the block is left.
-
-        Functions under `jax.jit` are traced anew for the block.
-        """
+    def _block(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Within`; the table comes before every other."""
         active = _ACTIVE.value
-        block = _ACTIVE(dataclasses.replace(active, tables=(self, *active.tables)))
-        block.__enter__()
-        _BLOCKS.set((*_BLOCKS.get(), block))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Ends the block."""
-        *outer, block = _BLOCKS.get()
-        _BLOCKS.set(tuple(outer))
-        block.__exit__(*error)
+        return _ACTIVE(dataclasses.replace(active, tables=(self, *active.tables)))
 
     def dumps(self) -> str:
         """Returns the table as JSON.
@@ -311,7 +299,6 @@ class Record:
 
 # A context of JAX's own, so that a function that was traced outside a block is traced anew in it.
 _ACTIVE = jax.make_user_context(default_value=_Active())
-_BLOCKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("blocks", default=())
 
 
 def find(problem: Problem, device: Device) -> Found | None:

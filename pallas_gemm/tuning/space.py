@@ -17,7 +17,7 @@ from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction
 from pallas_gemm.planning.architectures import Architecture
-from pallas_gemm.planning.candidates.hopper import FEWEST_STAGES, deepest
+from pallas_gemm.planning.candidates.hopper import CONSUMERS, FEWEST_STAGES, deepest
 from pallas_gemm.problem import Problem
 
 MOST = 12
@@ -25,9 +25,6 @@ MOST = 12
 
 HOPELESS = 1.3
 """How much slower than the best a config may be predicted and still be tried."""
-
-CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
-"""Rows of a tile, and the warpgroups that share it."""
 
 TILE_COLUMNS = tuple(range(64, 257, 16))
 
@@ -71,7 +68,9 @@ def _structures(first: GemmConfig, problem: Problem, device: Device) -> Iterator
     if not isinstance(first, HopperConfig):
         return
     modes = ((False, False), (True, False), (False, True))
-    for rows, cols, (mirrored, pingpong) in itertools.product(CONSUMERS, TILE_COLUMNS, modes):
+    for rows, cols, (mirrored, pingpong) in itertools.product(
+        sorted(CONSUMERS), TILE_COLUMNS, modes
+    ):
         try:
             config = HopperConfig(
                 tile=(rows, cols),

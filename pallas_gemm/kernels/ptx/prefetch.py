@@ -6,11 +6,9 @@ simulator does nothing.
 
 from typing import Any
 
+from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.kernels.hardware import LANES
 from pallas_gemm.kernels.ptx.operation import Operation, Ptx
-
-LINE_BYTES = 128
-"""The length of a line of the L1."""
 
 
 @Operation
