@@ -145,15 +145,10 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         said = function.said(extras | others | numbers)
         given = Operands(a, b, **scales)
         return function.answer(given, epilogue, operands, options, said, answer, **how)
+    given = Operands(a, b, **extras)
     words = Epilogue(activation=activation, **numbers)  # type: ignore[arg-type]
-    asked = request.of_gemm(
-        Operands(a, b, **extras),
-        words,
-        options,
-        preferred_element_type=preferred_element_type,
-        **how,
-    )
-    return answer(asked)
+    result = {"preferred_element_type": preferred_element_type}
+    return answer(request.of_gemm(given, words, options, **how, **result))
 
 
 @compiled("a", "b")
@@ -300,54 +295,42 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
         TypeError: As for `gemm`.
     """
     options = arguments.options(implementation, config, schedule, numerics)
+    how = {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "precision": precision,
+        "out_sharding": out_sharding,
+    }
+    factors = (a, w_gate, as_operand("w_up", w_up))
+    scales = {"row_scale": row_scale, "col_scale": gate_scale, "up_scale": up_scale}
     if epilogue is not None or len(operands):
-        # The activation that is there where none is given says nothing.
-        own = None if activation == "silu" else activation
-        said = function.said(
-            {
-                "activation": own,
-                "gate_bias": gate_bias,
-                "up_bias": up_bias,
-                "alpha": alpha,
-                "gate_zero": gate_zero,
-                "up_zero": up_zero,
-                "residual": residual,
-                "beta": beta,
-                "preferred_element_type": preferred_element_type,
-            }
-        )
-        how = {
-            "transpose_a": transpose_a,
-            "transpose_b": transpose_b,
-            "precision": precision,
-            "out_sharding": out_sharding,
+        words = {
+            # The activation that is there where none is given says nothing.
+            "activation": None if activation == "silu" else activation,
+            "gate_bias": gate_bias,
+            "up_bias": up_bias,
+            "alpha": alpha,
+            "gate_zero": gate_zero,
+            "up_zero": up_zero,
+            "residual": residual,
+            "beta": beta,
+            "preferred_element_type": preferred_element_type,
         }
-        scales = {"row_scale": row_scale, "col_scale": gate_scale, "up_scale": up_scale}
-        given = Operands(a, w_gate, as_operand("w_up", w_up), **scales)
+        given = Operands(*factors, **scales)
+        said = function.said(words)
         return function.answer(given, epilogue, operands, options, said, answer, **how)
-    words = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
     given = Operands(
-        *(a, w_gate, as_operand("w_up", w_up)),
+        *factors,
+        **scales,
         bias=gate_bias,
         residual=residual,
-        row_scale=row_scale,
-        col_scale=gate_scale,
-        up_scale=up_scale,
         up_bias=up_bias,
         col_zeros=gate_zero,
         up_zeros=up_zero,
     )
-    asked = request.of_gemm(
-        given,
-        words,
-        options,
-        transpose_a,
-        transpose_b,
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        out_sharding=out_sharding,
-    )
-    return answer(asked)
+    words = Epilogue(alpha, beta, activation=activation)  # type: ignore[arg-type]
+    result = {"preferred_element_type": preferred_element_type}
+    return answer(request.of_gemm(given, words, options, **how, **result))
 
 
 def answer(asked: Request) -> jax.Array:

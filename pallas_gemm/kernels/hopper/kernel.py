@@ -6,10 +6,11 @@ Roles (in one CTA; a *thread* of Pallas is a warpgroup, 128 CUDA threads)
     warpgroup             role        does
     0 .. consumers-1      consumer    issues WGMMA, keeps the accumulator in registers, and stores
                                       finished tiles (the epilogue)
-    consumers             producer    issues every TMA load; its first warp does, the other three
-                                      sleep (all four walk along when tiles are claimed, but for
-                                      groups), or send rows to other devices (`send_rows.py`), or
-                                      one of them finds the pieces of groups (`told.py`)
+    consumers             producer    its first warp issues every TMA load; the other three sleep
+
+    The other warps of the producer have work in three cases. They send rows to other devices
+    (`send_rows.py`). One of them finds the pieces of groups (`told.py`). And where tiles are
+    claimed, but for groups, all four walk along.
 
     Cooperative consumers share each tile, by rows where it is tall enough, else by columns.
     Ping-pong consumers take every other tile: one runs its epilogue while the other multiplies.
