@@ -279,6 +279,10 @@ class Problem:
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
 
+    def __hash__(self) -> int:
+        """Of the sizes alone: what else tells problems apart takes long to hash."""
+        return hash((self.m, self.n, self.k, self.batch, self.transpose_a, self.transpose_b))
+
     @property
     def layout(self) -> str:
         """The four usual names, `"NN"`, `"NT"`, `"TN"` and `"TT"`: T where stored transposed."""
@@ -347,14 +351,14 @@ class Problem:
         """Element type of the residual."""
         return self.residual_dtype or self.out_dtype
 
-    @property
+    @functools.cached_property
     def result_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of the results that have an element for each sum."""
         if self.epilogue.program is None:
             return (self.out_dtype,)
         return tuple(result.dtype for result in self.epilogue.program.arrays)
 
-    @property
+    @functools.cached_property
     def loaded_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of the operands of the epilogue that have an element for each sum."""
         if self.epilogue.program is None:
@@ -367,7 +371,7 @@ class Problem:
         pairs = itertools.zip_longest(self.loaded_dtypes, self.result_dtypes)
         return tuple(own != out for own, out in pairs)[: len(self.loaded_dtypes)]
 
-    @property
+    @functools.cached_property
     def own_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of those that are loaded into slots of their own."""
         return tuple(itertools.compress(self.loaded_dtypes, self.own_slots))
@@ -383,7 +387,7 @@ class Problem:
         sums = [own for own in self.reductions if own.kind == "m" and own.reduction in ADDING]
         return bool(self.parts and sums)
 
-    @property
+    @functools.cached_property
     def stored_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of what passes through store slots: results, and operands in slots of their own."""
         return (*self.result_dtypes, *self.own_dtypes)
@@ -397,9 +401,28 @@ class Problem:
 
     def mirrored(self) -> "Problem":
         """The same arrays as the transposed product: operands change sides, the result stays."""
-        return _mirrored(self)
+        return self._mirrored
 
-    @property
+    @functools.cached_property
+    def _mirrored(self) -> "Problem":
+        return dataclasses.replace(
+            self,
+            m=self.n,
+            n=self.m,
+            a_dtype=self.b_dtype,
+            b_dtype=self.a_dtype,
+            transpose_a=not self.transpose_b,
+            transpose_b=not self.transpose_a,
+            transpose_out=not self.transpose_out,
+            kept=self.kept and self.kept[::-1],
+            shared_a=self.shared_b,
+            shared_b=self.shared_a,
+            arrays=tuple((left, right) for right, left in self.arrays),
+            blocks=self.blocks
+            and self.blocks._replace(rows=self.blocks.columns, columns=self.blocks.rows),
+        )
+
+    @functools.cached_property
     def accumulator_dtype(self) -> Any:
         """The type of the sum, or of a block's: float32, or int32 for integers."""
         integer = all(np.issubdtype(x, np.integer) for x in (self.a_dtype, self.b_dtype))
@@ -407,24 +430,3 @@ class Problem:
 
     def _batched(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return shape if self.batch == 1 and not self.ragged_k else (self.batch, *shape)
-
-
-@functools.lru_cache(maxsize=256)
-def _mirrored(problem: Problem) -> Problem:
-    """Returns `Problem.mirrored`, for which a choice among configs asks hundreds of times."""
-    return dataclasses.replace(
-        problem,
-        m=problem.n,
-        n=problem.m,
-        a_dtype=problem.b_dtype,
-        b_dtype=problem.a_dtype,
-        transpose_a=not problem.transpose_b,
-        transpose_b=not problem.transpose_a,
-        transpose_out=not problem.transpose_out,
-        kept=problem.kept and problem.kept[::-1],
-        shared_a=problem.shared_b,
-        shared_b=problem.shared_a,
-        arrays=tuple((left, right) for right, left in problem.arrays),
-        blocks=problem.blocks
-        and problem.blocks._replace(rows=problem.blocks.columns, columns=problem.blocks.rows),
-    )

@@ -137,7 +137,7 @@ class Program:
     steps: tuple[Step, ...]
     results: tuple[Result, ...]
 
-    @property
+    @functools.cached_property
     def tiles(self) -> tuple[Operand, ...]:
         """The operands with a value for each element."""
         return tuple(operand for operand in self.operands if operand.kind == "mn")
@@ -148,12 +148,12 @@ class Program:
         counts = any(operand.counts for operand in self.operands)
         return tuple(own for own in self.operands if own.kind == "m") if counts else ()
 
-    @property
+    @functools.cached_property
     def arrays(self) -> tuple[Result, ...]:
         """The results with a value for each element."""
         return tuple(result for result in self.results if result.kind == "mn")
 
-    @property
+    @functools.cached_property
     def reductions(self) -> tuple[Result, ...]:
         """The results that are reduced along rows or columns."""
         return tuple(result for result in self.results if result.kind != "mn")
@@ -252,8 +252,9 @@ class Program:
                 wanted += [x for x in step.inputs if isinstance(x, int)]
         return found
 
+    @functools.cached_property
     def live(self) -> int:
-        """Returns how many values for each element are in use at a time, at most.
+        """How many values for each element are in use at a time, at most.
 
         What is loaded does not count, nor a second sum and what is made of it alone: they have
         registers of their own.

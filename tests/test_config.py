@@ -830,7 +830,7 @@ EPILOGUE_TYPES = (
 
 # Of those that take as many registers, one.
 TELLING_ACTIVATIONS = {
-    (program.live(), divides(program.primitives), branches(program.primitives)): function
+    (program.live, divides(program.primitives), branches(program.primitives)): function
     for function in (*ACTIVATIONS.values(), of_four_arrays)
     for program in (epilogues.of_activation(function),)
 }

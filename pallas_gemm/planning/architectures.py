@@ -19,6 +19,7 @@ from pallas_gemm.planning import costs
 from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
 from pallas_gemm.planning.candidates import widened as widened_candidates
+from pallas_gemm.planning.candidates.draft import Draft, complete
 from pallas_gemm.problem import Problem
 
 
@@ -47,8 +48,8 @@ class Architecture:
         example: A GPU to plan for when nothing else is known.
         config: The class of the kernel's configs.
         problem_refusals: Why the kernel cannot take a problem on a GPU, whatever the config.
-        candidates: The configs that the heuristics consider for a problem; or, where tiles are to
-            be cut along k in one way, those that cut them so.
+        drafts: The heuristics consider these drafts of configs for a problem. Where tiles are to be
+            cut along k in one way, all of them cut tiles so.
         build: Makes the function of the operands from problem, config, device and the simulator's
             parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
             for kernels that a program without a kernel does not need.
@@ -66,7 +67,7 @@ class Architecture:
     example: Device
     config: type[GemmConfig]
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
-    candidates: Callable[..., Iterable[GemmConfig]]
+    drafts: Callable[..., Iterable[Draft[Any]]]
     build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
     costs: costs.Costs
     collective: Collective | None = None
@@ -138,7 +139,7 @@ ARCHITECTURES = (
         H200,
         hopper_config.HopperConfig,
         lambda problem, _: hopper_problems.refusals(problem),
-        hopper_candidates.candidates,
+        hopper_candidates.drafts,
         _build_hopper,
         costs.HOPPER,
         Collective(_exchange_refusals_of_hopper, _build_hopper_among_devices),
@@ -151,7 +152,7 @@ ARCHITECTURES = (
         B200,
         blackwell_config.BlackwellConfig,
         blackwell_config.problem_refusals,
-        blackwell_candidates.candidates,
+        complete(blackwell_candidates.candidates),
         _build_blackwell,
         costs.BLACKWELL,
         needs_proof=True,
@@ -165,7 +166,7 @@ WIDENED = Architecture(
     H200,
     WidenedConfig,
     lambda problem, _: widened_problems.refusals(problem),
-    widened_candidates.candidates,
+    complete(widened_candidates.candidates),
     _build_widened,
     costs.HOPPER,
     seconds=widened_candidates.seconds,

@@ -12,6 +12,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import heuristics, tables
 from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.planning.candidates.draft import finished
 from pallas_gemm.problem import Problem
 from schedules import Pieces, unsplit
 
@@ -93,7 +94,7 @@ def _why_no_config(
     other_grid = f"schedule is made for the grid {schedule.grid}; legal are {legal}{more}"
     if not isinstance(schedule, Pieces):
         return (other_grid,)
-    cut = architecture.candidates(problem, device, unsplit(schedule))
+    cut = finished(architecture.drafts(problem, device, unsplit(schedule)))
     why = {c.stacked_grid(problem): tuple(c.mismatches(schedule, problem)) for c in cut}
     _, *other_steps = min(why.values(), key=len, default=(other_grid,))
     return why.get(schedule.grid, (other_grid, *other_steps))

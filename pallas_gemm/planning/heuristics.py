@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from pallas_gemm.call import Order
 from pallas_gemm.config import GemmConfig
@@ -11,9 +13,10 @@ from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.candidates import cuts
+from pallas_gemm.planning.candidates.draft import Draft, complete, finished
 from pallas_gemm.planning.prediction import seconds
 from pallas_gemm.problem import Problem
-from schedules import Pieces, unsplit
+from schedules import OnlineSchedule, Pieces, Schedule, unsplit
 from schedules.spec import ONLINE
 
 FULL_WAVES = 0.96
@@ -76,36 +79,80 @@ def _legal(
     architecture: Architecture,
     schedule: Order,
 ) -> Iterator[GemmConfig]:
-    """Yields legal candidates, fastest first; to score them is quicker than to check them."""
-    candidates = considered(problem, device, architecture, schedule)
-    ready = (fitted(problem, config, device, schedule) for config in candidates)
-    for config in sorted(ready, key=lambda c: score(problem, c, device, architecture)):
-        if config.takes(problem, device):
-            yield config
+    """Yields legal candidates, fastest first.
+
+    To say what one takes at least is quicker than to finish it, which is done where it may be next.
+    To score one is quicker than to check it.
+    """
+    heap: list[tuple[float, bool, int, Any]] = [
+        (score(problem, draft.config, device, architecture, at_least=True), False, place, draft)
+        for place, draft in enumerate(_drafts(problem, device, architecture, schedule))
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, is_finished, place, own = heapq.heappop(heap)
+        if is_finished:
+            if own.takes(problem, device):
+                yield own
+        elif (config := own.finish()) is not None:
+            config = fitted(problem, config, device, schedule)
+            predicted = score(problem, config, device, architecture)
+            heapq.heappush(heap, (predicted, True, place, config))
 
 
 def considered(
     problem: Problem, device: Device, architecture: Architecture, schedule: Order = None
 ) -> Iterator[GemmConfig]:
+    """Yields every candidate, legal or not, with the order that is given."""
+    return finished(_drafts(problem, device, architecture, schedule))
+
+
+def _drafts(
+    problem: Problem, device: Device, architecture: Architecture, schedule: Order
+) -> Iterator[Draft[GemmConfig]]:
     """Yields every candidate, legal or not, with the order that is given.
 
     Where that is one of pieces: those alone of whose tiles these are the pieces.
     """
+    if schedule is None:
+        return iter(architecture.drafts(problem, device))
+    return complete(_reordered)(problem, device, architecture, schedule)
+
+
+def _reordered(
+    problem: Problem,
+    device: Device,
+    architecture: Architecture,
+    schedule: str | Schedule | OnlineSchedule | Pieces,
+) -> Iterator[GemmConfig]:
     if isinstance(schedule, Pieces):
         split = unsplit(schedule)
-        for config in architecture.candidates(problem, device, split):
+        for config in finished(architecture.drafts(problem, device, split)):
             if not any(config.mismatches(schedule, problem)):
                 yield config.reordered(split.tiles)
     else:
-        for config in architecture.candidates(problem, device):
-            yield config if schedule is None else config.reordered(schedule)
+        for config in finished(architecture.drafts(problem, device)):
+            yield config.reordered(schedule)
 
 
 def score(
-    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    architecture: Architecture,
+    *,
+    at_least: bool = False,
 ) -> float:
-    """Returns what configs are ranked by: the predicted time, or more where that is in doubt."""
-    predicted, doubt = seconds(problem, config, device, architecture), 1.0
+    """Returns what configs are ranked by: the predicted time, or more where that is in doubt.
+
+    Args:
+        problem: The product.
+        config: The config.
+        device: The GPU that it is for.
+        architecture: The architecture of the kernel.
+        at_least: Returns no more than with any stages, CTAs and order.
+    """
+    predicted, doubt = seconds(problem, config, device, architecture, at_least=at_least), 1.0
     if config.cuts_all_tiles and min(problem.m, problem.n) >= cuts.FEW_ROWS:
         doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else LEAST_GAIN
     elif config.cuts_all_tiles:

@@ -19,6 +19,7 @@ from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
+from pallas_gemm.planning.costs import Costs
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
 
@@ -71,11 +72,24 @@ SHARPNESS = 3.6
 
 
 def seconds(
-    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    architecture: Architecture,
+    *,
+    at_least: bool = False,
 ) -> float:
-    """Predicts the time of a kernel."""
+    """Predicts the time of a kernel.
+
+    Args:
+        problem: The product.
+        config: The config.
+        device: The GPU.
+        architecture: The architecture of the kernel.
+        at_least: Returns no more than with any stages, CTAs and order; with all CTAs that fit.
+    """
     if architecture.seconds is not None:
-        return architecture.seconds(problem, config, device)
+        return 0.0 if at_least else architecture.seconds(problem, config, device)
     rows, cols = config.tile
     # A step has as many bytes of each type: what is half as wide is multiplied twice as fast.
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
@@ -83,7 +97,6 @@ def seconds(
     multiply = rows * cols * step_bytes / per_cycle + config.scaling_cycles(problem)
     costs = architecture.costs
     loading = costs.row_cycles * (rows + config.loaded_columns)
-    neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     loops = _loops(problem, config, device)
     waves, steps = (
         sum(loop.waves for loop in loops),
@@ -91,34 +104,45 @@ def seconds(
     )
     # A ring that holds all steps is filled once.
     refills = waves > 1 or config.stages < steps
-    step = STEP_CYCLES + max(
-        multiply,
-        loading * (step_bytes / STEP_BYTES),
+    waits = 0.0 if at_least else _waiting(problem, config, device, costs, refills=refills)
+    step = STEP_CYCLES + max(multiply, loading * (step_bytes / STEP_BYTES), waits)
+    stored = (2 if problem.symmetric else 1) * rows * cols
+    between = _between_tiles(problem, config, stored)
+    kernels = len(loops)
+    idle = (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
+    idle += (kernels - 1) * LATENCY_CYCLES
+    computed = sum(loop.pieces * loop.steps for loop in loops) * config.cluster_size
+    used = computed / (steps * device.sms) * multiply / step
+    busy = (steps * step + idle) / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))
+    memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
+    both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+    joining = 0.0 if at_least else _join_cycles(problem, config, loops[-1], device)
+    return kernels * LAUNCH_SECONDS + both + joining / device.machine.clock_hz
+
+
+def _waiting(
+    problem: Problem, config: GemmConfig, device: Device, costs: Costs, *, refills: bool
+) -> float:
+    """Returns how many cycles a step waits for memory and for other tiles of its GPC."""
+    step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
+    neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
+    return max(
         refills * LATENCY_CYCLES / max(1, config.stages - 1),
         neighbours / costs.gpc_bytes_per_cycle,
         config.awaited_cycles(problem),
     )
-    stored = (2 if problem.symmetric else 1) * rows * cols
-    if config.overlap == "late":
-        between = MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES
-    elif config.overlap == "turns":
-        more = max(0, _stored_bytes(problem) - USUAL_BYTES)
-        between = IN_TURNS_CYCLES + MORE_IN_TURNS_CYCLES * stored * more
-    else:
-        between = STORE_CYCLES * stored * _stored_bytes(problem)
+
+
+def _between_tiles(problem: Problem, config: GemmConfig, stored: int) -> float:
+    """Returns the cycles between two tiles of a CTA, each of which stores a number of elements."""
     program = problem.epilogue.program
-    if program is not None and program.sums_exp and config.overlap != "turns":
-        between += EXP_CYCLES * stored
-    kernels = len(loops)
-    cycles = steps * step + (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
-    cycles += (kernels - 1) * LATENCY_CYCLES
-    computed = sum(loop.pieces * loop.steps for loop in loops) * config.cluster_size
-    used = computed / (steps * device.sms) * multiply / step
-    busy = cycles / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))
-    memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
-    both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
-    joining = _join_cycles(problem, config, loops[-1], device) / device.machine.clock_hz
-    return kernels * LAUNCH_SECONDS + both + joining
+    sums_exp = EXP_CYCLES * stored if program is not None and program.sums_exp else 0.0
+    if config.overlap == "late":
+        return sums_exp + (MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES)
+    if config.overlap == "turns":
+        more = max(0, _stored_bytes(problem) - USUAL_BYTES)
+        return IN_TURNS_CYCLES + MORE_IN_TURNS_CYCLES * stored * more
+    return sums_exp + STORE_CYCLES * stored * _stored_bytes(problem)
 
 
 class _Loops(NamedTuple):

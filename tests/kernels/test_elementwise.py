@@ -54,10 +54,10 @@ def test_erf_is_as_exact_as_float32_allows(function, exact):
 
 @pytest.mark.parametrize(("name", "most"), [("relu", 1), ("gelu", 2), ("silu", 2), ("identity", 1)])
 def test_arrays_in_use_are_counted(name, most):
-    assert epilogues.of_activation(FUNCTIONS[name]).live() == most
+    assert epilogues.of_activation(FUNCTIONS[name]).live == most
 
 
 def test_a_polynomial_keeps_its_argument_and_its_parts():
     # What is used again stays: the argument, and what has been computed of it.
     function = lambda x: jnp.exp(x) * (x + jnp.sin(x) * x)  # noqa: E731
-    assert epilogues.of_activation(function).live() == 3
+    assert epilogues.of_activation(function).live == 3

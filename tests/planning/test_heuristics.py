@@ -86,6 +86,29 @@ def test_every_choice_is_legal(
         assert choice.workers(problem, H200) <= H200.sms
 
 
+@settings(max_examples=25)
+@given(
+    st.tuples(*[st.integers(1, 300).map(lambda size: size * 16)] * 2),
+    st.sampled_from([16, 64, 256, 1024, 16384]),
+    st.sampled_from([jnp.bfloat16, jnp.float32]),
+    st.sampled_from([Epilogue(), Epilogue(residual=True), Epilogue(gated=True)]),
+    st.sampled_from([(1, False), (8, False), (1, True)]),
+)
+def test_nothing_is_predicted_to_be_faster_than_its_draft_says(
+    size: tuple[int, int], k: int, out: object, epilogue: Epilogue, form: tuple[int, bool]
+) -> None:
+    batch, is_gram = form
+    kind: Any = {"symmetric": "gram", "transpose_b": True} if is_gram else {"epilogue": epilogue}
+    rows, columns = (size[0], size[0]) if is_gram else size
+    problem = Problem(rows, columns, k, out_dtype=out, batch=batch, **kind)
+    for draft in hopper_candidates.drafts(problem, H200):
+        config = draft.finish()
+        if config is not None:
+            ready = heuristics.fitted(problem, config, H200)
+            least = heuristics.score(problem, draft.config, H200, HOPPER, at_least=True)
+            assert least <= heuristics.score(problem, ready, H200, HOPPER)
+
+
 def test_a_config_takes_what_it_does_not_refuse() -> None:
     f32, few = np.dtype(np.float32), Epilogue(residual=True)
     problem = Problem(512, 512, 8192, f32, f32, f32, transpose_b=True, epilogue=few)

@@ -31,9 +31,11 @@ def _arrays(problem: Problem) -> int:
     program = words.program(problem)
     if problem.epilogue.is_identity or not (program.arrays or program.computes):
         return 0
-    # A residual is added when nothing else is left to be computed.
-    bare = dataclasses.replace(problem.epilogue, residual=False)
-    return words.program(dataclasses.replace(problem, epilogue=bare)).live()
+    if problem.epilogue.residual:
+        # It is added when nothing else is left to be computed.
+        bare = dataclasses.replace(problem.epilogue, residual=False)
+        program = words.program(dataclasses.replace(problem, epilogue=bare))
+    return program.live
 
 
 def _vectors(problem: Problem, rows: int, columns: int) -> int:

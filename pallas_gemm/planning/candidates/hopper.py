@@ -1,12 +1,10 @@
 """The configs of the Hopper kernel that the heuristics choose among."""
 
 import dataclasses
+import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import Device
@@ -16,6 +14,8 @@ from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import TABLE_BITS
 from pallas_gemm.planning.candidates import cuts
+from pallas_gemm.planning.candidates.draft import Draft, finished
+from pallas_gemm.planning.candidates.partial import fewest_sums
 from pallas_gemm.problem import Problem
 from schedules import Split
 
@@ -78,12 +78,6 @@ CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 """Warpgroups that share a tile, by its rows."""
 FEWEST_STAGES = 3
 """Of a ring, unless nothing else fits: narrower store slots make room for another stage."""
-SUMS_OF_XLA = 2 / 3
-"""XLA may make several sums of a float32 result: at least this share of them is made here."""
-TILE_OF_XLA = (128, 256)
-"""Tiles by which XLA is taken to see how many SMs a product would leave idle."""
-SHORTEST_SUM = 3
-"""Steps of a partial sum: XLA makes four of 11 steps."""
 FEWEST_WHOLE_STEPS = 56
 """Of a tile, for the last ones to be cut: 27296 x 3712 x 3584 (TN), 56 steps, takes 920 us on an
 H200 so and 931 us whole, 2560 x 2560 x 8192 148 us and 154."""
@@ -124,10 +118,16 @@ def candidates(
 
     Whole, and cut along k where that may be faster; or only as a caller says.
     """
-    widest = min([64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes)])
+    return finished(drafts(problem, device, split))
+
+
+def drafts(
+    problem: Problem, device: Device, split: Split | None = None
+) -> Iterator[Draft[HopperConfig]]:
+    """Yields the drafts of `candidates`."""
     for form in _forms(problem):
         slots: dict[str, Any] = {
-            "store_columns": widest,
+            "store_columns": _widest(problem),
             "store_slots": _store_slots(problem, form),
         }
         config = HopperConfig(
@@ -141,24 +141,49 @@ def candidates(
         if fills and config.tiles(problem) > FEW_WAVES * device.sms:
             continue
         config = _ordered(config, problem, device)
-        ready = deepest(config, problem, device)
-        of_blocks = problem.blocks is not None
-        if _stages(ready) < FEWEST_STAGES + of_blocks:
-            fewest = 1 if of_blocks else config.store_slots
-            columns = max(16, widest // 2)
-            narrow = dataclasses.replace(config, store_columns=columns, store_slots=fewest)
-            ready = max(ready, deepest(narrow, problem, device), key=_stages)
-        if ready and _has_too_few_stages(ready, problem):
-            continue
-        ready = ready and _streaming(_loading_ahead(ready, problem, device), problem, device)
-        ready = ready and _addressed(ready, problem)
-        if not ready:
-            continue
-        for pieces, last in (split[1:],) if split else _ways(ready, problem, device):
-            if pieces == 1:
-                yield from _accurate(ready, problem, device)
-            elif not config.pingpong:
-                yield from _accurate(_cut(ready, pieces, last, problem, device), problem, device)
+        for pieces, last in (split[1:],) if split else _ways(config, problem, device):
+            if pieces > 1 and config.pingpong:
+                continue
+            own = _accurate(_divided(config, pieces, last), problem, device)
+            if own is not None:
+                finish = functools.partial(_finished, config, pieces, last, problem, device)
+                yield Draft(own, finish)
+
+
+def _finished(
+    config: HopperConfig, pieces: int, last: int | None, problem: Problem, device: Device
+) -> HopperConfig | None:
+    """Returns the config with all stages that fit, and cut along k; None if too few do."""
+    ready = _with_ring(config, problem, device)
+    if ready is None:
+        return None
+    ready = _divided(ready, pieces, last)
+    if ready.cuts_all_tiles:
+        chunks = ready.tiles(problem) * ready.stores_per_tile(problem)
+        fit = device.coresident_clusters(config.cluster_size)
+        ready = cuts.joined_by_all(ready, problem, chunks, fit)
+        ready = _streaming(deepest(ready, problem, device) or ready, problem, device)
+    return _accurate(ready, problem, device)
+
+
+def _with_ring(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
+    """Returns the config, whole, with all stages that fit; None if too few do."""
+    ready = deepest(config, problem, device)
+    of_blocks = problem.blocks is not None
+    if _stages(ready) < FEWEST_STAGES + of_blocks:
+        fewest = 1 if of_blocks else config.store_slots
+        columns = max(16, _widest(problem) // 2)
+        narrow = dataclasses.replace(config, store_columns=columns, store_slots=fewest)
+        ready = max(ready, deepest(narrow, problem, device), key=_stages)
+    if ready is None or _has_too_few_stages(ready, problem):
+        return None
+    ready = _streaming(_loading_ahead(ready, problem, device), problem, device)
+    return _addressed(ready, problem)
+
+
+def _widest(problem: Problem) -> int:
+    """Returns how many columns are stored at a time, unless a tile has its reason for others."""
+    return min([64, *(STEP_BYTES // dtype.itemsize for dtype in problem.stored_dtypes)])
 
 
 def _store_slots(problem: Problem, form: Mapping[str, Any]) -> int:
@@ -239,18 +264,14 @@ def _ways(
         yield from _last_ways(config, problem, device)
 
 
-def _cut(
-    config: HopperConfig, pieces: int, last: int | None, problem: Problem, device: Device
-) -> HopperConfig:
+def _divided(config: HopperConfig, pieces: int, last: int | None) -> HopperConfig:
     """Returns the config with the k loop of its tiles cut, or of the last ones."""
     if last is not None:
         return dataclasses.replace(config, split_k=pieces, split_last=last)
-    cut = dataclasses.replace(config, split_k=pieces, late_store=False, schedule="online_swizzle:8")
-    chunks = cut.tiles(problem) * cut.stores_per_tile(problem)
-    fit = device.coresident_clusters(config.cluster_size)
-    cut = cuts.joined_by_all(cut, problem, chunks, fit)
-    cut = deepest(cut, problem, device) or cut
-    return _streaming(cut, problem, device)
+    if pieces == 1:
+        return config
+    online = "online_swizzle:8"
+    return dataclasses.replace(config, split_k=pieces, late_store=False, schedule=online)
 
 
 def _last_ways(
@@ -276,28 +297,6 @@ def _last_ways(
         yield pieces, last
 
 
-def fewest_sums(problem: Problem, device: Device) -> int:
-    """Returns how many sums k is cut into at least, so that a float32 result errs as XLA's does.
-
-    The tensor cores cut off what a sum of float32 does not hold, so that one sum errs four times as
-    much as four, each of a quarter of k. XLA makes several where its tiles leave SMs idle: 8 of 512
-    x 512 x 16384 on an H200, 2 of 1024 x 1024 x 4096, 1 of 1024 cubed. Results of 16 bits are
-    rounded by more than that, and so are operands of float32 (as TF32).
-    """
-    if problem.blocks is not None:
-        return 1
-    if problem.longest_sum:
-        return -(-problem.large_k // problem.longest_sum)
-    narrow = problem.a_dtype.itemsize <= 2 and problem.accumulator_dtype == np.float32
-    counts = narrow and problem.out_dtype == np.float32
-    if not counts or problem.in_groups:
-        return 1
-    rows, cols = TILE_OF_XLA
-    tiles = problem.batch * -(-problem.m // rows) * -(-problem.n * problem.sums // cols)
-    steps = -(-problem.large_k * problem.a_dtype.itemsize // STEP_BYTES)
-    return max(1, min(math.ceil(SUMS_OF_XLA * (device.sms // tiles)), steps // SHORTEST_SUM))
-
-
 def _streaming(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig:
     """Returns the config with the stages that keep memory busy, where few rows are streamed.
 
@@ -311,8 +310,8 @@ def _streaming(config: HopperConfig, problem: Problem, device: Device) -> Hopper
     return dataclasses.replace(config, stages=min(config.stages, max(FEWEST_STREAMED_STAGES, most)))
 
 
-def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterator[HopperConfig]:
-    """Yields the config with the partial sums that it takes, if its registers hold two of them.
+def _accurate(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
+    """Returns the config with the partial sums that it takes; None if registers hold no two.
 
     Where they do not, tiles are so large that XLA leaves no SMs idle either.
     """
@@ -321,12 +320,12 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> Iterato
     parts = min(most, -(-fewest_sums(problem, device) // cut))
     if problem.parts:
         parts = 1 if config.split_k > 1 else problem.parts
-    if parts > 1:
-        try:
-            config = dataclasses.replace(config, partial_sums=parts, late_store=False)
-        except ValueError:
-            return
-    yield config
+    if parts <= 1:
+        return config
+    try:
+        return dataclasses.replace(config, partial_sums=parts, late_store=False)
+    except ValueError:
+        return None
 
 
 def _forms_of_blocks(problem: Problem) -> Iterator[dict[str, Any]]:

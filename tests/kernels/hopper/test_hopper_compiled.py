@@ -312,7 +312,7 @@ def test_what_leaves_few_registers_is_accepted_and_does_not_spill():
     def of_four_arrays(x: jax.Array) -> jax.Array:
         return jnp.where(x > 1, jnp.sin(x) * x, jnp.exp(x) + x * x)
 
-    assert epilogues.of_activation(of_four_arrays).live() == 4
+    assert epilogues.of_activation(of_four_arrays).live == 4
     residual = dataclasses.replace(PROBLEM, epilogue=Epilogue(residual=True, beta=2.0))
     heavy = dataclasses.replace(PROBLEM, epilogue=Epilogue(activation=of_four_arrays))
     exact = Epilogue(residual=True, activation=ACTIVATIONS["gelu_exact"])
