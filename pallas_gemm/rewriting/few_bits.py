@@ -25,9 +25,9 @@ from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, xla_time
 from pallas_gemm.problem import Epilogue
+from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
-from pallas_gemm.rewriting.regions import bytes_of
 
 SAME_VALUES = frozenset(("convert_element_type", "reshape"))
 MOVES = frozenset(("reshape", "broadcast_in_dim"))

@@ -20,19 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from pallas_gemm.call import Call, signature_of
+from pallas_gemm.call import Call, Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.split import ELEMENTWISE
 from pallas_gemm.op import fused
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import Fused, fused_p
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import xla_time
 from pallas_gemm.problem import Epilogue
+from pallas_gemm.rewriting.elementwise import EXACT, bytes_of
+from pallas_gemm.rewriting.inside import Inside
 from pallas_gemm.rewriting.level import Level, called
 from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
-from pallas_gemm.rewriting.regions import EXACT, Region, bytes_of, region_of
+from pallas_gemm.rewriting.regions import Region, region_of
 
 LEAST_SAVED = 0.05
 """A fold has to save this part of its product's time: predictions err by as much. A residual, and
@@ -134,9 +138,9 @@ class Folder:
         own = products[0]
         best: Fold | None = None
         read: dict[Any, None] = {}
+        inside = Inside(level, tuple(each.out for each in products), exact=self._how.exact)
         for reduces in (True, False):
-            results = tuple(each.out for each in products)
-            region = region_of(level, results, exact=self._how.exact, reduces=reduces)
+            region = region_of(inside if reduces else inside.without_reductions())
             if region is None:
                 break
             read |= dict.fromkeys(region.operands)
@@ -183,13 +187,11 @@ class Folder:
         self, products: tuple[Dense, ...], region: Region, function: Function, call: Call
     ) -> float | None:
         """Returns how many seconds it is predicted to save; None if no kernel takes it."""
-        device = self._how.device
         signature = signature_of(avals_of((*_factors(products), *region.operands)))
-        dims = products[0].dims
-        found = fused.plan(call.with_target(device), dims, function, signature)
-        if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
-            return None
-        return _seconds(products) + self._passes(region) - found.decision.plan.seconds
+        question = call, products[0].dims, function, signature
+        answer = functools.partial(_seconds_of, self._how.device, *question)
+        seconds = self._how.once(question, answer)
+        return None if seconds is None else _seconds(products) + self._passes(region) - seconds
 
     def _passes(self, region: Region) -> float:
         """Returns how many seconds the passes take that XLA then does not make."""
@@ -234,6 +236,16 @@ class Folder:
             if key is not None:
                 _FUNCTIONS.put((key, exact), function)
         return function
+
+
+def _seconds_of(
+    device: Device, call: Call, dims: Contraction, function: Function, signature: Signature
+) -> float | None:
+    """Returns how long a kernel is predicted to take; None if none computes all of a function."""
+    found = fused.plan(call.with_target(device), dims, function, signature)
+    if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
+        return None
+    return found.decision.plan.seconds
 
 
 def _may_be_folded(own: Dense) -> bool:
@@ -314,7 +326,7 @@ def _parts(region: Region) -> Any:
         if isinstance(x, core.Literal):
             if np.ndim(x.val):
                 raise TypeError("an array has no key")
-            return x.aval, repr(x.val)
+            return x.aval, np.asarray(x.val).tobytes()
         return numbers.setdefault(x, len(numbers)), x.aval
 
     given = [number(x) for x in (*region.products, *region.operands)]

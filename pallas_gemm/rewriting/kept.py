@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from pallas_gemm.rewriting.elementwise import is_elementwise, variables
 from pallas_gemm.rewriting.folds import Fold, Folder
 from pallas_gemm.rewriting.level import Level, is_stored_by
-from pallas_gemm.rewriting.regions import MOST_ARRAYS, is_elementwise, variables
+from pallas_gemm.rewriting.regions import MOST_ARRAYS
 
 LONG = 4
 """Products and the like between the first and the last reader: a value that is read sooner stays.

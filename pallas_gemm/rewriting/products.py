@@ -1,7 +1,9 @@
 """Products of JAX's own as ours: what each would be, and whether a kernel would compute it."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ class How:
         exact: Nothing may change a bit but the products themselves.
         only: Parts of the names of lines; only products on these are replaced, None for all.
         implementation: "interpret" simulates the kernels, for tests.
-        known: The times of products that were asked for.
+        known: What was asked for once: equal blocks have equal products.
     """
 
     device: Device
@@ -41,7 +43,7 @@ class How:
     exact: bool = False
     only: tuple[str, ...] | None = None
     implementation: str | None = None
-    known: dict[Any, float | str] = dataclasses.field(default_factory=dict, compare=False)
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def options(self) -> Options:
@@ -55,9 +57,13 @@ class How:
     def seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
         """Returns how long a kernel is predicted to take, or why none computes a product."""
         key = call, dims, signature
-        if key not in self.known:
-            self.known[key] = self._seconds_of(*key)
-        return self.known[key]
+        return self.once(key, functools.partial(self._seconds_of, *key))
+
+    def once(self, question: Hashable, answer: Callable[[], Any]) -> Any:
+        """Returns the answer to a question, for which a function is called once."""
+        if question not in self.known:
+            self.known[question] = answer()
+        return self.known[question]
 
     def _seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
         own, operands, form = merged(call.with_target(self.device), dims, signature)

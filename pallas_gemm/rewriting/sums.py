@@ -4,19 +4,22 @@ So it is with the gradient of an array that several products read, such as queri
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jax.extend import core
 
-from pallas_gemm.call import SumCall, signature_of
+from pallas_gemm.call import Signature, SumCall, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.op import lowering
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.planning import dispatch, xla_time
+from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of
-from pallas_gemm.rewriting.regions import bytes_of
 
 ADDITIONS = frozenset(("add", "add_any"))
 MOST = 8
@@ -103,17 +106,26 @@ def sum_of(level: Level, own: Dense, ours: Mapping[Any, Dense], how: How) -> Sum
     call = SumCall.of(own.call)
     dims = tuple(one.dims for one in members)
     given = tuple(x for one in members for x in one.factors)
-    whole = merged_sum(each_merged(call, dims, signature_of(avals_of(given))))
-    if whole is None:
-        return None
-    decision = dispatch.decide(whole[0].with_target(how.device), whole[1])
-    if decision.plan is None:
+    question = call, dims, signature_of(avals_of(given))
+    seconds = how.once(question, functools.partial(_seconds_of, how.device, *question))
+    if seconds is None:
         return None
     more = (len(members) - 1) * bytes_of(own.out)
     read = xla_time.pass_seconds(more, how.device) - xla_time.pass_seconds(0, how.device)
-    saved = sum(one.seconds for one in members) + read - decision.plan.seconds
+    saved = sum(one.seconds for one in members) + read - seconds
     others = tuple(x for x in leaves if all(x is not one.out for one in members))
     return Sum(tuple(members), others, tuple(additions), call, saved)
+
+
+def _seconds_of(
+    device: Device, call: SumCall, dims: tuple[Contraction, ...], signature: Signature
+) -> float | None:
+    """Returns how long a kernel is predicted to take; None if none adds up such products."""
+    whole = merged_sum(each_merged(call, dims, signature))
+    if whole is None:
+        return None
+    decision = dispatch.decide(whole[0].with_target(device), whole[1])
+    return None if decision.plan is None else decision.plan.seconds
 
 
 def _next(level: Level, x: Any) -> Any:

@@ -103,7 +103,9 @@ class Rewriter:
 
     def _inside(self, equation: Any, found: list[Found]) -> Any:
         """Returns an equation with what it calls rewritten."""
-        names = kinds.INNER.get(equation.primitive.name, ())
+        names = kinds.INNER.get(equation.primitive.name)
+        if names is None:
+            return equation
         params, effects = dict(equation.params), frozenset(equation.effects)
         if params.get("policy") is not None and not params.get("differentiated", True):
             # Its policy knows JAX's product, and is asked when it is derived.

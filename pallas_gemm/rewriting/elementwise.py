@@ -1,0 +1,71 @@
+"""Operations that compute each element of arrays of one shape by itself."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from pallas_gemm.rewriting.level import Level, called
+
+EXACT = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "eq", "ge"),
+        *("gt", "le", "lt", "max", "min", "mul", "ne", "neg", "or", "select_n", "sign"),
+        *("square", "sub", "xor"),
+    )
+)
+"""Operations whose result is the exact value, rounded once, wherever they are computed."""
+
+
+def bytes_of(x: Any) -> int:
+    """Returns the size of a value in memory."""
+    return math.prod(x.aval.shape) * np.dtype(x.aval.dtype).itemsize
+
+
+def variables(equation: Any) -> list[Any]:
+    """Returns the values that an equation reads, without numbers."""
+    return [x for x in equation.invars if isinstance(x, core.Var)]
+
+
+def computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    """Whether an equation computes each element of arrays of this shape, as far as it tells."""
+    return not equation.effects and _is_elementwise(equation, shape, allowed)
+
+
+def is_elementwise(
+    level: Level, equation: Any, shape: tuple[int, ...], allowed: frozenset[str]
+) -> bool:
+    """Whether an equation computes each element of arrays of this shape by itself."""
+    if equation.effects or any(x.aval.shape != shape for x in equation.outvars):
+        return False
+    own = functools.partial(_is_elementwise, equation, shape, allowed)
+    return bool(level.known((is_elementwise, shape, allowed), equation, own))
+
+
+def _is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    every = [x.aval for x in (*equation.invars, *equation.outvars)]
+    if not all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every):
+        return False
+    inner = called(equation)
+    if inner is not None:
+        return not inner.constvars and all(_is_elementwise(e, shape, allowed) for e in inner.eqns)
+    if equation.primitive.name == "broadcast_in_dim":
+        return all(x.aval.shape == () for x in equation.invars)
+    return equation.primitive.name in allowed
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an array of one shape stands for one of another in elementwise operations."""
+    if not own:
+        return True
+    same = len(own) == len(shape)
+    return same and all(a in (1, b) for a, b in zip(own, shape, strict=True))
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether values of a type can be in a register of a kernel."""
+    if not isinstance(dtype, np.dtype):
+        return False
+    return dtype.itemsize <= 4 and dtype.kind in "biufV"

@@ -1,0 +1,223 @@
+"""What follows from a product by operations that its kernel could compute, too.
+
+From the product on, elementwise operations are *inside* as long as nothing else that they read
+depends on the product. The kernel also computes the operands of an operation, back to arrays that
+are in memory anyway.
+"""
+
+import copy
+import functools
+import heapq
+import math
+import operator
+from typing import Any, Self
+
+import numpy as np
+
+from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.split import ELEMENTWISE, REDUCTIONS
+from pallas_gemm.rewriting import exponentials
+from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
+from pallas_gemm.rewriting.level import Level, is_stored_by
+
+EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
+MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+LARGEST = 256
+"""Operations that are looked at for one product, at most."""
+AGAIN = 2
+"""Arrays that are read to compute a value again, at most."""
+
+
+class Operands:
+    """The operands of operations beside the product, back to arrays that are in memory."""
+
+    def __init__(self, level: Level, shape: tuple[int, ...], allowed: frozenset[str]) -> None:
+        self._level, self._shape, self._allowed = level, shape, allowed
+        self._known: dict[Any, tuple[frozenset[Any], frozenset[Any]]] = {}
+        self._equations: dict[int, Any] = {}
+
+    def of(self, x: Any) -> tuple[frozenset[Any], frozenset[int]]:
+        """Returns (what is read for a value, the `id` of the operations that make it of that)."""
+        if x not in self._known:
+            maker = self._level.maker(x)
+            if self._is_read(x, maker):
+                self._known[x] = frozenset((x,)), frozenset()
+            else:
+                self._equations[id(maker)] = maker
+                leaves, made = frozenset(), frozenset((id(maker),))
+                for other in variables(maker):
+                    own = self.of(other)
+                    leaves, made = leaves | own[0], made | own[1]
+                most = 1 if self._is_read_later(x) else AGAIN
+                is_much = sum(y.aval.shape == self._shape for y in leaves) > most
+                self._known[x] = (frozenset((x,)), frozenset()) if is_much else (leaves, made)
+        return self._known[x]
+
+    def _is_read(self, x: Any, maker: Any) -> bool:
+        if maker is None or x.aval.shape != self._shape or len(self._equations) > LARGEST:
+            return True
+        if self._level.is_stored(x):
+            return True
+        if is_elementwise(self._level, maker, self._shape, self._allowed):
+            return False
+        is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
+        return not (maker.primitive.name in MOVES and is_small)
+
+    def _is_read_later(self, x: Any) -> bool:
+        depth = self._level.depth(x)
+        return any(self._level.depth_before(own) > depth for own in self._level.readers(x))
+
+    def equation(self, number: int) -> Any:
+        """Returns an operation."""
+        return self._equations[number]
+
+    def is_made(self, x: Any) -> bool:
+        """Whether what is read would be stored only for that."""
+        if x.aval.shape != self._shape or self._level.is_stored(x):
+            return False
+        if self._is_read_later(x):
+            # So XLA stores it.
+            return False
+        maker = self._level.maker(x)
+        if maker.primitive.name in MOVES:
+            (before,) = variables(maker)
+            return math.prod(before.aval.shape) != math.prod(self._shape) or self.is_made(before)
+        return True
+
+
+class Inside:
+    """The operations that follow a product, and what is known of what they make."""
+
+    def __init__(self, level: Level, products: tuple[Any, ...], *, exact: bool) -> None:
+        self.level, self.products = level, products
+        self.shape = products[0].aval.shape
+        self.depth = max(map(level.depth, products))
+        self.allowed = EXACT if exact else ELEMENTWISE - {"custom_jvp_call", "jit"}
+        self.reductions = EXACT_REDUCTIONS if exact else frozenset(REDUCTIONS)
+        self.operands = Operands(level, self.shape, self.allowed)
+        self.equations: list[Any] = []
+        self.reduced: list[Any] = []
+        # What each value is computed of again, and what is read for it.
+        self.base: dict[Any, Any] = {x: x for x in products}
+        self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
+        self.of_exp: list[exponentials.SumOfExp] = []
+        self._grow()
+        self._grown = self.base
+        self._add_sums_of_exp()
+
+    def without_reductions(self) -> Self:
+        """The operations that compute each element by itself."""
+        own = copy.copy(self)
+        own.reduced, own.of_exp, own.base = [], [], self._grown
+        own.equations = [e for e in self.equations if e.outvars[0] in own.base]
+        return own
+
+    def _grow(self) -> None:
+        seen: set[int] = set()
+        bits = functools.reduce(operator.or_, map(self.level.bit, self.products))
+        readers = (e for x in self.products for e in self.level.readers(x))
+        heap = [(self.level.place(e), id(e), e) for e in readers]
+        heapq.heapify(heap)
+        while heap and len(seen) < LARGEST:
+            _, number, equation = heapq.heappop(heap)
+            if number in seen:
+                continue
+            seen.add(number)
+            others = [x for x in variables(equation) if x not in self.base]
+            if any(self.level.above(x) & bits for x in others):
+                continue
+            if self._is_reduction(equation):
+                self.equations.append(equation)
+                self.reduced += equation.outvars
+            elif is_elementwise(self.level, equation, self.shape, self.allowed):
+                self._take(equation, others)
+                for x in equation.outvars:
+                    for own in self.level.readers(x):
+                        heapq.heappush(heap, (self.level.place(own), id(own), own))
+
+    def _take(self, equation: Any, others: list[Any]) -> None:
+        self.equations.append(equation)
+        beside = frozenset().union(*(self.operands.of(x)[0] for x in others))
+        within = [x for x in variables(equation) if x in self.base]
+        bases = {self.base[x] for x in within}
+        is_alone = len(bases) == 1 and not any(y.aval.shape == self.shape for y in beside)
+        read = beside.union(*(self.reads[x] for x in within))
+        for x in equation.outvars:
+            self.reads[x] = read
+            (base,) = bases if is_alone else (x,)
+            is_better = bytes_of(x) < bytes_of(base) or self.is_stored(x)
+            self.base[x] = x if is_better and np.dtype(x.aval.dtype) in FLOATS else base
+
+    def _add_sums_of_exp(self) -> None:
+        """Adds what follows from the largest values of rows, back to the values themselves."""
+        if exponentials.TOTAL not in self.reductions:
+            return
+        bits = functools.reduce(operator.or_, map(self.level.bit, self.products))
+        for largest in [e for e in self.equations if e.primitive.name == exponentials.LARGEST]:
+            self.of_exp += exponentials.sums_of_exp(
+                self.level, largest, bits, self.base, self._is_reduction
+            )
+        known = {id(e) for e in self.equations}
+        for own in self.of_exp:
+            every = (*own.before, own.exp, own.total)
+            self.equations += [e for e in every if id(e) not in known]
+            known.update(map(id, every))
+            self.reads[own.exp.outvars[0]] = self.reads[own.z]
+            self.reduced += own.total.outvars
+        self.equations.sort(key=self.level.place)
+
+    def settle(self, read: set[Any]) -> None:
+        """Has what others read computed again of the last value that all of it follows from.
+
+        A sum and its bias are rounded once then, as where XLA adds the bias within its product. If
+        the sum alone were rounded, the derivative of relu would see other signs.
+        """
+        for base in {self.base[x] for x in read}:
+            wanted = {x for x in read if self.base[x] is base}
+            last, needed = base, self._between(base, wanted)
+            while last not in wanted:
+                readers = [e for e in needed if last in variables(e)]
+                if len(readers) > 1 or not _may_stand_for(readers[0], last):
+                    break
+                (last,) = readers[0].outvars
+            self.base = self.base | dict.fromkeys((last, *wanted), last)
+
+    def _between(self, base: Any, wanted: set[Any]) -> list[Any]:
+        """Returns the operations by which some values follow from one."""
+        values, found = set(wanted), []
+        for equation in reversed(self.equations):
+            if values & set(equation.outvars) and base not in equation.outvars:
+                found.append(equation)
+                values.update(variables(equation))
+        return found
+
+    def is_stored(self, x: Any) -> bool:
+        """Whether a value is in memory, whatever is computed with the product."""
+        return x in self.level.results or any(map(is_stored_by, self.level.readers(x)))
+
+    def _is_reduction(self, equation: Any) -> bool:
+        if equation.primitive.name not in self.reductions or equation.effects:
+            return False
+        (x,) = equation.invars
+        axes, rank = set(equation.params["axes"]), len(self.shape)
+        is_float = np.issubdtype(np.dtype(x.aval.dtype), np.floating) or x.aval.dtype.itemsize == 2
+        return is_float and 0 < len(axes) < rank
+
+    def reads_of(self, x: Any) -> frozenset[Any]:
+        """Returns what a pass reads for a value, or for the reduction that makes it."""
+        return self.reads[x] if x in self.reads else self.reads[self.level.maker(x).invars[0]]
+
+    def of(self, x: Any) -> frozenset[Any]:
+        """Returns the products that a value depends on."""
+        return self.reads_of(x).intersection(self.products)
+
+    def others(self, x: Any) -> list[Any]:
+        """Returns the operations outside that read a value."""
+        own = set(map(id, self.equations))
+        return [e for e in self.level.readers(x) if id(e) not in own]
+
+
+def _may_stand_for(equation: Any, x: Any) -> bool:
+    """Whether a kernel may store what an operation makes of a value, and not the value."""
+    (y, *more) = equation.outvars
+    return not more and bytes_of(y) <= bytes_of(x) and np.dtype(y.aval.dtype) in FLOATS
