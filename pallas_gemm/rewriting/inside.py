@@ -20,6 +20,8 @@ from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
 from pallas_gemm.rewriting.level import Level, is_stored_by
 
+ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
+"""Operations that are looked into here are no calls: those are inlined before."""
 EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
 MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 LARGEST = 256
@@ -92,7 +94,7 @@ class Inside:
         self.level, self.products = level, products
         self.shape = products[0].aval.shape
         self.depth = max(map(level.depth, products))
-        self.allowed = EXACT if exact else ELEMENTWISE - {"custom_jvp_call", "jit"}
+        self.allowed = EXACT if exact else ALLOWED
         self.reductions = EXACT_REDUCTIONS if exact else frozenset(REDUCTIONS)
         self.operands = Operands(level, self.shape, self.allowed)
         self.equations: list[Any] = []

@@ -40,16 +40,15 @@ class Level:
             self._add(equation)
 
     def _add(self, equation: Any) -> None:
-        inputs = [x for x in equation.invars if isinstance(x, core.Var)]
-        for x in dict.fromkeys(inputs):
+        above = before = 0
+        for x in dict.fromkeys(_variables(equation)):
             self._readers.setdefault(x, []).append(equation)
-        above = 0
-        for x in inputs:
             above |= self._above.get(x, 0)
+            before = max(before, self._depth.get(x, 0))
         if equation.primitive.name in kinds.DOTS:
             bit = self._bit[equation.outvars[0]] = 1 << len(self._bit)
             above |= bit
-        depth = self.depth_before(equation) + is_stored_by(equation)
+        depth = before + is_stored_by(equation)
         for x in equation.outvars:
             self._maker[x] = equation
             self._above[x] = above
@@ -95,8 +94,7 @@ class Level:
 
     def depth_before(self, equation: Any) -> int:
         """Returns the depth of what an equation reads."""
-        inputs = (x for x in equation.invars if isinstance(x, core.Var))
-        return max(map(self.depth, inputs), default=0)
+        return max((self._depth.get(x, 0) for x in _variables(equation)), default=0)
 
     def is_stored(self, x: Any, *, but: Any = None) -> bool:
         """Whether a value is in memory, whatever one equation does with it."""

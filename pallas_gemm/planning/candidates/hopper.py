@@ -111,6 +111,11 @@ take 92 us on an H200 with two slots and four stages. With four slots and three 
 us, as XLA's do. With four steps, two slots are the better choice."""
 
 
+_config = functools.lru_cache(maxsize=4096)(HopperConfig)
+_replaced = functools.lru_cache(maxsize=4096)(dataclasses.replace)
+"""Other products have the same drafts, and to check a config takes longer than to find it."""
+
+
 def candidates(
     problem: Problem, device: Device, split: Split | None = None
 ) -> Iterator[HopperConfig]:
@@ -130,7 +135,7 @@ def drafts(
             "store_columns": _widest(problem),
             "store_slots": _store_slots(problem, form),
         }
-        config = HopperConfig(
+        config = _config(
             stages=2,
             late_store=False,
             # Groups differ in size.
@@ -173,7 +178,7 @@ def _with_ring(config: HopperConfig, problem: Problem, device: Device) -> Hopper
     if _stages(ready) < FEWEST_STAGES + of_blocks:
         fewest = 1 if of_blocks else config.store_slots
         columns = max(16, _widest(problem) // 2)
-        narrow = dataclasses.replace(config, store_columns=columns, store_slots=fewest)
+        narrow = _replaced(config, store_columns=columns, store_slots=fewest)
         ready = max(ready, deepest(narrow, problem, device), key=_stages)
     if ready is None or _has_too_few_stages(ready, problem):
         return None
@@ -207,7 +212,7 @@ def _loading_ahead(config: HopperConfig, problem: Problem, device: Device) -> Ho
     few = slots <= config.store_slots
     if few or not problem.loaded_dtypes or config.pingpong or not stored_by_tma(problem):
         return config
-    ahead = deepest(dataclasses.replace(config, store_slots=slots), problem, device)
+    ahead = deepest(_replaced(config, store_slots=slots), problem, device)
     return ahead if ahead and ahead.stages >= FEWEST_STAGES else config
 
 
@@ -221,7 +226,7 @@ def _addressed(config: HopperConfig, problem: Problem) -> HopperConfig:
     twice = steps == 2 * config.stages and config.late_store and not config.pingpong
     full = config.accumulator_registers >= FULL_ACCUMULATOR
     is_one = twice and full and config.store_slots == 2
-    return dataclasses.replace(config, store_slots=1) if is_one else config
+    return _replaced(config, store_slots=1) if is_one else config
 
 
 def _forms(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -267,11 +272,11 @@ def _ways(
 def _divided(config: HopperConfig, pieces: int, last: int | None) -> HopperConfig:
     """Returns the config with the k loop of its tiles cut, or of the last ones."""
     if last is not None:
-        return dataclasses.replace(config, split_k=pieces, split_last=last)
+        return _replaced(config, split_k=pieces, split_last=last)
     if pieces == 1:
         return config
     online = "online_swizzle:8"
-    return dataclasses.replace(config, split_k=pieces, late_store=False, schedule=online)
+    return _replaced(config, split_k=pieces, late_store=False, schedule=online)
 
 
 def _last_ways(
@@ -307,7 +312,7 @@ def _streaming(config: HopperConfig, problem: Problem, device: Device) -> Hopper
     rows, cols = config.tile
     stage = (cols if config.grid(problem)[0] == 1 else rows) * STEP_BYTES
     most = STREAMED // (stage * config.workers(problem, device))
-    return dataclasses.replace(config, stages=min(config.stages, max(FEWEST_STREAMED_STAGES, most)))
+    return _replaced(config, stages=min(config.stages, max(FEWEST_STREAMED_STAGES, most)))
 
 
 def _accurate(config: HopperConfig, problem: Problem, device: Device) -> HopperConfig | None:
@@ -323,7 +328,7 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> HopperC
     if parts <= 1:
         return config
     try:
-        return dataclasses.replace(config, partial_sums=parts, late_store=False)
+        return _replaced(config, partial_sums=parts, late_store=False)
     except ValueError:
         return None
 
@@ -378,10 +383,10 @@ def _ordered(config: HopperConfig, problem: Problem, device: Device) -> HopperCo
     few = config.tiles(problem) <= device.sms
     many = max(config.stacked_grid(problem)) >= 1 << TABLE_BITS
     if (few or many) and not problem.symmetric:
-        return dataclasses.replace(config, schedule="online_swizzle:8")
+        return _replaced(config, schedule="online_swizzle:8")
     if _is_short(problem) or not config.allows_late_store(config.as_computed(problem)):
         return config
-    return dataclasses.replace(config, late_store=True)
+    return _replaced(config, late_store=True)
 
 
 def _is_stored_early(problem: Problem) -> bool:
@@ -428,5 +433,5 @@ def deepest(
     for stages in range(min(most, fit), fewest - 1, -1):
         # Barriers take a little more.
         if config.shared_memory_bytes(problem, stages) <= device.shared_memory:
-            return dataclasses.replace(config, stages=stages)
+            return _replaced(config, stages=stages)
     return None
