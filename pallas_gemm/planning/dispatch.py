@@ -113,13 +113,13 @@ def decide(call: Call, signature: Signature) -> Decision:
         return Decision("xla", problem, reason)
     refused: list[tuple[str, Reasons]] = []
     why = "no kernel takes it"
-    for architecture, plan in _plans(call, signature):
+    for architecture, plan in _plans(call, signature, problem):
         if not isinstance(plan, Plan):
             refused.append((architecture.name, plan))
         elif untrusted := _why_untrusted(options, plan):
             why = "the kernel for this GPU is not trusted"
             refused.append((architecture.name, (untrusted,)))
-        elif slower := _why_not(call, signature, plan):
+        elif slower := _why_not(call, signature, problem, plan):
             why = "no kernel is as fast"
             refused.append((architecture.name, (slower,)))
         else:
@@ -147,8 +147,9 @@ def check(call: Call, signature: Signature) -> None:
     Raises:
         ValueError: As for `decide`.
     """
-    if not _why_no_kernel(call, call.problem(signature)):
-        any(isinstance(plan, Plan) for _, plan in _plans(call, signature))
+    problem = call.problem(signature)
+    if not _why_no_kernel(call, problem):
+        any(isinstance(plan, Plan) for _, plan in _plans(call, signature, problem))
 
 
 def why_impossible(call: Call, signature: Signature) -> str | None:
@@ -185,7 +186,9 @@ def _why_no_kernel(call: Call, problem: Problem) -> str | None:
     return None
 
 
-def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Plan | Reasons]]:
+def _plans(
+    call: Call, signature: Signature, problem: Problem
+) -> Iterator[tuple[Architecture, Plan | Reasons]]:
     """Yields how each kernel that comes into question computes a call, or why it cannot.
 
     Raises:
@@ -193,10 +196,10 @@ def _plans(call: Call, signature: Signature) -> Iterator[tuple[Architecture, Pla
     """
     refused: list[tuple[str, Reasons]] = []
     possible = False
-    known = known_kernels.of_problem(call.problem(signature))
+    known = known_kernels.of_problem(problem)
     for architecture in known:
         if _comes_into_question(call.options, architecture, known):
-            plan = _plan(call, signature, architecture)
+            plan = _plan(call, signature, problem, architecture)
             yield architecture, plan
             if isinstance(plan, Plan):
                 possible = True
@@ -250,9 +253,9 @@ def _why_this(plan: Plan) -> str:
     return "the kernel for this GPU" + (f", proven here on {proven.when}" if proven else "")
 
 
-def _why_not(call: Call, signature: Signature, plan: Plan) -> str | None:
+def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> str | None:
     """Returns why a kernel that could compute a product does not, None if it does."""
-    options, problem = call.options, call.problem(signature)
+    options = call.options
     if options.implementation is not None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
@@ -300,7 +303,7 @@ def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | N
     So it is where either takes one wave. 512 and 1024 cubed take 3.3 and 5.9 us by half on an H200,
     and 3.3 and 5.4 as a whole; 2048 cubed 15.9 and 24.0.
     """
-    whole = _plan(call.whole, signature, half.architecture)
+    whole = _plan(call.whole, signature, call.whole.problem(signature), half.architecture)
     if not isinstance(whole, Plan) or half.seconds < HALF_AT_MOST * whole.seconds:
         return None
     return f"half of it takes {half.seconds * 1e6:.0f} us, and all {whole.seconds * 1e6:.0f} us"
@@ -313,7 +316,9 @@ def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
     return f"it {device.lacks(needed + ('.x' if len(architecture.capability) == 1 else ''))}"
 
 
-def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan | Reasons:
+def _plan(
+    call: Call, signature: Signature, problem: Problem, architecture: Architecture
+) -> Plan | Reasons:
     """Returns how an architecture's kernel computes a call, or why it cannot."""
     device = _planned_device(call.options, architecture)
     if device is None:
@@ -325,7 +330,6 @@ def _plan(call: Call, signature: Signature, architecture: Architecture) -> Plan 
     config = chosen.config
     if not isinstance(config, GemmConfig):
         return config
-    problem = call.problem(signature)
     # Without the epilogue, a gated product is two.
     runs = (problem.sums if realigned.unfused else 1) * realigned.kernels
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)

@@ -11,7 +11,6 @@ program, and so is each step after them, a kernel goes on in float32: it rounds 
 import collections
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -320,26 +319,23 @@ def _key(region: Region) -> Any:
 
 
 def _parts(region: Region) -> Any:
-    numbers: dict[Any, int] = {}
+    given = (*region.products, *region.operands)
+    numbers = {x: i for i, x in enumerate(given)}
 
     def number(x: Any) -> Any:
         if isinstance(x, core.Literal):
             if np.ndim(x.val):
                 raise TypeError("an array has no key")
             return x.aval, np.asarray(x.val).tobytes()
-        return numbers.setdefault(x, len(numbers)), x.aval
+        return numbers.setdefault(x, len(numbers))
 
-    given = [number(x) for x in (*region.products, *region.operands)]
+    # The operations say the types of what they make.
     steps = [
-        (
-            e.primitive,
-            tuple(sorted(e.params.items(), key=operator.itemgetter(0))),
-            tuple(map(number, e.invars)),
-            tuple(map(number, e.outvars)),
-        )
+        (e.primitive, *e.params, *e.params.values(), *map(number, (*e.invars, *e.outvars)))
         for e in region.inside
     ]
-    return len(region.products), tuple(given), tuple(steps), tuple(map(number, region.results))
+    results = map(number, region.results)
+    return len(region.products), avals_of(given), tuple(steps), tuple(results)
 
 
 def _as_written(program: core.Jaxpr, dtype: Any, sums: int, *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What follows from a product by operations that its kernel could compute, too.
+"""The operations that follow a product, as far as its kernel could compute them, too.
 
 From the product on, elementwise operations are *inside* as long as nothing else that they read
 depends on the product. The kernel also computes the operands of an operation, back to arrays that

@@ -35,7 +35,7 @@ class How:
         exact: Nothing may change a bit but the products themselves.
         only: Parts of the names of lines; only products on these are replaced, None for all.
         implementation: "interpret" simulates the kernels, for tests.
-        known: What was asked for once: equal blocks have equal products.
+        known: The answers so far, by their questions: equal blocks have equal products.
     """
 
     device: Device
