@@ -12,6 +12,14 @@ from typing import Any
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+FLAGS = (
+    # Nothing can be timed where no GPU is, and to prepare it takes a third of compiling.
+    "--xla_gpu_autotune_level=0",
+    # No fusion runs.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+"""Of XLA: programs are the same."""
 
 
 def printed(module: str) -> Any:
@@ -26,10 +34,11 @@ def output(module: str, **settings: str) -> str:
         module: Of these tests.
         **settings: Variables of its environment.
     """
+    flags = [os.environ.get("XLA_FLAGS", ""), *FLAGS]
     run = subprocess.run(
         [sys.executable, "-m", "tests.programs", module],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **settings},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), **settings},
         capture_output=True,
         text=True,
         check=False,
