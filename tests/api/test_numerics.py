@@ -61,7 +61,6 @@ def lowered(f: Callable[..., Any], *args: Any) -> str:
 
 
 KEPT: dict[str, Callable[[jax.Array], Any]] = {
-    "plain": lambda x: gemm(x, W, **SIMULATED),
     "gelu": lambda x: gemm(x, W, bias=BIAS, activation="gelu", **SIMULATED),
     "float32": lambda x: gemm(x, W, preferred_element_type=jnp.float32, **SIMULATED),
     "gated": lambda x: gated_gemm(x, HEADS[0], HEADS[1], **SIMULATED),
@@ -203,7 +202,7 @@ def test_sums_along_rows_keep_their_bits() -> None:
     def f(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return gemm(x, WIDER, epilogue=_squares, **SIMULATED)
 
-    found = numerics.check(f, X, variants=6)
+    found = numerics.check(f, X, variants=4)
     assert found, found
     exact = _squares(jnp.matmul(X, WIDER, preferred_element_type=jnp.float32))
     whole = f(X)

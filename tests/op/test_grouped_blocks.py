@@ -70,7 +70,9 @@ def test_each_block_is_scaled(row: Any, col: Any, kernel: bool) -> None:
     np.testing.assert_array_equal(found, _expected(a, b, row, col))
 
 
-@pytest.mark.parametrize(("row", "col"), [*SHAPES, ((M,), (N,)), ((M, 2), (GROUPS, N))], ids=str)
+@pytest.mark.parametrize(
+    ("row", "col"), [*SHAPES[1::2], ((M,), (N,)), ((M, 2), (GROUPS, N))], ids=str
+)
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
 def test_a_function_is_given_the_scaled_product(row: Any, col: Any, kernel: bool) -> None:
     a, b, bias = _drawn(M, K), _drawn(GROUPS, N, K), _drawn(GROUPS, N, dtype=jnp.float32)

@@ -1,6 +1,6 @@
 """A value that is kept for a derivative is computed again by the kernel that reads its parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -106,10 +106,8 @@ def _only_of_the_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds.Folder, "_saved", in_any_case)
 
 
-@pytest.mark.parametrize("f", [_blocks, _kept_by_the_caller])
-def test_values_are_as_good_as_the_programs(
-    f: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_as_good_as_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = _kept_by_the_caller
     _only_of_the_derivative(monkeypatch)
     found: list[Any] = []
     apply = kept._apply
