@@ -166,3 +166,12 @@ def test_what_no_kernel_computes_has_a_reason(dtype: Any, rows: int, why: str | 
     whole = tuple((shape, np.dtype(dtype)) for shape in ((rows, 1024), (1024, 1024)))
     found = fused_collective._planned(call, whole, LINE)
     assert isinstance(found, dispatch.Plan) if why is None else found == why
+
+
+@pytest.mark.parametrize(("devices", "why"), [(1, "there is one device"), (2, None)])
+def test_two_devices_are_enough_to_exchange_rows(devices: int, why: str | None) -> None:
+    call = Call(BF16, options=Options(target=H200))
+    whole = tuple((shape, BF16) for shape in ((2048, 1024), (1024, 1024)))
+    line = dataclasses.replace(LINE, mesh=(("model", devices),))
+    found = fused_collective._planned(call, whole, line)
+    assert isinstance(found, dispatch.Plan) if why is None else found == why

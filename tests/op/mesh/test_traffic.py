@@ -1,5 +1,7 @@
 """What collectives bring to each device, read from lines as XLA writes them."""
 
+import pytest
+
 from pallas_gemm.op.mesh import traffic
 
 TEXT = """
@@ -22,3 +24,15 @@ def test_each_collective_counts_once() -> None:
     permuted = 7
     reduced = 3 * 2 * 2 * 2 * 3 / 4
     assert traffic.received(TEXT) == gathered + scattered + exchanged + permuted + reduced
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        *(("pred", 1), ("s8", 1), ("f8e4m3fn", 1), ("bf16", 2), ("f16", 2)),
+        *(("f32", 4), ("s32", 4), ("u32", 4), ("f64", 8)),
+    ],
+)
+def test_each_type_has_its_bytes(dtype: str, width: int) -> None:
+    line = f"  %own.1 = {dtype}[7,3]{{1,0}} collective-permute(%p), source_target_pairs={{{{0,1}}}}"
+    assert traffic.received(line) == 21 * width
