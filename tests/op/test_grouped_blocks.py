@@ -11,8 +11,8 @@ from pallas_gemm import explain, grouped_gemm, target
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from tests import races
 
-M, N, K, GROUPS = 200, 96, 256, 3
-SIZES = np.array([70, 0, 100])
+M, N, K, GROUPS = 136, 96, 256, 3
+SIZES = np.array([50, 0, 70])
 E4M3 = jnp.float8_e4m3fn
 CONFIG = HopperConfig(
     tile=(64, 96), stages=2, consumers=1, store_columns=32, late_store=False, schedule="swizzle:4"
