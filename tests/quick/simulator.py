@@ -8,9 +8,6 @@ That quick, it shows what stock JAX leaves out: of a multicast each CTA copies t
 when it likes. On a GPU each sends a part to all, so that nobody has a step which another has not
 begun. In clusters of 2 x 2 a CTA would otherwise overtake the one on its diagonal, whose neighbours
 then free a slot twice. Here CTAs wait for each other before each copy that they share.
-
-On a GPU the sums of a row are made alike wherever it stands in a tile. Those of BLAS are not on
-every processor: its last rows may be added up in another order. Here sums are made in float64.
 """
 
 import collections
@@ -50,7 +47,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "shape_and_dtype", classmethod(fields))
     monkeypatch.setattr(request, "from_array", classmethod(_read_request))
     monkeypatch.setattr(gpu_callbacks, "_swap", _of_numbers(gpu_callbacks._swap))
-    monkeypatch.setattr(gpu_callbacks, "np", Numpy())
     name = "_get_barrier_allocation_key_from_inval"
     stock_key = getattr(jaxpr_interpret, name)
     monkeypatch.setattr(
@@ -72,19 +68,6 @@ def ordered(clock: Any, other: Any) -> bool:
         before |= own < others
         after |= own > others
     return before != after
-
-
-class Numpy:
-    """NumPy, but for its products: each row has the bits that it has alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    def matmul(self, a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-        """Multiplies matrices; of narrow floats, what is summed up is exact or nearly so."""
-        if np.dtype(dtype) != np.float32:
-            return np.matmul(a, b, dtype=dtype)
-        return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
 
 class Keys:

@@ -82,17 +82,3 @@ def test_a_barrier_has_the_key_that_jax_finds() -> None:
         for index in ((row, col), (jnp.int32(row), col), (row, jnp.int32(col))):
             np.testing.assert_array_equal(quick[index], keys[row, col])
         np.testing.assert_array_equal(quick[(row,)], keys[row])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_a_row_of_a_product_has_the_bits_that_it_has_alone(dtype: Any) -> None:
-    multiply = gpu_callbacks.np.matmul
-    rng = np.random.default_rng(0)
-    a, b = ((4 * rng.normal(size=x)).astype(dtype) for x in ((64, 72), (72, 80)))
-    whole = multiply(a, b, dtype=dtype)
-    assert whole.dtype == dtype
-    np.testing.assert_allclose(whole, np.matmul(a, b), rtol=1e-4, atol=1e-4)
-    for rows in (1, 7, 23, 63):
-        for start in range(0, 64 - rows + 1, 3):
-            part = slice(start, start + rows)
-            np.testing.assert_array_equal(multiply(a[part], b, dtype=dtype), whole[part])
