@@ -54,7 +54,11 @@ def _mistaken(ours: Product, stock: Product, pairs: list[Any]) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("ours", "stock", "pairs"),
     [
-        (lambda a, b: dot_general(a, b, NUMBERS), lambda *x: lax.dot_general(*x, NUMBERS), PAIRS),
+        (
+            lambda a, b: dot_general(a, b, NUMBERS),
+            lambda a, b: lax.dot_general(a, b, NUMBERS),
+            PAIRS,
+        ),
         # One function says it for both: here a third is enough, each type on either side.
         (gemm, jnp.matmul, PAIRS[::3]),
     ],
