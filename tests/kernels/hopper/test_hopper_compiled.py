@@ -713,7 +713,7 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-TIMED = ("cluster 1x1", "tall", "in turns")
+TIMED = ("tall", "in turns")
 
 
 def compiling_seconds() -> float:
