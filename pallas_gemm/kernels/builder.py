@@ -41,7 +41,7 @@ class Builder:
         equation = self._from.made[number]
         inputs = [self.value(x) if isinstance(x, int) else constant(x) for x in equation.inputs]
         types = [self._type(x) for x in equation.inputs]
-        inner = elementwise.rewritten(equation.primitive, types)
+        inner = elementwise.rewritten(equation, types)
         if inner is None:
             self._known[number] = self._step(equation, inputs)
         else:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from pallas_gemm.kernels import flat
 
@@ -92,15 +91,27 @@ REWRITTEN = {
 """Operations that Mosaic does not lower, in terms of those that it does."""
 
 
-def rewritten(primitive: core.Primitive, types: Sequence[Any]) -> flat.Flat | None:
+def rewritten(equation: flat.Equation, types: Sequence[Any]) -> flat.Flat | None:
     """Returns an operation in terms of those that Mosaic lowers; None if it is one.
 
     Args:
-        primitive: The operation.
+        equation: The operation.
         types: The types of what it takes.
     """
-    function = REWRITTEN.get(primitive.name)
+    function = REWRITTEN.get(equation.primitive.name)
+    if equation.primitive.name == "integer_pow":
+        function = _power(equation.params["y"])
     return None if function is None else _traced(function, tuple(types))
+
+
+@functools.lru_cache(maxsize=64)
+def _power(y: int) -> Callable[[Any], Any] | None:
+    """Returns a power that Mosaic does not lower, in terms of those that it does."""
+    if y > 1:
+        return None
+    if y >= 0:
+        return jnp.ones_like if y == 0 else lambda x: x
+    return lambda x: 1 / (x if y == -1 else x**-y)
 
 
 @functools.lru_cache(maxsize=256)

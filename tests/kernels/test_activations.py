@@ -55,6 +55,7 @@ EVERY_PRIMITIVE = (
     lambda x: jnp.maximum(x, 1.0) + jnp.minimum(x, -1.0) + lax.clamp(0.0, x, 1.0),
     lambda x: jnp.sin(x) + jnp.cos(x) + jnp.tanh(x) + lax.logistic(x) + lax.erf(x) + lax.erfc(x),
     lambda x: jnp.sqrt(x) + lax.rsqrt(x) + x**3 + jnp.square(x) + jnp.sign(x),
+    lambda x: x**-1 + x**-3 + lax.integer_pow(x, 1) * lax.integer_pow(x, 0),
     lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) + jnp.array(x, copy=True),
     lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
     _slope,
