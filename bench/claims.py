@@ -6,9 +6,8 @@ The README's table and chart and the tables of the docs are made of these rows (
 import csv
 import dataclasses
 import pathlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-
-from pallas_gemm.tuning.measure import geometric_mean
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
@@ -160,7 +159,7 @@ def spread(ratios: Mapping[str, float]) -> str:
         return low
     if len(ratios) < _FEW:
         return f"{low} to {high}"
-    return f"{low} to {high}, mean {_rounded(geometric_mean(list(ratios.values())))}"
+    return f"{low} to {high}, mean {_rounded(statistics.geometric_mean(list(ratios.values())))}"
 
 
 def _rounded(ratio: float) -> str:

@@ -6,12 +6,13 @@ import io
 import json
 import os
 import pathlib
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from bench.command import WIDTH
-from pallas_gemm.tuning.measure import Result, Spread, Timing, geometric_mean
+from pallas_gemm.tuning.measure import Result, Spread, Timing
 
 Status = Literal["ok", "refused", "failed", "wrong"]
 Mode = Literal["burst", "sustained"]
@@ -153,7 +154,7 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
             if not ratios:
                 continue
             worst = min(ratios, key=lambda case: ratios[case])
-            mean = geometric_mean(list(ratios.values()))
+            mean = statistics.geometric_mean(list(ratios.values()))
             figures = f"{mean:6.3f} {ratios[worst]:6.3f} {len(ratios):5}"
             lines.append(f"{peer:10} {mode:{_MODE}} {figures}  {worst}")
     return lines if len(lines) > 1 else []

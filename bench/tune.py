@@ -21,6 +21,7 @@ import dataclasses
 import importlib
 import io
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +45,6 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import outcome
 from pallas_gemm.tuning import space as tuning_space
-from pallas_gemm.tuning.measure import geometric_mean
 from pallas_gemm.tuning.timing import KernelMeter
 
 PROGRAM = "tune"
@@ -224,7 +224,7 @@ def summary_lines(found: Sequence[outcome.Tuned]) -> list[str]:
     lines = []
     if ours := [tuned for tuned in found if tuned.left is None]:
         worst = max(ours, key=lambda tuned: tuned.gain)
-        mean = geometric_mean([tuned.gain for tuned in ours])
+        mean = statistics.geometric_mean([tuned.gain for tuned in ours])
         lines.append(
             f"tuned configs are faster than the heuristics' choice by {mean - 1:.1%} in geometric"
             f" mean, {worst.gain - 1:.1%} at most ({outcome.problem_label(worst.problem)};"

@@ -11,16 +11,6 @@ from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.problem import Problem
 
 
-def as_taken(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """The arrays that a kernel takes: `operands`, or those of each product of a sum in turn."""
-    if not problem.terms:
-        return list(operands.present())
-    cuts = np.cumsum(problem.terms)[:-1]
-    lefts = jnp.split(operands.a, cuts, -2 if problem.transpose_a else -1)
-    rights = jnp.split(operands.b, cuts, -1 if problem.transpose_b else -2)
-    return [x for pair in zip(lefts, rights, strict=True) for x in pair]
-
-
 def small_integers(problem: Problem, rng: np.random.Generator) -> Operands:
     """Operands whose products and sums are exact in every dtype and order of summation."""
     return _operands(problem, lambda shape: rng.integers(-2, 3, shape))

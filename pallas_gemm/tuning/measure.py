@@ -205,11 +205,6 @@ def measure(
     }
 
 
-def geometric_mean(figures: Sequence[float]) -> float:
-    """Returns the geometric mean of at least one figure above 0."""
-    return math.exp(sum(map(math.log, figures)) / len(figures))
-
-
 _Turns = Mapping[str, list[Turn]]
 
 

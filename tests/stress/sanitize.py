@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from pallas_gemm.proving import memcheck
+from tests.kernels.taken import as_taken
 from tests.stress import processes
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -124,7 +125,7 @@ def compute(name: str, fault: str | None = None) -> None:
     problem, config = _products()[name]
     operands = products.small_integers(problem, np.random.default_rng(0))
     kernel = jax.jit(hopper.build(HopperPlan(problem, config, H200)))
-    arrays = products.as_taken(problem, operands)
+    arrays = as_taken(problem, operands)
     if problem.in_groups:
         # The first is crowded.
         sizes = ((problem.k if problem.ragged_k else problem.m) - 336, 0, 70, 3, 263)

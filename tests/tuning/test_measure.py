@@ -21,7 +21,6 @@ from pallas_gemm.tuning.measure import (
     Timing,
     Turn,
     Variant,
-    geometric_mean,
     measure,
     turn_order,
 )
@@ -197,10 +196,6 @@ def test_a_spread_is_the_median_and_the_quartiles(figures: list[float]) -> None:
 
 def test_the_share_of_a_spread_is_half_the_middle_half() -> None:
     assert Spread(median=2.0, low=1.9, high=2.3).share == pytest.approx(0.1)
-
-
-def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
-    assert geometric_mean([4.0, 0.25]) == pytest.approx(1)
 
 
 def test_kernels_are_shared_out_to_calls() -> None:

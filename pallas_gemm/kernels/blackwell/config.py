@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types, symmetric
+from pallas_gemm.kernels import element_types, sizes, symmetric
 from pallas_gemm.kernels.hardware import MAX_BARRIERS
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
@@ -299,20 +299,7 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
             yield f"the Blackwell kernel {missing}"
     if problem.symmetric:
         yield from symmetric.refusals(problem)
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        yield f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k}"
-    for name, shape, dtype in (
-        ("a", problem.a_shape, problem.a_dtype),
-        ("b", problem.b_shape, problem.b_dtype),
-        ("the result", problem.out_shape, problem.out_dtype),
-    ):
-        whole = 16 // dtype.itemsize
-        if shape[-1] % whole:
-            yield (
-                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
-                f" multiple of {whole} for {dtype}, got {shape[-1]};"
-                f" the next is {-(-shape[-1] // whole) * whole}"
-            )
+    yield from sizes.refusals(problem, by_tma=True)
     for name, size, transposed, stored in (
         ("m", problem.m, problem.transpose_a, "a stored [k, m]"),
         ("n", problem.n, not problem.transpose_b, "b stored [k, n]"),

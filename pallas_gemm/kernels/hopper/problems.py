@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
-from pallas_gemm.kernels import element_types, symmetric
+from pallas_gemm.kernels import element_types, sizes, symmetric
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 MOST_GROUPS = 1 << 15
@@ -23,8 +23,8 @@ MOST_ARRAYS = 6
 
 def stored_by_tma(problem: Problem) -> bool:
     """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
-    sizes = [problem.out_shape[-1] * dtype.itemsize for dtype in problem.result_dtypes]
-    return all(size % ROW_BYTES == 0 for size in sizes)
+    lengths = [problem.out_shape[-1] * dtype.itemsize for dtype in problem.result_dtypes]
+    return all(size % ROW_BYTES == 0 for size in lengths)
 
 
 def refusals(problem: Problem) -> tuple[str, ...]:
@@ -40,22 +40,7 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
         yield from _block_refusals(problem)
     yield from _transposed_refusals(problem) if problem.transpose_out else ()
     yield from symmetric.refusals(problem) if problem.symmetric else ()
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        yield (
-            f"sizes must be positive, got m={problem.m}, n={problem.n}, k={problem.k} and"
-            f" batch={problem.batch}"
-        )
-    for name, shape, dtype in (
-        ("a", problem.a_shape, problem.a_dtype),
-        ("b", problem.b_shape, problem.b_dtype),
-    ):
-        whole = ROW_BYTES // dtype.itemsize
-        if shape[-1] % whole:
-            yield (
-                f"TMA needs rows of a multiple of 16 bytes: the last dimension of {name} must be a"
-                f" multiple of {whole} for {dtype}, got {shape[-1]};"
-                f" the next is {-(-shape[-1] // whole) * whole}"
-            )
+    yield from sizes.refusals(problem, by_tma=False)
     if problem.ragged_k:
         yield from _ragged_refusals(problem)
     if problem.groups:

@@ -46,6 +46,7 @@ from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space
 from tests import epilogues, summaries
+from tests.kernels.taken import as_taken
 
 Case = tuple[HopperConfig, Problem]
 
@@ -144,7 +145,7 @@ def operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     if problem.terms:
         whole = operands(dataclasses.replace(problem, terms=()))
         return jax.eval_shape(
-            lambda a, b: products.as_taken(problem, products.Operands(a, b, None)),
+            lambda a, b: as_taken(problem, products.Operands(a, b, None)),
             *whole,
         )
     arrays = [(problem.a_shape, problem.a_dtype)]

@@ -14,6 +14,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
+from tests.kernels.taken import as_taken
 
 pytestmark = pytest.mark.gpu("hopper")
 
@@ -42,7 +43,7 @@ def check_exact(problem, config, rng):
     # What an earlier product left in the memory that the result will get must not pass for it.
     poison = jnp.full(problem.out_shape, 123, problem.out_dtype).block_until_ready()
     del poison
-    arrays = products.as_taken(problem, operands)
+    arrays = as_taken(problem, operands)
     out = np.asarray(compiled(problem, config)(*arrays)).astype(np.float64)
     np.testing.assert_array_equal(out, expected)
 
@@ -78,7 +79,7 @@ def test_sums_of_products(terms, config, layout, rng):
 def test_tiles_that_are_cut_along_k(config, layout, rng):
     problem = products.transposed(Problem(576, 576, 5000, batch=2), layout)
     check_exact(problem, config, rng)
-    operands = products.as_taken(problem, products.normal(problem, rng))
+    operands = as_taken(problem, products.normal(problem, rng))
     run = compiled(problem, config)
     first = np.asarray(run(*operands))
     for _ in range(20):

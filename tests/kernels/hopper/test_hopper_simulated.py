@@ -23,6 +23,7 @@ from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from tests import covering, group_products, races
+from tests.kernels.taken import as_taken
 
 # Small tiles simulate fast; two stages make the ring wrap after two steps, and four CTAs make each
 # worker compute several tiles.
@@ -35,7 +36,7 @@ MIRRORED = dataclasses.replace(SMALL, mirrored=True)
 def run(problem: Problem, config: HopperConfig, operands: products.Operands) -> np.ndarray:
     """Simulates the kernel; fails if it raced."""
     plan = HopperPlan(problem, config, H200, interpret=SIMULATOR)
-    return run_plan(plan, products.as_taken(problem, operands))
+    return run_plan(plan, as_taken(problem, operands))
 
 
 def run_plan(plan: HopperPlan, taken: Sequence[jax.Array]) -> np.ndarray:
@@ -204,7 +205,7 @@ def test_pieces_of_work_take_their_own_steps(terms, own_spans, rng, monkeypatch)
     config = dataclasses.replace(SMALL, schedule="raster", ctas=2, late_store=False)
     operands = products.small_integers(problem, rng)
     plan = OwnSteps(problem, config, H200, interpret=SIMULATOR)
-    out = run_plan(plan, products.as_taken(problem, operands))
+    out = run_plan(plan, as_taken(problem, operands))
     for number, (first, steps) in enumerate(own_spans):
         row, col = 128 * (number // 2), 64 * (number % 2)
         a, b = (np.asarray(x)[64 * first : 64 * (first + steps)] for x in operands[:2])
