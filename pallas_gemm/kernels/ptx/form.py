@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
@@ -9,6 +10,9 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 
 OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
 """Types of which the difference of two values is an element of 16 bits."""
+INTEGERS = frozenset((INT4, UINT4, INT8))
+PART = 64
+"""Integers are divided by this in bfloat16, see `widen.py`."""
 ZEROS_ALIGNED = 128
 """Bytes of which TMA begins a box in shared memory at a multiple."""
 BATCH = 32
@@ -21,6 +25,14 @@ MOST_COLUMNS = 16
 """Columns of sums whose rows a warpgroup exchanges at a time in shared memory."""
 PADDING = 2
 """Elements between lines there, so that threads that store at once use different banks."""
+
+
+FUSES = True
+
+
+def part(kind: np.dtype, to: np.dtype) -> int:
+    """What weights of a type are divided by as they are widened to another one."""
+    return PART if to == jnp.bfloat16 and kind in INTEGERS else 1
 
 
 class Form(NamedTuple):
@@ -53,6 +65,22 @@ class Form(NamedTuple):
     scales: Any = None
     zeros: Any = None
     sums: int = 1
+
+    @property
+    def part(self) -> int:
+        """What weights are divided by as they are widened; sums are multiplied by it."""
+        return part(self.kind, self.to) * (2**60 if self.fuses else 1)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether one instruction widens and scales weights."""
+        is_alone = bool(self.group) and self.zeros is None and not self.scales_sums
+        return FUSES and is_alone and part(self.kind, self.to) > 1 and self.scales == self.to
+
+    @property
+    def stays(self) -> bool:
+        """Whether a weight may have 4 bits below it when it is widened."""
+        return self.bits == 4 and part(self.kind, self.to) > 1
 
     @property
     def has_exact_zeros(self) -> bool:

@@ -35,7 +35,7 @@ NUMBER = plgpu.Layout.WG_SPLAT
 
 @Operation
 def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
-    """Adds the product of a step, and may leave its last WGMMAs in flight.
+    """Adds the product of a step / `form.part`, and may leave its last WGMMAs in flight.
 
     Args:
         total: The sum.
@@ -87,6 +87,7 @@ def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Fo
         blocks = scales[1][...][:, : scales[0].shape[0]]
         blocks = unpacked(blocks, form.zeros) if form.zeros in BITS else blocks
         weights -= spread(lax.concatenate(list(blocks), 1))
+    weights /= form.part
     if form.scales_sums:
         each = scales[0][...].astype(jnp.float32)
         each = lax.dynamic_slice_in_dim(each, me * form.rows, form.rows, 1)
@@ -149,6 +150,7 @@ class Step:
         self._scales, self._zeros = (*slots[2:], None, None)[:2]
         self._less: list[Any] = []
         thread = weights.thread(form, me)
+        self._none = widen.run(f"{{ .reg .b32 x; shr.b32 x, $1, 31; or.b32 $0, x, {widen._less_of(form.kind)}; }}", slots[0]) if form.part > 1 else None
         self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
         self._loads = weights.loader(form, slots[0], thread)
@@ -196,7 +198,10 @@ class Step:
         for number, spread in enumerate(self._loads.spread(top, loaded, part)):
             below = number % 2
             zero = self._less[top][below] if form.zeros else None
-            exact, rest = (zero, None) if form.has_exact_zeros else (None, zero)
+            exact, rest = (zero, None) if form.has_exact_zeros else (self._none, zero)
+            if form.fuses:
+                found.append(widen.fused(spread, form.kind, self._each[top][below]))
+                continue
             pair = widen.widened(spread, form.kind, form.to, exact)
             if form.group and not form.scales_sums:
                 pair = widen.scaled(pair, self._each[top][below], form.scales, form.to, rest)
@@ -211,7 +216,9 @@ class Step:
         for top in self._tops:
             rows = [group * form.all_rows + form.row_offset(top, below) for below in range(2)]
             words = [widen.load(place, row * size, size) for row in rows]
-            if form.scales_sums or (form.zeros and not form.has_exact_zeros):
+            if form.fuses:
+                found.append([widen.factors(widen.select(x, x, 0x1010), form.kind) for x in words])
+            elif form.scales_sums or (form.zeros and not form.has_exact_zeros):
                 found.append([widen.single(word, form.scales) for word in words])
             else:
                 found.append([widen.scale(word, form.scales, form.to) for word in words])
@@ -238,4 +245,4 @@ class Step:
         if form.zeros in BITS:
             pair = widen.zero_point(loaded, self._row, below, form.zeros, form.to)
             return widen.single(pair, form.to)
-        return widen.single(loaded, form.zeros)
+        return widen.divided(widen.single(loaded, form.zeros), form.part)

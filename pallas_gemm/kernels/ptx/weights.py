@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
 from pallas_gemm.kernels.ptx.form import BATCH, MATRIX_BYTES, WARPS, Form
-from pallas_gemm.kernels.ptx.widen import Register, load, run
+from pallas_gemm.kernels.ptx.widen import Register, Spread, load, run
 
 
 class Thread(NamedTuple):
@@ -46,7 +46,10 @@ class AlongK:
         # A row of 128 bytes is swizzled by its number, shorter ones by that of their 128 bytes.
         turned = f"{{ mul.lo.u32 $0, $1, {line}; shr.b32 $0, $0, 3; and.b32 $0, $0, {line - 16}; }}"
         self._turned = run(turned, own.row)
-        if form.bits == 4:
+        if form.stays:
+            # A byte of a word in each half.
+            text = "mul.lo.u32 $0, $1, 0x0101;"
+        elif form.bits == 4:
             # A byte of a word, and zeros.
             text = "or.b32 $0, $1, 0x4440;"
         else:
@@ -65,16 +68,18 @@ class AlongK:
             for below in range(2)
         ]
 
-    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
+    def spread(self, top: int, loaded: Any, part: int) -> list[Spread]:
         """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
         del top
         words = [loaded[below][2 * part + after] for after in range(2) for below in range(2)]
+        if self._form.stays:
+            return [Spread(widen.select(x, x, self._chosen), 0, 4) for x in words]
         if self._form.bits == 8:
-            return [widen.select(x, x, self._chosen) for x in words]
+            return [Spread(widen.select(x, x, self._chosen)) for x in words]
         zero = run("mov.b32 $0, 0;")
         # The second nibble of a byte goes to the other half, by a product: more units multiply.
         return [
-            run(f"mul.lo.u32 $0, $1, {1 << 12 | 1};", widen.select(x, zero, self._chosen))
+            Spread(run(f"mul.lo.u32 $0, $1, {1 << 12 | 1};", widen.select(x, zero, self._chosen)))
             for x in words
         ]
 
@@ -125,16 +130,17 @@ class AcrossK:
             for first in range(at, at + BATCH, 8)
         ]
 
-    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
+    def spread(self, top: int, loaded: Any, part: int) -> list[Spread]:
         """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
         del top
         found = []
         for one, two in loaded[2 * part : 2 * part + 2]:
             if self._form.bits == 4:
                 both = widen.select(one, two, 0x5410)
-                found += [both, widen.shifted(both, 4)]
+                found += [_moved(self._form, both, below * 4) for below in range(2)]
             else:
-                found += [widen.select(one, two, below | 4 + below << 8) for below in range(2)]
+                each = [widen.select(one, two, below | 4 + below << 8) for below in range(2)]
+                found += map(Spread, each)
         return found
 
 
@@ -179,14 +185,20 @@ class Turned:
             self._loaded = widen.load_matrices(self._places[whole], at * self._form.line)
         return self._loaded
 
-    def spread(self, top: int, loaded: Any, part: int) -> list[Register]:
+    def spread(self, top: int, loaded: Any, part: int) -> list[Spread]:
         """Each pair of weights of 16 of the contracted elements, in the order of WGMMA."""
         first = 2 * (top % self._form.tops_of_line)
         return [
-            widen.shifted(word, (first + below) * self._form.bits)
+            _moved(self._form, word, (first + below) * self._form.bits)
             for word in loaded[2 * part : 2 * part + 2]
             for below in range(2)
         ]
+
+
+def _moved(form: Form, word: Register, below: int) -> Spread:
+    """Two weights that have so many bits below them, which stay if there are 4."""
+    stay = below % 8 if form.stays else 0
+    return Spread(widen.shifted(word, below - stay), stay, stay)
 
 
 def loader(form: Form, start: Register, own: Thread) -> "AlongK | AcrossK | Turned":

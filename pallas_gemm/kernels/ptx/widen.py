@@ -4,19 +4,25 @@ A register has two halves, and a weight for each half goes three steps. First it
 lies in the lowest bits of its half, and the bits above it may have any value. Then it is *widened*:
 the half is the weight as bfloat16 or float16. Then it may be *scaled*, and is rounded once.
 
-The bits of an integer become the last ones of the mantissa of a large number. The large number is
-then subtracted. The bits of a float of 4 bits are moved to their places in the wider type, and a
-product corrects the bias of the exponent. The hardware converts floats of 8 bits to float16.
+In float16, the bits of an integer become the last ones of the mantissa of a large number. The large
+number is then subtracted. The mantissa of bfloat16 has too few bits for that. But its numbers up to
+the 256th go up in equal parts, of 2**-133: the bits of an integer are one of these as they are. So
+one instruction, a product by 2**127 and a sum, makes an integer / 64 of them. The sums of a tile
+are multiplied by 64. Integers of 4 bits may have 4 bits below them, which a smaller factor undoes.
+
+The bits of a float of 4 bits are moved to their places in the wider type, and a product corrects
+the bias of the exponent. The hardware converts floats of 8 bits to float16.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
+from pallas_gemm.kernels.element_types import BITS, E2M1, UINT4
+from pallas_gemm.kernels.ptx.form import INTEGERS, PART, part
 
 Register = Any
 """32 bits of each thread."""
@@ -24,10 +30,24 @@ Register = Any
 BF16, F16, F32 = (np.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 _NAMES = {BF16: "bf16", F16: "f16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
-# Of a number whose mantissa's last bit is worth 1, twice: 128 in bfloat16, 1024 in float16.
-_UNITS = {BF16: 0x43004300, F16: 0x64006400}
+# 1024 in float16, twice: the last bit of its mantissa is worth 1.
+_LARGE = 0x64006400
 # 2 ** 126 and 2 ** 14, twice: what the bias of the exponent of e2m1 is off by.
 _BIAS_OF_E2M1 = {BF16: 0x7E807E80, F16: 0x74007400}
+
+
+class Spread(NamedTuple):
+    """Two weights in a register.
+
+    Attributes:
+        word: The register.
+        low: How many bits are below the weight in the lower half.
+        high: The same of the upper half.
+    """
+
+    word: Register
+    low: int = 0
+    high: int = 0
 
 
 def run(text: str, *given: Register, loads: bool = False) -> Register:
@@ -84,14 +104,39 @@ def bits(kind: np.dtype) -> int:
     return BITS.get(kind, 8 * kind.itemsize)
 
 
-def widened(spread: Register, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
+def widened(spread: Spread, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
     """Two weights as two elements of 16 bits, less a zero point as `zero_point` returns it."""
-    if kind in (INT4, UINT4):
-        number = _large(kind, to)
-        large = _masked(spread, 0x000F000F, number, xor=True)
-        return _less(large, number, to) if zero is None else _minus(large, zero, to)
-    found = _widened(spread, kind, to)
+    if part(kind, to) > 1:
+        small = _small(spread, kind)
+        zero = run(f"mov.b32 $0, {_less_of(kind)};") if zero is None else zero
+        # 2 ** 127, or less by what the bits below a weight are worth.
+        by = 254 - spread.low << 7 | 254 - spread.high << 23
+        text = f"{{ .reg .b32 by; mov.b32 by, {by}; fma.rn.bf16x2 $0, $1, by, $2; }}"
+        return run(text, small, zero)
+    if kind in INTEGERS:
+        number = _large(kind)
+        large = _masked(spread.word, _mask(kind), number, xor=True)
+        return _less(large, number) if zero is None else _minus(large, zero, to)
+    found = _widened(spread.word, kind, to)
     return found if zero is None else _minus(found, zero, to)
+
+
+def factors(scale: Register, kind: np.dtype) -> dict[Any, Register]:
+    """What small numbers are multiplied by so that they are scaled; and what is added."""
+
+    def times(low: int, high: int) -> Register:
+        return run(f"{{ .reg .b32 by; mov.b32 by, {low << 7 | high << 23}; mul.rn.bf16x2 $0, $1, by; }}", scale)
+
+    found = {(low, high): times(194 - low, 194 - high) for low, high in ((0, 0), (4, 4), (0, 4))}
+    sign = int(np.float32(-_sign(kind) / 2.0**66).view(np.uint32)) >> 16
+    found["less"] = run(f"{{ .reg .b32 by; mov.b32 by, {sign * 0x10001}; mul.rn.bf16x2 $0, $1, by; }}", scale)
+    return found
+
+
+def fused(spread: Spread, kind: np.dtype, by: dict[Any, Register]) -> Register:
+    """Two weights, scaled."""
+    small = _small(spread, kind)
+    return run("fma.rn.bf16x2 $0, $1, $2, $3;", small, by[spread.low, spread.high], by["less"])
 
 
 def zero_point(byte: Register, row: Register, below: int, kind: np.dtype, to: np.dtype) -> Register:
@@ -105,30 +150,48 @@ def zero_point(byte: Register, row: Register, below: int, kind: np.dtype, to: np
         to: Type of the elements.
     """
     if BITS[kind] == 8:
-        return _widened(select(byte, byte, 0), kind, to)
-    text = f"{{ add.u32 $0, $2, {below}; and.b32 $0, $0, 1; shl.b32 $0, $0, 2; shr.b32 $0, $1, $0;"
-    nibble = run(text + " and.b32 $0, $0, 15; }", byte, row)
-    both = run("mul.lo.u32 $0, $1, 0x10001;", nibble)
-    if kind == E2M1:
-        return _widened(both, kind, to)
+        both = select(byte, byte, 0)
+    else:
+        text = f"{{ add.u32 $0, $2, {below}; and.b32 $0, $0, 1; shl.b32 $0, $0, 2;"
+        nibble = run(f"{text} shr.b32 $0, $1, $0; and.b32 $0, $0, 15; }}", byte, row)
+        both = run("mul.lo.u32 $0, $1, 0x10001;", nibble)
+    if part(kind, to) > 1:
+        return _times(_small(Spread(both), kind), run(f"mov.b32 $0, {0xFF00FF00};"), to)
     # What is taken off is the number that an integer is the end of, with the zero point in place.
-    return run(f"xor.b32 $0, $1, {_large(kind, to)};", both)
+    if kind in INTEGERS:
+        return _masked(both, _mask(kind), _large(kind), xor=True)
+    return _widened(both, kind, to)
 
 
-def _large(kind: np.dtype, to: np.dtype) -> int:
-    """Twice the number in whose mantissa a weight of 4 bits is; without its sign, it is 8 more."""
-    return _UNITS[to] + 0x00080008 * (kind == INT4)
+def _mask(kind: np.dtype) -> int:
+    """The bits of two weights that have nothing below them."""
+    return ((1 << BITS[kind]) - 1) * 0x10001
+
+
+def _sign(kind: np.dtype) -> int:
+    """The bit of an integer's sign: without it, the integer is larger by as much."""
+    return 0 if kind == UINT4 else 1 << BITS[kind] - 1
+
+
+def _small(spread: Spread, kind: np.dtype) -> Register:
+    """Integers without their signs, in the bits of small numbers."""
+    (_, low, high), ones, sign = spread, (1 << BITS[kind]) - 1, _sign(kind)
+    mask = ones << low | ones << high + 16
+    return _masked(spread.word, mask, sign << low | sign << high + 16, xor=True)
+
+
+def _less_of(kind: np.dtype) -> int:
+    """What the integers are larger by without their signs, less than 0, twice in bfloat16."""
+    sign = np.float32(-_sign(kind) / PART).view(np.uint32) >> 16
+    return int(sign) * 0x10001
+
+
+def _large(kind: np.dtype) -> int:
+    """Twice the number in float16 in whose mantissa a weight is, which is larger by its sign."""
+    return _LARGE + 0x10001 * _sign(kind)
 
 
 def _widened(spread: Register, kind: np.dtype, to: np.dtype) -> Register:
-    unit = _UNITS[to]
-    if kind == INT8 and to == F16:
-        zero = unit + 0x00800080
-        return _less(_masked(spread, 0x00FF00FF, zero, xor=True), zero, to)
-    if kind == INT8:
-        # bfloat16 has 7 bits of a mantissa: the sign is a number of its own.
-        low, sign = (_masked(spread, mask, unit) for mask in (0x007F007F, 0x00800080))
-        return run("sub.rn.bf16x2 $0, $1, $2;", low, sign)
     if kind == E2M1:
         rest, sign = (9, 12) if to == F16 else (6, 12)
         moved = _masked(shifted(spread, -rest), 0x00070007 << rest, 0)
@@ -146,6 +209,14 @@ def scale(loaded: Register, kind: np.dtype, to: np.dtype) -> Register:
     if kind == to:
         return select(loaded, loaded, 0x1010)
     return single(loaded, kind)
+
+
+def divided(word: Register, by: int) -> Register:
+    """A float32 divided by a power of two."""
+    if by == 1:
+        return word
+    factor = int(np.float32(1 / by).view(np.uint32))
+    return run(f"{{ .reg .b32 by; mov.b32 by, {factor}; mul.rn.f32 $0, $1, by; }}", word)
 
 
 def single(loaded: Register, kind: np.dtype) -> Register:
@@ -172,9 +243,8 @@ def _masked(word: Register, mask: int, more: int, *, xor: bool = False) -> Regis
     return run(f"lop3.b32 $0, $1, {mask}, {more}, {0x6A if xor else 0xEA};", word)
 
 
-def _less(pair: Register, number: int, to: np.dtype) -> Register:
-    name = "sub.rn.bf16x2" if to == BF16 else "sub.rn.f16x2"
-    return run(f"{{ .reg .b32 zero; mov.b32 zero, {number}; {name} $0, $1, zero; }}", pair)
+def _less(pair: Register, number: int) -> Register:
+    return run(f"{{ .reg .b32 less; mov.b32 less, {number}; sub.rn.f16x2 $0, $1, less; }}", pair)
 
 
 def _minus(pair: Register, other: Register, to: np.dtype) -> Register:

@@ -88,17 +88,16 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
             tile = rows * problem.sums, cols
             if tile[0] // consumers > MOST_ROWS:
                 continue
-            share = _may_share(problem, tile, consumers)
+            share = _may_share(tile, consumers)
             for ctas in _ctas(problem, device, tile) if share else (1,):
                 config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
                 if config is not None:
                     yield config
 
 
-def _may_share(problem: Problem, tile: tuple[int, int], consumers: int) -> bool:
-    """Whether CTAs may share tiles: those of all rows. Parts of rows have run on no GPU so."""
-    registers = tile[0] // consumers * tile[1] // WARPGROUP_THREADS
-    return registers <= MOST_SHARED and (bool(problem.groups) or tile[1] >= problem.m)
+def _may_share(tile: tuple[int, int], consumers: int) -> bool:
+    """Whether CTAs may share tiles."""
+    return tile[0] // consumers * tile[1] // WARPGROUP_THREADS <= MOST_SHARED
 
 
 def _ctas(problem: Problem, device: Device, tile: tuple[int, int]) -> Iterator[int]:

@@ -249,6 +249,7 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     total = lax.fori_loop(0, count, one_step, total)
     plgpu.wgmma_wait(0)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
+    total = total * float(form.part) if form.part > 1 else total
     if not form.scales_sums:
         last = lax.rem(before + first + (count - 1) * config.along_k, stages)
         # A piece of a tile may have fewer steps than there are parts.

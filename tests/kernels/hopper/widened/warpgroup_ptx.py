@@ -65,6 +65,14 @@ def _by_halves(function: Callable[..., Any], kind: Any) -> Callable[[Words, Word
     return run
 
 
+def _sum_of_product(kind: Any) -> Callable[[Words, Words, Words], Words]:
+    def run(x: Words, y: Words, z: Words) -> Words:
+        each = ([half.astype(np.float64) for half in _halves(word, kind)] for word in (x, y, z))
+        return _joined([p * q + r for p, q, r in zip(*each, strict=True)], kind)
+
+    return run
+
+
 def _from_8_bits(kind: Any) -> Callable[[Words], Words]:
     def run(two: Words) -> Words:
         both = [(two >> shift & 0xFF).astype(np.uint8).view(kind) for shift in (0, 8)]
@@ -112,6 +120,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 for _name, _kind in TYPES.items():
     OPERATIONS[f"sub.rn.{_name}x2"] = _by_halves(np.subtract, _kind)
     OPERATIONS[f"mul.rn.{_name}x2"] = _by_halves(np.multiply, _kind)
+    OPERATIONS[f"fma.rn.{_name}x2"] = _sum_of_product(_kind)
     OPERATIONS[f"cvt.rn.{_name}x2.f32"] = _to(_kind)
 
 
