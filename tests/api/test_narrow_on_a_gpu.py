@@ -105,6 +105,23 @@ def test_weights_of_few_bits_are_widened(size, dtype, last):
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "uint4"])
+@pytest.mark.parametrize("m", [1, 40, 100, 300])
+def test_weights_and_their_scales_may_have_one_type(m, dtype, last):
+    n, k = 640, 2048
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
+    w = abs(w) if dtype == "uint4" else w
+    scale = _powers(k // 128, n, seed=2)
+
+    def multiply(x: Any, w: Any, scale: Any) -> Any:
+        return gemm(x, w, transpose_b=last, col_scale=scale, preferred_element_type=F32)
+
+    found = _by_a_kernel(multiply, x, (w.T if last else w).astype(dtype), scale.astype(BF16))
+    wide = np.asarray(w, np.float64) * _each(scale, (k, n))
+    np.testing.assert_array_equal(found, np.asarray(x, np.float64) @ wide)
+
+
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 @pytest.mark.parametrize(
     ("m", "tiles", "config"),
