@@ -260,14 +260,18 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    # Of weights of few bits, XLA widens all in memory; blocks it scales there.
-    in_memory = plan.architecture is known_kernels.WIDENED or problem.blocks is not None
-    if options.names_something or options.numerics is not None or problem.in_groups or in_memory:
+    if options.names_something or options.numerics is not None or problem.in_groups:
+        return None
+    is_widened = plan.architecture is known_kernels.WIDENED
+    if problem.blocks is not None and not is_widened:
+        # XLA scales blocks in memory, in float32.
         return None
     if plan.source != "heuristics":
         if plan.over_xla is None or plan.over_xla >= 1:
             return None
         return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
+    if is_widened:
+        return _why_not_widened(call, problem, plan)
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
     scheme = plan.realigned.scheme
@@ -295,6 +299,18 @@ def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:
         return None
     own = f"{plan.seconds * 1e6:.0f} us of {plan.realigned.scheme}"
     return f"XLA is predicted to take {by_xla * 1e6:.0f} us, and {own}"
+
+
+def _why_not_widened(call: Call, problem: Problem, plan: Plan) -> str | None:
+    """Returns why weights of few bits are widened in memory, None if they are in the kernel."""
+    by_xla = xla_time.seconds(problem, plan.device, call.precision)
+    if problem.blocks is None or by_xla is None or plan.seconds < by_xla:
+        return None
+    widening = xla_time.widening_seconds(problem, plan.device)
+    return (
+        f"XLA is predicted to take {by_xla * 1e6:.0f} us, of which it widens weights in memory for"
+        f" {widening * 1e6:.0f} us, and the kernel that widens them {plan.seconds * 1e6:.0f} us"
+    )
 
 
 def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | None:

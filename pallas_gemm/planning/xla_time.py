@@ -51,6 +51,8 @@ JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
 """Where it is cut along k: of one more kernel, and of passes of float32 over all pieces."""
 SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
+WIDENING_SHARE = {4: 0.6, 8: 0.5}
+"""Of the bandwidth of memory, in the passes that widen weights of so many bits and scale groups."""
 MISALIGNED_FLOPS = 1.29e12
 """Of an SM, and of tiles of 128 x 128, where rows are no multiple of 16 bytes: 8191, 4095 and 1001
 cubed take 6,652, 832 and 30 us; they are predicted within 13%."""
@@ -75,6 +77,8 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
     if any(map(is_symbolic_dim, sizes)) or 0 in _sizes(problem):
         return None
     operands = {problem.a_dtype, problem.b_dtype}
+    if problem.blocks is not None and element_types.is_widened(problem.a_dtype, problem.b_dtype):
+        return _seconds(widened(problem), device) + widening_seconds(problem, device)
     if not operands <= element_types.FLOATS | {element_types.INT8}:
         return None
     if problem.blocks is not None:
@@ -84,6 +88,19 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
     if kernel_refusal(precision, (problem.a_dtype, problem.b_dtype)):
         return None
     return _seconds(problem, device)
+
+
+def widened(problem: Problem) -> Problem:
+    """Returns the product of weights of few bits once they are of the other operand's type."""
+    return dataclasses.replace(problem, b_dtype=problem.a_dtype, blocks=None)
+
+
+def widening_seconds(problem: Problem, device: Device) -> float:
+    """Predicts the time of the passes in which XLA widens and scales weights of few bits."""
+    bits = element_types.BITS[problem.b_dtype]
+    moved = math.prod(problem.b_shape) * (bits / 8 + problem.a_dtype.itemsize)
+    bandwidth = WIDENING_SHARE[bits] * device.machine.dram_bytes_per_second
+    return problem.sums * (prediction.LAUNCH_SECONDS + moved / bandwidth)
 
 
 def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:

@@ -11,8 +11,9 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
 """Types of which the difference of two values is an element of 16 bits."""
 INTEGERS = frozenset((INT4, UINT4, INT8))
-PART = 64
-"""Integers are divided by this in bfloat16, see `widen.py`."""
+PART, SCALED_PART = 2**6, 2**66
+"""Integers are divided by these in bfloat16, see `small.py`. With the second, the product of a
+scale of bfloat16 from 2**-60 to 2**60 is exact, or rounded once."""
 ZEROS_ALIGNED = 128
 """Bytes of which TMA begins a box in shared memory at a multiple."""
 BATCH = 32
@@ -25,14 +26,6 @@ MOST_COLUMNS = 16
 """Columns of sums whose rows a warpgroup exchanges at a time in shared memory."""
 PADDING = 2
 """Elements between lines there, so that threads that store at once use different banks."""
-
-
-FUSES = True
-
-
-def part(kind: np.dtype, to: np.dtype) -> int:
-    """What weights of a type are divided by as they are widened to another one."""
-    return PART if to == jnp.bfloat16 and kind in INTEGERS else 1
 
 
 class Form(NamedTuple):
@@ -67,20 +60,27 @@ class Form(NamedTuple):
     sums: int = 1
 
     @property
-    def part(self) -> int:
-        """What weights are divided by as they are widened; sums are multiplied by it."""
-        return part(self.kind, self.to) * (2**60 if self.fuses else 1)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether one instruction widens and scales weights."""
-        is_alone = bool(self.group) and self.zeros is None and not self.scales_sums
-        return FUSES and is_alone and part(self.kind, self.to) > 1 and self.scales == self.to
+    def is_small(self) -> bool:
+        """Whether weights become bfloat16 as small numbers do."""
+        return self.kind in INTEGERS and self.to == jnp.bfloat16
 
     @property
     def stays(self) -> bool:
         """Whether a weight may have 4 bits below it when it is widened."""
-        return self.bits == 4 and part(self.kind, self.to) > 1
+        return self.is_small and self.bits == 4
+
+    @property
+    def scales_at_once(self) -> bool:
+        """Whether one instruction widens and scales weights."""
+        is_alone = self.group > 0 and self.zeros is None and not self.scales_sums
+        return self.is_small and is_alone and self.scales == self.to
+
+    @property
+    def part(self) -> int:
+        """What weights are divided by; sums are multiplied by it."""
+        if not self.is_small:
+            return 1
+        return SCALED_PART if self.scales_at_once else PART
 
     @property
     def has_exact_zeros(self) -> bool:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
-from pallas_gemm.kernels.ptx import sums, weights, widen
+from pallas_gemm.kernels.ptx import small, sums, weights, widen
 from pallas_gemm.kernels.ptx.form import BATCH, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
 from pallas_gemm.kernels.ptx.operation import Operation
@@ -150,7 +150,7 @@ class Step:
         self._scales, self._zeros = (*slots[2:], None, None)[:2]
         self._less: list[Any] = []
         thread = weights.thread(form, me)
-        self._none = widen.run(f"{{ .reg .b32 x; shr.b32 x, $1, 31; or.b32 $0, x, {widen._less_of(form.kind)}; }}", slots[0]) if form.part > 1 else None
+        self._plain = small.unscaled(form.kind, slots[0]) if form.is_small else None
         self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
         self._loads = weights.loader(form, slots[0], thread)
@@ -197,13 +197,15 @@ class Step:
         form, found = self._form, []
         for number, spread in enumerate(self._loads.spread(top, loaded, part)):
             below = number % 2
-            zero = self._less[top][below] if form.zeros else None
-            exact, rest = (zero, None) if form.has_exact_zeros else (self._none, zero)
-            if form.fuses:
-                found.append(widen.fused(spread, form.kind, self._each[top][below]))
-                continue
-            pair = widen.widened(spread, form.kind, form.to, exact)
-            if form.group and not form.scales_sums:
+            exact = self._less[top][below] if form.has_exact_zeros else None
+            if form.is_small:
+                terms = self._each[top][below] if form.scales_at_once else self._plain
+                terms = terms if exact is None else terms._replace(less=exact)
+                pair = small.widened(form.kind, spread, terms)
+            else:
+                pair = widen.widened(spread.word, form.kind, form.to, exact)
+            if form.group and not (form.scales_sums or form.scales_at_once):
+                rest = self._less[top][below] if form.zeros and exact is None else None
                 pair = widen.scaled(pair, self._each[top][below], form.scales, form.to, rest)
             found.append(pair)
         return found
@@ -216,8 +218,9 @@ class Step:
         for top in self._tops:
             rows = [group * form.all_rows + form.row_offset(top, below) for below in range(2)]
             words = [widen.load(place, row * size, size) for row in rows]
-            if form.fuses:
-                found.append([widen.factors(widen.select(x, x, 0x1010), form.kind) for x in words])
+            if form.scales_at_once:
+                twice = [widen.scale(word, form.scales, form.to) for word in words]
+                found.append([small.scaled(form.kind, x) for x in twice])
             elif form.scales_sums or (form.zeros and not form.has_exact_zeros):
                 found.append([widen.single(word, form.scales) for word in words])
             else:
@@ -240,9 +243,11 @@ class Step:
         text += f" mad.lo.u32 $0, $0, {lines * line}, $2; rem.u32 x, x, {rows};"
         text += f" mul.lo.u32 x, x, {bits}; shr.b32 x, x, 3; add.u32 $0, $0, x; }}"
         loaded = widen.load(widen.run(text, self._row, self._zeros), group * line, size)
-        if form.has_exact_zeros:
-            return widen.zero_point(loaded, self._row, below, form.kind, form.to)
         if form.zeros in BITS:
-            pair = widen.zero_point(loaded, self._row, below, form.zeros, form.to)
-            return widen.single(pair, form.to)
-        return widen.divided(widen.single(loaded, form.zeros), form.part)
+            both = widen.spread_zero(loaded, self._row, below, form.zeros)
+            if form.is_small:
+                return small.zero_point(form.kind, both)
+            pair = widen.zero_point(both, form.zeros, form.to)
+            return pair if form.has_exact_zeros else widen.single(pair, form.to)
+        zero = widen.single(loaded, form.zeros)
+        return widen.divided(zero, form.part) if form.is_small else zero

@@ -73,7 +73,7 @@ class AlongK:
         del top
         words = [loaded[below][2 * part + after] for after in range(2) for below in range(2)]
         if self._form.stays:
-            return [Spread(widen.select(x, x, self._chosen), 0, 4) for x in words]
+            return [Spread(widen.select(x, x, self._chosen), (0, 4)) for x in words]
         if self._form.bits == 8:
             return [Spread(widen.select(x, x, self._chosen)) for x in words]
         zero = run("mov.b32 $0, 0;")
@@ -198,7 +198,7 @@ class Turned:
 def _moved(form: Form, word: Register, below: int) -> Spread:
     """Two weights that have so many bits below them, which stay if there are 4."""
     stay = below % 8 if form.stays else 0
-    return Spread(widen.shifted(word, below - stay), stay, stay)
+    return Spread(widen.shifted(word, below - stay), (stay, stay))
 
 
 def loader(form: Form, start: Register, own: Thread) -> "AlongK | AcrossK | Turned":

@@ -4,14 +4,10 @@ A register has two halves, and a weight for each half goes three steps. First it
 lies in the lowest bits of its half, and the bits above it may have any value. Then it is *widened*:
 the half is the weight as bfloat16 or float16. Then it may be *scaled*, and is rounded once.
 
-In float16, the bits of an integer become the last ones of the mantissa of a large number. The large
-number is then subtracted. The mantissa of bfloat16 has too few bits for that. But its numbers up to
-the 256th go up in equal parts, of 2**-133: the bits of an integer are one of these as they are. So
-one instruction, a product by 2**127 and a sum, makes an integer / 64 of them. The sums of a tile
-are multiplied by 64. Integers of 4 bits may have 4 bits below them, which a smaller factor undoes.
-
-The bits of a float of 4 bits are moved to their places in the wider type, and a product corrects
-the bias of the exponent. The hardware converts floats of 8 bits to float16.
+The bits of an integer become the last ones of the mantissa of a large float16. The large number is
+then subtracted. For bfloat16 see `small.py`. The bits of a float of 4 bits are moved to their
+places in the wider type, and a product corrects the bias of the exponent. The hardware converts
+floats of 8 bits to float16.
 """
 
 from collections.abc import Sequence
@@ -22,7 +18,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, UINT4
-from pallas_gemm.kernels.ptx.form import INTEGERS, PART, part
+from pallas_gemm.kernels.ptx.form import INTEGERS
 
 Register = Any
 """32 bits of each thread."""
@@ -30,7 +26,7 @@ Register = Any
 BF16, F16, F32 = (np.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 _NAMES = {BF16: "bf16", F16: "f16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
-# 1024 in float16, twice: the last bit of its mantissa is worth 1.
+# 1024 as float16, twice: the last bit of its mantissa is worth 1.
 _LARGE = 0x64006400
 # 2 ** 126 and 2 ** 14, twice: what the bias of the exponent of e2m1 is off by.
 _BIAS_OF_E2M1 = {BF16: 0x7E807E80, F16: 0x74007400}
@@ -41,13 +37,11 @@ class Spread(NamedTuple):
 
     Attributes:
         word: The register.
-        low: How many bits are below the weight in the lower half.
-        high: The same of the upper half.
+        below: How many bits are below the weight of each half.
     """
 
     word: Register
-    low: int = 0
-    high: int = 0
+    below: tuple[int, int] = (0, 0)
 
 
 def run(text: str, *given: Register, loads: bool = False) -> Register:
@@ -104,91 +98,48 @@ def bits(kind: np.dtype) -> int:
     return BITS.get(kind, 8 * kind.itemsize)
 
 
-def widened(spread: Spread, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
+def widened(spread: Register, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
     """Two weights as two elements of 16 bits, less a zero point as `zero_point` returns it."""
-    if part(kind, to) > 1:
-        small = _small(spread, kind)
-        zero = run(f"mov.b32 $0, {_less_of(kind)};") if zero is None else zero
-        # 2 ** 127, or less by what the bits below a weight are worth.
-        by = 254 - spread.low << 7 | 254 - spread.high << 23
-        text = f"{{ .reg .b32 by; mov.b32 by, {by}; fma.rn.bf16x2 $0, $1, by, $2; }}"
-        return run(text, small, zero)
     if kind in INTEGERS:
         number = _large(kind)
-        large = _masked(spread.word, _mask(kind), number, xor=True)
+        large = _masked(spread, _ones(kind), number, xor=True)
         return _less(large, number) if zero is None else _minus(large, zero, to)
-    found = _widened(spread.word, kind, to)
+    found = _widened(spread, kind, to)
     return found if zero is None else _minus(found, zero, to)
 
 
-def factors(scale: Register, kind: np.dtype) -> dict[Any, Register]:
-    """What small numbers are multiplied by so that they are scaled; and what is added."""
-
-    def times(low: int, high: int) -> Register:
-        return run(f"{{ .reg .b32 by; mov.b32 by, {low << 7 | high << 23}; mul.rn.bf16x2 $0, $1, by; }}", scale)
-
-    found = {(low, high): times(194 - low, 194 - high) for low, high in ((0, 0), (4, 4), (0, 4))}
-    sign = int(np.float32(-_sign(kind) / 2.0**66).view(np.uint32)) >> 16
-    found["less"] = run(f"{{ .reg .b32 by; mov.b32 by, {sign * 0x10001}; mul.rn.bf16x2 $0, $1, by; }}", scale)
-    return found
-
-
-def fused(spread: Spread, kind: np.dtype, by: dict[Any, Register]) -> Register:
-    """Two weights, scaled."""
-    small = _small(spread, kind)
-    return run("fma.rn.bf16x2 $0, $1, $2, $3;", small, by[spread.low, spread.high], by["less"])
-
-
-def zero_point(byte: Register, row: Register, below: int, kind: np.dtype, to: np.dtype) -> Register:
-    """A zero point in a byte of shared memory, as `widened` takes it.
+def spread_zero(byte: Register, row: Register, below: int, kind: np.dtype) -> Register:
+    """A zero point in a byte of shared memory, spread twice in a register.
 
     Args:
         byte: The byte; with 4 bits, it has those of two rows.
         row: A row, whose number says which half it has.
         below: How far below this row the other one is.
         kind: Type of the weights.
-        to: Type of the elements.
     """
     if BITS[kind] == 8:
-        both = select(byte, byte, 0)
-    else:
-        text = f"{{ add.u32 $0, $2, {below}; and.b32 $0, $0, 1; shl.b32 $0, $0, 2;"
-        nibble = run(f"{text} shr.b32 $0, $1, $0; and.b32 $0, $0, 15; }}", byte, row)
-        both = run("mul.lo.u32 $0, $1, 0x10001;", nibble)
-    if part(kind, to) > 1:
-        return _times(_small(Spread(both), kind), run(f"mov.b32 $0, {0xFF00FF00};"), to)
-    # What is taken off is the number that an integer is the end of, with the zero point in place.
+        return select(byte, byte, 0)
+    text = f"{{ add.u32 $0, $2, {below}; and.b32 $0, $0, 1; shl.b32 $0, $0, 2; shr.b32 $0, $1, $0;"
+    nibble = run(text + " and.b32 $0, $0, 15; }", byte, row)
+    return run("mul.lo.u32 $0, $1, 0x10001;", nibble)
+
+
+def zero_point(both: Register, kind: np.dtype, to: np.dtype) -> Register:
+    """A zero point that is spread twice, as `widened` takes it."""
     if kind in INTEGERS:
-        return _masked(both, _mask(kind), _large(kind), xor=True)
+        # What is taken off is the number that an integer is the end of, with the zero point there.
+        return _masked(both, _ones(kind), _large(kind), xor=True)
     return _widened(both, kind, to)
 
 
-def _mask(kind: np.dtype) -> int:
-    """The bits of two weights that have nothing below them."""
+def _ones(kind: np.dtype) -> int:
+    """The bits of two weights."""
     return ((1 << BITS[kind]) - 1) * 0x10001
 
 
-def _sign(kind: np.dtype) -> int:
-    """The bit of an integer's sign: without it, the integer is larger by as much."""
-    return 0 if kind == UINT4 else 1 << BITS[kind] - 1
-
-
-def _small(spread: Spread, kind: np.dtype) -> Register:
-    """Integers without their signs, in the bits of small numbers."""
-    (_, low, high), ones, sign = spread, (1 << BITS[kind]) - 1, _sign(kind)
-    mask = ones << low | ones << high + 16
-    return _masked(spread.word, mask, sign << low | sign << high + 16, xor=True)
-
-
-def _less_of(kind: np.dtype) -> int:
-    """What the integers are larger by without their signs, less than 0, twice in bfloat16."""
-    sign = np.float32(-_sign(kind) / PART).view(np.uint32) >> 16
-    return int(sign) * 0x10001
-
-
 def _large(kind: np.dtype) -> int:
-    """Twice the number in float16 in whose mantissa a weight is, which is larger by its sign."""
-    return _LARGE + 0x10001 * _sign(kind)
+    """Twice the number in whose mantissa a weight is. Without its sign, it is larger by as much."""
+    return _LARGE + (kind != UINT4) * 0x10001 * (1 << BITS[kind] - 1)
 
 
 def _widened(spread: Register, kind: np.dtype, to: np.dtype) -> Register:
@@ -213,10 +164,8 @@ def scale(loaded: Register, kind: np.dtype, to: np.dtype) -> Register:
 
 def divided(word: Register, by: int) -> Register:
     """A float32 divided by a power of two."""
-    if by == 1:
-        return word
     factor = int(np.float32(1 / by).view(np.uint32))
-    return run(f"{{ .reg .b32 by; mov.b32 by, {factor}; mul.rn.f32 $0, $1, by; }}", word)
+    return run(f"{{ .reg .b32 x; mov.b32 x, {factor}; mul.rn.f32 $0, $1, x; }}", word)
 
 
 def single(loaded: Register, kind: np.dtype) -> Register:
@@ -244,7 +193,7 @@ def _masked(word: Register, mask: int, more: int, *, xor: bool = False) -> Regis
 
 
 def _less(pair: Register, number: int) -> Register:
-    return run(f"{{ .reg .b32 less; mov.b32 less, {number}; sub.rn.f16x2 $0, $1, less; }}", pair)
+    return run(f"{{ .reg .b32 zero; mov.b32 zero, {number}; sub.rn.f16x2 $0, $1, zero; }}", pair)
 
 
 def _minus(pair: Register, other: Register, to: np.dtype) -> Register:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.kernels.ptx import fragments, multiply, row_order, sums, weights, widen
+from pallas_gemm.kernels.ptx import fragments, multiply, row_order, small, sums, weights, widen
 from pallas_gemm.kernels.ptx.form import Form
 
 THREADS = 128
@@ -244,7 +244,7 @@ def emulated(patch: pytest.MonkeyPatch, group: Warpgroup) -> None:
                 return group.run(lower.replace("low", "$0"), *given)[0]
             return group.run(text, *given, results=len(result_types or ()))
 
-    for module in (widen, weights, row_order):
+    for module in (widen, weights, row_order, small):
         patch.setattr(module, "run", run)
     for module in (widen, fragments, row_order, multiply):
         patch.setattr(module, "utils", Utils)
