@@ -1,5 +1,6 @@
 """Which products with weights of few bits a kernel computes, and how it refuses others."""
 
+import re
 from typing import Any
 
 import jax
@@ -88,6 +89,37 @@ def test_a_function_of_the_product_reduces_nothing() -> None:
     assert "a function of the product reduces nothing" in text
 
 
+def words_of(m: int, *, n: int = 2048, k: int = 2048, groups: int = 16, **options: Any) -> str:
+    """What `explain` says of a product of int4."""
+    x, w = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((k, n), jnp.int4)
+    scale = jax.ShapeDtypeStruct((groups, n) if groups > 1 else (n,), jnp.bfloat16)
+
+    def f(x: Any, w: Any, scale: Any) -> Any:
+        return pallas_gemm.gemm(x, w, col_scale=scale, **options)
+
+    with target("h200"):
+        return " ".join(str(pallas_gemm.explain(f, x, w, scale)).split())
+
+
+def test_xla_multiplies_many_rows_by_weights_that_it_widens_in_memory() -> None:
+    assert "XLA is predicted to take" not in words_of(64) + words_of(1024)
+    words = words_of(16384)
+    assert "no kernel is as fast" in words
+    found = re.search(
+        r"XLA is predicted to take (\d+) us, of which it widens weights in memory for (\d+) us, and"
+        r" the kernel that widens them (\d+) us",
+        words,
+    )
+    assert found is not None
+    by_xla, widening, own = map(int, found.groups())
+    assert widening < by_xla < own
+
+
+@pytest.mark.parametrize("options", [{"implementation": "hopper"}, {"groups": 1}], ids=str)
+def test_what_is_named_or_may_be_widened_by_xla_in_its_product_is_the_kernels(options: Any) -> None:
+    assert "XLA is predicted to take" not in words_of(16384, **options)
+
+
 def test_weights_on_the_left_are_xlas() -> None:
     asked = problem(a_dtype=jnp.int8, kind=jnp.bfloat16)
     assert of_problem(asked) == ARCHITECTURES
@@ -147,8 +179,6 @@ def test_few_tiles_of_many_rows_leave_few_sms_idle(m: int, n: int, k: int, kind:
     assert isinstance(config, WidenedConfig)
     # In whole tiles of 128 columns, at most 64 of 132 SMs have one.
     assert config.workers(asked, H200) * config.ctas_along_k > 95
-    # Tiles of a part of the rows are not shared.
-    assert config.ctas_along_k == 1 or config.tile[1] >= m
     # With 128 registers of sums, what is handed over to other CTAs spills.
     assert config.ctas_along_k == 1 or config.sum_registers <= 96
 

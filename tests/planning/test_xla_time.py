@@ -6,13 +6,14 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench import shapes
 from pallas_gemm.device import B200, H100, H200
 from pallas_gemm.planning import xla_time
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
 
 RESULTS = pathlib.Path(__file__).parents[2] / "bench" / "results"
 JUDGES = (
@@ -117,6 +118,28 @@ def test_epilogues_are_passes_and_misaligned_rows_are_slow(
     sizes: tuple[int, int, int], epilogue: Epilogue, us: float
 ) -> None:
     assert abs(_us(Problem(*sizes, epilogue=epilogue)) / us - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_4_bits", "of_8_bits"),
+    [
+        (1, 14336, 4096, 82.6, 107),
+        (16, 14336, 4096, 85.0, 108),
+        (64, 28672, 8192, 316, 395),
+        (256, 28672, 8192, 372, 458),
+        (4096, 14336, 4096, 653, 674),
+    ],
+)
+def test_weights_of_few_bits_are_widened_in_a_pass(
+    m: int, n: int, k: int, of_4_bits: float, of_8_bits: float
+) -> None:
+    # Groups of 128, on an H200.
+    for kind, us in ((jnp.int4, of_4_bits), (jnp.int8, of_8_bits)):
+        problem = Problem(m, n, k, b_dtype=kind, blocks=Blocks(128, 0, 1))
+        assert abs(_us(problem) / us - 1) < 0.04
+        # A gated product has two of them.
+        gated = dataclasses.replace(problem, epilogue=Epilogue(gated=True))
+        assert abs(_us(gated) / (2 * us) - 1) < 0.08
 
 
 def test_what_nobody_knows_is_not_predicted() -> None:
