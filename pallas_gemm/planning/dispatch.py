@@ -304,7 +304,10 @@ def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:
 def _why_not_widened(call: Call, problem: Problem, plan: Plan) -> str | None:
     """Returns why weights of few bits are widened in memory, None if they are in the kernel."""
     by_xla = xla_time.seconds(problem, plan.device, call.precision)
-    if problem.blocks is None or by_xla is None or plan.seconds < by_xla:
+    if problem.blocks is None or by_xla is None:
+        return None
+    # Nobody has measured small products of so many rows.
+    if plan.seconds < by_xla + xla_faster.XLA_SECONDS:
         return None
     widening = xla_time.widening_seconds(problem, plan.device)
     return (

@@ -14,6 +14,8 @@ INTEGERS = frozenset((INT4, UINT4, INT8))
 PART, SCALED_PART = 2**6, 2**66
 """Integers are divided by these in bfloat16, see `small.py`. With the second, the product of a
 scale of bfloat16 from 2**-60 to 2**60 is exact, or rounded once."""
+FEW_COLUMNS = 16
+"""With more, and sums of a group, threads have no register to spare."""
 ZEROS_ALIGNED = 128
 """Bytes of which TMA begins a box in shared memory at a multiple."""
 BATCH = 32
@@ -66,8 +68,11 @@ class Form(NamedTuple):
 
     @property
     def stays(self) -> bool:
-        """Whether a weight may have 4 bits below it when it is widened."""
-        return self.is_small and self.bits == 4
+        """Whether a weight may have 4 bits below it when it is widened.
+
+        With zero points, too, threads would have too few registers.
+        """
+        return self.is_small and self.bits == 4 and self.zeros is None
 
     @property
     def scales_at_once(self) -> bool:

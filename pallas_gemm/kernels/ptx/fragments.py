@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.ptx import small, sums, weights, widen
-from pallas_gemm.kernels.ptx.form import BATCH, Form
+from pallas_gemm.kernels.ptx.form import BATCH, FEW_COLUMNS, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
 from pallas_gemm.kernels.ptx.operation import Operation
 from pallas_gemm.kernels.ptx.widen import Register
@@ -87,7 +87,7 @@ def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Fo
         blocks = scales[1][...][:, : scales[0].shape[0]]
         blocks = unpacked(blocks, form.zeros) if form.zeros in BITS else blocks
         weights -= spread(lax.concatenate(list(blocks), 1))
-    weights /= form.part
+    weights /= float(form.part)
     if form.scales_sums:
         each = scales[0][...].astype(jnp.float32)
         each = lax.dynamic_slice_in_dim(each, me * form.rows, form.rows, 1)
@@ -150,7 +150,8 @@ class Step:
         self._scales, self._zeros = (*slots[2:], None, None)[:2]
         self._less: list[Any] = []
         thread = weights.thread(form, me)
-        self._plain = small.unscaled(form.kind, slots[0]) if form.is_small else None
+        unknown = slots[0] if form.cols <= FEW_COLUMNS else None
+        self._plain = small.unscaled(form.kind, unknown) if form.is_small else None
         self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
         self._loads = weights.loader(form, slots[0], thread)

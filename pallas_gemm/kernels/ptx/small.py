@@ -33,17 +33,20 @@ class Terms(NamedTuple):
     less: Register
 
 
-def unscaled(kind: np.dtype, unknown: Register) -> Terms:
+def unscaled(kind: np.dtype, unknown: Register | None) -> Terms:
     """The terms of weights that are widened alone.
 
     Args:
         kind: Their type.
-        unknown: A register of no more than 31 bits. ptxas must not know the summand, or it would
-            move the factor to a register each time.
+        unknown: A register of no more than 31 bits. Where ptxas knows the summand, it moves the
+            factors to a register each time. None if the summand is to take no register.
     """
     by = {place: run(f"mov.b32 $0, {_factors(place, PART)};") for place in PLACES}
-    text = f"{{ .reg .b32 x; shr.b32 x, $1, 31; or.b32 $0, x, {_signs(kind, PART)}; }}"
-    return Terms(by, run(text, unknown))
+    less = run(f"mov.b32 $0, {_signs(kind, PART)};")
+    if unknown is not None:
+        text = "{ .reg .b32 x; shr.b32 x, $1, 31; or.b32 $0, x, $2; }"
+        less = run(text, unknown, less)
+    return Terms(by, less)
 
 
 def scaled(kind: np.dtype, scales: Register) -> Terms:
