@@ -260,23 +260,20 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
         return None
     if options.target is None or not plan.architecture.fits(options.target):
         return _wrong_capability(plan.architecture, options.target)
-    if options.names_something or options.numerics is not None or problem.in_groups:
-        return None
+    # XLA scales blocks in memory, in float32 where there are no weights of few bits.
     is_widened = plan.architecture is known_kernels.WIDENED
-    if problem.blocks is not None and not is_widened:
-        # XLA scales blocks in memory, in float32.
+    in_memory = problem.blocks is not None and not is_widened
+    if options.names_something or options.numerics is not None or problem.in_groups or in_memory:
         return None
     if plan.source != "heuristics":
         if plan.over_xla is None or plan.over_xla >= 1:
             return None
         return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
-    if is_widened:
-        return _why_not_widened(call, problem, plan)
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
     scheme = plan.realigned.scheme
-    if scheme is not None and scheme.terms:
-        return _why_not_scheme(call, problem, plan)
+    if is_widened or (scheme is not None and scheme.terms):
+        return (_why_not_widened if is_widened else _why_not_scheme)(call, problem, plan)
     problem = problem if scheme is None else plan.realigned.problem
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes these passes as well.

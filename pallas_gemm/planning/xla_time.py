@@ -52,7 +52,7 @@ JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
 SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
-"""Of the bandwidth of memory, in the passes that widen weights of so many bits and scale groups."""
+"""Shares of the bandwidth of memory, by the bits of weights that are widened with their scales."""
 MISALIGNED_FLOPS = 1.29e12
 """Of an SM, and of tiles of 128 x 128, where rows are no multiple of 16 bytes: 8191, 4095 and 1001
 cubed take 6,652, 832 and 30 us; they are predicted within 13%."""

@@ -82,7 +82,7 @@ class Form(NamedTuple):
 
     @property
     def part(self) -> int:
-        """What weights are divided by; sums are multiplied by it."""
+        """Divides weights; sums are multiplied by it."""
         if not self.is_small:
             return 1
         return SCALED_PART if self.scales_at_once else PART

@@ -199,7 +199,7 @@ class Step:
         for number, spread in enumerate(self._loads.spread(top, loaded, part)):
             below = number % 2
             exact = self._less[top][below] if form.has_exact_zeros else None
-            if form.is_small:
+            if self._plain is not None:
                 terms = self._each[top][below] if form.scales_at_once else self._plain
                 terms = terms if exact is None else terms._replace(less=exact)
                 pair = small.widened(form.kind, spread, terms)

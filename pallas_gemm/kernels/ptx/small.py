@@ -22,7 +22,7 @@ PLACES = ((0, 0), (4, 4), (0, 4))
 
 
 class Terms(NamedTuple):
-    """What small numbers are multiplied by, and what is added.
+    """Factors of small numbers, and summands.
 
     Attributes:
         by: The factors of two weights, by how many bits are below each.
@@ -95,7 +95,7 @@ def _factors(below: tuple[int, int], part: int) -> int:
 
 
 def _signs(kind: np.dtype, part: int) -> int:
-    """What is added to each."""
+    """Two summands."""
     return _bits(-_sign(kind) / part) * 0x10001
 
 

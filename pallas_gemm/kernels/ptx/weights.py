@@ -196,7 +196,7 @@ class Turned:
 
 
 def _moved(form: Form, word: Register, below: int) -> Spread:
-    """Two weights that have so many bits below them, which stay if there are 4."""
+    """Two weights with a number of bits below them, which stay if there are 4."""
     stay = below % 8 if form.stays else 0
     return Spread(widen.shifted(word, below - stay), (stay, stay))
 
