@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, shorter, words
+from pallas_gemm.kernels import launch, place, saturating, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem
@@ -84,6 +84,8 @@ def finish(
             made[number] = quick.one_plus_tanh(plan, *inputs, *params.values(), strip.layout)
         elif step.primitive is shorter.FMA:
             made[number] = quick.fma(plan, inputs, params["signs"], strip.layout)
+        elif step.primitive is saturating.SATURATED:
+            made[number] = quick.saturated(plan, *inputs, params["new_dtype"])
         else:
             made[number] = step.primitive.bind(*inputs, **params)
     numbers = (result.value for result in program.results)

@@ -2,6 +2,9 @@
 
     x * y + z          one instruction, which rounds once
     c1 * (c2 * x)      numbers are multiplied beforehand, and so in c1 * (c2 + x)
+    x + c * x**3       x * (1 + c * x**2), and a number times that is multiplied beforehand
+    x * y + c * y      y * (x + c), where x is a product
+    1 - tanh(x)**2     (1 + tanh(x)) * (2 - (1 + tanh(x))), which is precise for large x
     1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x; and as
                        many for half of it, or other powers of two
 
@@ -19,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from pallas_gemm.kernels.saturating import saturating
 from pallas_gemm.program import Constant, Program, Step
 
 FMA = core.Primitive("fma")
@@ -27,6 +31,8 @@ ONE_PLUS_TANH = core.Primitive("one_plus_tanh")
 """times * (1 + tanh(scale * x))."""
 
 _FLOAT32 = np.dtype(np.float32)
+_OF_EXPONENT = Constant(-2 * math.log2(math.e), _FLOAT32)
+"""1 + tanh(x) takes the power of 2 to this times x."""
 _LARGEST = 1e30
 """Of the numbers that are multiplied beforehand: the product is far from where float32 ends."""
 
@@ -34,9 +40,8 @@ _LARGEST = 1e30
 @functools.lru_cache(maxsize=1024)
 def shorter(program: Program) -> Program:
     """Returns a program that computes the same in fewer instructions, as far as that is known."""
-    if program.is_coarse:
-        return program
-    return _Shortened(program).program()
+    program = saturating(program)
+    return program if program.is_coarse else _Shortened(program).program()
 
 
 class _Shortened:
@@ -133,9 +138,10 @@ class _Shortened:
         return None
 
     def _added(self, step: Step, number: int) -> int:
-        """Adds a step, and returns its number."""
+        """Adds a step that one with a number uses, and returns its own."""
         self._made[self._next] = step
         self._types[self._next] = self._types[number]
+        self._users[self._next] = [number]
         self._next += 1
         return self._next - 1
 
@@ -173,12 +179,26 @@ class _Shortened:
             if both is not None and own.primitive is lax.mul_p:
                 return step._replace(inputs=(both, pair[1]))
             return None if both is None else _fma(c, pair[1], both)
-        if (own := self._alone(inner, FMA)) and dict(own.params)["signs"] == (1, 1):
-            factor, x, added = own.inputs
-            if isinstance(factor, Constant) and isinstance(added, Constant):
-                first, last = _product(c, factor), _product(c, added)
-                return None if first is None or last is None else _fma(first, x, last)
-        return None
+        return self._times_first(c, inner, number)
+
+    def _times_first(self, c: Constant, inner: Any, number: int) -> Step | None:
+        """Returns c * (c2 * y + c3), or x times that, where c is multiplied beforehand."""
+        if own := self._alone(inner, lax.mul_p):
+            for x, y in (own.inputs, own.inputs[::-1]):
+                if linear := self._linear(c, y):
+                    return Step(lax.mul_p, (), (x, self._added(linear, number)))
+        return self._linear(c, inner)
+
+    def _linear(self, c: Constant, x: Any) -> Step | None:
+        """Returns c * (c2 * y + c3) in one instruction, if that is what x is."""
+        own = self._alone(x, FMA)
+        if own is None or dict(own.params)["signs"] != (1, 1):
+            return None
+        factor, y, added = own.inputs
+        if not isinstance(factor, Constant) or not isinstance(added, Constant):
+            return None
+        first, last = _product(c, factor), _product(c, added)
+        return None if first is None or last is None else _fma(first, y, last)
 
     def _added_up(self, number: int, step: Step) -> Step | None:
         """X * y + z, and 1 + tanh(x)."""
@@ -186,19 +206,68 @@ class _Shortened:
             if isinstance(z, Constant) and z.value == 1 and (whole := self._beside.get(x)):
                 self._same[number] = whole
                 return step
+            if linear := self._cubic(number, z, x):
+                return Step(lax.mul_p, (), (z, linear))
+            if whole := self._shared(number, z, x):
+                return whole
             if (factors := self._factors(x)) and self._is_array(z):
                 return _fma(*factors, z)
         return None
 
+    def _cubic(self, number: int, x: Any, other: Any) -> int | None:
+        """Returns 1 + c * x**2, if c * x**3 is to be added to x."""
+        own = self._alone(other, lax.mul_p)
+        pair = own and _number_first(own.inputs)
+        if not pair or not (cube := self._alone(pair[1], lax.integer_pow_p)):
+            return None
+        if cube.inputs != (x,) or dict(cube.params)["y"] != 3:
+            return None
+        square = Step(lax.integer_pow_p, (("y", 2),), (x,))
+        known = (i for i, step in enumerate(self._old.steps, self._first) if self._is(step, square))
+        made = next(known, None) or self._added(square, number)
+        return self._added(_fma(pair[0], made, Constant(1.0, _FLOAT32)), number)
+
+    def _is(self, step: Step, other: Step) -> bool:
+        return step._replace(inputs=tuple(map(self._final, step.inputs))) == other
+
+    def _shared(self, number: int, one: Any, other: Any) -> Step | None:
+        """Returns y * (x1 * x2 + c) of x1 * x2 * y + c * y, whatever the order of factors."""
+        scaled = self._alone(one, lax.mul_p)
+        if not scaled or not (pair := _number_first(scaled.inputs)):
+            return None
+        (c, y), factors = pair, self._all_factors(other)
+        if len(factors) < 3 or factors.count(y) != 1:
+            return None
+        factors.remove(y)
+        first, *others = factors
+        rest = functools.reduce(
+            lambda x, z: self._added(Step(lax.mul_p, (), (x, z)), number), others
+        )
+        return Step(lax.mul_p, (), (y, self._added(_fma(first, rest, c), number)))
+
+    def _all_factors(self, x: Any) -> list[Any]:
+        """Returns the factors of a product, and of products within it that nothing else uses."""
+        own = self._alone(x, lax.mul_p)
+        if own is None or not all(map(self._is_array, own.inputs)):
+            return [x]
+        return [factor for each in own.inputs for factor in self._all_factors(each)]
+
     def _subtracted(self, number: int, step: Step) -> Step | None:
         """X * y - z, and z - x * y."""
-        del number
         x, y = step.inputs
+        if isinstance(x, Constant) and x.value == 1 and (whole := self._squared(y)):
+            left = _fma(whole, Constant(1.0, _FLOAT32), Constant(2.0, _FLOAT32), signs=(-1, 1))
+            return Step(lax.mul_p, (), (whole, self._added(left, number)))
         if (factors := self._factors(y)) and self._is_array(x):
             return _fma(*factors, x, signs=(-1, 1))
         if (factors := self._factors(x)) and self._is_array(y):
             return _fma(*factors, y, signs=(1, -1))
         return None
+
+    def _squared(self, x: Any) -> int | None:
+        """Returns 1 + tanh(y), if x is the square of tanh(y) and nothing else uses it."""
+        factors = self._factors(x)
+        return self._beside.get(factors[0]) if factors and factors[0] == factors[1] else None
 
     def _is_array(self, x: Any) -> bool:
         return isinstance(x, Constant) or self._is_float(x)
@@ -220,6 +289,8 @@ class _Shortened:
         (x,), scale = step.inputs, 1.0
         if (own := self._alone(x, lax.mul_p)) and (pair := _number_first(own.inputs)):
             scale, x = float(pair[0].value), pair[1]
+        elif ready := self._times_first(_OF_EXPONENT, x, number):
+            scale, x = 1 / _OF_EXPONENT.value, self._added(ready, number)
         params = (("scale", scale), ("times", 1.0))
         whole = self._added(Step(ONE_PLUS_TANH, params, (x,)), number)
         self._beside[number] = whole

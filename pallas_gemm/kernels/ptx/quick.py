@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -17,6 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.saturating import LARGEST
 from pallas_gemm.kernels.traced import Values
 
 LOG2_E, MINUS_LOG2_E, ONE = "0f3FB8AA3B", "0fBFB8AA3B", "0f3F800000"
@@ -68,11 +70,12 @@ def _(values: Values, layout: Any) -> Any:
 @Operation
 def one_plus_tanh(values: Values, scale: float, times: float, layout: Any) -> Any:
     """Returns `times * (1 + tanh(scale * x))` of float32 values in registers."""
-    factor, half = _number(-2 * math.log2(math.e) * scale), _number(0.5 / times)
+    factor, half = np.float32(-2 * math.log2(math.e) * scale), _number(0.5 / times)
+    multiply = "mov.f32 x, $1" if factor == 1 else f"mul.f32 x, $1, {_number(factor)}"
     # 2 / (1 + exp(-2 x)), whose half is taken first.
     text = f"""{{
         .reg .f32 x;
-        mul.f32 x, $1, {factor};
+        {multiply};
         ex2.approx.ftz.f32 x, x;
         fma.rn.f32 x, x, {half}, {half};
         rcp.approx.ftz.f32 $0, x;
@@ -82,8 +85,22 @@ def one_plus_tanh(values: Values, scale: float, times: float, layout: Any) -> An
 
 @one_plus_tanh.meaning
 def _(values: Values, scale: float, times: float, layout: Any) -> Any:
+    # As precise as the instructions are for small results.
     del layout
-    return np.float32(times) * (1 + lax.tanh(np.float32(scale) * values))
+    return 2 * times * lax.logistic(2 * scale * values)
+
+
+@Operation
+def saturated(values: Values, dtype: Any) -> Any:
+    """Returns values clipped to what a type of 8 bits holds, in that type."""
+    # The conversion is an instruction that saturates.
+    return values.astype(dtype)
+
+
+@saturated.meaning
+def _(values: Values, dtype: Any) -> Any:
+    largest = LARGEST[np.dtype(dtype)]
+    return jnp.clip(values, -largest, largest).astype(dtype)
 
 
 @Operation
