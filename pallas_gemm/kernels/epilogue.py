@@ -13,7 +13,7 @@ from pallas_gemm.kernels import launch, place, saturating, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem
-from pallas_gemm.program import Constant, Operand, Pick, Step
+from pallas_gemm.program import Constant, Operand, Pick, Program, Step
 
 
 class Strip(NamedTuple):
@@ -35,12 +35,25 @@ class Strip(NamedTuple):
     reaches: bool = False
 
 
+class Product(NamedTuple):
+    """Values that are added up along rows, each multiplied by another one first."""
+
+    left: Any
+    right: Any
+
+
 ReadLoaded = Callable[[int], Any]
 """`read(number)`: the strip's values of an operand with a value for each element."""
 
 
 def finish(
-    plan: KernelPlan, gmem: launch.Inputs, strip: Strip, sums: Sequence[Any], read: ReadLoaded
+    plan: KernelPlan,
+    gmem: launch.Inputs,
+    strip: Strip,
+    sums: Sequence[Any],
+    read: ReadLoaded,
+    *,
+    adds_products: bool = False,
 ) -> list[Any]:
     """Runs the program of an epilogue on the sums of a strip.
 
@@ -53,6 +66,7 @@ def finish(
         strip: Where it lies.
         sums: Sums, `[rows, columns]`; of a gated result those of the gate, then those of up.
         read: Reads operands that pass through shared memory, in their order.
+        adds_products: A `Product` stands for values that are only added up along rows.
     """
     problem = plan.problem
     program = shorter.shorter(words.program(problem))
@@ -72,24 +86,37 @@ def finish(
         return made[number]
 
     unused = {x for number, own in program.picked.items() for x in (number, own.compared)}
+    products = program.products if adds_products and not problem.adds_rows_in_order else ()
     for number, step in enumerate(program.steps, first + len(program.operands)):
         if number in unused:
             continue
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
-        inputs = _alike(step, inputs, shape)
-        params = dict(step.params)
-        if step.primitive is lax.logistic_p and program.is_coarse:
-            made[number] = quick.sigmoid(plan, *inputs, strip.layout)
-        elif step.primitive is shorter.ONE_PLUS_TANH:
-            made[number] = quick.one_plus_tanh(plan, *inputs, *params.values(), strip.layout)
-        elif step.primitive is shorter.FMA:
-            made[number] = quick.fma(plan, inputs, params["signs"], strip.layout)
-        elif step.primitive is saturating.SATURATED:
-            made[number] = quick.saturated(plan, *inputs, params["new_dtype"])
+        if number in products and all(map(_is_wide, inputs)):
+            made[number] = Product(inputs[0], inputs[-1])
         else:
-            made[number] = step.primitive.bind(*inputs, **params)
+            inputs = _alike(step, inputs, shape)
+            made[number] = _run(plan, program, step, inputs, strip.layout)
     numbers = (result.value for result in program.results)
     return [None if number in unused else value(number) for number in numbers]
+
+
+def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], layout: Any) -> Any:
+    """Runs one step, in the instructions that there are for it."""
+    params = dict(step.params)
+    if step.primitive is lax.logistic_p and program.is_coarse:
+        return quick.sigmoid(plan, *inputs, layout)
+    if step.primitive is shorter.ONE_PLUS_TANH:
+        return quick.one_plus_tanh(plan, *inputs, *params.values(), layout)
+    if step.primitive is shorter.FMA:
+        return quick.fma(plan, inputs, params["signs"], layout)
+    if step.primitive is saturating.SATURATED:
+        return quick.saturated(plan, *inputs, params["new_dtype"])
+    return step.primitive.bind(*inputs, **params)
+
+
+def _is_wide(x: Any) -> bool:
+    """Whether these are values of float32, and not a number."""
+    return not isinstance(x, Constant) and jnp.ndim(x) == 2 and x.dtype == np.float32
 
 
 def columns(problem: Problem, gmem: launch.Inputs, strip: Strip, pick: Pick) -> Any:
