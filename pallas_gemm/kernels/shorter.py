@@ -1,4 +1,4 @@
-"""A program in fewer instructions, where none of its functions may be approximated.
+"""A program in fewer instructions.
 
     x * y + z          one instruction, which rounds once
     c1 * (c2 * x)      numbers are multiplied beforehand, and so in c1 * (c2 + x)
@@ -6,7 +6,8 @@
     x * y + c * y      y * (x + c), where x is a product
     1 - tanh(x)**2     (1 + tanh(x)) * (2 - (1 + tanh(x))), which is precise for large x
     1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x; and as
-                       many for half of it, or other powers of two
+                       many for half of it, or other powers of two. Where tanh may be approximated,
+                       it is one instruction
 
 The last errs by a little more than the rounding of 1 + tanh(x). It takes the place of tanh(x)
 where every use of that adds it, or its square, to a number: elsewhere tanh stays precise for small
