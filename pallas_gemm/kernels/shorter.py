@@ -31,7 +31,6 @@ FMA = core.Primitive("fma")
 ONE_PLUS_TANH = core.Primitive("one_plus_tanh")
 """times * (1 + tanh(scale * x))."""
 
-COARSE = True
 _FLOAT32 = np.dtype(np.float32)
 _OF_EXPONENT = Constant(-2 * math.log2(math.e), _FLOAT32)
 """1 + tanh(x) takes the power of 2 to this times x."""
@@ -42,8 +41,7 @@ _LARGEST = 1e30
 @functools.lru_cache(maxsize=1024)
 def shorter(program: Program) -> Program:
     """Returns a program that computes the same in fewer instructions, as far as that is known."""
-    program = saturating(program)
-    return program if program.is_coarse and not COARSE else _Shortened(program).program()
+    return _Shortened(saturating(program)).program()
 
 
 class _Shortened:
