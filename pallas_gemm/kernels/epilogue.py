@@ -93,11 +93,9 @@ def finish(
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         if number in products and all(map(_is_wide, inputs)):
             made[number] = Product(inputs[0], inputs[-1])
-        else:
-            inputs = _alike(step, inputs, shape)
-            made[number] = _run(plan, program, step, inputs, strip.layout)
-    numbers = (result.value for result in program.results)
-    return [None if number in unused else value(number) for number in numbers]
+            continue
+        made[number] = _run(plan, program, step, _alike(step, inputs, shape), strip.layout)
+    return [None if x.value in unused else value(x.value) for x in program.results]
 
 
 def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], layout: Any) -> Any:
