@@ -47,8 +47,8 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     (3, 16, 16)
 
     Scales are those of blocks, as for `gemm`. Blocks are counted from the first column on, wherever
-    groups begin: a block that lies in two groups has one scale for both. So nothing is padded, and
-    `quantize` knows nothing of groups.
+    groups begin: a block that lies in two groups has one scale for both, and is multiplied for
+    both. `quantize(..., group_sizes=sizes)` fills each group up to whole blocks.
 
     Args:
         a: The left operand, `[m, k]`.

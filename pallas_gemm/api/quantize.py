@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments
+from pallas_gemm.api import arguments, groups
 from pallas_gemm.api.eager import compiled
-from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization, Way
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization, Way, tiles_of_groups
 from pallas_gemm.op.quantize import quantize as bound
 
 BOTH = "both"
@@ -34,10 +34,16 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-@compiled("x")
+def _check_started(given: Any) -> None:
+    if given.get("group_sizes") is not None:
+        groups.check_values(given["group_sizes"], given["x"].shape[0])
+
+
+@compiled("x", "group_sizes", check=_check_started)
 def quantize(
     x: jax.Array,
     *,
+    group_sizes: jax.Array | None = None,
     block: Sequence[Any] = (1, 128),
     dtype: Any = jnp.float8_e4m3fn,
     axis: int | Literal["both"] = -1,
@@ -68,6 +74,11 @@ def quantize(
     Args:
         x: A matrix in bfloat16, float16 or float32, or several: leading dimensions are those of a
             batch.
+        group_sizes: How many rows each group has, if groups are told apart along axis -2: rows of
+            of zeros follow those of each group, up to a multiple of 128. So no block along that
+            axis has rows of two groups, and `group_sums` takes the sizes rounded up. There is room
+            for groups of any sizes; rows in no group are those of one more. If 128 rows are no
+            whole blocks, the next number of rows that are takes its place.
         block: The elements that share a scale: how many lie side by side, and how many follow each
             other along the axis. `(1, 128)` suits activations, `(128, 128)` weights. With
             `axis="both"`, two blocks may be given: `((1, 128), (128, 128))`.
@@ -95,9 +106,29 @@ def quantize(
         )
     ways = _ways(block, _axes(axis, x.ndim))
     how = Quantization(_dtype(dtype), ways, arguments.flag("power_of_two", power_of_two))
-    found = bound(x, how, arguments.options(implementation, None, None).implementation)
+    tiles = [] if group_sizes is None else _tiles(x, group_sizes, how)
+    named = arguments.options(implementation, None, None).implementation
+    found = bound(x, *tiles, how=how, implementation=named)
     pairs = [Quantized(*found[i : i + 2]) for i in range(0, len(found), 2)]
     return tuple(pairs) if axis == BOTH else pairs[0]
+
+
+def _tiles(x: jax.Array, group_sizes: Any, how: Quantization) -> list[jax.Array]:
+    """Returns the tiles of groups of rows, where these are told apart.
+
+    Raises:
+        ValueError: There are several matrices, or sizes are none.
+    """
+    sizes = arguments.array("group_sizes", group_sizes)
+    if x.ndim != 2 or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            "group_sizes must be integers, how many rows of a matrix each group has, got"
+            f" {sizes.dtype}{list(sizes.shape)} beside x of shape {list(x.shape)}"
+        )
+    groups.check_values(group_sizes, x.shape[0])
+    if all(way.axis == ALONG for way in how.ways):
+        return []
+    return [tiles_of_groups(sizes, x.shape[0], how.height)]
 
 
 def checked_block(value: Any, name: str = "block") -> tuple[int, int]:

@@ -24,7 +24,7 @@ from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.group_sums import group_sums
 from pallas_gemm.api.grouped import grouped_gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
-from pallas_gemm.kernels.quantize import Block
+from pallas_gemm.kernels.quantize import HEIGHT, Block, filled_up
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.problem import SCALES
 
@@ -244,15 +244,16 @@ def factors(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, *, derived: bo
     return Factors(x, k, x_along_rows, k_along_columns)
 
 
-def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, block: Any = None) -> Any:
-    block = cast.block if block is None else block
-    return quantize(x, block=block, dtype=cast.dtype, axis=axis, power_of_two=recipe.power_of_two)
+def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, **options: Any) -> Any:
+    options = {"block": cast.block} | options
+    power_of_two = recipe.power_of_two
+    return quantize(x, dtype=cast.dtype, axis=axis, power_of_two=power_of_two, **options)
 
 
-def _quantized_grad(recipe: Recipe, g: jax.Array) -> Any:
+def _quantized_grad(recipe: Recipe, g: jax.Array, **options: Any) -> Any:
     """Quantizes output gradients: for the gradient of inputs, and for that of the kernel."""
     own = recipe.output_grad
-    return _quantized(recipe, own, g, BOTH, block=(own.block, recipe.kernel_grad_block))
+    return _quantized(recipe, own, g, BOTH, block=(own.block, recipe.kernel_grad_block), **options)
 
 
 def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:
@@ -283,11 +284,11 @@ def product_in_groups(
 ) -> jax.Array:
     """Multiplies rows in groups by the matrices `[groups, k, n]` of their groups.
 
-    The gradients of rows and matrices are of 8 bits, too. The latter are sums over groups: rows are
-    quantized along all of them, in blocks that may lie in several groups. So rows in no group must
-    be finite.
+    The gradients of rows and matrices are of 8 bits, too. The latter are sums over groups, in which
+    each group is filled up with zeros to whole blocks.
     """
-    dtype = rows.dtype
+    dtype, along = rows.dtype, recipe.inputs.block[1]
+    height = filled_up(HEIGHT, along)
 
     @jax.custom_vjp
     def run(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -301,16 +302,16 @@ def product_in_groups(
 
     def forward(*given: jax.Array) -> Any:
         rows, matrices, sizes = given
-        left, along_rows = _quantized(recipe, recipe.inputs, rows, BOTH)
+        left, along_rows = _quantized(recipe, recipe.inputs, rows, BOTH, group_sizes=sizes)
         of_gradient, kernel = _quantized(recipe, recipe.kernel, matrices, BOTH)
         saved = _turned(along_rows), _turned(of_gradient), sizes
         return by(grouped_gemm, sizes, left, kernel), saved
 
     def backward(saved: Any, g: jax.Array) -> Any:
         along_rows, kernel, sizes = saved
-        left, columns = _quantized_grad(recipe, g.astype(dtype))
+        left, columns = _quantized_grad(recipe, g.astype(dtype), group_sizes=sizes)
         of_rows = by(grouped_gemm, sizes, left, kernel)
-        return of_rows, by(group_sums, sizes, along_rows, columns), None
+        return of_rows, by(group_sums, filled_up(sizes, height), along_rows, columns), None
 
     run.defvjp(forward, backward)
     return run(*equally_varying((rows, matrices, sizes)))

@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_gemm.kernels import groups
+
 ALONG, ACROSS = -1, -2
 """The axes whose elements blocks may follow."""
 INT8_MAX = 127
 """The largest magnitude, the same for both signs."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 """The smallest scale, whose reciprocal is a number, too."""
+HEIGHT = 128
+"""Rows of a tile at least: where groups of rows are told apart, each begins with one."""
 INFINITE = 0x7F800000
 MANTISSA = 0x7FFFFF
 
@@ -78,6 +82,12 @@ class Quantization:
         return f"to {self.dtype} in blocks of {' and '.join(blocks)}"
 
     @property
+    def height(self) -> int:
+        """Rows of a tile where groups are told apart: the first whole blocks that are enough."""
+        along = next((way.block.along for way in self.ways if way.axis == ACROSS), HEIGHT)
+        return filled_up(HEIGHT, along)
+
+    @property
     def largest(self) -> float:
         """The largest magnitude of a value."""
         if jnp.issubdtype(self.dtype, jnp.integer):
@@ -128,12 +138,49 @@ def values_of(x: jax.Array, reciprocal: jax.Array, how: Quantization) -> jax.Arr
     return jnp.where(jnp.isnan(values), 0, values).astype(how.dtype)
 
 
-def by_xla(x: jax.Array, how: Quantization) -> list[Any]:
-    """Computes what is asked for: values, then scales, of each way."""
+def filled_up(sizes: Any, height: int) -> Any:
+    """Returns how many rows groups of these sizes have when they are filled up to whole tiles."""
+    return (sizes + (height - 1)) // height * height
+
+
+def tiles_of_groups(sizes: jax.Array, rows: int, height: int) -> jax.Array:
+    """Returns the first row of each tile, and the one after the last of its group: `[tiles, 2]`.
+
+    Rows in no group are those of one more. There is room for groups of all sizes: the tiles that
+    are left have no rows.
+    """
+    sizes = groups.within(sizes, rows)
+    # What is left, if sizes say no more than there is.
+    others = groups.sums(sizes[None])[0]
+    every = jnp.concatenate([sizes, jnp.maximum(rows - others, 0)])
+    count = (rows + every.shape[0] * (height - 1)) // height
+    number = lax.iota(jnp.int32, count)
+    _, first, end = groups.tiles_of(groups.bounds(every, rows, height), height, number)
+    end = jnp.minimum(end, rows)
+    return jnp.stack([jnp.where(first < end, x, 0) for x in (first, end)], axis=1)
+
+
+def by_xla(x: jax.Array, *tiles: jax.Array, how: Quantization) -> list[Any]:
+    """Computes what is asked for: values, then scales, of each way.
+
+    Args:
+        x: The matrix, or several.
+        *tiles: Its tiles, where groups of rows are told apart.
+        how: How it is quantized.
+    """
+    apart = _in_tiles(x, *tiles, how.height) if tiles else x
     found: list[Any] = []
     for way in how.ways:
-        found += _in_way(x, how, way)
+        found += _in_way(apart if way.axis == ACROSS else x, how, way)
     return found
+
+
+def _in_tiles(x: jax.Array, tiles: jax.Array, height: int) -> jax.Array:
+    """Returns the rows of tiles, and zeros in place of those that are not of a tile's group."""
+    first, end = (lax.broadcast_in_dim(own, (tiles.shape[0], height), (0,)) for own in tiles.T)
+    row = first + lax.broadcasted_iota(jnp.int32, first.shape, 1)
+    places = jnp.where(row < end, row, x.shape[0]).reshape(-1)
+    return x.at[places].get(mode="fill", fill_value=0)
 
 
 def _in_way(x: jax.Array, how: Quantization, way: Way) -> tuple[jax.Array, jax.Array]:

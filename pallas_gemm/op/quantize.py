@@ -3,6 +3,9 @@
     x[m, k]  ──▶  along k    values [m, k], scales [m, k / g]
              ──▶  along m    values [k, m], scales [m / g, k]
 
+Where groups of rows are told apart, each begins with a tile of 128 rows along m, and zeros fill its last
+one: the second operand says where tiles are (`kernels/quantize.py`).
+
 It has no derivative. On a mesh, each device quantizes its part (`quantize_partition`).
 """
 
@@ -19,7 +22,7 @@ from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
 from pallas_gemm.op import kept_kernels
 from pallas_gemm.op.mesh import mesh_context, quantize_partition
-from pallas_gemm.op.product import run_as_jax_does
+from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
 
@@ -35,33 +38,39 @@ NO_DERIVATIVE = (
 )
 
 
-def quantize(x: jax.Array, how: Quantization, implementation: str | None = None) -> list[Any]:
-    """Quantizes blocks of a matrix, or of several: returns values and scales of each way."""
+def quantize(
+    x: jax.Array, *tiles: jax.Array, how: Quantization, implementation: str | None = None
+) -> list[Any]:
+    """Quantizes blocks of a matrix, or of several: returns values and scales of each way.
+
+    Tiles are those of groups of rows, if these are told apart.
+    """
+    given = equally_varying((x, *tiles))
     return quantize_p.bind(
-        x,
+        *given,
         how=how,
         implementation=implementation,
         target=targeting.known_target(x),
-        devices=mesh_context.request_of(implementation, (x,)),
+        devices=mesh_context.request_of(implementation, given),
     )
 
 
 @quantize_p.def_effectful_abstract_eval
-def _abstract(x: Any, *, how: Quantization, implementation: str | None, **_: Any) -> Any:
-    results = _types(how, x)
+def _abstract(*given: Any, how: Quantization, implementation: str | None, **_: Any) -> Any:
+    results = _types(how, *given)
     if implementation != "interpret":
         return results, set()
-    return results, _effects(how, signature_of((x,)))
+    return results, _effects(how, signature_of(given))
 
 
 @_part_p.def_abstract_eval
-def _abstract_part(x: Any, *, how: Quantization, **_: Any) -> Any:
-    return _types(how, *mesh_context.types_off_mesh(*signature_of((x,))))
+def _abstract_part(*given: Any, how: Quantization, **_: Any) -> Any:
+    return _types(how, *mesh_context.types_off_mesh(*signature_of(given)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _types(how: Quantization, x: Any) -> Any:
-    return jax.make_jaxpr(functools.partial(blocks.by_xla, how=how))(x).out_avals
+def _types(how: Quantization, *given: Any) -> Any:
+    return jax.make_jaxpr(functools.partial(blocks.by_xla, how=how))(*given).out_avals
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,24 +81,23 @@ def _effects(how: Quantization, signature: Signature) -> Any:
 
 
 def _lowered(
-    ctx: mlir.LoweringRuleContext, x: Any, *, devices: Any, gpu: bool, **asked: Any
+    ctx: mlir.LoweringRuleContext, *given: Any, devices: Any, gpu: bool, **asked: Any
 ) -> Any:
     """Lowers it for one device, or for several that share the array."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return _lowered_part(ctx, x, gpu=gpu, **asked)
+        return _lowered_part(ctx, *given, gpu=gpu, **asked)
     how, target = asked["how"], asked["target"]
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(blocks.by_xla, how=how)
     else:
         part = functools.partial(_part_p.bind, how=how, implementation=asked["implementation"])
         run = functools.partial(quantize_partition.shared, how, part, target)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, x)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *given)
 
 
 def _lowered_part(
     ctx: mlir.LoweringRuleContext,
-    x: Any,
-    *,
+    *given: Any,
     how: Quantization,
     implementation: str | None,
     target: Any,
@@ -101,8 +109,8 @@ def _lowered_part(
     chosen = planning.decide(how, signature, device, implementation)
     kept = gpu and chosen.plan is not None and implementation != "interpret"
     if kept and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
-        return kept_kernels.lower(ctx, (x,), chosen, signature)
-    return mesh_context.lower_off_mesh(ctx, chosen.run(), (x,))
+        return kept_kernels.lower(ctx, given, chosen, signature)
+    return mesh_context.lower_off_mesh(ctx, chosen.run(), given)
 
 
 def _jvp(*_: Any, **__: Any) -> Any:
@@ -110,7 +118,10 @@ def _jvp(*_: Any, **__: Any) -> Any:
 
 
 def _batch(operands: Any, dims: Any, **options: Any) -> Any:
-    """Maps it: one leading dimension more."""
+    """Maps it: one leading dimension more. XLA does it where groups are told apart."""
+    if len(operands) > 1:
+        results = jax.vmap(functools.partial(blocks.by_xla, how=options["how"]), dims)(*operands)
+        return results, [0] * len(results)
     results = quantize_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **options)
     return results, [0] * len(results)
 

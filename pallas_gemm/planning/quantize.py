@@ -38,7 +38,7 @@ class Quantizer(NamedTuple):
         by = "XLA" if self.plan is None else f"a kernel for {self.plan.device.kind}"
         return f"{list(self.shape)} {self.how}, by {by}: {self.reason}"
 
-    def run(self) -> Callable[[jax.Array], list[Any]]:
+    def run(self) -> Callable[..., list[Any]]:
         """Returns the function that quantizes a matrix."""
         if self.plan is None:
             return functools.partial(quantize.by_xla, how=self.how)
@@ -65,24 +65,28 @@ def decide(
     Raises:
         ValueError: The kernel is named, and cannot do it.
     """
-    ((shape, dtype),) = signature
+    (shape, dtype), *tiles = signature
     simulated = implementation == "interpret"
     if simulated:
         device = H200
-    why = _why_xla(how, shape, dtype, device, implementation)
+    why = _why_xla(how, signature, device, implementation)
     if why is not None:
         if implementation in (HOPPER, "interpret"):
             raise ValueError(f"implementation={implementation!r} cannot quantize this: {why}")
         return Quantizer(how, shape, None, why)
     assert device is not None
-    plan = QuantizePlan(how, _matrices(how, shape), dtype, device, simulated and _simulator())
+    groups = tiles[0][0][0] if tiles else None
+    interpret = simulated and _simulator()
+    matrices = _matrices(how, shape)
+    plan = QuantizePlan(how, matrices, dtype, device, interpret, groups=groups)
     return Quantizer(how, shape, plan, "it reads the array once")
 
 
 def _why_xla(
-    how: Quantization, shape: Any, dtype: Any, device: Device | None, implementation: str | None
+    how: Quantization, signature: Signature, device: Device | None, implementation: str | None
 ) -> str | None:
     """Returns why XLA does it; None if the kernel does."""
+    (shape, dtype), *tiles = signature
     if implementation == "xla":
         return "implementation='xla' asks for it"
     if device is None:
@@ -92,7 +96,7 @@ def _why_xla(
         return f"the kernel is for Hopper: it {device.lacks('9.0')}"
     if any(map(is_symbolic_dim, shape)):
         return "a symbolic size is no kernel's"
-    return next(refusals(how, _matrices(how, shape), dtype), None)
+    return next(refusals(how, _matrices(how, shape), dtype, groups=bool(tiles)), None)
 
 
 def _matrices(how: Quantization, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -106,21 +110,24 @@ def _matrices(how: Quantization, shape: tuple[int, ...]) -> tuple[int, int, int]
     return batch, rows, cols
 
 
-def by_kernel(own: Quantizer, kernel: Callable[..., Any], x: jax.Array) -> list[Any]:
+def by_kernel(
+    own: Quantizer, kernel: Callable[..., Any], x: jax.Array, *tiles: jax.Array
+) -> list[Any]:
     """Returns what a kernel makes of an array, in the shapes that were asked for."""
     assert own.plan is not None
-    *lead, rows, cols = own.shape
-    values, scales = kernel(x.reshape(own.plan.shape))
+    values, scales = kernel(x.reshape(own.plan.shape), *tiles)
     found: list[Any] = []
     for number, way in enumerate(own.how.ways):
+        matrices = own.plan.whole(way)
+        *lead, rows, cols = matrices[1:] if tiles else own.shape
         shape = (cols, rows) if way.axis == ACROSS else (rows, cols)
         scale = scales[own.plan.scales_of(number)]
         if way.axis == ALONG and not is_square(way):
             scale = jnp.swapaxes(scale, -1, -2)
-        down, along = way.blocks(own.plan.shape)
+        down, along = way.blocks(matrices)
         scale = scale[:, :down, :along]
         found += [values[number].reshape(*lead, *shape)]
-        found += [scale.reshape(*lead, *way.blocks(own.shape))]
+        found += [scale.reshape(*lead, *way.blocks((rows, cols)))]
     return found
 
 

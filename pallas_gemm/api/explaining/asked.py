@@ -130,7 +130,7 @@ def quantized(program: Trace, device: Any) -> tuple[str, ...]:
     for operation in program.operations:
         if operation.equation.primitive is quantize_p:
             named = operation.equation.params
-            signature = signature_of((operation.equation.invars[0].aval,))
+            signature = signature_of(tuple(x.aval for x in operation.equation.invars))
             own = quantize.decide(
                 named["how"], signature, named["target"] or device, named["implementation"]
             )

@@ -94,8 +94,8 @@ class Experts(routed.Mixture, nn.Module):
 class Fp8Experts(blocks.MixtureInBlocks, Experts):
     """`Experts` whose products, those of the gradients too, are of 8 bits.
 
-    The gradients of the kernels are sums over the tokens of each expert. Their blocks are those of
-    all tokens, sorted by expert: a block that lies in two experts has one scale for both.
+    The gradients of the kernels are sums over the tokens of each expert, which are filled up with
+    zeros to whole blocks.
 
     >>> Fp8Experts(num_experts=8, hidden_features=14336, dtype=jnp.bfloat16)  # doctest: +SKIP
 

@@ -26,7 +26,9 @@ Part = Callable[..., Sequence[jax.Array]]
 """Quantizes what one device has, for a GPU or None: its argument `target`."""
 
 
-def shared(how: Quantization, part: Part, target: Any, x: jax.Array) -> list[jax.Array]:
+def shared(
+    how: Quantization, part: Part, target: Any, x: jax.Array, *tiles: jax.Array
+) -> list[jax.Array]:
     """Quantizes an array in parts that XLA hands out to the devices of a mesh.
 
     Args:
@@ -34,17 +36,18 @@ def shared(how: Quantization, part: Part, target: Any, x: jax.Array) -> list[jax
         part: Computes the part of one device.
         target: The GPU, if it is known.
         x: The array.
+        *tiles: Its tiles, where groups of rows are told apart. Then each device has all rows.
     """
     run = custom_partitioning(functools.partial(part, target=target))
     run.def_partition(
         functools.partial(_partition, how, part, target),
-        **_rule(how, x.shape),
+        **_rule(how, x.shape, *(own.shape for own in tiles)),
         # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
         decode_shardings=False,
     )
-    name = f"{how} {signature_of((x,))} {__version__}"
+    name = f"{how} {signature_of((x, *tiles))} {__version__}"
     with set_xla_metadata(pallas_gemm=hashlib.sha256(name.encode()).hexdigest()):
-        return list(run(x))
+        return list(run(x, *tiles))
 
 
 class _Dimension(NamedTuple):
@@ -79,27 +82,30 @@ def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
     return _Dimension(whole, of_scales, sizes)
 
 
-def _rule(how: Quantization, shape: Sequence[int]) -> dict[str, Any]:
+def _rule(how: Quantization, shape: Sequence[int], *tiles: Sequence[int]) -> dict[str, Any]:
     """Says which dimensions of the results are those of the array."""
     lead = [f"d{i}" for i in range(len(shape) - 2)]
-    lengths = zip(*(way.lying for way in how.ways), strict=True)
+    lengths = tuple(zip(*(way.lying for way in how.ways), strict=True))
     named = zip("rc", shape[-2:], lengths, strict=True)
     rows, cols = (_dimension(*own) for own in named)
+    # Groups that are told apart have more rows.
+    apart = _dimension("t", tiles[0][0] * how.height, lengths[0]) if tiles else rows
     results = []
     for number, way in enumerate(how.ways):
-        values = (rows.whole, cols.whole)
+        own = apart if way.axis == ACROSS else rows
+        values = (own.whole, cols.whole)
         results.append((*lead, *(values[::-1] if way.axis == ACROSS else values)))
-        results.append((*lead, rows.of_scales[number], cols.of_scales[number]))
-    given = " ".join((*lead, rows.whole, cols.whole))
-    text = f"{given} -> {', '.join(' '.join(own) for own in results)}"
-    return {"sharding_rule": text, **rows.sizes, **cols.sizes}
+        results.append((*lead, own.of_scales[number], cols.of_scales[number]))
+    given = [" ".join((*lead, rows.whole, cols.whole)), *("n w" for _ in tiles)]
+    text = f"{', '.join(given)} -> {', '.join(' '.join(own) for own in results)}"
+    return {"sharding_rule": text, **rows.sizes, **cols.sizes, **apart.sizes}
 
 
 def _partition(
     how: Quantization, part: Part, target: Any, mesh: Mesh, args: Sequence[Any], _: Any
 ) -> Any:
     """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    (x,) = args
+    x, *tiles = args
     ndim = len(x.shape)
     fine = mesh_axes.refined(mesh, x.sharding, ndim)
     wanted = mesh_axes.placement(x.sharding, ndim, fine)
@@ -107,6 +113,8 @@ def _partition(
     whole = (math.lcm(*own) for own in zip(*(way.lying for way in how.ways), strict=True))
     steps = [*(1,) * (ndim - 2), *whole]
     *lead, rows, cols = map(functools.partial(_kept, fine), wanted, x.shape, steps)
+    if tiles:
+        rows = ()
 
     def sharding(*last: Axes) -> NamedSharding:
         return NamedSharding(fine, PartitionSpec(*(axes or None for axes in (*lead, *last))))
@@ -116,7 +124,8 @@ def _partition(
         values = sharding(cols, rows) if way.axis == ACROSS else sharding(rows, cols)
         results += [values, sharding(rows, cols)]
     run = functools.partial(part, target=target or targeting.absent_gpu(mesh))
-    return fine, run, results, (sharding(rows, cols),)
+    whole_tiles = [NamedSharding(fine, PartitionSpec()) for _ in tiles]
+    return fine, run, results, (sharding(rows, cols), *whole_tiles)
 
 
 def _kept(mesh: Mesh, axes: Axes, size: int, step: int) -> Axes:

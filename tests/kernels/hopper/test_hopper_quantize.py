@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import Quantized
 from pallas_gemm.device import H200
+from pallas_gemm.kernels import quantize
 from pallas_gemm.kernels.hopper.quantize import kernel
 from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals
 from pallas_gemm.kernels.quantize import Block, Quantization, Way
@@ -34,15 +35,16 @@ MIXED = Quantization(E4M3, (Way(-1, Block(1, 128)), Way(-2, Block(128, 128))))
 """What the gradient of a layer's result becomes in training."""
 
 
-def simulated(own: Quantization, x: jax.Array, **options: Any) -> list[Any]:
+def simulated(own: Quantization, x: jax.Array, *tiles: jax.Array, **options: Any) -> list[Any]:
     """Simulates the kernel; fails if it raced."""
     interpret = plgpu.InterpretGPUParams(detect_races=True)
+    options["groups"] = tiles[0].shape[0] if tiles else None
     plan = QuantizePlan(own, (1, *x.shape), x.dtype, H200, interpret, **options)
     run = functools.partial(
         planning.by_kernel, planning.Quantizer(own, x.shape, plan, ""), kernel.build(plan)
     )
     with races.recorded() as raced:
-        found = jax.block_until_ready(run(x))
+        found = jax.block_until_ready(run(x, *tiles))
         assert not raced()
     return found
 
@@ -82,6 +84,35 @@ def test_a_ring_of_one_slot_and_several_store_slots_are_as_good(rng: np.random.G
             assert_quantized(Quantized(*pair), x, (1, 128), jnp.float8_e4m3fn, axis=axis)
 
 
+@pytest.mark.parametrize(
+    ("own", "sizes"),
+    [
+        (how(block=(1, 32)), (100, 0, 150, 6)),
+        (MIXED, (1, 129, 37, 40)),
+        (how(axes=(-2,), dtype=jnp.int8), (0, 256)),
+        (how(axes=(-2,), block=(128, 128)), (200, 100)),
+    ],
+    ids=str,
+)
+def test_groups_of_rows_are_told_apart(
+    own: Quantization, sizes: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    """Along columns, each begins with a multiple of 128, and zeros follow it."""
+    x = rng.standard_normal((256, 144)) * 2.0 ** rng.integers(-6, 6, (256, 1))
+    x = jnp.asarray(x, jnp.bfloat16)
+    tiles = quantize.tiles_of_groups(jnp.asarray(sizes), 256, own.height)
+    apart, first, start = np.zeros((len(tiles) * 128, 144)), 0, 0
+    for size in (*sizes, max(0, 256 - sum(sizes))):
+        rows = np.asarray(x[first : first + size], np.float64)
+        apart[start : start + len(rows)] = rows
+        first, start = first + size, start + quantize.filled_up(size, 128)
+    found = simulated(own, x, tiles, ctas=3)
+    for number, way in enumerate(own.ways):
+        pair = Quantized(*found[2 * number : 2 * number + 2])
+        whole = apart if way.axis == -2 else x
+        assert_quantized(pair, whole, way.block, own.dtype.type, axis=way.axis)
+
+
 def test_every_tile_is_taken_once() -> None:
     for band in (1, 2, 3, 8):
         plan = QuantizePlan(how(), (2, 600, 300), jnp.bfloat16, H200, band=band)
@@ -91,22 +122,25 @@ def test_every_tile_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "dtype"),
+    ("own", "dtype", "groups"),
     [
-        (how(), jnp.bfloat16),
-        (how(axes=(-1,)), jnp.bfloat16),
-        (how(axes=(-2,), dtype=E5M2), jnp.float16),
-        (how(block=(1, 32), power=True), jnp.bfloat16),
-        (how(block=(128, 128)), jnp.bfloat16),
-        (how(dtype=jnp.int8), jnp.bfloat16),
-        (MIXED, jnp.bfloat16),
+        (how(), jnp.bfloat16, None),
+        (how(axes=(-1,)), jnp.bfloat16, None),
+        (how(axes=(-2,), dtype=E5M2), jnp.float16, None),
+        (how(block=(1, 32), power=True), jnp.bfloat16, None),
+        (how(block=(128, 128)), jnp.bfloat16, None),
+        (how(dtype=jnp.int8), jnp.bfloat16, None),
+        (MIXED, jnp.bfloat16, None),
+        (how(), jnp.bfloat16, 72),
+        (MIXED, jnp.bfloat16, 72),
     ],
     ids=lambda own: str(own)[:80],
 )
-def test_nothing_is_spilled(own: Quantization, dtype: Any) -> None:
-    plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200)
-    x = jax.ShapeDtypeStruct(plan.shape, dtype)
-    (found,) = summaries.KEPT.of(kernel.build(plan), x, target="h200")
+def test_nothing_is_spilled(own: Quantization, dtype: Any, groups: int | None) -> None:
+    plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200, groups=groups)
+    given = [jax.ShapeDtypeStruct(plan.shape, dtype)]
+    given += [jax.ShapeDtypeStruct((groups, 2), jnp.int32)] if groups else []
+    (found,) = summaries.KEPT.of(kernel.build(plan), *given, target="h200")
     assert found.spill_bytes == 0
     # As many CTAs share an SM as the plan says.
     assert found.shared_memory_bytes * plan.resident <= H200.shared_memory

@@ -11,6 +11,10 @@ Timeline
     per tile    wait for its slot; for each way and half of the lines: registers, largest
                 magnitudes, scales ──▶ memory, values ──▶ store slot; commit; TMA stores it
                 when all threads have read the slot, TMA loads the tile after next into it
+
+Where groups of rows are told apart, a tile has rows of one group, and begins with any row. Along
+rows, those of its group are quantized and stored. Zeros take the place of the others before it is
+quantized along columns.
 """
 
 import functools
@@ -24,7 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, smem
+from pallas_gemm.kernels import launch, place, smem
+from pallas_gemm.kernels.hopper.groups import group_rows
+from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan, is_square
 from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Way, scales_of, values_of
@@ -42,6 +48,31 @@ class Tile(NamedTuple):
     batch: Scalar
     row: Scalar
     col: Scalar
+
+
+class Rows(NamedTuple):
+    """The rows of a tile: the first, and the one after the last of its group, if there are any."""
+
+    first: Scalar
+    end: Any = None
+
+    @property
+    def count(self) -> Any:
+        """How many of the tile there are; those of its group may be more."""
+        return self.end - self.first
+
+
+class Given(NamedTuple):
+    """What is quantized, and its tiles, where groups of rows are told apart; else None."""
+
+    x: Any
+    tiles: Any = None
+
+    def rows(self, at: Tile) -> Rows:
+        """The rows of a tile."""
+        if self.tiles is None:
+            return Rows(at.row * TILE)
+        return Rows(*(self.tiles[at.row, word] for word in (0, 1)))
 
 
 def tile_at(plan: QuantizePlan, index: Scalar) -> Tile:
@@ -81,7 +112,9 @@ class Results(NamedTuple):
     scales: Sequence[Any]
 
 
-def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, full: Ref) -> None:
+def _body(
+    plan: QuantizePlan, given: Given, values: Any, scales: Any, buffers: Smem, full: Ref
+) -> None:
     """Runs the warpgroup of a CTA."""
     views = functools.partial(smem.views, simulated=plan.simulated)
     (tiles,) = views(buffers.tiles)
@@ -91,11 +124,11 @@ def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, f
 
     def fetch(turn: Scalar) -> None:
         at = tile_at(plan, worker + turn * plan.workers)
-        slot = lax.rem(turn, jnp.int32(plan.stages))
+        slot, first = lax.rem(turn, jnp.int32(plan.stages)), given.rows(at).first
         for half in range(TILE // HALF):
-            here = pl.ds(at.row * TILE, TILE), pl.ds(at.col * TILE + half * HALF, HALF)
+            here = pl.ds(first, TILE), pl.ds(at.col * TILE + half * HALF, HALF)
             box = tiles.box.at[slot, half]
-            plgpu.copy_gmem_to_smem(x.at[at.batch].at[here], box, full.at[slot])
+            plgpu.copy_gmem_to_smem(given.x.at[at.batch].at[here], box, full.at[slot])
 
     for turn in range(plan.stages):
         pl.when(turn < count)(functools.partial(fetch, jnp.int32(turn)))
@@ -103,14 +136,14 @@ def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, f
     @pl.loop(0, count)
     def _one_tile(turn: Scalar) -> None:
         at = tile_at(plan, worker + turn * plan.workers)
-        slot = lax.rem(turn, jnp.int32(plan.stages))
+        slot, rows = lax.rem(turn, jnp.int32(plan.stages)), given.rows(at)
         plgpu.barrier_wait(full.at[slot])
         in_flight = (plan.stores - 1) * len(slots)
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         plgpu.commit_smem()
         mine = lax.rem(turn, jnp.int32(plan.stores))
         stored = [slot.tile.at[mine] for slot in slots]
-        _quantize(plan, tiles.tile.at[slot], at, stored, scales)
+        _quantize(plan, tiles.tile.at[slot], (at, rows), stored, scales)
         plgpu.commit_smem()
 
         @pl.when(turn + plan.stages < count)
@@ -118,19 +151,35 @@ def _body(plan: QuantizePlan, x: Ref, values: Any, scales: Any, buffers: Smem, f
             fetch(turn + plan.stages)
 
         for way, store, target in zip(plan.how.ways, slots, values, strict=True):
+            box, own = store.box.at[mine], target.at[at.batch]
             places = pl.ds(at.row * TILE, TILE), pl.ds(at.col * TILE, TILE)
+            if way.axis == ALONG and plan.groups:
+                where = place.Where(None, rows.first, at.col * TILE, end=rows.end)
+                group_rows.store(box, own, group_rows.Place(Chunk(0, TILE, 0, TILE), where))
+                continue
             here = places[::-1] if way.axis == ACROSS else places
-            plgpu.copy_smem_to_gmem(store.box.at[mine], target.at[at.batch].at[here])
+            plgpu.copy_smem_to_gmem(box, own.at[here])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _quantize(
-    plan: QuantizePlan, tile: Ref, at: Tile, stored: Sequence[Ref], scales: Sequence[Ref]
+    plan: QuantizePlan,
+    tile: Ref,
+    place: tuple[Tile, Rows],
+    stored: Sequence[Ref],
+    scales: Sequence[Ref],
 ) -> None:
     """Quantizes a tile in each way: values to store slots, scales to memory."""
-    whole = _quantize_whole(plan, tile, at, scales[0]) if plan.squares else None
-    for number, (way, store) in enumerate(zip(plan.how.ways, stored, strict=True)):
+    whole, (at, rows) = None, place
+    along = [number for number, way in enumerate(plan.how.ways) if way.axis == ALONG]
+    across = [number for number, way in enumerate(plan.how.ways) if way.axis == ACROSS]
+    for number in (*along, *across):
+        way, store = plan.how.ways[number], stored[number]
+        if plan.groups and across and number == across[0]:
+            pl.when(rows.count < TILE)(functools.partial(_zero_the_rest, tile, rows.count))
+        if is_square(way) and whole is None:
+            whole = _quantize_whole(plan, tile, at, scales[0])
         for half in range(TILE // HALF):
             lines = [_square(tile, way.axis, half, other) for other in range(TILE // HALF)]
             if is_square(way):
@@ -138,8 +187,20 @@ def _quantize(
                 values = [values_of(x, whole, plan.how) for x in lines]
             else:
                 own = scales[plan.scales_of(number)]
-                values = _quantize_lines(plan, lines, _Place(at, way, half), own)
+                values = _quantize_lines(plan, lines, _Place(at, rows, way, half), own)
             store.at[half * HALF : (half + 1) * HALF, :][...] = lax.concatenate(values, 1)
+
+
+def _zero_the_rest(tile: Ref, rows: Scalar) -> None:
+    """Zeroes the rows of a tile after the last one of its group."""
+    for half in range(TILE // HALF):
+        for other in range(TILE // HALF):
+            square = tile.at[other, half * HALF : (half + 1) * HALF, :]
+            # Each thread stores what it has read before, along rows.
+            x = plgpu.load(square, layout=WGMMA, optimized=False)
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA) + half * HALF
+            square[...] = jnp.where(row < rows, x, jnp.zeros_like(x))
+    plgpu.commit_smem()
 
 
 def _quantize_whole(plan: QuantizePlan, tile: Ref, at: Tile, scales: Ref) -> Scalar:
@@ -154,6 +215,7 @@ class _Place(NamedTuple):
     """Half of the lines of a tile in one way."""
 
     at: Tile
+    rows: Rows
     way: Way
     half: int
 
@@ -163,12 +225,17 @@ def _quantize_lines(
 ) -> list[Values]:
     """Quantizes lines block by block: returns their values, and stores their scales."""
     at, width, values = place.at, place.way.block.along, []
-    line, first = (at.col, at.row) if place.way.axis == ACROSS else (at.row, at.col)
+    turned = place.way.axis == ACROSS
+    line, first = (at.col * TILE, at.row) if turned else (place.rows.first, at.col)
+    line += place.half * HALF
     for number, block in enumerate(_blocks(plan, lines, width)):
         found = scales_of(_largest(block), plan.how)
         mine = scales.at[at.batch, first * (TILE // width) + number]
-        here = pl.ds(line * TILE + place.half * HALF, HALF)
-        arrays.write_directly(plan, mine.at[here], found.scale, LINES)
+        here = mine.at[pl.ds(line, HALF)]
+        if plan.groups and not turned:
+            arrays.write_first(plan, here, found.scale, place.rows.end - line, LINES)
+        else:
+            arrays.write_directly(plan, here, found.scale, LINES)
         values += [values_of(x, _beside(found.reciprocal, x), plan.how) for x in block]
     return values
 
@@ -203,7 +270,7 @@ def _blocks(plan: QuantizePlan, squares: Sequence[Values], width: int) -> list[l
 
 
 def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
-    """Returns the kernel of a plan: a function of a batch of matrices."""
+    """Returns the kernel of a plan: a function of a batch of matrices, and of tiles of groups."""
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_quantize",
@@ -214,7 +281,7 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
         interpret=plan.interpret,
     )
 
-    def run(x: jax.Array) -> Results:
-        return Results(*kernel(launch.on_its_own(x)))
+    def run(*given: jax.Array) -> Results:
+        return Results(*kernel(Given(*map(launch.on_its_own, given))))
 
     return run

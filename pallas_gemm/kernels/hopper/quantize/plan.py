@@ -11,23 +11,24 @@ import numpy as np
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, INT8
-from pallas_gemm.kernels.quantize import ACROSS, Block, Quantization, Way
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, HEIGHT, Block, Quantization, Way
 from pallas_gemm.problem import ROW_BYTES
 
-TILE = 128
+TILE = HEIGHT
 """Rows and columns of a tile."""
 BLOCKS = (*(Block(1, along) for along in (32, 64, TILE)), Block(TILE, TILE))
 """The blocks that a tile consists of."""
 Shape = tuple[int, int, int]
 
 
-def refusals(how: Quantization, shape: Shape, dtype: Any) -> Iterator[str]:
+def refusals(how: Quantization, shape: Shape, dtype: Any, groups: bool = False) -> Iterator[str]:
     """Yields every reason why the kernel cannot quantize a matrix, or several.
 
     Args:
         how: How it is quantized.
         shape: Batch, rows and columns.
         dtype: Its type.
+        groups: Groups of rows are told apart.
     """
     if dtype not in FLOATS_16:
         yield f"the kernel quantizes bfloat16 and float16, got {dtype}"
@@ -38,11 +39,16 @@ def refusals(how: Quantization, shape: Shape, dtype: Any) -> Iterator[str]:
         if way.block not in BLOCKS:
             legal = ", ".join(str(tuple(block)) for block in BLOCKS)
             yield f"the kernel takes blocks of {legal}, got {tuple(way.block)}"
+        if groups and way.axis == ALONG and is_square(way):
+            yield f"along rows, blocks of {tuple(way.block)} would have rows of several groups"
     if 0 in shape:
         yield f"there is nothing to quantize, got shape {list(shape[1:])}"
     names = [("columns", shape[2], np.dtype(dtype))]
     for way in how.ways:
         turned = way.axis == ACROSS
+        if turned and groups:
+            # They are filled up to whole tiles.
+            continue
         names.append(("rows" if turned else "columns", shape[1 if turned else 2], how.dtype))
     for name, size, own in names:
         if size * own.itemsize % ROW_BYTES:
@@ -65,6 +71,7 @@ class QuantizePlan:
         resident: CTAs of an SM.
         band: Rows of tiles that are walked together.
         ctas: CTAs at most; None for those that run at the same time.
+        groups: Rows of tiles, where groups of rows are told apart; else None.
     """
 
     how: Quantization
@@ -77,6 +84,7 @@ class QuantizePlan:
     resident: int = 2
     band: int = 8
     ctas: int | None = None
+    groups: int | None = None
 
     @property
     def simulated(self) -> bool:
@@ -91,7 +99,7 @@ class QuantizePlan:
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        return -(-self.shape[1] // TILE), -(-self.shape[2] // TILE)
+        return self.groups or -(-self.shape[1] // TILE), -(-self.shape[2] // TILE)
 
     @property
     def tiles(self) -> int:
@@ -111,9 +119,12 @@ class QuantizePlan:
     @property
     def values(self) -> list[Any]:
         """The values of each way, k last."""
-        batch, rows, cols = self.shape
-        shapes = [(cols, rows) if way.axis == ACROSS else (rows, cols) for way in self.how.ways]
-        return [jax.ShapeDtypeStruct((batch, *shape), self.how.dtype) for shape in shapes]
+        shapes = map(self.whole, self.how.ways)
+        turned = (way.axis == ACROSS for way in self.how.ways)
+        return [
+            jax.ShapeDtypeStruct((batch, *((cols, rows) if own else (rows, cols))), self.how.dtype)
+            for (batch, rows, cols), own in zip(shapes, turned, strict=True)
+        ]
 
     @property
     def scales(self) -> list[Any]:
@@ -125,9 +136,16 @@ class QuantizePlan:
         shapes = [(down, along)] if self.squares else []
         for way in self.how.ways:
             if not is_square(way):
-                one, other = (down, along) if way.axis == ACROSS else (along, down)
+                # The last tile of a group reaches beyond it, even if there are no more rows.
+                reach = -(-self.shape[1] // TILE) + 1 if self.groups else down
+                one, other = (down, along) if way.axis == ACROSS else (along, reach)
                 shapes.append((one * (TILE // way.block.along), other * TILE))
         return [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in shapes]
+
+    def whole(self, way: Way) -> Shape:
+        """The shape of what is quantized in a way, groups filled up to whole tiles among it."""
+        batch, rows, cols = self.shape
+        return batch, self.groups * TILE if self.groups and way.axis == ACROSS else rows, cols
 
     def scales_of(self, number: int) -> int:
         """Which of the scales are those of a way."""
