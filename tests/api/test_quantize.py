@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import explain, gemm, quantize
+from pallas_gemm import explain, gemm, group_sums, quantize
 from pallas_gemm.op import kept_kernels
 from tests.quantized import assert_quantized, quantized
 
@@ -68,6 +68,51 @@ def test_a_batch_is_quantized_matrix_by_matrix() -> None:
         for one, other, own in zip(found, mapped, each, strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
             np.testing.assert_array_equal(np.asarray(one[1, 2]), np.asarray(own))
+
+
+@pytest.mark.parametrize(("block", "height"), [((1, 128), 128), ((128, 64), 128), ((1, 48), 144)])
+# Sizes that leave rows, an empty group, and sizes of more rows than there are.
+@pytest.mark.parametrize("sizes", [(100, 0, 30), (7, 200), (137, 90, 1)])
+def test_groups_are_filled_up_to_whole_blocks(
+    block: tuple[int, int], height: int, sizes: tuple[int, ...]
+) -> None:
+    x = drawn(137, 200)
+    rows, columns = jax.jit(functools.partial(quantize, block=block, axis="both"))(
+        x, group_sizes=jnp.asarray(sizes)
+    )
+    assert_quantized(rows, x, block, E4M3, axis=-1)
+    tiles = (137 + (len(sizes) + 1) * (height - 1)) // height
+    apart, first, start = np.zeros((tiles * height, 200)), 0, 0
+    for size in (*sizes, max(0, 137 - sum(sizes))):
+        own = np.asarray(x[first : first + size], np.float64)
+        apart[start : start + len(own)] = own
+        first, start = first + size, start - (-len(own) // height) * height
+    assert_quantized(columns, apart, block, E4M3, axis=-2)
+
+
+def test_sums_over_groups_take_what_is_filled_up() -> None:
+    x, y, sizes = drawn(256, 64), drawn(256, 96, seed=1), np.array([100, 20, 0, 130])
+    left, right = (quantize(own, axis=-2, group_sizes=jnp.asarray(sizes)) for own in (x, y))
+    found = group_sums(
+        *(left.values, right.values, jnp.asarray(-(-sizes // 128) * 128)),
+        transpose_b=True,
+        row_scale=left.scale.T,
+        col_scale=right.scale,
+        preferred_element_type=jnp.float32,
+    )
+    first = 0
+    for own, size in zip(found, sizes, strict=True):
+        expected = x[first : first + size].T.astype(np.float32) @ y[first : first + size].astype(np.float32)
+        np.testing.assert_allclose(own, expected, atol=0.1 * np.abs(expected).max(initial=1))
+        first += size
+
+
+def test_groups_are_mapped() -> None:
+    x, sizes = drawn(2, 137, 200), jnp.array([[100, 30], [37, 50]])
+    found = jax.vmap(lambda x, sizes: quantize(x, axis=-2, group_sizes=sizes))(x, sizes)
+    for i in (0, 1):
+        for one, other in zip(found, quantize(x[i], axis=-2, group_sizes=sizes[i]), strict=True):
+            np.testing.assert_array_equal(np.asarray(one[i]), np.asarray(other))
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -150,6 +195,16 @@ def test_operands_are_matrices_of_floats() -> None:
         quantize(jnp.ones((8, 128), jnp.int32))
 
 
+def test_groups_are_of_the_rows_of_a_matrix() -> None:
+    x = jnp.ones((8, 128))
+    for given, sizes in ((x[None], [8]), (x, [[8]]), (x, [1.5])):
+        with pytest.raises(ValueError, match="group_sizes must be integers, how many rows"):
+            quantize(given, axis=-2, group_sizes=jnp.asarray(sizes))
+    for sizes, words in (([9], "at most the 8 rows"), ([-1], "must not be negative")):
+        with pytest.raises(ValueError, match=words):
+            quantize(x, axis=-2, group_sizes=jnp.asarray(sizes))
+
+
 def test_positive_axes_count_from_the_front() -> None:
     x = drawn(3, 16, 128)
     for axis in (1, 2):
@@ -162,10 +217,14 @@ def test_nothing_is_quantized_to_nothing() -> None:
     assert (values.shape, scale.shape) == ((0, 128), (0, 1))
 
 
-def _kernels(shape: tuple[int, ...], dtype: Any = jnp.bfloat16, **options: Any) -> int:
+def _kernels(
+    shape: tuple[int, ...], dtype: Any = jnp.bfloat16, groups: Any = None, **options: Any
+) -> int:
+    sizes = None if groups is None else jax.ShapeDtypeStruct((groups,), jnp.int32)
     with pallas_gemm.target(options.pop("target", "h200")):
-        f = jax.jit(lambda x: quantize(x, **options))
-        lowered = f.trace(jax.ShapeDtypeStruct(shape, dtype)).lower(lowering_platforms=("cuda",))
+        f = jax.jit(lambda x, sizes: quantize(x, group_sizes=sizes, **options))
+        traced = f.trace(jax.ShapeDtypeStruct(shape, dtype), sizes)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("mosaic_gpu_v2")
 
 
@@ -179,6 +238,9 @@ def test_a_kernel_takes_what_it_can() -> None:
     assert _kernels((256, 512), dtype=jnp.float32) == 0
     assert _kernels((256, 512), target="b200") == 0
     assert _kernels((256, 512), implementation="xla") == 0
+    # Each group takes whole tiles.
+    assert _kernels((100, 512), axis="both", groups=4) == 1
+    assert _kernels((256, 512), axis="both", block=(128, 128), groups=4) == 0
     with pytest.raises(ValueError, match=r"cannot quantize this.*multiple of 16.*got 100"):
         _kernels((100, 512), axis=-2, implementation="hopper")
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
-from pallas_gemm.kernels.quantize import ACROSS, Quantization
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.op.mesh import mesh_axes
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.planning import targeting
@@ -85,11 +85,17 @@ def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
 def _rule(how: Quantization, shape: Sequence[int], *tiles: Sequence[int]) -> dict[str, Any]:
     """Says which dimensions of the results are those of the array."""
     lead = [f"d{i}" for i in range(len(shape) - 2)]
-    lengths = tuple(zip(*(way.lying for way in how.ways), strict=True))
+    lengths = zip(*(way.lying for way in how.ways), strict=True)
     named = zip("rc", shape[-2:], lengths, strict=True)
     rows, cols = (_dimension(*own) for own in named)
-    # Groups that are told apart have more rows.
-    apart = _dimension("t", tiles[0][0] * how.height, lengths[0]) if tiles else rows
+    apart = rows
+    if tiles:
+        # Along columns, groups that are told apart have more rows.
+        each = zip("rt", (shape[-2], tiles[0][0] * how.height), (ALONG, ACROSS), strict=True)
+        rows, apart = (
+            _dimension(name, size, tuple(x.lying[0] if x.axis == axis else 1 for x in how.ways))
+            for name, size, axis in each
+        )
     results = []
     for number, way in enumerate(how.ways):
         own = apart if way.axis == ACROSS else rows

@@ -63,6 +63,20 @@ def test_each_device_quantizes_whole_blocks(
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_each_device_has_all_rows_of_groups_that_are_told_apart(
+    mesh: Mesh, parts: list[Any]
+) -> None:
+    x, sizes = normal(512, 512, dtype=jnp.bfloat16), jnp.array([100, 300])
+    f = functools.partial(quantize, axis="both", block=((1, 128), (128, 128)))
+    expected = jax.tree.leaves(f(x, group_sizes=sizes))
+    placed = meshes.place(mesh, x, "x", "y")
+    parts.clear()
+    found = jax.jit(lambda x: f(x, group_sizes=sizes))(placed)
+    assert set(parts) == {(512, 128)}
+    for one, other in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 def test_values_stay_where_they_are(mesh: Mesh) -> None:
     x = meshes.place(mesh, normal(2, 256, 512, dtype=jnp.bfloat16), None, "x", "y")
     rows, columns = jax.jit(functools.partial(quantize, axis="both"))(x)
