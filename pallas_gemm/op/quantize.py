@@ -3,8 +3,8 @@
     x[m, k]  ──▶  along k    values [m, k], scales [m, k / g]
              ──▶  along m    values [k, m], scales [m / g, k]
 
-Where groups of rows are told apart, each begins with a tile of 128 rows along m, and zeros fill its last
-one: the second operand says where tiles are (`kernels/quantize.py`).
+Where groups of rows are told apart, each begins with a tile along m, and zeros fill up its last
+one. The second operand says where tiles are (`kernels/quantize.py`).
 
 It has no derivative. On a mesh, each device quantizes its part (`quantize_partition`).
 """

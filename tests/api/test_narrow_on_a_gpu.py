@@ -323,3 +323,20 @@ def test_quantize_reads_once_for_both_axes(block):
     for found, axis in zip(both, (-1, -2), strict=True):
         assert found.values.dtype == E4M3
         assert_quantized(found, x, block, E4M3, axis=axis)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 0, 25, 300), (128, 128), (37,) * 40])
+def test_groups_are_told_apart_as_they_are_quantized(sizes):
+    x = jax.random.normal(jax.random.key(0), (1500, 528), BF16)
+
+    def both(x: Any, sizes: Any) -> Any:
+        return quantize(x, block=((1, 128), (128, 128)), axis="both", group_sizes=sizes)
+
+    found = _by_a_kernel(both, x, jnp.asarray(sizes))
+    assert_quantized(found[0], x, (1, 128), E4M3, axis=-1)
+    apart, first, start = np.zeros((found[1].values.shape[1], 528)), 0, 0
+    for size in (*sizes, max(0, 1500 - sum(sizes))):
+        own = np.asarray(x[first : first + size], np.float64)
+        apart[start : start + len(own)] = own
+        first, start = first + size, start - (-len(own) // 128) * 128
+    assert_quantized(found[1], apart, (128, 128), E4M3, axis=-2)

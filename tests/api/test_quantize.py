@@ -102,7 +102,9 @@ def test_sums_over_groups_take_what_is_filled_up() -> None:
     )
     first = 0
     for own, size in zip(found, sizes, strict=True):
-        expected = x[first : first + size].T.astype(np.float32) @ y[first : first + size].astype(np.float32)
+        expected = x[first : first + size].T.astype(np.float32) @ y[first : first + size].astype(
+            np.float32
+        )
         np.testing.assert_allclose(own, expected, atol=0.1 * np.abs(expected).max(initial=1))
         first += size
 

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What is quantized, and its tiles, where groups of rows are told apart; else None."""
+    """The array, and its tiles, where groups of rows are told apart; else None."""
 
     x: Any
     tiles: Any = None
