@@ -9,7 +9,6 @@ read once for both of its products.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -21,10 +20,8 @@ import numpy as np
 
 from pallas_gemm.api import arguments
 from pallas_gemm.api.gemm import gemm
-from pallas_gemm.api.group_sums import group_sums
-from pallas_gemm.api.grouped import grouped_gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
-from pallas_gemm.kernels.quantize import HEIGHT, Block, filled_up
+from pallas_gemm.kernels.quantize import Block
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.problem import SCALES
 
@@ -236,105 +233,64 @@ def factors(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, *, derived: bo
     """Quantizes matrices of inputs and a kernel, for their gradients too if these are asked for."""
     if not derived:
         return Factors(
-            _quantized(recipe, recipe.inputs, inputs, -1),
-            _quantized(recipe, recipe.kernel, kernel, -2),
+            quantized(recipe, recipe.inputs, inputs, -1),
+            quantized(recipe, recipe.kernel, kernel, -2),
         )
-    x, x_along_rows = _quantized(recipe, recipe.inputs, inputs, BOTH)
-    k_along_columns, k = _quantized(recipe, recipe.kernel, kernel, BOTH)
+    x, x_along_rows = quantized(recipe, recipe.inputs, inputs, BOTH)
+    k_along_columns, k = quantized(recipe, recipe.kernel, kernel, BOTH)
     return Factors(x, k, x_along_rows, k_along_columns)
 
 
-def _quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, **options: Any) -> Any:
+def quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, **options: Any) -> Any:
+    """Quantizes an array as a recipe says; options are as for `quantize`."""
     options = {"block": cast.block} | options
     power_of_two = recipe.power_of_two
     return quantize(x, dtype=cast.dtype, axis=axis, power_of_two=power_of_two, **options)
 
 
-def _quantized_grad(recipe: Recipe, g: jax.Array, **options: Any) -> Any:
+def quantized_grad(recipe: Recipe, g: jax.Array, **options: Any) -> Any:
     """Quantizes output gradients: for the gradient of inputs, and for that of the kernel."""
     own = recipe.output_grad
-    return _quantized(recipe, own, g, BOTH, block=(own.block, recipe.kernel_grad_block), **options)
+    return quantized(recipe, own, g, BOTH, block=(own.block, recipe.kernel_grad_block), **options)
 
 
 def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:
     """Returns the product of inputs and kernel; options are as for `gemm`."""
-    return _scaled(given.inputs, given.kernel.values, given.kernel.scale, recipe, **options)
+    return scaled(given.inputs, given.kernel, recipe, **options)
 
 
 def gradients(
     given: Factors, recipe: Recipe, g: jax.Array, dtype: Any, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of inputs and kernel, in a type, from that of their product."""
-    rows, columns = _quantized_grad(recipe, g)
+    rows, columns = quantized_grad(recipe, g)
     options = options | {"preferred_element_type": dtype}
-    kernel, inputs = _turned(given.kernel_along_columns), _turned(given.inputs_along_rows)
-    return (
-        _scaled(rows, kernel.values, kernel.scale, recipe, **options),
-        _scaled(inputs, columns.values, columns.scale, recipe, **options),
-    )
+    kernel, inputs = turned(given.kernel_along_columns), turned(given.inputs_along_rows)
+    return scaled(rows, kernel, recipe, **options), scaled(inputs, columns, recipe, **options)
 
 
-def _turned(given: Quantized) -> Quantized:
+def turned(given: Quantized) -> Quantized:
     """Returns what was quantized as one operand for a product that takes it as the other."""
     return Quantized(given.values, jnp.swapaxes(given.scale, -1, -2))
 
 
-def product_in_groups(
-    recipe: Recipe, rows: jax.Array, matrices: jax.Array, sizes: jax.Array
-) -> jax.Array:
-    """Multiplies rows in groups by the matrices `[groups, k, n]` of their groups.
-
-    The gradients of rows and matrices are of 8 bits, too. The latter are sums over groups, in which
-    each group is filled up with zeros to whole blocks.
-    """
-    dtype, along = rows.dtype, recipe.inputs.block[1]
-    height = filled_up(HEIGHT, along)
-
-    @jax.custom_vjp
-    def run(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-        left = _quantized(recipe, recipe.inputs, rows, -1)
-        return by(grouped_gemm, sizes, left, _quantized(recipe, recipe.kernel, matrices, -2))
-
-    def by(multiply: Any, sizes: jax.Array, left: Quantized, right: Quantized) -> jax.Array:
-        multiply = functools.partial(multiply, group_sizes=sizes)
-        options = {"multiply": multiply, "preferred_element_type": dtype}
-        return _scaled(left, right.values, right.scale, recipe, **options)
-
-    def forward(*given: jax.Array) -> Any:
-        rows, matrices, sizes = given
-        left, along_rows = _quantized(recipe, recipe.inputs, rows, BOTH, group_sizes=sizes)
-        of_gradient, kernel = _quantized(recipe, recipe.kernel, matrices, BOTH)
-        saved = _turned(along_rows), _turned(of_gradient), sizes
-        return by(grouped_gemm, sizes, left, kernel), saved
-
-    def backward(saved: Any, g: jax.Array) -> Any:
-        along_rows, kernel, sizes = saved
-        left, columns = _quantized_grad(recipe, g.astype(dtype), group_sizes=sizes)
-        of_rows = by(grouped_gemm, sizes, left, kernel)
-        return of_rows, by(group_sums, filled_up(sizes, height), along_rows, columns), None
-
-    run.defvjp(forward, backward)
-    return run(*equally_varying((rows, matrices, sizes)))
-
-
-def _scaled(
+def scaled(
     left: Quantized,
-    values: jax.Array,
-    scale: jax.Array,
+    right: Quantized,
     recipe: Recipe,
     *,
-    multiply: Callable[..., jax.Array] = gemm,
+    multiply: Callable[..., Any] = gemm,
     **options: Any,
-) -> jax.Array:
+) -> Any:
     """Multiplies operands that are stored with the contracted dimension last.
 
     Blocks of zeros fill up the last one, where there are several.
     """
     along = recipe.inputs.block[1]
-    k = values.shape[-1]
+    k = right.values.shape[-1]
     rest = -k % along if k > along else 0
-    a, b = (_longer(x, rest) if rest else x for x in (left.values, values))
-    scales = dict(zip(SCALES, (left.scale, scale), strict=False))
+    a, b = (_longer(x, rest) if rest else x for x in (left.values, right.values))
+    scales = dict(zip(SCALES, (left.scale, right.scale), strict=False))
     return multiply(a, b, transpose_b=True, **scales, **options)
 
 

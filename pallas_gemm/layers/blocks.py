@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from pallas_gemm.api import gated_recipe
 from pallas_gemm.api import recipe as recipes
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.recipe import Factors, Recipe
@@ -91,19 +91,10 @@ class MixtureInBlocks(routed.Mixture):
             raise ValueError(
                 f"precision has no meaning for products of 8 bits, got {self.precision!r}"
             )
-        compute = gated_experts(recipes.named(self.recipe), kernels, self.activation)
+        function = activations.resolve(self.activation) or (lambda x: x)
+        named = recipes.named(self.recipe)
+
+        def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+            return gated_recipe.experts(named, rows, kernels, sizes, function)
+
         return routed.apply(inputs, choice, self.num_experts, compute)
-
-
-def gated_experts(recipe: Recipe, kernels: Sequence[Any], activation: Any) -> routed.Compute:
-    """Returns what experts of gated layers compute in 8 bits: see `routed.gated`."""
-    gate, up, down = kernels
-    function = activations.resolve(activation)
-
-    def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        both = (recipes.product_in_groups(recipe, rows, own, sizes) for own in (gate, up))
-        before, factor = (x.astype(jnp.float32) for x in both)
-        hidden = (before if function is None else function(before)) * factor
-        return recipes.product_in_groups(recipe, hidden.astype(rows.dtype), down, sizes)
-
-    return compute

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx as stock_nnx
 
 from pallas_gemm import Cast, Recipe
-from pallas_gemm.api.recipe import product_in_groups
+from pallas_gemm.api.gated_recipe import experts
 from pallas_gemm.flax import linen, nnx
 from tests import layers
 
@@ -23,23 +23,36 @@ SIZES = (40, 0, 50, 30)
 @pytest.mark.parametrize(
     "recipe", [Recipe(), Recipe(output_grad=Cast(jnp.float8_e5m2), power_of_two=True)]
 )
-def test_a_group_is_multiplied_as_a_layer(recipe: Recipe, k: int, n: int) -> None:
-    x, w = layers.normal(128, k), layers.normal(4, k, n, seed=1)
-    g = layers.normal(128, n, seed=2)
+def test_an_expert_does_what_layers_do_with_its_rows(recipe: Recipe, k: int, n: int) -> None:
+    x, g = layers.normal(128, k), layers.normal(128, k, seed=2)
+    kernels = [
+        layers.normal(4, *shape, seed=seed) / 16
+        for seed, shape in enumerate([(k, n), (k, n), (n, k)], start=3)
+    ]
     sizes = jnp.asarray(SIZES)
-    y, pull = jax.vjp(lambda x, w: product_in_groups(recipe, x, w, sizes), x, w)
-    of_x, of_w = pull(g)
+    y, pull = jax.vjp(lambda x, *own: experts(recipe, x, own, sizes, jax.nn.silu), x, *kernels)
+    of_x, *of_kernels = pull(g)
+    alone = experts(recipe, x, kernels, sizes, jax.nn.silu)
+    np.testing.assert_allclose(alone, y, rtol=1e-5, atol=1e-5)
+
+    def gated(x: jax.Array, *kernels: jax.Array) -> jax.Array:
+        def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return recipe.dot_general(x, kernel, LAST)
+
+        gate, up, down = kernels
+        return dot(jax.nn.silu(dot(x, gate)) * dot(x, up), down)
+
     first = 0
     for group, size in enumerate(SIZES):
         rows = slice(first, first + size)
         first += size
         if not size:
-            np.testing.assert_array_equal(of_w[group], 0)
+            for own in of_kernels:
+                np.testing.assert_array_equal(own[group], 0)
             continue
-        own, own_pull = jax.vjp(lambda x, w: recipe.dot_general(x, w, LAST), x[rows], w[group])
-        np.testing.assert_allclose(y[rows], own, rtol=1e-4, atol=1e-3)
-        found = of_x[rows], of_w[group]
-        for one, other in zip(found, own_pull(g[rows]), strict=True):
+        expected, own_pull = jax.vjp(gated, x[rows], *(own[group] for own in kernels))
+        found = y[rows], of_x[rows], *(own[group] for own in of_kernels)
+        for one, other in zip(found, (expected, *own_pull(g[rows])), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(y[first:], 0)
 
