@@ -68,8 +68,13 @@ def _abstract_part(*given: Any, how: Quantization, **_: Any) -> Any:
     return _types(how, *mesh_context.types_off_mesh(*signature_of(given)))
 
 
-@functools.lru_cache(maxsize=1024)
 def _types(how: Quantization, *given: Any) -> Any:
+    # Of an array on no mesh, they depend on the mesh that is in use.
+    return _types_on(jax.sharding.get_abstract_mesh(), how, *given)
+
+
+@functools.lru_cache(maxsize=1024)
+def _types_on(_: Any, how: Quantization, *given: Any) -> Any:
     return jax.make_jaxpr(functools.partial(blocks.by_xla, how=how))(*given).out_avals
 
 

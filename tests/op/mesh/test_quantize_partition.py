@@ -113,6 +113,10 @@ def test_types_of_an_explicit_mesh_say_how_results_are_split() -> None:
         rows, columns = jax.jit(functools.partial(quantize, axis="both"))(x)
     assert jax.typeof(rows.values).sharding.spec == PartitionSpec("x", "y")
     assert jax.typeof(columns.values).sharding.spec == PartitionSpec("y", "x")
+    # What an array on no mesh becomes is not taken from there.
+    alone = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    for own in jax.tree.leaves(jax.eval_shape(functools.partial(quantize, axis="both"), alone)):
+        assert own.sharding is None or own.sharding.mesh.empty
 
 
 def test_a_device_quantizes_alone_inside_shard_map(mesh: Mesh, parts: list[Any]) -> None:
