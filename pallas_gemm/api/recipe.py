@@ -243,9 +243,9 @@ def factors(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, *, derived: bo
 
 def quantized(recipe: Recipe, cast: Cast, x: jax.Array, axis: Any, **options: Any) -> Any:
     """Quantizes an array as a recipe says; options are as for `quantize`."""
-    options = {"block": cast.block} | options
+    own: dict[str, Any] = {"block": cast.block} | options
     power_of_two = recipe.power_of_two
-    return quantize(x, dtype=cast.dtype, axis=axis, power_of_two=power_of_two, **options)
+    return quantize(x, dtype=cast.dtype, axis=axis, power_of_two=power_of_two, **own)
 
 
 def quantized_grad(recipe: Recipe, g: jax.Array, **options: Any) -> Any:

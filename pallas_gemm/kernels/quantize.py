@@ -168,7 +168,7 @@ def by_xla(x: jax.Array, *tiles: jax.Array, how: Quantization) -> list[Any]:
         *tiles: Its tiles, where groups of rows are told apart.
         how: How it is quantized.
     """
-    apart = _in_tiles(x, *tiles, how.height) if tiles else x
+    apart = _in_tiles(x, tiles[0], how.height) if tiles else x
     found: list[Any] = []
     for way in how.ways:
         found += _in_way(apart if way.axis == ACROSS else x, how, way)

@@ -57,8 +57,8 @@ class Rows(NamedTuple):
     end: Any = None
 
     @property
-    def count(self) -> Any:
-        """How many of the tile there are; those of its group may be more."""
+    def left(self) -> Any:
+        """How many there are of the group, from the first one on; they may be more than a tile."""
         return self.end - self.first
 
 
@@ -177,7 +177,7 @@ def _quantize(
     for number in (*along, *across):
         way, store = plan.how.ways[number], stored[number]
         if plan.groups and across and number == across[0]:
-            pl.when(rows.count < TILE)(functools.partial(_zero_the_rest, tile, rows.count))
+            pl.when(rows.left < TILE)(functools.partial(_zero_the_rest, tile, rows.left))
         if is_square(way) and whole is None:
             whole = _quantize_whole(plan, tile, at, scales[0])
         for half in range(TILE // HALF):
