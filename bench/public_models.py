@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+    # Says which extra is missing, before JAX is imported.
+    importlib.import_module("bench")
 
 import jax
 import jax.numpy as jnp
