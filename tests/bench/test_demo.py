@@ -27,7 +27,7 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-ORDERS = ("raster", "swizzle:8")
+ORDERS = ("swizzle:8",)
 """Of those whose cost is predicted: each takes seconds, and the next one shows nothing new."""
 
 
