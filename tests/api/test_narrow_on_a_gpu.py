@@ -158,6 +158,43 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("m", "tiles", "config"),
+    [
+        (1, 64, {}),
+        (9, 3, {"along_k": 2, "stages": 8}),
+        (16, 200, {"along_k": 3, "stages": 9}),
+        (40, 86, {"along_k": 2, "stages": 4}),
+        (64, 22, {"tile": (256, 64), "consumers": 2, "step": 64}),
+        (100, 20, {}),
+        (128, 40, {"stages": 3}),
+        (200, 35, {"along_k": 1, "tile": (128, 96), "step": 64}),
+        (128, 40, {"stages": 3, "ctas": 7}),
+    ],
+    ids=str,
+)
+def test_all_ctas_share_all_tiles(m, tiles, config, last):
+    n, k = 128 * tiles, 4096
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
+    scale, residual = _powers(k // 128, n, seed=2).astype(BF16), _integers(m, n, seed=3)
+    given = {"tile": (128, -(-m // 8) * 8), "stages": 4, "along_k": 1} | config
+    named = WidenedConfig(persistence="static", shares_all=True, **given)
+
+    def multiply(x: Any, w: Any, scale: Any, residual: Any) -> Any:
+        return gemm(
+            x, w, transpose_b=last, col_scale=scale, residual=residual, config=named,
+            preferred_element_type=F32,
+        )  # fmt: skip
+
+    exact = np.asarray(x, np.float64) @ (np.asarray(w, np.float64) * _each(scale, (k, n)))
+    exact += np.asarray(residual)
+    stored = (w.T if last else w).astype("int4")
+    run = jax.jit(multiply).lower(x, stored, scale, residual).compile()
+    for _ in range(20):
+        np.testing.assert_array_equal(run(x, stored, scale, residual), exact)
+
+
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("scaled", ["groups", "columns"])
 @pytest.mark.parametrize(
     ("dtype", "sizes", "m"),

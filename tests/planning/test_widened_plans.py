@@ -152,9 +152,10 @@ def test_configs_that_no_product_could_be_computed_with(changes: Any, reason: st
     [
         (WidenedConfig(schedule="hilbert"), "schedule must be 'raster' for weights of few bits"),
         (WidenedConfig(ctas_along_k=8), "along_k and ctas_along_k share 8 steps"),
+        (WidenedConfig(shares_all=True), "all CTAs share tiles of products without groups"),
         (WidenedConfig(stages=32, tile=(128, 32)), "shared memory: needs"),
     ],
-    ids=["order", "steps", "memory"],
+    ids=["order", "steps", "all", "memory"],
 )
 def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) -> None:
     asked = problem(k=1024, blocks=BLOCKS)
@@ -189,6 +190,27 @@ def test_clusters_share_tiles_that_are_more_than_they_are() -> None:
     # 132 CTAs with a tile of 128 columns each would leave 16 tiles for a second time.
     assert config.ctas_along_k > 2
     assert config.persistence == "static"
+
+
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_all_ctas_share_the_tiles_of_long_products_of_many_rows(
+    kind: Any, transpose_b: bool
+) -> None:
+    def config(m: int, n: int, k: int) -> WidenedConfig:
+        asked = problem(m, n, k, kind, blocks=BLOCKS, transpose_b=transpose_b)
+        found = heuristics.best(asked, H200, WIDENED)
+        assert isinstance(found, WidenedConfig)
+        assert not found.refusals(asked, H200)
+        if found.shares_all:
+            # 40 tiles, or other few, are no whole number for each.
+            assert found.workers(asked, H200) == H200.sms
+        return found
+
+    assert config(128, 5120, 13824).shares_all
+    assert config(120, 4096, 14336).shares_all
+    assert not any(config(*sizes).shares_all for sizes in [(1, 8192, 8192), (64, 8192, 8192)])
+    assert not any(config(*sizes).shares_all for sizes in [(128, 4096, 4096), (256, 5120, 13824)])
 
 
 def test_the_simulator_says_what_it_does_not_know() -> None:

@@ -5,6 +5,7 @@
     arrays.py       arrays in registers: taken apart, stored and loaded
     wgmma.py        WGMMAs of any depth of 16, and of any width of 8
     widen.py        weights of few bits become elements of 16 bits
+    left_sums.py    sums that a CTA leaves in global memory for another one
     small.py        integers of few bits become bfloat16, scaled or not, in one instruction
     form.py         how they lie in a slot, and which thread has which rows
     weights.py      how a warpgroup loads them from there

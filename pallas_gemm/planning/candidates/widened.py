@@ -4,6 +4,7 @@ Memory limits a product of few rows: the weights are read once, and enough warpg
 them as fast as they come. The tensor cores limit a product of many rows.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ MOST_SHARED = 96
 """Registers of sums of a warpgroup, of tiles that CTAs may share: with 128 some are spilled."""
 JOINED_CYCLES = 2950
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
+LEFT_CYCLES, LEFT_ELEMENT_CYCLES, FLAGS_SECONDS = 7000, 0.05, 2.5e-6
+"""Where all CTAs share tiles, they take these to hand over their sums; and flags are set to 0."""
+FEWEST_STEPS = 4
+"""Each of these CTAs has at least."""
 TURN_CYCLES = 400
 """From one warpgroup that takes steps in turns to the next, until its sums are added."""
 UNTURNED = 1.5
@@ -44,8 +49,9 @@ MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
-MOST_WHOLE = 64
-"""Rows that all tiles have. More may be halved, or be thirds: then more CTAs have a tile."""
+MOST_WHOLE, MOST_PARTED = 64, 128
+"""Rows that all tiles have. Up to the second, they may be halved, or be thirds: then more CTAs have
+a tile."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
 LAUNCH_SECONDS = 1.7e-6
@@ -95,6 +101,22 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
                 config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
                 if config is not None:
                     yield config
+                    yield from _shared_by_all(problem, config, device)
+
+
+def _shared_by_all(
+    problem: Problem, config: WidenedConfig, device: Device
+) -> Iterator[WidenedConfig]:
+    """Yields a config whose tiles all CTAs share, if they leave some with less to do.
+
+    Few rows are over before that pays, and more than a tile has were not tried.
+    """
+    tiles, ctas = config.tiles(problem), device.coresident_clusters(1)
+    has_all = MOST_WHOLE < problem.m <= min(config.tile[1], MOST_PARTED) and not problem.groups
+    if config.ctas_along_k > 1 or not has_all or tiles % ctas == 0:
+        return
+    if tiles * config.steps(problem) >= FEWEST_STEPS * ctas:
+        yield dataclasses.replace(config, shares_all=True, persistence="static")
 
 
 def _may_share(tile: tuple[int, int], consumers: int) -> bool:
@@ -129,7 +151,7 @@ def _columns(m: int) -> list[int]:
     whole = -(-m // 8) * 8
     if whole <= MOST_WHOLE:
         return [whole]
-    if whole <= 128:
+    if whole <= MOST_PARTED:
         return [-(-m // (8 * parts)) * 8 for parts in (3, 2, 1)]
     return sorted({min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16})
 
@@ -207,12 +229,16 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     steps = math.ceil(waves * config.steps(problem) / ctas)
     end = END_CYCLES + ELEMENT_CYCLES * rows * cols * (1 + (ctas > 1))
     end += JOINED_CYCLES * (ctas > 1) + TURN_CYCLES * (config.along_k - 1)
+    if config.shares_all:
+        steps = math.ceil(tiles * config.steps(problem) / config.workers(problem, device))
+        end += LEFT_CYCLES + LEFT_ELEMENT_CYCLES * rows * cols * fit / tiles
     # The ring runs on: only the last tile is finished while nothing is loaded.
     ends = 1 if config.persistence == "static" else waves
     busy = (steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) + _read_again(problem, config, device)
     memory /= MEMORY_SHARE * machine.dram_bytes_per_second
-    return LAUNCH_SECONDS + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+    launches = LAUNCH_SECONDS + FLAGS_SECONDS * config.shares_all
+    return launches + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
 
 
 def _read_again(problem: Problem, config: WidenedConfig, device: Device) -> float:

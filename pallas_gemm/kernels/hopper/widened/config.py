@@ -44,6 +44,7 @@ class WidenedConfig(GemmConfig):
         along_k: Warpgroups that take steps in turns, and whose sums are added up.
         ctas_along_k: CTAs of a cluster that share the steps of a tile, and whose sums are added up.
             With `persistence="static"` they share several tiles.
+        shares_all: All CTAs share all tiles, and hand over sums in global memory.
     """
 
     LARGEST: ClassVar[tuple[int, int]] = (512, 256)
@@ -57,6 +58,14 @@ class WidenedConfig(GemmConfig):
     consumers: int = 1
     along_k: int = 4
     ctas_along_k: int = 1
+    shares_all: bool = False
+
+    def workers(self, problem: Problem, device: Device) -> int:
+        """How many clusters are launched: CTAs that share all tiles may be more than tiles."""
+        if not self.shares_all:
+            return super().workers(problem, device)
+        fit = device.coresident_clusters(1)
+        return min(fit, self.ctas or fit, self.tiles(problem) * self.steps(problem))
 
     @property
     def cluster_size(self) -> int:
@@ -202,6 +211,13 @@ class WidenedConfig(GemmConfig):
             yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
         if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
             yield f"along_k and ctas_along_k share {steps} steps, got {self}"
+        if self.shares_all and (
+            problem.groups or self.ctas_along_k > 1 or self.persistence != "static"
+        ):
+            yield (
+                "all CTAs share tiles of products without groups, with persistence='static' and"
+                f" ctas_along_k=1, got {self}"
+            )
         if problem.groups and self.ctas_along_k > 1 and self.persistence != "none":
             yield "persistence must be 'none' for CTAs that share tiles of rows in groups"
         if self.schedule != "raster":

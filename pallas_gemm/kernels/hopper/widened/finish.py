@@ -20,7 +20,16 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, row_order, turned
+from pallas_gemm.kernels.ptx import (
+    arrays,
+    cluster,
+    fences,
+    fragments,
+    left_sums,
+    row_order,
+    turned,
+    words,
+)
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -54,7 +63,9 @@ def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Va
     config = cta.plan.config
     if config.along_k > 1:
         total = _join_steps(cta, me, part, before, total)
-    if config.ctas_along_k > 1:
+    if config.shares_all:
+        total = _join_all(cta, me, part, total)
+    elif config.ctas_along_k > 1:
         total = _join_ctas(cta, me, part, total)
     stores = is_stored(cta, part)
 
@@ -82,6 +93,24 @@ def _join_ctas(cta: Any, me: Scalar, part: Scalar, total: Values) -> Values:
     else:
         cluster.meet(plan)
     return cluster.with_others(plan, total, apart, me, jnp.where(part == 0, piece.awaited, 0))
+
+
+def _join_all(cta: Any, me: Scalar, part: Scalar, total: Values) -> Values:
+    """Leaves sums for the CTA that adds up the tile; there, adds what others have left."""
+    plan, piece, rank = cta.plan, cta.at.piece, cta.rank
+    arrived, left = cta.gmem.sent, cta.gmem.summands
+
+    @pl.when((piece.to != rank) & (part == 0))
+    def _leave() -> None:
+        left_sums.leave(plan, total, left.at[rank, me])
+        words.arrive(plan, arrived.at[rank, me])
+
+    def add(i: Scalar, total: Values) -> Values:
+        other = rank + 1 + i
+        words.await_arrivals(plan, arrived.at[other, me], jnp.int32(WARPGROUP_THREADS))
+        return left_sums.with_left(plan, total, left.at[other, me])
+
+    return lax.fori_loop(0, jnp.where(part == 0, piece.awaited, 0), add, total)
 
 
 def _ordered(cta: Any, me: Scalar, total: Values) -> Values:

@@ -261,8 +261,10 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
 def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
     """Gives each warpgroup of a CTA its role."""
     *out, slots, barriers = rest
+    if plan.config.shares_all:
+        gmem = gmem._replace(summands=out.pop())
     nowhere = walk.Tile(None, None)
-    cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, lax.axis_index(walk.ALONG_K))
+    cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, walk.rank(plan))
     registers = plan.config.registers
 
     def produce() -> None:
@@ -378,6 +380,10 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         own = plan.typed(scales)
         operands = [a, *(in_bytes(x) for x in (b, *ups, *scales)), *others]
         inputs = launch.inputs(plan.config, plan.problem, operands, sizes)
+        left = plan.left_sums
+        if left:
+            arrived = jnp.zeros(left[0].shape[:2], jnp.int32)
+            inputs = inputs._replace(sent=jax.new_ref(arrived))
         kernel = launch.kernel(
             functools.partial(_body, own),
             name="pallas_gemm_widened",
@@ -387,13 +393,15 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
             results=tuple(
                 jax.ShapeDtypeStruct(plan.problem.out_shape, dtype)
                 for dtype in plan.problem.result_dtypes
-            ),
+            )
+            + left,
             scratch=(_slots(own), _barriers(own)),
             operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
             interpret=plan.interpret,
             approx_math=plan.approx_math,
         )
         results = kernel(inputs)
+        results = results[: len(plan.problem.result_dtypes)]
         return results if plan.problem.epilogue.program is not None else results[0]
 
     return run

@@ -5,9 +5,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
+
 from pallas_gemm.kernels import words
 from pallas_gemm.kernels.element_types import BITS
-from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
@@ -70,7 +73,7 @@ class WidenedPlan(KernelPlan):
     @property
     def has_several_tiles(self) -> bool:
         """Whether a CTA may compute several tiles, one after the other."""
-        return self.config.tiles(self.problem) > self.workers
+        return self.config.shares_all or self.config.tiles(self.problem) > self.workers
 
     @property
     def bits(self) -> int:
@@ -131,7 +134,15 @@ class WidenedPlan(KernelPlan):
     @property
     def has_pieces(self) -> bool:
         """Whether a CTA may take some steps of a tile, and others of the next."""
-        return self.config.ctas_along_k > 1 and self.has_several_tiles
+        shares = self.config.shares_all or self.config.ctas_along_k > 1
+        return shares and self.has_several_tiles
+
+    @property
+    def left_sums(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The array in which CTAs leave sums for others, of each consumer its own, if they do."""
+        config = self.config
+        shape = self.workers, config.consumers, config.sum_registers * WARPGROUP_THREADS
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),) if config.shares_all else ()
 
     @property
     def most_awaited(self) -> int:

@@ -1,4 +1,6 @@
-"""How the CTAs of a cluster share the steps of its tiles: each takes the same number.
+"""How the CTAs of a cluster share the steps of its tiles, or all CTAs those of all tiles.
+
+Each takes the same number.
 
 Four CTAs that have five tiles take a tile each, and a quarter of the fifth. Four CTAs that have
 three tiles take three quarters of a tile each:
@@ -8,7 +10,8 @@ three tiles take three quarters of a tile each:
     adds up          0                   1                   2
 
 The CTA with the first steps of a tile takes them last. The others send their sums to it, and it
-adds them up. The cluster meets once, when all of its CTAs have finished.
+adds them up. The cluster meets once, when all of its CTAs have finished. Other CTAs leave sums in
+global memory, and say so by a flag.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@
 
 CTAs that follow each other have the same weights, or those that lie side by side. A CTA has one
 tile, or takes every so many of all: then the loads of the next one begin before the last has ended.
-CTAs of a cluster share its tiles: see `shares.py`.
+CTAs of a cluster share its tiles, or all CTAs do: see `shares.py`.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,23 @@ class Share(NamedTuple):
     tile: Callable[[Scalar], Tile]
 
 
+def rank(plan: WidenedPlan) -> Scalar:
+    """Which of the CTAs this is that share tiles.
+
+    A GPU may have no room for all CTAs at once, and begins with the first ones. So a CTA waits for
+    sums of those that are before it in the grid.
+    """
+    if not plan.config.shares_all:
+        return lax.axis_index(ALONG_K)
+    return jnp.int32(plan.workers - 1) - lax.axis_index(launch.WORKER)
+
+
 def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
     """Returns the tiles of this CTA."""
     worker = lax.axis_index(launch.WORKER)
+    if plan.config.shares_all:
+        tiles = jnp.int32(plan.config.tiles(plan.problem))
+        return _pieces(plan, shares.Pieces(tiles, plan.workers, plan.k_steps, rank(plan)), 0)
     if plan.config.ctas_along_k > 1:
         return _share_of_cluster(plan, gmem, worker)
     return _share_of_workers(plan, gmem, worker)
@@ -86,8 +100,10 @@ def _share_of_cluster(plan: WidenedPlan, gmem: launch.Inputs, cluster: Scalar) -
         return one._replace(tile=lambda turn: one.tile(turn)._replace(piece=piece))
     tiles = plan.config.tiles(plan.problem)
     first, own = shares.of_cluster(tiles, plan.workers, cluster)
-    pieces = shares.Pieces(own, ctas, plan.k_steps, rank)
+    return _pieces(plan, shares.Pieces(own, ctas, plan.k_steps, rank), first)
 
+
+def _pieces(plan: WidenedPlan, pieces: shares.Pieces, first: Any) -> Share:
     def tile(turn: Scalar) -> Tile:
         piece = pieces.piece(turn)
         return _of_products(plan, first + piece.tile)._replace(piece=piece)

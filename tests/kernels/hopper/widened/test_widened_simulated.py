@@ -34,7 +34,13 @@ def weights(shape: tuple[int, ...], kind: Any, rng: np.random.Generator) -> jax.
     return jnp.asarray(rng.standard_normal(shape) * 2, jnp.float32).astype(kind)
 
 
-def check(asked: Problem, config: WidenedConfig, scales: Any = jnp.float32, **extras: Any) -> None:
+def check(
+    asked: Problem,
+    config: WidenedConfig,
+    scales: Any = jnp.float32,
+    plan: type[WidenedPlan] = WidenedPlan,
+    **extras: Any,
+) -> None:
     """Simulates a kernel; what it makes is what weights that were widened before would."""
     rng = np.random.default_rng(0)
     a = jnp.asarray(rng.integers(-3, 4, asked.a_shape), asked.a_dtype)
@@ -46,7 +52,7 @@ def check(asked: Problem, config: WidenedConfig, scales: Any = jnp.float32, **ex
         groups = asked.k // asked.blocks.k
         given.append(jnp.asarray(rng.uniform(0.5, 2, (groups, asked.n)), scales))
         whole = whole * jnp.repeat(given[0].astype(jnp.float32), asked.blocks.k, 0)
-    run = kernel.build(WidenedPlan(asked, config, H200, interpret=SIMULATOR))
+    run = kernel.build(plan(asked, config, H200, interpret=SIMULATOR))
     with races.recorded() as raced:
         found = np.asarray(jax.jit(run)(a, b, *given, *extras.values()), np.float64)
         assert not raced()
