@@ -119,7 +119,7 @@ def _biased(out: Any) -> Any:
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 300), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     rng, config = np.random.default_rng(0), _config(case)
     (r, c, g), (m, n), k = case["blocks"], _sizes(case), case["k"]
 

@@ -126,7 +126,7 @@ def _of(kind: str, lead: tuple[int, ...], m: int, n: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 300), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     config = _config(case)
     assert config is not None
     function, kinds = FUNCTIONS[case["function"]]
@@ -182,7 +182,7 @@ def test_several_results_of_tiles_that_are_cut(
     name: str, last: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     config = HopperConfig(
         tile=(64, 64),
         consumers=1,
@@ -249,7 +249,7 @@ def test_log_sum_exp_in_one_pass(
     pingpong: bool, store_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     config = HopperConfig(
         tile=(64 if pingpong else 128, 64),
         consumers=2,
@@ -494,7 +494,7 @@ def test_a_function_of_both_sums_of_a_gated_product(
     pingpong: bool, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     config = HopperConfig(
         tile=(64 if pingpong else 128, 128),
         consumers=2,

@@ -118,7 +118,7 @@ def _spread(x: Any, kind: str, groups: Any) -> Any:
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 200), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(implementation, "_simulator", lambda: racing)
+    monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     function, kinds = FUNCTIONS[case["function"]]
     m, sums = 200, 2 if case["function"] == "both" else 1
     sizes = SIZES[case["sizes"]]
