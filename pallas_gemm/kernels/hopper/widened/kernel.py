@@ -26,7 +26,7 @@ tiles, see `shares.py`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -365,6 +365,13 @@ def in_bytes(w: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(w, jnp.int8)
 
 
+def _of_one_type(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns what both weights of a gated product have in the type of slots, float32 for two."""
+    if len({x.dtype for x in arrays}) < 2:
+        return arrays
+    return [x.astype(jnp.float32) for x in arrays]
+
+
 def build(plan: WidenedPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b, scales, and what the epilogue takes.
 
@@ -377,6 +384,8 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         if plan.problem.groups:
             sizes, rest = table.of_rows(rest[0], plan.problem.n), rest[1:]
         scales, others = rest[: plan.problem.scales], rest[plan.problem.scales :]
+        sums = plan.problem.sums
+        scales = [*_of_one_type(scales[:sums]), *_of_one_type(scales[sums:])]
         own = plan.typed(scales)
         operands = [a, *(in_bytes(x) for x in (b, *ups, *scales)), *others]
         inputs = launch.inputs(plan.config, plan.problem, operands, sizes)

@@ -131,16 +131,23 @@ def test_gates_of_experts_have_zero_points(kind: Any) -> None:
     check_zeros(asked, Config(tile=(256, 8), consumers=2, along_k=1), kind, 5, 0, 11)
 
 
-def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int) -> None:
+def test_gate_and_up_have_scales_and_zero_points_of_two_types() -> None:
+    asked = problem(jnp.int8, 12, 192, 256, epilogue=Epilogue(gated=True), out_dtype=jnp.float32)
+    asked = dataclasses.replace(asked, blocks=Blocks(128, 0, 1, zeros=True))
+    check_zeros(asked, Config(), jnp.int8, of_up=jnp.float32)
+
+
+def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int, of_up: Any = None) -> None:
     """Simulates a product of weights with zero points: all of it is rounded as theirs are."""
     rng, group = np.random.default_rng(2), asked.blocks.k if asked.blocks else asked.k
     a = jnp.asarray(rng.integers(-1, 2, asked.a_shape), asked.a_dtype)
     lead = asked.b_shape[:-2]
     shape = (*lead, asked.k // group, asked.n)
     arrays: Any = []
-    for _ in range(asked.sums):
-        b, zero = (weights(x, t, rng) for x, t in ((asked.b_shape, asked.b_dtype), (shape, kind)))
-        scale = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), jnp.bfloat16)
+    types = [(kind, jnp.bfloat16), (of_up or kind, of_up or jnp.bfloat16)]
+    for own, of_scale in types[: asked.sums]:
+        b, zero = (weights(x, t, rng) for x, t in ((asked.b_shape, asked.b_dtype), (shape, own)))
+        scale = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), of_scale)
         wide = b.astype(jnp.float32)
         wide = wide.swapaxes(-1, -2) if asked.transpose_b else wide
         each = (jnp.repeat(x.astype(jnp.float32), group, -2) for x in (zero, scale))
