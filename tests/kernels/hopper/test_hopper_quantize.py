@@ -129,6 +129,7 @@ def test_every_tile_is_taken_once() -> None:
         (how(axes=(-2,), dtype=E5M2), jnp.float16, None),
         (how(block=(1, 32), power=True), jnp.bfloat16, None),
         (how(block=(128, 128)), jnp.bfloat16, None),
+        (how(block=(128, 128), axes=(-2,), power=True), jnp.float16, None),
         (how(dtype=jnp.int8), jnp.bfloat16, None),
         (MIXED, jnp.bfloat16, None),
         (how(), jnp.bfloat16, 72),

@@ -33,7 +33,7 @@ from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan, is_square
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.quantize import ACROSS, ALONG, Way, scales_of, values_of
+from pallas_gemm.kernels.quantize import ACROSS, ALONG, Scales, Way, scales_of, values_of
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 HALF = 64
@@ -206,7 +206,13 @@ def _zero_the_rest(tile: Ref, rows: Scalar) -> None:
 def _quantize_whole(plan: QuantizePlan, tile: Ref, at: Tile, scales: Ref) -> Scalar:
     """Stores the scale of a tile that is a block; returns its reciprocal."""
     squares = [_square(tile, ALONG, half, other) for half in (0, 1) for other in (0, 1)]
-    found = scales_of(jnp.max(_largest(squares), axis=0), plan.how)
+    lines = _largest(squares)
+    whole = jnp.max(lines, axis=0)
+    if plan.how.power_of_two:
+        # Mosaic cannot look at the bits of a single number: all lines have the same.
+        found = Scales(*(jnp.max(x) for x in scales_of(jnp.maximum(lines, whole), plan.how)))
+    else:
+        found = scales_of(whole, plan.how)
     scales.at[at.batch, at.row, at.col][...] = found.scale
     return found.reciprocal
 
