@@ -136,16 +136,15 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         "residual": residual,
         "row_scale": row_scale,
         "col_scale": col_scale,
-        "col_zeros": col_zero,
     }
     numbers = {"alpha": alpha, "beta": beta}
     if epilogue is not None or len(operands):
         others = {"activation": activation, "preferred_element_type": preferred_element_type}
         scales = {name: extras.pop(name) for name in ("row_scale", "col_scale")}
-        said = function.said(extras | others | numbers)
+        said = function.said(extras | {"col_zero": col_zero} | others | numbers)
         given = Operands(a, b, **scales)
         return function.answer(given, epilogue, operands, options, said, answer, **how)
-    given = Operands(a, b, **extras)
+    given = Operands(a, b, **extras, col_zeros=col_zero)
     words = Epilogue(activation=activation, **numbers)  # type: ignore[arg-type]
     result = {"preferred_element_type": preferred_element_type}
     return answer(request.of_gemm(given, words, options, **how, **result))

@@ -84,6 +84,11 @@ def test_transposed_operands() -> None:
             "bias= has no meaning beside epilogue",
         ),
         ({"epilogue": jnp.tanh, "alpha": 2.0}, ValueError, "alpha= has no meaning beside"),
+        (
+            {"epilogue": jnp.tanh, "col_zero": jnp.zeros((1, 8))},
+            ValueError,
+            "^col_zero= has no meaning beside",
+        ),
         ({"epilogue": jnp.tanh, "preferred_element_type": "bf16"}, ValueError, "preferred_element"),
         (
             {"epilogue": lambda s: () if s.ndim else s},
