@@ -14,7 +14,8 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.call import Call, Options
 from pallas_gemm.op.loss import statistics
-from pallas_gemm.op.loss_chunks import Layer, over_words
+from pallas_gemm.op.loss_chunks import over_words
+from pallas_gemm.op.loss_layer import Layer
 from pallas_gemm.op.loss_plan import Memory
 from pallas_gemm.op.mesh import explicit
 from pallas_gemm.op.mesh.reduction import reduction_dtype
@@ -88,8 +89,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
         reduction: "mean" over the tokens that count, which is 0 if none does; "sum"; or "none" for
             a loss of each token.
         memory: The memory of the gradients beside operands and results: "least", "fastest", which
-            keeps all logits, or a number of bytes. None takes larger
-            chunks than "least".
+            keeps all logits, or a number of bytes. With "least", logits may wait in the array that
+            is to be the gradient of the weight; None keeps nothing for the backward pass.
         axis_name: The axes of a `jax.shard_map` along which words are split: `weight` and `bias`
             are a device's part of the words, `labels` count all words.
 

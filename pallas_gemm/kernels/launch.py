@@ -90,7 +90,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: An
         for _ in range(problem.pairs)
     )
     scales = [on_its_own(next(left)) for _ in range(problem.scales)]
-    reach = _reach(config, problem)
+    reaches = reach(config, problem)
     operands = []
     for operand, x in zip(words.program(problem).operands, left, strict=True):
         if operand.kind == "mn":
@@ -99,7 +99,7 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: An
         # Vectors and numbers come in 32 bits.
         wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
         if operand.kind:
-            operands.append(_padded(wide, reach[operand.kind == "m"]))
+            operands.append(_padded(wide, reaches[operand.kind == "m"]))
         else:
             operands.append(on_its_own(wide.reshape(-1)))
     return Inputs(factors, tuple(operands), order, scales=tuple(scales))
@@ -117,7 +117,7 @@ def on_its_own(x: jax.Array) -> jax.Array:
     return x if aligned else lax.optimization_barrier(x)
 
 
-def _reach(config: GemmConfig, problem: Problem) -> tuple[int, int]:
+def reach(config: GemmConfig, problem: Problem) -> tuple[int, int]:
     """Returns how far the last tiles reach along the columns and the rows of the result."""
     tiles = zip(config.grid(problem), config.cluster, config.out_tile(problem), strict=True)
     rows, cols = map(math.prod, tiles)

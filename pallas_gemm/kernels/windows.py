@@ -32,17 +32,21 @@ class Window(NamedTuple):
         right: The same for the right operand.
         result: The same for the array that the result is a part of.
         in_place: The result takes the place of the residual.
+        below: How many rows are above the result in the array that it is a part of; None if that is
+            as large. Rows that follow may be overwritten. Only one of several results has a value
+            for each element, and it is this one that is written so.
     """
 
     left: int | None = None
     right: int | None = None
     result: int | None = None
     in_place: bool = False
+    below: int | None = None
 
     @property
     def writes(self) -> bool:
         """Whether the result is written into an array that there is already."""
-        return self.in_place or self.result is not None
+        return self.in_place or self.result is not None or self.below is not None
 
     def mirrored(self) -> "Window":
         """Returns the same where operands have changed sides."""
@@ -68,6 +72,8 @@ def within(
     if not window.writes:
         return gmem, out
     result = _part(gmem.results[0], window.result, problem.out_shape, first)
+    if window.below is not None:
+        result = _part(result, 0, problem.out_shape, window.below)
     if window.in_place:
         gmem = gmem._replace(operands=(*gmem.operands[:-1], result))
     return gmem, (result,)

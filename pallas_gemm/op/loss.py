@@ -20,11 +20,12 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
-from pallas_gemm.op import fused, linear, loss_chunks, lowering
+from pallas_gemm.op import fused, linear, loss_chunks, loss_layer, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_gradient import gradients
+from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_waiting import waiting, waiting_p
 from pallas_gemm.op.mesh import loss_partition, mesh_context
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
@@ -63,7 +64,7 @@ def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
 
 def function_of(layer: Layer, keep: bool, operands: Sequence[Any]) -> Function:
     """Returns the function of the product that a kernel computes."""
-    return loss_chunks.statistics_of_sums(layer, Given.of(operands), keep=keep, in_kernel=True)
+    return loss_layer.statistics_of_sums(layer, Given.of(operands), keep=keep, in_kernel=True)
 
 
 @statistics_p.def_abstract_eval
@@ -108,15 +109,41 @@ def _lowered(
 
 def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
     given = Given.of(primals)
+    moves_weight = linear.changes(tangents)[1] is not None
+    if moves_weight and not keep and layer.waiting(given.hidden, given.weight).waits:
+        results = waiting(layer, statistics, *primals)
+        return _with_changes(primals, tangents, results, layer=layer, waits=True)
     keeping = keep or layer.chunks(given.hidden, given.weight).kept
-    results = list(map(linear.named, statistics(layer, *primals, keep=keeping)))
+    results = statistics(layer, *primals, keep=keeping)
+    return _with_changes(primals, tangents, results, layer=layer, keep=keep)
+
+
+def _jvp_of_waiting(primals: Any, tangents: Any, *, layer: Layer, **_: Any) -> Any:
+    """Derives statistics. Logits that wait say nothing that the operands do not."""
+    results = waiting(layer, statistics, *primals)
+    own, changes = _with_changes(primals, tangents, results, layer=layer, waits=True)
+    kept = results[-1]
+    return [*own, kept], [*changes, ad.Zero(jax.typeof(kept))]
+
+
+def _with_changes(
+    primals: Any,
+    tangents: Any,
+    results: Sequence[Any],
+    *,
+    layer: Layer,
+    keep: bool = False,
+    waits: bool = False,
+) -> Any:
+    """Returns results that are wanted, and how they change."""
+    results = list(map(linear.named, results))
     hidden, weight, _, *bias = linear.changes(tangents)
     moves = (hidden, weight, *bias)
     moved = tuple(x is not None for x in moves)
     kept = results[FACTORS + layer.total :]
     own = equally_varying((*primals, results[0], *kept, *(x for x in moves if x is not None)))
-    changes = change_p.bind(*own, layer=layer, moved=moved, kept=bool(kept), keep=keep)
-    return results[: FACTORS + layer.total + keep], changes
+    how = {"layer": layer, "moved": moved, "kept": bool(kept), "keep": keep, "waits": waits}
+    return results[: FACTORS + layer.total + keep], change_p.bind(*own, **how)
 
 
 def _taken_apart(operands: Sequence[Any], layer: Layer, moved: Any, kept: bool) -> Any:
@@ -129,7 +156,7 @@ def _taken_apart(operands: Sequence[Any], layer: Layer, moved: Any, kept: bool) 
 
 
 def _change(
-    *operands: jax.Array, layer: Layer, moved: Any, kept: bool, keep: bool
+    *operands: jax.Array, layer: Layer, moved: Any, kept: bool, keep: bool, **_: Any
 ) -> list[jax.Array]:
     """Computes the change of the statistics: in forward mode, from whole arrays of logits."""
     given, _, _, (hidden, weight, *bias) = _taken_apart(operands, layer, moved, kept)
@@ -145,7 +172,7 @@ def _change(
         )
         own_bias = tuple(next(left) if bias[0] is not None else x for x in given.bias)
         sums = layer.contraction.by_xla(layer.call, own.hidden, own.weight)
-        results = loss_chunks.statistics_of_sums(layer, given)(sums, given.labels, *own_bias)
+        results = loss_layer.statistics_of_sums(layer, given)(sums, given.labels, *own_bias)
         return [*results, *([sums.astype(given.hidden.dtype)] if keep else [])]
 
     changes = [x for x in (hidden, weight, *bias) if x is not None]
@@ -160,7 +187,13 @@ def _abstract_change(*avals: Any, layer: Layer, keep: bool, **_: Any) -> Any:
 
 
 def _transpose(
-    cotangents: Any, *operands: Any, layer: Layer, moved: Any, kept: bool, keep: bool
+    cotangents: Any,
+    *operands: Any,
+    layer: Layer,
+    moved: Any,
+    kept: bool,
+    keep: bool,
+    waits: bool,
 ) -> list[Any]:
     given, log_sum_exp, kept_product, moves = _taken_apart(operands, layer, moved, kept)
     others = [None] * (len(operands) - sum(moved))
@@ -172,7 +205,7 @@ def _transpose(
     of_log_sum_exp, of_label, *of_total = map(ad.instantiate_zeros, cotangents)
     slopes = Slopes(log_sum_exp, of_log_sum_exp, of_label, tuple(of_total))
     wanted = Wanted(*(*(x is not None for x in moves), False)[: len(Wanted._fields)])
-    found = gradients(layer, wanted, given, slopes, kept_product)
+    found = gradients(layer, wanted, given, slopes, kept_product, waits=waits)
     if of_product is not None:
         found = _with_product(layer, given, found, of_product)
     return [*others, *(g for g, move in zip(found, moves, strict=False) if move is not None)]
@@ -231,6 +264,7 @@ def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:
 run_as_jax_does(statistics_p)
 run_as_jax_does(change_p)
 ad.primitive_jvps[statistics_p] = _jvp
+ad.primitive_jvps[waiting_p] = _jvp_of_waiting
 ad.primitive_jvps[change_p] = _change_jvp
 ad.primitive_transposes[change_p] = _transpose
 batching.primitive_batchers[statistics_p] = _batch

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.op import loss_chunks, loss_windows, lowering
-from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.mesh import loss_partition, mesh_context
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
@@ -34,11 +34,13 @@ class Gradients:
         layer: The layer.
         wanted: The operands whose gradients are wanted.
         kept: The forward pass has kept the product.
+        waits: Logits wait in the array that is to be the gradient of the weight: the last operand.
     """
 
     layer: Layer
     wanted: Wanted
     kept: bool
+    waits: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -53,8 +55,18 @@ class Gradients:
         return tuple(x for x, is_wanted in zip(every, self.wanted, strict=True) if is_wanted)
 
     def run(self, *operands: jax.Array) -> list[jax.Array]:
-        """Computes them from operands of one device."""
+        """Computes them from operands of one device, none of logits that wait."""
         return self._run(self.layer, None, operands)
+
+    def from_all(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes the same, from logits that wait where there are any."""
+        return self._run(self.layer, self._slices(self.layer, operands), operands)
+
+    def _slices(self, layer: Layer, operands: Sequence[Any]) -> loss_chunks.Slices | None:
+        """Returns how the chunks of kernels are computed from slices, where logits wait."""
+        if not self.waits:
+            return None
+        return loss_chunks.Slices(layer, layer.waiting(*operands[:2]))
 
     def on_one_device(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the same, by parts of whole arrays where a kernel takes them."""
@@ -64,19 +76,21 @@ class Gradients:
         """Computes the same in a program for a GPU."""
         layer = dataclasses.replace(self.layer, call=lowering.planned(self.layer.call, gpu=True))
         given, slopes, kept = self._taken_apart(operands)
-        parts = layer.chunks(given.hidden, given.weight)
+        own = given.hidden, given.weight
+        parts = layer.waiting(*own) if self.waits else layer.chunks(*own)
         if kept is not None or not parts.in_place:
             return self._run(layer, None, operands)
         found = loss_windows.planned(layer, parts, self.wanted, given, slopes)
         if isinstance(found, str):
-            found = loss_chunks.Slices(layer, layer.slices(given.hidden, given.weight))
+            found = self._slices(layer, operands) or loss_chunks.Slices(layer, layer.slices(*own))
         return self._run(layer, found, operands)
 
     def _run(
         self, layer: Layer, by: loss_chunks.Way | None, operands: Sequence[jax.Array]
     ) -> list[jax.Array]:
         given, slopes, kept = self._taken_apart(operands)
-        found = loss_chunks.gradients(layer, self.wanted, given, slopes, kept, by)
+        waiting = operands[-1] if by is not None and by.parts.waits else None
+        found = loss_chunks.gradients(layer, self.wanted, given, slopes, kept, by, waiting)
         return [x for x in found if x is not None]
 
     def _taken_apart(self, operands: Sequence[Any]) -> tuple[Given, Slopes, Any]:
@@ -95,10 +109,26 @@ class Gradients:
 
 
 def gradients(
-    layer: Layer, wanted: Wanted, given: Given, slopes: Slopes, kept: jax.Array | None
+    layer: Layer,
+    wanted: Wanted,
+    given: Given,
+    slopes: Slopes,
+    kept: jax.Array | None,
+    *,
+    waits: bool = False,
 ) -> list[jax.Array | None]:
-    """Computes what `loss_chunks.gradients` does, as one primitive."""
-    work = Gradients(layer, wanted, kept is not None)
+    """Computes what `loss_chunks.gradients` does, as one primitive.
+
+    Args:
+        layer: The layer.
+        wanted: The operands whose gradients are wanted.
+        given: Its operands.
+        slopes: How the loss changes with its statistics.
+        kept: The product, if the forward pass kept it, or the array in which logits wait.
+        waits: It is the latter. It says nothing that the operands do not, and where no kernel reads
+            it, nothing does.
+    """
+    work = Gradients(layer, wanted, kept is not None and not waits, waits)
     own = (given.hidden, given.weight, given.labels, *given.bias, *slopes.leaves())
     operands = equally_varying((*own, *(() if kept is None else (kept,))))
     devices = mesh_context.device_request(layer.call, operands)
@@ -111,7 +141,7 @@ def gradients(
 @functools.lru_cache(maxsize=1024)
 def _traced(work: Gradients, avals: tuple[Any, ...], context: Any) -> core.ClosedJaxpr:
     del context  # What is traced depends on it.
-    return jax.make_jaxpr(work.run)(*avals)
+    return jax.make_jaxpr(work.from_all)(*avals)
 
 
 @gradients_p.def_abstract_eval
@@ -136,6 +166,9 @@ def _lowered(
 ) -> Any:
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mesh_context.lower_off_mesh(ctx, work.on_one_device, operands)
+    if work.waits:
+        work, operands = dataclasses.replace(work, waits=False), operands[:-1]
+        ctx = ctx.replace(avals_in=ctx.avals_in[:-1])
     run = work.run
     if devices is not None and not mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(loss_partition.shared, work)

@@ -5,6 +5,7 @@ from the forward pass, or computed again for some words at a time.
 
     kept          3 products     an array of all logits, in the type of the operands
     recomputed    4 products     the slopes of one chunk of words, and sums in float32
+    waiting       3 to 4         the same: logits wait in the array of the weight's gradient
 
 Where kernels take their words of whole arrays (`loss_windows`), that is all. Elsewhere a chunk has
 slices of its own, and sums lie beside those of the chunks before.
@@ -32,6 +33,8 @@ On an H200, 4096 x 4096 x 128256 takes 23.6 ms with 50 MB of them, 22.9 with 176
 """
 HALF = 2
 """Bytes of the elements that kernels take parts of."""
+WAITING_SHARE = 8
+"""Logits of at least one token in eight wait: for fewer, the product is hardly shorter."""
 STEP = 256
 """Words of a chunk are a multiple of this, so that tiles fill it."""
 
@@ -46,6 +49,8 @@ class Chunks:
         kept: The forward pass keeps the logits: all of them are one chunk.
         bytes: Memory of the gradients beside operands and results.
         in_place: They are parts of whole arrays, read and written where they are.
+        waiting: The logits of this many tokens, of how many there are, wait in the array that is to
+            be the gradient of the weight.
     """
 
     words: int
@@ -53,6 +58,7 @@ class Chunks:
     kept: bool
     bytes: int
     in_place: bool = False
+    waiting: tuple[int, int] = (0, 1)
 
     @property
     def count(self) -> int:
@@ -65,15 +71,36 @@ class Chunks:
         return self.words - (self.count - 1) * self.each
 
     @property
-    def products(self) -> int:
+    def waits(self) -> bool:
+        """Whether logits wait."""
+        return self.waiting[0] > 0
+
+    @property
+    def begin(self) -> int:
+        """Where the first chunk begins.
+
+        It is the last of all words where logits wait: only the last may have fewer words than tiles
+        have, and nothing of another may be overwritten.
+        """
+        return self.words - self.first if self.waits else 0
+
+    @property
+    def products(self) -> float:
         """How many products as large as the layer's own value and gradients take."""
-        return 3 if self.kept else 4
+        some, tokens = self.waiting
+        return 3 if self.kept else 4 - some / tokens
 
     def __str__(self) -> str:
         how = "all logits kept"
+        some, tokens = self.waiting
+        chunks = f"in {self.count} chunks of {self.each} words"
         if not self.kept:
-            how = f"logits computed again in {self.count} chunks of {self.each} words"
-        return f"{self.products} products with gradients, {how}: {self.bytes / 1e6:,.0f} MB"
+            how = f"logits computed again {chunks}"
+        if some:
+            how = f"logits of {some} tokens wait in the gradient of the weight, used {chunks}"
+            how += f", those of {tokens - some} are computed again" * (some < tokens)
+        products = f"{self.products:.2f}".rstrip("0").rstrip(".")
+        return f"{products} products with gradients, {how}: {self.bytes / 1e6:,.0f} MB"
 
 
 def takes_parts(target: Device | None, tokens: Any, width: Any, words: Any, itemsize: int) -> bool:
@@ -143,6 +170,22 @@ def chunks(
     if memory >= whole.bytes:
         return whole
     return of((memory - sums) // of_word // STEP * STEP)
+
+
+def waiting(parts: Chunks, tokens: int, width: int) -> Chunks:
+    """Returns the same chunks where logits may wait in the gradient of the weight.
+
+    This gradient is `[width, words]`: it has room for the logits of `width` tokens.
+
+    Args:
+        parts: The chunks.
+        tokens: How many there are.
+        width: Elements of a token.
+    """
+    some = min(tokens, width)
+    if parts.kept or not parts.in_place or some * WAITING_SHARE < tokens:
+        return parts
+    return dataclasses.replace(parts, waiting=(some, tokens))
 
 
 def _alike(words: int, most: int) -> int:

@@ -5,11 +5,12 @@
     of weight    is written where it belongs
 
 So nothing passes over memory between the products, and there is no second array of sums
-(`kernels/windows.py`). `loss_chunks` has the loop over chunks of words.
+(`kernels/windows.py`). `loss_chunks` has the loop over chunks of words. Where logits wait in the
+gradient of the weight (`loss_waiting`), slopes of those tokens are made of them in one pass.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,13 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Options, Signature, signature_of
+from pallas_gemm.kernels import launch
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.op import fused, kept_kernels, loss_chunks
+from pallas_gemm.op import fused, kept_kernels, loss_layer
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_plan import STEP, Chunks
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.planning import dispatch, implementation
@@ -94,13 +96,14 @@ class Products(NamedTuple):
     """The kernels of a chunk of words.
 
     Attributes:
-        slopes: This kernel computes the slopes. The function beside it says the rest.
+        slopes: This kernel computes the slopes. The function beside it says the rest. None if the
+            logits of all tokens wait.
         first: This one computes the gradient of the tokens, for the first words.
         more: The same for other words, added to the gradient for the words before.
         weight: This one computes the gradient of the weight.
     """
 
-    slopes: tuple[Part, fused.Fused]
+    slopes: tuple[Part, fused.Fused] | None
     first: Part
     more: Part
     weight: Part
@@ -126,14 +129,22 @@ class Windows(NamedTuple):
         bias = tuple(lax.dynamic_slice_in_dim(x, start, size, 0) for x in given.bias)
         return given._replace(labels=given.labels - start, bias=bias)
 
-    def slopes(self, with_bias: bool, own: Given, slopes: Slopes, at: Any) -> list[jax.Array]:
+    def slopes(
+        self, with_bias: bool, own: Given, slopes: Slopes, at: Any, above: int
+    ) -> list[jax.Array]:
         """Computes the slopes of some words, and the gradient of their bias."""
         start, size = at
+        found = self.of[size].slopes
         del with_bias  # The function knows.
-        kernel, function = self.of[size].slopes
-        given = (*slopes.leaves(), own.labels, *own.bias)
-        results = kernel(start, own.hidden, own.weight, *function.split.prepared(given))
-        return function.split.finished(given, results)
+        assert found is not None
+        kernel, function = found
+        given = function.split.prepared((*slopes.leaves(), own.labels, *own.bias))
+        into = []
+        if above:
+            shape = (above + own.hidden.shape[0], size)
+            into = [loss_layer.empty(own, shape, own.hidden.dtype)]
+        results = kernel(start, own.hidden, own.weight, *given, *into)
+        return _finished(function, (*slopes.leaves(), own.labels, *own.bias), results, above)
 
     def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
         """Adds the gradient of the tokens by some words to that by the words before."""
@@ -146,8 +157,30 @@ class Windows(NamedTuple):
         """Puts the gradient of the weight of some words where it belongs."""
         start, size = at
         if before is None:
-            before = loss_chunks.empty(given, given.weight.shape, given.weight.dtype)
+            before = loss_layer.empty(given, given.weight.shape, given.weight.dtype)
         return self.of[size].weight(start, given.hidden, g, before)[0]
+
+
+def _finished(
+    function: fused.Fused, given: Sequence[Any], results: Sequence[Any], above: int
+) -> list[jax.Array]:
+    """Computes the results of a function: one of them is the larger array that it is a part of."""
+    place, rows = _place(function), function.decision.problem.m
+    parts = list(results)
+    parts[place] = lax.slice_in_dim(results[place], above, above + rows)
+    found = function.split.finished(given, parts)
+    found[_output(function)] = results[place]
+    return found
+
+
+def _place(function: fused.Fused) -> int:
+    """Which result of a kernel has a value for each element."""
+    return [own.kind for own in function.split.program.results].index("mn")
+
+
+def _output(function: fused.Fused) -> int:
+    """Which result of the function that is."""
+    return list(function.split.flat.outputs).index(function.split.results[_place(function)])
 
 
 def planned(
@@ -165,7 +198,7 @@ def planned(
     layer = dataclasses.replace(layer, call=_by_kernel(layer.call))
     found: dict[int, Products] = {}
     for size in {parts.first, parts.each}:
-        products = _products(layer, wanted, _types(layer, given, size), slopes)
+        products = _products(layer, parts, wanted, _types(layer, given, size), slopes)
         if isinstance(products, str):
             return products
         found[size] = products
@@ -193,12 +226,17 @@ def _types(layer: Layer, given: Given, size: int) -> Given:
     return Given(*taken)
 
 
-def _products(layer: Layer, wanted: Wanted, own: Given, slopes: Slopes) -> Products | str:
+def _products(
+    layer: Layer, parts: Chunks, wanted: Wanted, own: Given, slopes: Slopes
+) -> Products | str:
     """Returns the kernels for chunks of these sizes, or why there are none."""
     hidden, weight = (signature_of((x,))[0] for x in (own.hidden, own.weight))
     (tokens, width), dtype = hidden
     size, axis = weight[0][layer.axis], layer.axis
-    of_slopes = _of_slopes(layer, wanted.bias, own, slopes)
+    of_slopes, some = None, parts.waiting[0]
+    if some < tokens:
+        others = loss_layer.of_tokens(own, slopes, some, tokens)
+        of_slopes = _of_slopes(layer, wanted.bias, *others, above=some)
     g, sums = ((tokens, size), dtype), ((tokens, width), np.dtype(layer.call.out_dtype))
     dims = layer.contraction
     into = layer.call.plain(sums[1])
@@ -213,11 +251,20 @@ def _products(layer: Layer, wanted: Wanted, own: Given, slopes: Slopes) -> Produ
         if isinstance(found, str):
             return found
     made: Any = (of_slopes, *every)
+    if some and _reaches_beyond(made[-1], size):
+        return "tiles would be stored where other logits wait"
     return Products(*made)
 
 
-def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes) -> Any:
-    function = loss_chunks.slopes_of_sums(layer, own, with_bias, slopes)
+def _reaches_beyond(part: Part, words: int) -> bool:
+    """Whether the last tiles of the gradient of the weight reach beyond a chunk that is full."""
+    plan: Any = part.decision.plan
+    problem = plan.config.as_computed(plan.realigned.problem)
+    return words % STEP == 0 and launch.reach(plan.config, problem)[0] > words
+
+
+def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes, *, above: int) -> Any:
+    function = loss_layer.slopes_of_sums(layer, own, with_bias, slopes)
     given = (own.hidden, own.weight, *slopes.leaves(), own.labels, *own.bias)
     found = fused.plan(layer.call, layer.contraction, function, signature_of(given))
     if isinstance(found, str):
@@ -225,8 +272,36 @@ def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes) -> Any
     decision = _uncut(found.decision)
     if why := _why_not(decision, found.form):
         return why
-    types = kernel_types(found.call, decision)
-    return Part(found.call, decision, Window(right=layer.axis), False, types), found
+    window = Window(right=layer.axis, below=above or None)
+    return _part_of_function(found, decision, window, above + own.hidden.shape[0]), found
+
+
+def _part_of_function(found: fused.Fused, decision: Decision, window: Window, rows: int) -> Part:
+    """Returns the kernel of a function, one result of which is in an array of this many rows."""
+    types = [
+        ((rows, shape[1]) if len(shape) > 1 and own.kind == "mn" else shape, dtype)
+        for own, (shape, dtype) in zip(
+            found.split.program.results, kernel_types(found.call, decision), strict=True
+        )
+    ]
+    return Part(found.call, decision, window, False, tuple(types))
+
+
+def statistics(layer: Layer, given: Given) -> list[jax.Array] | None:
+    """Computes the statistics, and logits in an array like the weight; None if no kernel does."""
+    layer = dataclasses.replace(layer, call=_by_kernel(layer.call))
+    function = loss_layer.statistics_of_sums(layer, given, keep=True, in_kernel=True)
+    own = (given.hidden, given.weight, given.labels, *given.bias)
+    found = fused.plan(layer.call, layer.contraction, function, signature_of(own))
+    if isinstance(found, str):
+        return None
+    decision = _uncut(found.decision)
+    if _why_not(decision, found.form):
+        return None
+    part = _part_of_function(found, decision, Window(below=0), given.weight.shape[0])
+    whole = loss_layer.empty(given, given.weight.shape, given.weight.dtype)
+    prepared = found.split.prepared(own[2:])
+    return _finished(found, own[2:], part(0, *own[:2], *prepared, whole), 0)
 
 
 def _part(

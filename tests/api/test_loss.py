@@ -411,7 +411,6 @@ def _shapes(transposed: bool) -> list[jax.ShapeDtypeStruct]:
     ("memory", "products", "text"),
     [
         ("fastest", 3, "3 products with gradients, all logits kept: 268 MB"),
-        ("least", 7, "4 products with gradients, logits computed again in 2 chunks of 16384"),
         (None, 7, "4 products with gradients, logits computed again in 2 chunks of 16384"),
         (60_000_000, 19, "4 products with gradients, logits computed again in 6 chunks of"),
     ],
@@ -424,6 +423,31 @@ def test_explain_says_how_many_products_and_bytes(transposed, memory, products, 
     assert found.last_layers[0].startswith(text)
     assert text in " ".join(str(found).split())
     assert sum(entry.times for entry in found.entries) == products
+
+
+def test_nothing_waits_in_a_weight_that_is_transposed():
+    loss = functools.partial(linear_cross_entropy, memory="least", transpose_weight=True)
+    with target("h200"):
+        found = explain(jax.value_and_grad(loss, (0, 1)), *_shapes(True))
+    text = "4 products with gradients, logits computed again in 2 chunks of 16384"
+    assert found.last_layers[0].startswith(text)
+
+
+@pytest.mark.parametrize("wanted", [(0, 1), (1,), (0,)])
+def test_explain_says_which_logits_wait(wanted: tuple[int, ...]) -> None:
+    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory="least"), wanted)
+    with target("h200"):
+        found = explain(loss, *_shapes(False))
+    (text,) = found.last_layers
+    if 1 not in wanted:
+        # There is no gradient of the weight that they could wait in.
+        assert text.startswith("4 products with gradients, logits computed again")
+        return
+    assert text.startswith("3.88 products with gradients, logits of 512 tokens wait")
+    rows = [(entry.decision.problem.m, entry.times) for entry in found.entries]
+    # Of the first tokens and of the others, forward; in two chunks, of the others alone.
+    assert sum(times for m, times in rows if m == 3584) == 3
+    assert sum(times for _, times in rows) == 2 + 2 + 2 * len(wanted)
 
 
 def test_what_has_no_gradient_takes_no_product():

@@ -14,9 +14,9 @@ from pallas_gemm import explain, linear_cross_entropy, target
 from pallas_gemm.call import Call, Options
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.op import loss_chunks, loss_plan, loss_windows
+from pallas_gemm.op import loss_chunks, loss_layer, loss_plan, loss_windows
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.loss_chunks import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_plan import Chunks
 from tests import reference
 
@@ -25,6 +25,7 @@ TOKENS, WIDTH, WORDS, EACH = 128, 64, 320, 128
 PARTS = Chunks(WORDS, EACH, False, 0, True)
 LAYERS = {
     "plain": {},
+    "bias": {"bias": True},
     "transposed": {"transposed": True},
     "all": {"bias": True, "softcap": 3.0, "scale": 0.7, "total": True, "transposed": True},
 }
@@ -43,15 +44,15 @@ def _drawn(layer: Layer) -> tuple[Given, Slopes]:
     return given, Slopes(log_sum_exp, others[0], -others[1], tuple(others[2:]))
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_they_are_those_of_slices(options: dict[str, Any], monkeypatch: Any) -> None:
-    simulated = Options(implementation="interpret", target=H200)
-    layer = Layer(Call(np.float32, options=simulated), **options)
+def _exact(layer: Layer) -> tuple[Given, Slopes]:
+    """Draws tokens and words whose products are not rounded in bfloat16."""
     given, slopes = _drawn(layer)
-    wanted = Wanted(True, True, layer.bias)
-    windows = loss_windows.planned(layer, PARTS, wanted, given, slopes)
-    assert isinstance(windows, loss_windows.Windows), windows
-    assert set(windows.of) == {PARTS.first, EACH}
+    hidden, weight = jnp.round(given.hidden), jnp.round(4 * given.weight) / 4
+    return given._replace(hidden=hidden.clip(-1, 1), weight=weight.clip(-0.5, 0.5)), slopes
+
+
+def _simulated(monkeypatch: Any) -> Options:
+    """Has kernels simulated, and returns the options that ask for it."""
 
     run = functools.cache(lambda part: jax.jit(part.run()))
 
@@ -61,16 +62,81 @@ def test_they_are_those_of_slices(options: dict[str, Any], monkeypatch: Any) -> 
     monkeypatch.setattr(loss_windows.part_kernel_p, "bind", simulate)
     # A loop of the program would run the simulator from within.
     monkeypatch.setattr(loss_chunks, "_over", _in_turn)
+    return Options(implementation="interpret", target=H200)
+
+
+@pytest.mark.parametrize("options", [LAYERS[x] for x in ("plain", "transposed", "all")])
+def test_they_are_those_of_slices(options: dict[str, Any], monkeypatch: Any) -> None:
+    layer = Layer(Call(np.float32, options=_simulated(monkeypatch)), **options)
+    given, slopes = _drawn(layer)
+    wanted = Wanted(True, True, layer.bias)
+    windows = loss_windows.planned(layer, PARTS, wanted, given, slopes)
+    assert isinstance(windows, loss_windows.Windows), windows
+    assert set(windows.of) == {PARTS.first, EACH}
     found = loss_chunks.gradients(layer, wanted, given, slopes, None, windows)
+    for x, y in zip(found[: 2 + layer.bias], _by_slices(layer, given, slopes), strict=False):
+        _close(x, y)
+
+
+@pytest.mark.parametrize("name", ["plain", "bias"])
+@pytest.mark.parametrize("tokens", [TOKENS, WIDTH])
+def test_logits_that_wait_are_not_computed_again(tokens: int, name: str, monkeypatch: Any) -> None:
+    layer = Layer(Call(np.float32, options=_simulated(monkeypatch)), **LAYERS[name])
+    given, slopes = loss_layer.of_tokens(*_exact(layer), 0, tokens)
+    wanted, parts = Wanted(True, True, layer.bias), loss_plan.waiting(PARTS, tokens, WIDTH)
+    assert parts.waiting == (WIDTH, tokens)
+    windows = loss_windows.planned(layer, parts, wanted, given, slopes)
+    assert isinstance(windows, loss_windows.Windows), windows
+    assert (windows.of[EACH].slopes is None) == (tokens == WIDTH)
+    sums = layer.contraction.by_xla(Call(np.float32), given.hidden[:WIDTH], given.weight)
+    # Other tokens show whether what waits is read: the slopes are still those of the old ones.
+    own = given._replace(hidden=given.hidden.at[:WIDTH].mul(2))
+    found = loss_chunks.gradients(layer, wanted, own, slopes, None, windows, sums.astype(BF16))
+    expected = _by_slices(layer, given, slopes)
+    of_first = _by_slices(layer, *loss_layer.of_tokens(given, slopes, 0, WIDTH))
+    _close(found[0], expected[0])
+    _close(found[1], expected[1] + of_first[1])
+    for x, y in zip(found[2:], expected[2:], strict=True):
+        if x is not None:
+            _close(x, y)
+
+
+@pytest.mark.parametrize("name", ["plain", "bias"])
+def test_a_kernel_stores_logits_into_an_array_like_the_weight(name: str, monkeypatch: Any) -> None:
+    layer = Layer(Call(np.float32, options=_simulated(monkeypatch)), **LAYERS[name])
+    given, slopes = loss_layer.of_tokens(*_exact(layer), 0, 40)
+    assert loss_plan.waiting(PARTS, 40, WIDTH).waiting == (40, 40)
+    found = loss_windows.statistics(layer, given)
+    assert found is not None
+    *statistics, kept = found
+    sums = layer.contraction.by_xla(Call(np.float32), given.hidden, given.weight).astype(BF16)
+    assert kept.shape == given.weight.shape
+    np.testing.assert_array_equal(kept[:40].astype(F32), sums.astype(F32))
+    logits = layer.logits(sums.astype(F32), given.bias)
+    expected = jax.nn.logsumexp(logits, -1), logits[jnp.arange(40), given.labels]
+    for x, y in zip(statistics, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    # What waits is enough for the gradients.
+    parts, wanted = loss_plan.waiting(PARTS, 40, WIDTH), Wanted(True, True, layer.bias)
+    windows = loss_windows.planned(layer, parts, wanted, given, slopes)
+    assert isinstance(windows, loss_windows.Windows), windows
+    gradients = loss_chunks.gradients(layer, wanted, given, slopes, None, windows, kept)
+    for x, y in zip(gradients, _by_slices(layer, given, slopes), strict=True):
+        if y is not None:
+            _close(x, y)
+
+
+def _by_slices(layer: Layer, given: Given, slopes: Slopes) -> list[Any]:
     by_xla = dataclasses.replace(layer, call=Call(np.float32))
     slices = loss_chunks.Slices(by_xla, dataclasses.replace(PARTS, in_place=False))
-    expected = loss_chunks.gradients(by_xla, wanted, given, slopes, None, slices)
-    for x, y in zip(found[: 2 + layer.bias], expected, strict=False):
-        assert x is not None
-        assert y is not None
-        assert x.dtype == y.dtype
-        scale = float(jnp.max(jnp.abs(y)))
-        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=2e-2, atol=1e-2 * scale)
+    wanted = Wanted(True, True, layer.bias)
+    return loss_chunks.gradients(by_xla, wanted, given, slopes, None, slices)
+
+
+def _close(x: Any, y: Any) -> None:
+    assert x.dtype == y.dtype
+    scale = float(jnp.max(jnp.abs(y)))
+    np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=2e-2, atol=1e-2 * scale)
 
 
 def _in_turn(parts: Chunks, step: Any, together: int) -> Any:
@@ -110,8 +176,8 @@ def _types(words: int, dtype: Any = BF16) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(*own) for own in shapes]
 
 
-def _lowered(words: int, platform: str) -> str:
-    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory="least"), (0, 1))
+def _lowered(words: int, platform: str, memory: Any = None) -> str:
+    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory=memory), (0, 1))
     with target("h200"):
         traced = jax.jit(loss).trace(*_types(words))
         return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -127,6 +193,14 @@ def test_nothing_is_sliced_between_kernels_where_words_are_whole_blocks():
 
 
 @pytest.mark.usefixtures("empty_kernels")
+def test_no_logits_are_computed_again_where_all_wait():
+    text = _lowered(100_032, "cuda", "least")
+    assert "dynamic_update_slice" not in text
+    # Forward, and of the first chunk and of others: the gradient of the tokens and of the weight.
+    assert text.count("@mosaic_gpu_v2(") == 5
+
+
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(("words", "platform"), [(100_040, "cuda"), (100_032, "cpu")])
 def test_elsewhere_chunks_are_slices(words: int, platform: str) -> None:
     assert "dynamic_update_slice" in _lowered(words, platform)
@@ -138,7 +212,7 @@ def test_explain_says_the_bytes_of_parts():
         (of_parts,) = explain(loss, *_types(100_032)).last_layers
         (of_slices,) = explain(loss, *_types(100_032, F32)).last_layers
     own = loss_plan.chunks(2048, 2048, 100_032, 2, "least", in_place=True)
-    assert of_parts == str(own)
+    assert of_parts == str(loss_plan.waiting(own, 2048, 2048))
     assert of_slices == str(loss_plan.chunks(2048, 2048, 100_032, 4, "least"))
 
 

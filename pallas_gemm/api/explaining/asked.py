@@ -25,6 +25,8 @@ from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.fused_groups import fused_groups_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
 from pallas_gemm.op.loss import function_of, statistics_p
+from pallas_gemm.op.loss_waiting import kernels as waiting_kernels
+from pallas_gemm.op.loss_waiting import waiting_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.quantize import quantize_p
@@ -37,8 +39,8 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import products as rewriting
 
 _OURS = (
-    *(product_p, fused_p, sum_p, projections_p, symmetric_p, statistics_p),
-    *(grouped_p, fused_groups_p),
+    *(product_p, fused_p, sum_p, projections_p, symmetric_p),
+    *(statistics_p, waiting_p, grouped_p, fused_groups_p),
 )
 _OF_JAX = ("dot_general", "ragged_dot_general")
 
@@ -118,9 +120,12 @@ def last_layers(program: Trace) -> tuple[str, ...]:
     """Returns how the gradients of each last layer are computed, and in what memory."""
     found = []
     for operation in program.operations:
-        if operation.equation.primitive is statistics_p:
+        primitive, params = operation.equation.primitive, operation.equation.params
+        if primitive in (statistics_p, waiting_p):
             hidden, weight, *_ = (v.aval for v in operation.equation.invars)
-            found.append(str(operation.equation.params["layer"].chunks(hidden, weight)))
+            layer, waits = params["layer"], primitive is waiting_p
+            parts = layer.waiting(hidden, weight) if waits else layer.chunks(hidden, weight)
+            found.append(str(parts))
     return tuple(dict.fromkeys(found))
 
 
@@ -196,10 +201,13 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     """Yields the products of one primitive of ours."""
     equation, common = operation.equation, _common(operation)
     given = signature_of(tuple(v.aval for v in equation.invars))
-    if equation.primitive is statistics_p:
-        layer, keep = (equation.params[x] for x in ("layer", "keep"))
-        function = function_of(layer, keep, [v.aval for v in equation.invars])
-        yield _of_dense_function(equation, layer.call, layer.contraction, function, given, common)
+    if equation.primitive in (statistics_p, waiting_p):
+        layer, avals = equation.params["layer"], [v.aval for v in equation.invars]
+        waits = equation.primitive is waiting_p
+        every = waiting_kernels(avals) if waits else [(avals, equation.params["keep"])]
+        for types, keep in every:
+            function, own = function_of(layer, keep, types), signature_of(tuple(types))
+            yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)
         return
     call = equation.params["call"]
     if equation.primitive is fused_p:

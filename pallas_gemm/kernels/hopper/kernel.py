@@ -279,6 +279,13 @@ def _longer(x: jax.Array, more: int) -> jax.Array:
     return launch.on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
+def _answer(plan: HopperPlan, out: Any, left: Any, every: Any = None) -> Any:
+    """Returns the results, from what the kernel stores and what its tiles leave."""
+    if plan.problem.epilogue.program is not None:
+        return words.arranged(plan.problem, out, reduce.finished(plan, left))
+    return out[0] if every is None else (out[0], every)
+
+
 def build(plan: HopperPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
@@ -311,20 +318,19 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
             return run(*given, first=first)
         *others, result = given
         into = jax.new_ref(result)
-        run(*others, *([None] if plan.window.in_place else []), first=first, results=(into,))
-        return jax.freeze(into)
+        last = [None] if plan.window.in_place else []
+        left = run(*others, *last, first=first, results=(into,))
+        return _answer(plan, (jax.freeze(into),), left)
 
     def run(*given: Any, results: Any = None, first: Any = None) -> Any:
         inputs = _inputs(plan, given)._replace(first=first)
         if plan.window.writes:
-            return kernel(inputs._replace(results=results))
+            return kernel(inputs._replace(results=results)).left
         out, left, every, summands = kernel(inputs)
         if joined:
             out = joined(joining.inputs(plan, inputs, summands, results))
         if results is not None:
             return None
-        if plan.problem.epilogue.program is not None:
-            return words.arranged(plan.problem, out, reduce.finished(plan, left))
-        return out[0] if every is None else (out[0], every)
+        return _answer(plan, out, left, every)
 
     return run if plan.window == windows.WHOLE else of_parts

@@ -162,7 +162,7 @@ def results(plan: HopperPlan) -> Results:
     if plan.joins:
         return Results(summands=joining.summands(plan))
     if plan.window.writes:
-        return Results()
+        return Results((), plan.left_of_tiles)
     out = tuple(jax.ShapeDtypeStruct(plan.out_shape, own) for own in plan.problem.result_dtypes)
     if plan.relay:
         sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
