@@ -153,6 +153,7 @@ def test_explain_says_what_became_of_each_product(x: Any) -> None:
     assert "no kernel multiplies" in left.why
     assert "accelerated" in str(found)
     assert "left: no kernel multiplies" in str(found)
+    assert f"3 products by a kernel, at {line}" in " ".join(str(found).split())
     assert stock.rewritten is None
 
 

@@ -254,6 +254,10 @@ def test_other_arrays_of_qwix_are_refused() -> None:
         QuantizedWeight.from_qwix(3)
     with pytest.raises(ValueError, match=r"scale must have one value .* qvalue\[32, 24\], got"):
         QuantizedWeight.from_qwix(_qwix(zero=False, scale=(4, 12)))
+    array = _qwix(zero=False, scale=(4, 24))
+    array.scale = array.scale[:0]
+    with pytest.raises(ValueError, match=r"scale must have one value .* got \[0, 24\]"):
+        QuantizedWeight.from_qwix(array)
     with pytest.raises(TypeError, match=r"qvalue must be one of float4_e2m1fn, .*, got int32"):
         QuantizedWeight.from_qwix(_qwix(zero=False, dtype=jnp.int32))
     array = _qwix(zero=True, scale=(4, 24))
