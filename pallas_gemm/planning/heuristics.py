@@ -30,11 +30,6 @@ LEAST_GAIN_IN_BLOCKS = 1.4
 In 4 pieces of 64 x 256, it takes 42.7 us, and 35 are predicted. In 2 of 64 x 128, it takes
 49.5 us, and 34 are predicted.
 """
-LEAST_GAIN_OF_PARTS = 1.125
-"""The same where sums are promised in parts, which one CTA makes for whole tiles. On an H100, 512 x
-1536 x 8960 takes 25.1 us whole and 26.9 us in 4 pieces, where 28.2 and 25.6 are predicted. 33
-drawn products with four parts, in two halves, take 1.000 and 1.001 times as long as by the faster
-way. With 1.1 it is 1.004 and 1.000 times."""
 SECOND_KERNEL_SECONDS = 0.5e-6
 """What it takes to begin the kernel that joins, beside its own time: on an H200 1.2 us in a stream,
 nothing in a CUDA graph. Six products of 2 to 38 rows that are cut without it take 1% longer whole,
@@ -159,8 +154,7 @@ def score(
     """
     predicted, doubt = seconds(problem, config, device, architecture, at_least=at_least), 1.0
     if config.cuts_all_tiles and min(problem.m, problem.n) >= cuts.FEW_ROWS:
-        doubt = LEAST_GAIN_OF_PARTS if problem.parts else LEAST_GAIN
-        doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else doubt
+        doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
     predicted += more_kernels_seconds(config)
