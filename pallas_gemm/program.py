@@ -184,22 +184,6 @@ class Program:
                 found[result.value] = own
         return found
 
-    @functools.cached_property
-    def products(self) -> frozenset[int]:
-        """The products that are added up along rows and are used nowhere else: their numbers."""
-        users = collections.Counter(x for step in self.steps for x in step.inputs)
-        users.update(result.value for result in self.results)
-        found = set()
-        for own in self.results:
-            if (own.kind, own.reduction) != PICKED or own.value < self._first:
-                continue
-            step = self.steps[own.value - self._first]
-            is_square = step.primitive.name == "square" or dict(step.params).get("y") == 2
-            multiplies = is_square or step.primitive.name == "mul"
-            if multiplies and users[own.value] == 1:
-                found.add(own.value)
-        return frozenset(found)
-
     def _pick(self, number: int) -> Pick | None:
         """Returns what a step picks: select(column == vector, 0, sum)."""
         first = self._first

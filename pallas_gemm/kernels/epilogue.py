@@ -35,25 +35,12 @@ class Strip(NamedTuple):
     reaches: bool = False
 
 
-class Product(NamedTuple):
-    """Values that are added up along rows, each multiplied by another one first."""
-
-    left: Any
-    right: Any
-
-
 ReadLoaded = Callable[[int], Any]
 """`read(number)`: the strip's values of an operand with a value for each element."""
 
 
 def finish(
-    plan: KernelPlan,
-    gmem: launch.Inputs,
-    strip: Strip,
-    sums: Sequence[Any],
-    read: ReadLoaded,
-    *,
-    adds_products: bool = False,
+    plan: KernelPlan, gmem: launch.Inputs, strip: Strip, sums: Sequence[Any], read: ReadLoaded
 ) -> list[Any]:
     """Runs the program of an epilogue on the sums of a strip.
 
@@ -66,7 +53,6 @@ def finish(
         strip: Where it lies.
         sums: Sums, `[rows, columns]`; of a gated result those of the gate, then those of up.
         read: Reads operands that pass through shared memory, in their order.
-        adds_products: A `Product` stands for values that are only added up along rows.
     """
     problem = plan.problem
     program = shorter.shorter(words.program(problem))
@@ -86,14 +72,10 @@ def finish(
         return made[number]
 
     unused = {x for number, own in program.picked.items() for x in (number, own.compared)}
-    products = program.products if adds_products and not problem.adds_rows_in_order else ()
     for number, step in enumerate(program.steps, first + len(program.operands)):
         if number in unused:
             continue
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
-        if number in products and all(map(_is_wide, inputs)):
-            made[number] = Product(inputs[0], inputs[-1])
-            continue
         made[number] = _run(plan, program, step, _alike(step, inputs, shape), strip.layout)
     return [None if x.value in unused else value(x.value) for x in program.results]
 
@@ -110,11 +92,6 @@ def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], 
     if step.primitive is saturating.SATURATED:
         return quick.saturated(plan, *inputs, params["new_dtype"])
     return step.primitive.bind(*inputs, **params)
-
-
-def _is_wide(x: Any) -> bool:
-    """Whether these are values of float32, and not a number."""
-    return not isinstance(x, Constant) and jnp.ndim(x) == 2 and x.dtype == np.float32
 
 
 def columns(problem: Problem, gmem: launch.Inputs, strip: Strip, pick: Pick) -> Any:

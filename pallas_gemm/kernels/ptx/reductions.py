@@ -13,7 +13,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
-from jax.extend.mlir.dialects import math as math_ops
 
 from pallas_gemm.kernels import exponentials
 from pallas_gemm.kernels.hardware import (
@@ -120,35 +119,6 @@ def rows_in_threads(values: Values, name: str) -> Any:
 def _(values: Values, name: str) -> Any:
     (reduced,) = REDUCTIONS[name].along(values, 1)
     return reduced
-
-
-@Operation
-def products_in_threads(left: Values, right: Values) -> Any:
-    """Adds up products likewise, each of which takes one instruction."""
-    layout, of_rows = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    out = plgpu.ShapeDtypeStruct(left.shape[:1], left.dtype, layout=of_rows)
-
-    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
-    def inline(_: Any, left: Values, right: Values) -> Any:
-        pairs = np.empty(left.registers.shape, object)
-        for place in np.ndindex(pairs.shape):
-            pairs[place] = left.registers[place], right.registers[place]
-        return _reduced(_sum_of_products, arith.addf, left, pairs)
-
-    return inline(left, right)
-
-
-@products_in_threads.meaning
-def _(left: Values, right: Values) -> Any:
-    return jnp.sum(left * right, 1)
-
-
-def _sum_of_products(pairs: Sequence[Any]) -> Any:
-    (x, y), *others = pairs
-    total = arith.mulf(x, y)
-    for x, y in others:
-        total = math_ops.fma(x, y, total)
-    return total
 
 
 @Operation
@@ -269,30 +239,19 @@ def _of_rows(
 
     @plgpu.inline_mgpu(arg_types=(layout, *[of_rows] * len(others)), return_type=out)
     def inline(_: Any, values: Values, *others: Values) -> Any:
-        return _reduced(of_row, both, values, values.registers, *others)
+        tiles, blocks, *_ = values.registers.shape
+        each = values.registers.reshape(tiles, blocks, 2)
+        own = [x.registers.reshape(tiles, 2) for x in others]
+        whole = of_rows.to_mgpu()
+        found = np.empty(whole.registers_shape((values.shape[0],)), object)
+        for place in np.ndindex(tiles, 2):
+            tile, half = place
+            pair = of_row(each[tile, :, half], *(x[place] for x in own))
+            x = both(_number(pair, 0), _number(pair, 1))
+            found.reshape(tiles, 2)[place] = vector.broadcast(ir.VectorType.get((1,), x.type), x)
+        return mgpu.FragmentedArray(_registers=found, _layout=whole, _is_signed=values.is_signed)
 
     return inline(values, *others)
-
-
-def _reduced(
-    of_row: Callable[..., Any],
-    both: Callable[..., Any],
-    values: Values,
-    registers: Any,
-    *others: Values,
-) -> Any:
-    """Reduces what a thread has of each row: registers in the places of those of values."""
-    tiles, blocks, *_ = registers.shape
-    each = registers.reshape(tiles, blocks, 2)
-    own = [x.registers.reshape(tiles, 2) for x in others]
-    whole = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
-    found = np.empty(whole.registers_shape((values.shape[0],)), object)
-    for place in np.ndindex(tiles, 2):
-        tile, half = place
-        pair = of_row(each[tile, :, half], *(x[place] for x in own))
-        x = both(_number(pair, 0), _number(pair, 1))
-        found.reshape(tiles, 2)[place] = vector.broadcast(ir.VectorType.get((1,), x.type), x)
-    return mgpu.FragmentedArray(_registers=found, _layout=whole, _is_signed=values.is_signed)
 
 
 def _number(register: Any, place: int = 0) -> Any:

@@ -1,8 +1,6 @@
 """Functions as epilogues in the simulated Hopper kernel: exact numbers, no races, every layout."""
 
-import collections
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,11 +55,6 @@ def _picked(s: Any, label: Any) -> Any:
     return jnp.sum(jnp.where(hit, s, 0.0), -1), jnp.max(s, -1)
 
 
-def _products(s: Any, x: Any) -> Any:
-    z = s + x.astype(F32)
-    return z.astype(BF16), jnp.sum(z * z, -1), jnp.sum(s * x.astype(F32), -1), jnp.sum(2 * s, -1)
-
-
 FUNCTIONS: dict[str, tuple[Any, tuple[tuple[str, Any], ...]]] = {
     "kept": (_kept, (("n", F32),)),
     "rows": (_rows, (("mn", BF16),)),
@@ -69,7 +62,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[tuple[str, Any], ...]]] = {
     "loaded": (_loaded, (("mn", BF16), ("mn", F32), ("m", BF16))),
     "picked": (_picked, (("m", F32),)),
     "reduced": (_reduced, (("n", F32),)),
-    "products": (_products, (("mn", BF16),)),
 }
 OPTIONS: dict[str, Sequence[Any]] = {
     "function": tuple(FUNCTIONS),
@@ -427,33 +419,6 @@ def test_labels_are_compared_only_where_a_tile_has_some() -> None:
     # In no strip of the others: as many exponentials, and about as many additions.
     assert labels["exponentials"] == only["exponentials"] > 0
     assert labels["additions"] - only["additions"] < 32
-
-
-def _multiplied(report: offline.Report) -> summaries.Findings:
-    names = re.findall(r"^\s(mul|fma)(?:\.rn)?\.f32", report.ptx, re.MULTILINE)
-    return {"spill_bytes": report.spill_bytes, **collections.Counter(names)}
-
-
-def test_what_is_added_up_is_multiplied_by_the_same_instructions() -> None:
-    def f(s: Any, x: Any) -> Any:
-        z = s + x.astype(F32)
-        return z.astype(BF16), jnp.sum(z * z, -1)
-
-    shapes = [jax.ShapeDtypeStruct((4096, 4096), BF16)] * 3
-    with target("h200"):
-        found = summaries.KEPT.findings(
-            _multiplied,
-            lambda a, b, x: gemm(
-                a, b, epilogue=f, operands=(x,), config=HopperConfig(stages=3, late_store=False)
-            ),
-            *shapes,
-            target="h200",
-            anew=False,
-        )
-    # Of a consumer's 64 x 256, each thread has 128 elements; in each strip it begins with products.
-    assert found["spill_bytes"] == 0
-    assert found["fma"] >= 64
-    assert found["fma"] + found["mul"] == 128
 
 
 @pytest.mark.usefixtures("empty_kernels")

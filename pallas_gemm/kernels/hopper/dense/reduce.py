@@ -31,7 +31,6 @@ from pallas_gemm.kernels.ptx.reductions import (
     exp_in_threads,
     in_threads,
     picked_in_threads,
-    products_in_threads,
     reduce_warps,
     rows_in_threads,
     store_columns,
@@ -136,9 +135,7 @@ class _Reduced:
         """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
         key = (result.value, result.kind, REDUCTIONS[result.reduction].neutral)
         if key not in self._masked:
-            mask = functools.partial(_masked, self._plan, self._strip, result=result)
-            is_product = isinstance(x, epilogue.Product)
-            self._masked[key] = epilogue.Product(*map(mask, x)) if is_product else mask(x)
+            self._masked[key] = _masked(self._plan, self._strip, x, result)
         return self._masked[key]
 
     def along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
@@ -148,10 +145,7 @@ class _Reduced:
         x = self.masked(result, x)
         if result.reduction == LOGSUMEXP:
             return _sums_of_exp(self._plan, x, before)
-        if isinstance(x, epilogue.Product):
-            found = products_in_threads(self._plan, *x)
-        else:
-            found = rows_in_threads(self._plan, x, result.reduction)
+        found = rows_in_threads(self._plan, x, result.reduction)
         return (REDUCTIONS[result.reduction].both(*before, found) if before else found,)
 
 

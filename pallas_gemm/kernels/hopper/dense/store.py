@@ -89,7 +89,7 @@ def _finish(cta: Cta, me: Scalar, total: Values, at: place.Where, reaches: bool)
     picked = _pick(cta, Tile(total, at, reaches), whole, rows)
     for own, x in zip(columns, sums, strict=True):
         strip = _strip(at, whole, own, reaches=reaches)
-        values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read, adds_products=True)
+        values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read)
         taken = reduce.take(cta, strip, values, rows, picked)
         (value,), rows = taken.whole, taken.rows
         strips.append(value)
@@ -134,8 +134,7 @@ def _finish_chunk(
     picked = _pick(cta, tile, chunk, rows)
     for i, (own, x) in enumerate(zip(strips, sums, strict=True)):
         strip = _strip(at, chunk, own, reaches=tile.reaches)
-        load = functools.partial(read, i)
-        values = epilogue.finish(plan, cta.gmem, strip, x, load, adds_products=True)
+        values = epilogue.finish(plan, cta.gmem, strip, x, functools.partial(read, i))
         taken = reduce.take(cta, strip, values, rows, picked)
         rows = taken.rows
         finished.append(taken.whole)
