@@ -2,7 +2,8 @@
 
     x * y + z          one instruction, which rounds once
     c1 * (c2 * x)      numbers are multiplied beforehand, and so in c1 * (c2 + x)
-    x + c * x**3       x * (1 + c * x**2), and a number times that is multiplied beforehand
+    x + c * x**3       x * (1 + c * x**2) where x**2 is computed anyway; a number times that is
+                       multiplied beforehand
     x * y + c * y      y * (x + c), where x is a product
     1 - tanh(x)**2     (1 + tanh(x)) * (2 - (1 + tanh(x))), which is precise for large x
     1 + tanh(x)        2 / (1 + exp(-2 x)): four instructions, without a branch for small x; and as
@@ -216,7 +217,7 @@ class _Shortened:
         return None
 
     def _cubic(self, number: int, x: Any, other: Any) -> int | None:
-        """Returns 1 + c * x**2, if c * x**3 is to be added to x."""
+        """Returns 1 + c * x**2, if c * x**3 is to be added to x and the program has x**2 anyway."""
         own = self._alone(other, lax.mul_p)
         pair = own and _number_first(own.inputs)
         if not pair or not (cube := self._alone(pair[1], lax.integer_pow_p)):
@@ -225,7 +226,9 @@ class _Shortened:
             return None
         square = Step(lax.integer_pow_p, (("y", 2),), (x,))
         known = (i for i, step in enumerate(self._old.steps, self._first) if self._is(step, square))
-        made = next(known, None) or self._added(square, number)
+        made = next(known, None)
+        if made is None:
+            return None
         return self._added(_fma(pair[0], made, Constant(1.0, _FLOAT32)), number)
 
     def _is(self, step: Step, other: Step) -> bool:

@@ -123,7 +123,7 @@ def _count(name: str) -> dict[str, int]:
 
 
 def test_which_steps_are_left() -> None:
-    assert _count("gelu") == {"integer_pow": 1, "fma": 1, "one_plus_tanh": 1, "mul": 2}
+    assert _count("gelu") == {"integer_pow": 1, "fma": 1, "one_plus_tanh": 1, "mul": 1}
     found = _count("gelu's slope")
     assert (found["fma"], found["one_plus_tanh"], found["tanh"]) == (4, 1, 0)
     assert found["integer_pow"] == 1
@@ -136,14 +136,14 @@ def test_which_steps_are_left() -> None:
     assert _count("large")["mul"] >= 3
 
 
-def test_what_gelu_multiplies_its_argument_by_is_multiplied_beforehand() -> None:
-    for name in ("gelu", "gelu's slope"):
-        program = shorter(_program(FUNCTIONS[name][0], *FUNCTIONS[name][1]))
-        (tangent,) = [step for step in program.steps if step.primitive is ONE_PLUS_TANH]
-        scale = dict(tangent.params)["scale"]
-        assert np.float32(-2 * math.log2(math.e) * scale) == 1
-        (power,) = [step for step in program.steps if step.primitive is lax.integer_pow_p]
-        assert dict(power.params)["y"] == 2
+@pytest.mark.parametrize(("name", "most"), [("gelu", 3), ("gelu's slope", 2)])
+def test_a_cube_is_taken_apart_where_the_square_is_there(name: str, most: int) -> None:
+    program = shorter(_program(FUNCTIONS[name][0], *FUNCTIONS[name][1]))
+    (power,) = [step for step in program.steps if step.primitive is lax.integer_pow_p]
+    assert dict(power.params)["y"] == most
+    (tangent,) = [step for step in program.steps if step.primitive is ONE_PLUS_TANH]
+    scale = dict(tangent.params)["scale"]
+    assert (np.float32(-2 * math.log2(math.e) * scale) == 1) == (most == 2)
 
 
 CLIPPED: dict[str, tuple[Callable[..., Any], bool]] = {
