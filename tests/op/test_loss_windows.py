@@ -171,6 +171,16 @@ def test_the_larger_operand_changes_sides_with_the_product() -> None:
     assert (part.swapped, part.window) == (True, Window(left=1))
 
 
+@pytest.mark.parametrize(("stored", "beyond"), [(256, False), (320, True)])
+def test_tiles_beyond_a_full_chunk_are_seen(stored: int, beyond: bool) -> None:
+    call = Call(np.dtype(BF16), options=Options(implementation="interpret", target=H200))
+    types = (((TOKENS, WIDTH), np.dtype(BF16)), ((TOKENS, stored), np.dtype(BF16)))
+    of_weight = Contraction("mk", "kn", "mn").of_right
+    part = loss_windows._part(call, of_weight, types, Window(result=1))
+    assert isinstance(part, loss_windows.Part), part
+    assert loss_windows._reaches_beyond(part, 256) == beyond
+
+
 def _types(words: int, dtype: Any = BF16) -> list[jax.ShapeDtypeStruct]:
     shapes = (((2048, 2048), dtype), ((2048, words), dtype), ((2048,), jnp.int32))
     return [jax.ShapeDtypeStruct(*own) for own in shapes]
