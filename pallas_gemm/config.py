@@ -222,6 +222,11 @@ class GemmConfig:
         """Whether every tile is cut along k."""
         return self.split_k > 1 and self.split_last is None
 
+    def summands(self, problem: Problem) -> int:
+        """How many sums of a tile that is cut along k are handed over to be joined."""
+        del problem  # Kernels that hand over one for each piece need not ask.
+        return self.split_k
+
     def joined(self, problem: Problem) -> Joined:
         """How the tiles of a CTA are joined, where they are cut along k."""
         chunks = self.out_tile(problem)[1] // self.store_columns
@@ -360,18 +365,24 @@ class GemmConfig:
     def _parts_refusals(self, problem: Problem) -> Iterator[str]:
         """Why sums are not made in the parts that are promised.
 
-        The parts of `split_k` have the same borders as those that one CTA sums up, and are added in
-        the same order. So either makes the same bits, but not both together.
+        A part has the same borders whether its CTA makes others or not, and parts are added in the
+        same order. So only their number makes a difference.
         """
-        ways = sorted(self.summed_in)
-        promised = [1] * (len(ways) - 1) + [problem.parts]
-        if problem.parts and (ways != promised or self.split_last is not None):
+        if problem.parts and (
+            math.prod(self.summed_in) != problem.parts or self.split_last is not None
+        ):
             fields = [name for name in (*CUTTING, "split_last") if hasattr(self, name)]
             yield (
                 f"numerics promises that each sum over k={problem.k} is made in {problem.parts}"
-                f" part{'s' * (problem.parts > 1)}: either {' or '.join(fields[:-1])} has to be"
-                " that, and nothing else may cut it, got"
+                f" part{'s' * (problem.parts > 1)}: {' times '.join(fields[:-1])} has to be that,"
+                " and nothing else may cut it, got"
                 f" {', '.join(f'{name}={getattr(self, name)}' for name in fields)}"
+            )
+        several = [count for count in self.summed_in if count > 1]
+        if problem.parts and len(several) > 1 and not self.is_online:
+            yield (
+                "pieces of several promised parts need an order that is computed, such as"
+                f" 'online_swizzle:8', got {self.schedule!r}"
             )
 
 

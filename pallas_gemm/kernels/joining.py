@@ -172,7 +172,7 @@ class Summands:
                 total = total + part
             return total
 
-        others = plan.config.split_k - 1
+        others = plan.summands - 1
         most = max(1, LOADED_REGISTERS * WARPGROUP_THREADS // math.prod(sizes))
         together = -(-others // -(-others // most))
         whole, rest = divmod(others, together)

@@ -101,7 +101,9 @@ class KernelPlan:
     @property
     def cut(self) -> work.Cut | None:
         """How tiles are cut along k, where the order is computed."""
-        return work.Cut(self.config.split_k, self.k_steps) if self.joins else None
+        if not self.joins:
+            return None
+        return work.Cut(self.config.split_k, self.k_steps, self.parts_of_piece)
 
     @functools.cached_property
     def spans(self) -> np.ndarray | None:
@@ -111,6 +113,16 @@ class KernelPlan:
         order is computed.
         """
         return self.pieces.spans if isinstance(self.pieces, Pieces | work.Listed) else None
+
+    @property
+    def parts_of_piece(self) -> int:
+        """How many promised parts of k a piece of a tile takes, one after the other."""
+        return 1
+
+    @property
+    def summands(self) -> int:
+        """How many summands of a tile that is cut along k are joined."""
+        return self.config.summands(self.problem)
 
     @property
     def cut_tiles(self) -> int:
@@ -140,4 +152,4 @@ class KernelPlan:
         """
         rows, cols = self.config.tile
         sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
-        return self.cut_tiles, self.config.split_k, self.config.cluster_size, *sums
+        return self.cut_tiles, self.summands, self.config.cluster_size, *sums

@@ -92,20 +92,22 @@ class Cut(NamedTuple):
     Attributes:
         pieces: Into how many.
         steps: Steps of the whole loop.
+        parts: How many parts follow each other in a piece, which begins and ends where they do.
     """
 
     pieces: int
     steps: int
+    parts: int = 1
 
     def piece(self, tile: Piece, number: Any) -> Piece:
         """One of the pieces of a tile."""
-        least, longer = divmod(self.steps, self.pieces)
-        first = number * least + lax.min(number, jnp.int32(longer))
-        return tile._replace(
-            first_step=first,
-            steps=least + (number < longer).astype(jnp.int32),
-            summand=number,
-        )
+        least, longer = divmod(self.steps, self.pieces * self.parts)
+        part = number * self.parts if self.parts > 1 else number
+        first = part * least + lax.min(part, jnp.int32(longer))
+        steps = least + (number < longer).astype(jnp.int32)
+        if self.parts > 1:
+            steps = self.parts * least + jnp.clip(longer - part, 0, self.parts)
+        return tile._replace(first_step=first, steps=steps, summand=number)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,8 +189,9 @@ def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Devi
     joined, cluster_size = config.joined(problem), config.cluster_size
     chunks = cut.pieces // config.split_k * cluster_size * joined.chunks
     at_once = config.workers(problem, device) * cluster_size * joined.at_once
-    summands = math.ceil(chunks / at_once) * config.split_k * joined.sums
-    handed_over = cut.waves * math.prod(config.tile)
+    summands = math.ceil(chunks / at_once) * config.summands(problem) * joined.sums
+    each = math.ceil(config.summands(problem) / config.split_k)
+    handed_over = cut.waves * math.prod(config.tile) * each
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands
 
 

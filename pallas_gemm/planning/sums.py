@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from typing import Any, Self
 
 import numpy as np
@@ -58,9 +59,11 @@ class Sums:
             end = (problem.epilogue, (str(own.out_dtype), str(problem.out_dtype)))
         types = _multiplied_as(own.a_dtype), _multiplied_as(own.b_dtype)
         steps, parts = -(-own.large_k // config.tile_k(own)), config.summed_in
-        count = max(parts)
+        count = math.prod(parts)
         least, longer = divmod(steps, count)
-        is_plain = sorted(parts)[:-1] == [1] * (len(parts) - 1) and config.split_last is None
+        # What is promised is added up in one order, whoever makes the parts.
+        in_order = bool(own.parts) or sorted(parts)[:-1] == [1] * (len(parts) - 1)
+        is_plain = in_order and config.split_last is None
         whole = None if is_plain and not own.ragged_k else (own, config)
         return cls(
             "rows" if own.parts else "run",

@@ -152,6 +152,11 @@ class HopperPlan(KernelPlan):
         config = dataclasses.replace(self.config, late_store=late_store)
         return dataclasses.replace(self, config=config, computes=tiles)
 
+    @property
+    def parts_of_piece(self) -> int:
+        """See `KernelPlan`."""
+        return self.config.partial_sums if self.joins and self.problem.parts else 1
+
     @functools.cached_property
     def relay(self) -> Relay | None:
         """How crowded groups are cut along k, where they would keep few workers busy."""

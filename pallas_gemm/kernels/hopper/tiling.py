@@ -306,6 +306,11 @@ class HopperTiling(GemmConfig):
         """How many pairs of barriers a slot has: consumers in turns have one each."""
         return self.consumers if self.pingpong else 1
 
+    def summands(self, problem: Problem) -> int:
+        """See `GemmConfig`; all pieces but the first leave each promised part for itself."""
+        each = self.partial_sums if problem.parts else 1
+        return 1 + (self.split_k - 1) * each
+
     def joined(self, problem: Problem) -> Joined:
         """See `GemmConfig`; each consumer's part of a tile is cut up for itself."""
         height, width = self.consumer_tile

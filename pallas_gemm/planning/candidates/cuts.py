@@ -39,10 +39,11 @@ def may_be_cut(problem: Problem, device: Device) -> bool:
     return enough or most_tiles * IDLE_WITH_FEW_ROWS <= device.sms
 
 
-def may_be_promised(problem: Problem) -> bool:
-    """Whether tiles may be cut along k where that is one of two ways to make the same sums."""
-    never = problem.in_groups or problem.symmetric or problem.reductions
-    return problem.parts > 1 and not never
+def promised_pieces(problem: Problem) -> Iterator[int]:
+    """Yields into how many pieces every tile may be cut that make the same promised parts."""
+    if problem.in_groups or problem.symmetric or problem.reductions:
+        return
+    yield from (pieces for pieces in range(problem.parts, 1, -1) if problem.parts % pieces == 0)
 
 
 def pieces(config: GemmConfig, problem: Problem, device: Device) -> Iterator[int]:

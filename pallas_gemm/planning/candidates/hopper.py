@@ -263,7 +263,7 @@ def _ways(
     """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
     yield 1, None
     if problem.parts:
-        yield from [(problem.parts, None)] if cuts.may_be_promised(problem) else ()
+        yield from ((pieces, None) for pieces in cuts.promised_pieces(problem))
     elif cuts.may_be_cut(problem, device):
         yield from ((pieces, None) for pieces in cuts.pieces(config, problem, device))
         yield from _last_ways(config, problem, device)
@@ -324,7 +324,7 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> HopperC
     cut = 1 if config.split_last else config.split_k
     parts = min(most, -(-fewest_sums(problem, device) // cut))
     if problem.parts:
-        parts = 1 if config.split_k > 1 else problem.parts
+        parts = problem.parts // config.split_k
     if parts <= 1:
         return config
     try:

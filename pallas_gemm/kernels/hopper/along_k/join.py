@@ -39,6 +39,16 @@ def hand_over(cta: Cta, me: Scalar, piece: work.Piece, total: Values) -> None:
     )
 
 
+def summand(plan: HopperPlan, piece: work.Piece) -> Any:
+    """The number of the summand that is the last one of a piece.
+
+    The first piece adds up its parts, which are the first ones of the sum. Each of the others
+    leaves every part for itself: together they would be added in another order.
+    """
+    parts = plan.parts_of_piece
+    return piece.summand if parts == 1 else piece.summand * parts
+
+
 def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
     """Returns the kernel that joins what the kernel of a plan has handed over."""
     buffers, residual = store_scratch(plan)

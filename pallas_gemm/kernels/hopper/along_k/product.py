@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_gemm.kernels import place, work
 from pallas_gemm.kernels.hopper.along_k import join, relay
@@ -26,7 +28,20 @@ class CutAlongK(Product):
         self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """See `Product`."""
-        return multiply.add_up(self.cta, me, steps._replace(count=piece.steps), stores)
+        steps, parts = steps._replace(count=piece.steps), self.plan.parts_of_piece
+        if parts == 1:
+            return multiply.add_up(self.cta, me, steps, stores)
+        last, is_first = join.summand(self.plan, piece), piece.summand == 0
+
+        def leave(number: Any, total: Values) -> None:
+            own = piece._replace(summand=last - (parts - 1) + number)
+            pl.when(jnp.logical_not(is_first))(lambda: join.hand_over(self.cta, me, own, total))
+
+        def added(total: Values, part: Values) -> Values:
+            return lax.cond(is_first, lambda: total + part, lambda: part)
+
+        apart = multiply.Apart(piece.summand * parts, leave, added)
+        return multiply.add_up(self.cta, me, steps, stores, apart=apart)
 
     def ending(self, me: Scalar) -> late_store.AtOnce:
         """See `Product`."""
@@ -53,7 +68,8 @@ class HandedOver(late_store.AtOnce):
     def take(self, piece: work.Piece, total: Values, at: place.Where) -> None:
         """Stores them as they are."""
         del at
-        join.hand_over(self.cta, self.me, piece, total)
+        own = piece._replace(summand=join.summand(self.cta.plan, piece))
+        join.hand_over(self.cta, self.me, own, total)
 
 
 class Relayed(SumsOverGroups):

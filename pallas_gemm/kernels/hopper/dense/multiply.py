@@ -44,8 +44,28 @@ class Steps(NamedTuple):
     ends: bool = True
 
 
+class Apart(NamedTuple):
+    """The parts of a piece of work, of a tile whose parts several pieces make.
+
+    Attributes:
+        first: The number of the first one, of those of the tile.
+        leave: `leave(number, sum)` leaves the sum of a part of the piece that is not its last,
+            where it must not be added to the next one.
+        added: `added(sum, part)` adds the next part, or returns it where what was before is left.
+    """
+
+    first: Any
+    leave: Callable[[Any, Any], None]
+    added: Callable[[Any, Any], Any]
+
+
 def add_up(
-    cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
+    cta: Cta,
+    me: Scalar,
+    steps: Steps,
+    stores: Stores,
+    before: Values | None = None,
+    apart: Apart | None = None,
 ) -> tuple[Any, Any]:
     """Runs the k loop of one tile: part by part where that keeps the error small.
 
@@ -58,6 +78,9 @@ def add_up(
     count = jnp.int32(plan.k_steps if steps.count is None else steps.count)
     # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
     least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
+    if apart is not None:
+        least, longer = map(jnp.int32, divmod(plan.k_steps, plan.config.split_k * parts))
+        longer = longer - apart.first
 
     def part(number: Any, slot: Any) -> tuple[Any, Any]:
         own = least + (number < longer).astype(jnp.int32)
@@ -65,8 +88,10 @@ def add_up(
 
     def next_part(number: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
         total, slot = done
+        if apart is not None:
+            apart.leave(number - 1, total)
         summand, slot = part(number, ring.following(plan, slot))
-        return total + summand, slot
+        return total + summand if apart is None else apart.added(total, summand), slot
 
     total, slot = part(jnp.int32(0), steps.slot)
     total = total if before is None else before + total
