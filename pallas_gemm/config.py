@@ -368,21 +368,22 @@ class GemmConfig:
         A part has the same borders whether its CTA makes others or not, and parts are added in the
         same order. So only their number makes a difference.
         """
-        if problem.parts and (
-            math.prod(self.summed_in) != problem.parts or self.split_last is not None
-        ):
+        if not problem.parts:
+            return
+        promise = (
+            f"numerics promises that each sum over k={problem.k} is made in {problem.parts}"
+            f" part{'s' * (problem.parts > 1)}"
+        )
+        if math.prod(self.summed_in) != problem.parts or self.split_last is not None:
             fields = [name for name in (*CUTTING, "split_last") if hasattr(self, name)]
             yield (
-                f"numerics promises that each sum over k={problem.k} is made in {problem.parts}"
-                f" part{'s' * (problem.parts > 1)}: {' times '.join(fields[:-1])} has to be that,"
-                " and nothing else may cut it, got"
-                f" {', '.join(f'{name}={getattr(self, name)}' for name in fields)}"
+                f"{promise}: {' times '.join(fields[:-1])} has to be that, and nothing else may cut"
+                f" it, got {', '.join(f'{name}={getattr(self, name)}' for name in fields)}"
             )
-        several = [count for count in self.summed_in if count > 1]
-        if problem.parts and len(several) > 1 and not self.is_online:
+        elif self.split_k not in (1, problem.parts) and not self.is_online:
             yield (
-                "pieces of several promised parts need an order that is computed, such as"
-                f" 'online_swizzle:8', got {self.schedule!r}"
+                f"{promise}, of which a piece makes several only in an order that is computed, such"
+                f" as 'online_swizzle:8', got {self.schedule!r}"
             )
 
 

@@ -300,7 +300,12 @@ CASES = {
         problem(k=1024),
     ),
     "other parts than are promised": Case(
-        ("numerics promises that each sum over k=1024 is made in 4 parts: either", "got split_k=2"),
+        ("each sum over k=1024 is made in 4 parts: split_k times partial_sums", "got split_k=4"),
+        config(tile=(128, 128), split_k=4, partial_sums=2),
+        problem(k=1024, parts=4),
+    ),
+    "pieces of several promised parts in a table": Case(
+        ("of which a piece makes several only in an order that is computed", "got 'swizzle:8'"),
         config(tile=(128, 128), split_k=2, partial_sums=2),
         problem(k=1024, parts=4),
     ),

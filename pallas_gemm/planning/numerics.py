@@ -6,9 +6,11 @@ order of k. Neither the tile, nor the order of the tiles, nor who computes them 
 
     who                          parts                                    for
     one CTA                      one after the other, in its registers    many rows
+    one CTA for several parts    the first CTA adds up its own, and       more rows
+                                 others leave each for itself
     one CTA for each part        joined in the order of k                 few rows
 
-Both make the same bits (`GemmConfig.split_k`, `HopperConfig.partial_sums`). So the number of parts
+All make the same bits (`GemmConfig.split_k`, `HopperConfig.partial_sums`). So the number of parts
 may be chosen for few rows, and many rows only lose the tiles that two sums have no registers for.
 """
 

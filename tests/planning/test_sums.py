@@ -1,6 +1,7 @@
 """What is promised of the bits of a product decides how its sums are cut, whatever the rows."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -137,16 +138,16 @@ def test_a_gated_product_counts_both_of_its_right_operands() -> None:
     assert numerics.resolved_call(own, 1024, 8192, jnp.bfloat16).options.parts == 1
 
 
-def test_few_rows_are_cut_for_several_ctas_and_many_are_summed_up_by_one() -> None:
-    own = call(1536, 8192)
+def test_the_fewer_rows_the_more_ctas_make_the_parts_of_a_tile() -> None:
+    own = call(1536, 8960)
     ways = {}
-    for m in (8, 8192):
-        signature = (((m, 8192), np.dtype(jnp.bfloat16)), ((1536, 8192), np.dtype(jnp.bfloat16)))
+    for m in (8, 512, 8192):
+        signature = (((m, 8960), np.dtype(jnp.bfloat16)), ((1536, 8960), np.dtype(jnp.bfloat16)))
         plan = dispatch.decide(own, signature).plan
         assert plan is not None
         assert isinstance(plan.config, HopperConfig)
         ways[m] = plan.config.split_k, plan.config.partial_sums
-    assert ways == {8: (4, 1), 8192: (1, 4)}
+    assert ways == {8: (4, 1), 512: (2, 2), 8192: (1, 4)}
 
 
 def test_parts_and_chunks_can_be_stated() -> None:
@@ -179,8 +180,15 @@ def test_a_config_that_contradicts_a_promise_is_refused(named: Any) -> None:
     assert next(iter(named)) in str(raised.value)
 
 
-@pytest.mark.parametrize("split", [{"split_k": 4}, {"partial_sums": 4}], ids=str)
-def test_a_config_that_keeps_it_is_taken(split: dict[str, int]) -> None:
+KEPT: list[dict[str, Any]] = [
+    {"split_k": 4},
+    {"partial_sums": 4},
+    {"split_k": 2, "partial_sums": 2, "schedule": "online_swizzle:8"},
+]
+
+
+@pytest.mark.parametrize("split", KEPT, ids=str)
+def test_a_config_that_keeps_it_is_taken(split: dict[str, Any]) -> None:
     config = HopperConfig((128, 128), late_store=False, **split)
     own = call(1536, 8192)
     named = dataclasses.replace(own, options=dataclasses.replace(own.options, config=config))
@@ -245,7 +253,7 @@ def test_tuning_tries_what_keeps_a_promise() -> None:
     problem = Problem(1024, 1536, 8192, transpose_b=True, parts=4)
     tried = space.configs(problem, H200, ARCHITECTURES[0])
     assert len(tried) > 3
-    assert {(max(c.summed_in), min(c.summed_in), c.split_last) for c in tried} == {(4, 1, None)}
+    assert {(math.prod(c.summed_in), c.split_last) for c in tried} == {(4, None)}
 
 
 def test_records_say_what_runs_without_a_promise_too() -> None:

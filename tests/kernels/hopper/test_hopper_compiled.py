@@ -433,6 +433,16 @@ def test_tiles_that_are_summed_up_in_parts():
     check_sound([(plain, dataclasses.replace(NT, transpose_b=False))])
 
 
+def test_pieces_of_several_promised_parts():
+    computed = "online_swizzle:1:cols"
+    shared = HopperConfig((128, 96), late_store=False, schedule=computed, split_k=2, partial_sums=2)
+    wide = dataclasses.replace(shared, tile=(128, 192), store_columns=32)
+    promised = dataclasses.replace(NT, k=8960, parts=4)
+    alone = dataclasses.replace(shared, tile=(64, 192), consumers=1, mirrored=True)
+    check_sound([(shared, promised), (wide, promised), (alone, promised)])
+    check_sound([(wide, dataclasses.replace(promised, transpose_b=False))])
+
+
 def test_tiles_that_are_no_whole_number_of_strips():
     config = dataclasses.replace(LATE, tile=(128, 112))
     check_sound([(config, dataclasses.replace(NT, epilogue=BIAS_AND_GELU))])
