@@ -116,8 +116,13 @@ def seconds(
     idle = (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
     idle += (kernels - 1) * LATENCY_CYCLES
     computed = sum(loop.pieces * loop.steps for loop in loops) * config.cluster_size
-    used = computed / (steps * device.sms) * multiply / step
-    busy = (steps * step + idle) / (device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used)))
+    used = computed / (steps * device.sms) * multiply
+    if at_least:
+        # Steps that wait draw less power: beside idle cycles the shortest step is not the best.
+        lost = POWER_SHARE * used
+        step = max(step, lost + math.sqrt(lost * (lost + idle / steps)))
+    clock_hz = device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used / step))
+    busy = (steps * step + idle) / clock_hz
     memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
     both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
     joining = 0.0 if at_least else _join_cycles(problem, config, loops[-1], device)
