@@ -4,6 +4,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.
@@ -14,12 +15,16 @@ _CALLERS = (str(_API / "explaining" / "explain.py"), str(_API / "accelerate.py")
 """Files that call the user's function: what called them made nothing of it."""
 
 
-def _files(source: Any) -> Iterator[tuple[str, int]]:
-    """Yields the lines within the user's function that made an equation, innermost first."""
-    for frame in () if source.traceback is None else source.traceback.frames:
-        if frame.file_name in _CALLERS:
+def _codes(source: Any) -> Iterator[tuple[CodeType, int]]:
+    """Yields the code within the user's function that made an equation, innermost first.
+
+    Each comes with a place in it. To look up its line takes longer than all the rest.
+    """
+    frames = ((), ()) if source.traceback is None else source.traceback.raw_frames()
+    for code, place in zip(*frames, strict=True):
+        if code.co_filename in _CALLERS:
             return
-        yield frame.file_name, frame.line_num
+        yield code, place
 
 
 def is_ours(source: Any) -> bool:
@@ -27,10 +32,10 @@ def is_ours(source: Any) -> bool:
 
     The user's own function may have been called by this package.
     """
-    for file, _ in _files(source):
-        if file.startswith(_PACKAGE):
+    for code, _ in _codes(source):
+        if code.co_filename.startswith(_PACKAGE):
             return True
-        if not file.startswith(_LIBRARIES):
+        if not code.co_filename.startswith(_LIBRARIES):
             return False
     return False
 
@@ -42,7 +47,8 @@ def is_library(file: str) -> bool:
 
 def place(source: Any) -> str | None:
     """Returns the innermost line of the caller's own program that made an equation."""
-    for file, line in _files(source):
-        if not is_library(file):
-            return f"{pathlib.Path(file).name}:{line}"
+    for code, place in _codes(source):
+        if not is_library(code.co_filename):
+            line = source.traceback.code_addr2line(code, place)
+            return f"{pathlib.Path(code.co_filename).name}:{line}"
     return None
