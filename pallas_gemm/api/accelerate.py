@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from pallas_gemm.api import arguments, notes
+from pallas_gemm.computer import garbage
 from pallas_gemm.device import Device
 from pallas_gemm.planning import targeting
 from pallas_gemm.planning.ignored import NOT_THE_CALLERS
@@ -199,7 +200,8 @@ class _Accelerated:
         """Returns a program with our products; as it is if it cannot be rewritten."""
         how = How(static.device, static.named, **self._how)
         try:
-            new, found = Rewriter(how).rewritten(program)
+            with garbage.uncollected():
+                new, found = Rewriter(how).rewritten(program)
         except Exception as error:
             self._warn(f"{type(error).__name__}: {error}")
             new, found = program, ()

@@ -1,13 +1,12 @@
 """Operations that compute each element of arrays of one shape by itself."""
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from pallas_gemm.rewriting.level import Level, called
+from pallas_gemm.rewriting.level import called
 
 EXACT = frozenset(
     (
@@ -29,36 +28,28 @@ def variables(equation: Any) -> list[Any]:
     return [x for x in equation.invars if isinstance(x, core.Var)]
 
 
-def computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
-    """Whether an equation computes each element of arrays of this shape, as far as it tells."""
-    return not equation.effects and _is_elementwise(equation, shape, allowed)
-
-
-def is_elementwise(
-    level: Level, equation: Any, shape: tuple[int, ...], allowed: frozenset[str]
-) -> bool:
+def is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
     """Whether an equation computes each element of arrays of this shape by itself."""
     if equation.effects or any(x.aval.shape != shape for x in equation.outvars):
         return False
-    own = functools.partial(_is_elementwise, equation, shape, allowed)
-    return bool(level.known((is_elementwise, shape, allowed), equation, own))
+    return _computes_each(equation, shape, allowed)
 
 
-def _is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
-    every = [x.aval for x in (*equation.invars, *equation.outvars)]
-    if not all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every):
-        return False
-    inner = called(equation)
+def _computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
+    name, inner = equation.primitive.name, called(equation)
     if inner is not None:
-        return not inner.constvars and all(_is_elementwise(e, shape, allowed) for e in inner.eqns)
-    if equation.primitive.name == "broadcast_in_dim":
-        return all(x.aval.shape == () for x in equation.invars)
-    return equation.primitive.name in allowed
+        may_be = not inner.constvars and all(_computes_each(e, shape, allowed) for e in inner.eqns)
+    elif name == "broadcast_in_dim":
+        may_be = all(x.aval.shape == () for x in equation.invars)
+    else:
+        may_be = name in allowed
+    every = (x.aval for x in (*equation.invars, *equation.outvars))
+    return may_be and all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every)
 
 
 def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether an array of one shape stands for one of another in elementwise operations."""
-    if not own:
+    if not own or own == shape:
         return True
     same = len(own) == len(shape)
     return same and all(a in (1, b) for a, b in zip(own, shape, strict=True))

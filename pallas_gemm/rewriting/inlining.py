@@ -12,7 +12,7 @@ from jax.extend import core
 
 from pallas_gemm.kernels.split import ELEMENTWISE
 from pallas_gemm.rewriting import kinds
-from pallas_gemm.rewriting.elementwise import computes_each
+from pallas_gemm.rewriting.elementwise import is_elementwise
 
 CALL = "jit"
 
@@ -102,7 +102,7 @@ _HAS_PRODUCTS: weakref.WeakKeyDictionary[core.Jaxpr, bool] = weakref.WeakKeyDict
 def _is_elementwise(equation: Any) -> bool:
     """Whether a kernel could compute a call as it is."""
     (shape, *others) = dict.fromkeys(x.aval.shape for x in equation.outvars)
-    return not others and computes_each(equation, shape, ELEMENTWISE)
+    return not others and is_elementwise(equation, shape, ELEMENTWISE)
 
 
 def _needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:

@@ -60,7 +60,7 @@ class Operands:
             return True
         if self._level.is_stored(x):
             return True
-        if is_elementwise(self._level, maker, self._shape, self._allowed):
+        if is_elementwise(maker, self._shape, self._allowed):
             return False
         is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
         return not (maker.primitive.name in MOVES and is_small)
@@ -112,6 +112,7 @@ class Inside:
         own = copy.copy(self)
         own.reduced, own.of_exp, own.base = [], [], self._grown
         own.equations = [e for e in self.equations if e.outvars[0] in own.base]
+        own.__dict__.pop("_own", None)
         return own
 
     def _grow(self) -> None:
@@ -131,7 +132,7 @@ class Inside:
             if self._is_reduction(equation):
                 self.equations.append(equation)
                 self.reduced += equation.outvars
-            elif is_elementwise(self.level, equation, self.shape, self.allowed):
+            elif is_elementwise(equation, self.shape, self.allowed):
                 self._take(equation, others)
                 for x in equation.outvars:
                     for own in self.level.readers(x):
@@ -215,8 +216,12 @@ class Inside:
 
     def others(self, x: Any) -> list[Any]:
         """Returns the operations outside that read a value."""
-        own = set(map(id, self.equations))
-        return [e for e in self.level.readers(x) if id(e) not in own]
+        return [e for e in self.level.readers(x) if id(e) not in self._own]
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        """The `id` of each operation, of which no more are found."""
+        return set(map(id, self.equations))
 
 
 def _may_stand_for(equation: Any, x: Any) -> bool:

@@ -72,7 +72,7 @@ def _candidates(level: Level, folder: Folder, fold: Fold, equation: Any) -> Iter
             is_own = all(x in known or x in made for x in variables(reader))
             if reader.outvars[0] in made or not is_own:
                 continue
-            if is_elementwise(level, reader, shape, folder.elementwise):
+            if is_elementwise(reader, shape, folder.elementwise):
                 made |= dict.fromkeys(reader.outvars, reader)
                 queue += reader.outvars
     for value in made:

@@ -2,7 +2,7 @@
 
 import heapq
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -35,7 +35,6 @@ class Level:
         self._above: dict[Any, int] = {}
         self._depth: dict[Any, int] = {}
         self._bit: dict[Any, int] = {}
-        self._answers: dict[Any, tuple[Any, Any]] = {}
         for equation in equations:
             self._add(equation)
 
@@ -62,14 +61,6 @@ class Level:
     def place(self, equation: Any) -> int:
         """Returns where an equation stands."""
         return self._place[id(equation)]
-
-    def known(self, question: Any, equation: Any, answer: Callable[[], Any]) -> Any:
-        """Returns what is asked of an equation, which does not depend on others, once."""
-        key = question, id(equation)
-        if key not in self._answers:
-            # The equation is kept beside the answer, so that no other has its number.
-            self._answers[key] = equation, answer()
-        return self._answers[key][1]
 
     def maker(self, x: Any) -> Any:
         """Returns the equation that makes a value; None if it is given."""
