@@ -1,4 +1,4 @@
-"""Work that makes so many objects that Python would look for garbage among them again and again."""
+"""Garbage, for which Python need not look while a program of many objects is made."""
 
 import contextlib
 import gc
