@@ -72,8 +72,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
+summaries: export OPENBLAS_NUM_THREADS := 1
 summaries: $(STAMP)
-	$(BIN)/python -m pytest --write-summaries $$(grep -l summaries.KEPT -r tests --include='test_*.py')
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --write-summaries \
+	  $$(grep -l summaries.KEPT -r tests --include='test_*.py')
 
 # Which lines tests reach is found out once, by a run of them all.
 mutants: export OPENBLAS_NUM_THREADS := 1

@@ -52,6 +52,9 @@ wait for the other, for a minute or two.
 EARLY_ON_A_GPU = {"test_contract.py"}
 """Likewise where tests run on a GPU: drawn products are compiled one after the other there."""
 
+SUMMARIES = pytest.StashKey[list[str]]()
+"""What workers of a parallel run know of kernels."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option of `make summaries`."""
@@ -140,6 +143,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes what a worker knows that has ended."""
+    lines = getattr(node, "workeroutput", {}).get("summaries", [])
+    node.config.stash.setdefault(SUMMARIES, []).extend(lines)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Writes summaries, where asked to and unless a test fails; a worker hands over its own."""
+    config = session.config
+    if not config.getoption("write_summaries"):
+        return
+    from tests import summaries
+
+    own = summaries.KEPT.lines()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["summaries"] = own
+    elif exitstatus == pytest.ExitCode.OK:
+        summaries.write(summaries.FILE, own + config.stash.get(SUMMARIES, []))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skips, with the reason, what XLA cannot link for this processor."""
@@ -189,21 +213,6 @@ def kept_executables(request: pytest.FixtureRequest) -> Iterator[Callable[..., A
         if cache is not None and not _wants_gpu(request.config):
             executables.install(patch, cache.mkdir("executables"))
         yield compile_and_load
-
-
-@pytest.fixture(scope="session", autouse=True)
-def written_summaries(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles what summaries tell of and writes them, where asked to and unless a test fails."""
-    if not request.config.getoption("write_summaries"):
-        yield
-        return
-    from tests import summaries
-
-    assert "PYTEST_XDIST_WORKER" not in os.environ, "one process writes all of the file"
-    summaries.KEPT.forget()
-    yield
-    if not request.session.testsfailed:
-        summaries.KEPT.write()
 
 
 @pytest.fixture(scope="session", autouse=True)

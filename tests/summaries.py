@@ -8,16 +8,17 @@ instructions, by a digest of the function that reads them. Tests compile a sampl
 the same one on any day, and hold what the compiler says of it, and what they find, against the
 file.
 
-`make summaries` compiles all anew and writes the file, without the lines that nobody asks for.
+`make summaries` compiles what the file lacks, and writes it without the lines that nobody asks for.
 """
 
+import collections
 import functools
 import hashlib
 import inspect
 import json
 import pathlib
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ class Summaries:
 
     def __init__(self, file: pathlib.Path) -> None:
         self._file = file
-        self._wrong = f"{file} is wrong: make summaries"
+        self._wrong = f"{file} is wrong: empty it, and make summaries"
         self._known: dict[str, Kernels] = {}
         self._found: dict[tuple[str, str], Findings] = {}
         for names, *rows in map(json.loads, file.read_text().splitlines()):
@@ -116,18 +117,12 @@ class Summaries:
         self._read.setdefault(names, {})[by] = found
         return found
 
-    def forget(self) -> None:
-        """Has everything compiled."""
-        self._known.clear()
-        self._found.clear()
-
-    def write(self) -> None:
-        """Writes the file: what has been asked for, and no more."""
-        lines = [
-            json.dumps([names, *kernels, *filter(None, [self._read.get(names)])])
-            for names, kernels in sorted(self._asked.items())
+    def lines(self) -> list[str]:
+        """Returns lines of the file: of what has been asked for, and no more."""
+        return [
+            json.dumps([names, *kernels, self._read.get(names, {})])
+            for names, kernels in self._asked.items()
         ]
-        self._file.write_text("".join(f"{line}\n" for line in lines))
 
     def _compared(self, names: str, program: bytearray, target: str) -> tuple[offline.Report, ...]:
         found = offline._reports(program, target)
@@ -138,6 +133,20 @@ class Summaries:
     def _note(self, names: str, reports: tuple[offline.Report, ...]) -> Kernels:
         self._asked[names] = tuple(map(_summary, reports))
         return self._asked[names]
+
+
+def write(file: pathlib.Path, lines: Iterable[str]) -> None:
+    """Writes a file: one line for each program, with all that some lines say of it."""
+    known: dict[str, list[Any]] = {}
+    found: dict[str, Findings] = collections.defaultdict(dict)
+    for names, *kernels, findings in map(json.loads, lines):
+        known[names] = kernels
+        found[names] |= findings
+    with file.open("w") as out:
+        for names in sorted(known):
+            findings = dict(sorted(found[names].items()))
+            row = [names, *known[names], *filter(None, [findings])]
+            print(json.dumps(row), file=out)
 
 
 def in_sample(position: int) -> bool:

@@ -1,6 +1,7 @@
 """Kept summaries: a kernel is compiled unless the file knows it, and the file is not believed."""
 
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import offline
-from tests import compilations
-from tests.summaries import Findings, Summaries
+from tests import compilations, conftest, summaries
+from tests.summaries import Findings, Summaries, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lacks a kernel")
 
@@ -70,10 +71,10 @@ def file(tmp_path: pathlib.Path, programs: list[str]) -> pathlib.Path:
     """What the compiler said of two kernels."""
     file = tmp_path / "summaries.jsonl"
     file.touch()
-    summaries = Summaries(file)
-    summaries.of(kernel_of(twice), OPERAND, target="h200")
-    summaries.reports(kernel_of(squared), OPERAND, target="h200")
-    summaries.write()
+    own = Summaries(file)
+    own.of(kernel_of(twice), OPERAND, target="h200")
+    own.reports(kernel_of(squared), OPERAND, target="h200")
+    write(file, own.lines())
     assert len(file.read_text().splitlines()) == len(programs) == 2
     programs.clear()
     return file
@@ -87,34 +88,80 @@ def test_what_the_file_knows_is_not_compiled(file: pathlib.Path, programs: list[
 
 
 def test_anything_else_is_compiled(file: pathlib.Path, programs: list[str]) -> None:
-    summaries = Summaries(file)
+    own = Summaries(file)
     with pytest.warns(UserWarning, match="lacks a kernel"):
-        summaries.of(kernel_of(jnp.negative), OPERAND, target="h200")
-    summaries.of(kernel_of(squared), OPERAND, target="h100")
+        own.of(kernel_of(jnp.negative), OPERAND, target="h200")
+    own.of(kernel_of(squared), OPERAND, target="h100")
     assert len(programs) == 2
-    summaries.forget()
-    summaries.of(kernel_of(squared), OPERAND, target="h200")
-    assert len(programs) == 3
 
 
 def test_a_program_is_compiled_with_the_kernels_that_the_file_knows(
     file: pathlib.Path, programs: list[str]
 ) -> None:
-    summaries = Summaries(file)
-    summaries.of(both, OPERAND, target="h200")
-    summaries.forget()
-    summaries.of(both, OPERAND, target="h200")
+    Summaries(file).of(both, OPERAND, target="h200")
+    file.write_text("")
+    Summaries(file).of(both, OPERAND, target="h200")
     assert programs[0] == programs[1]
 
 
 def test_what_nobody_asks_for_is_not_written(file: pathlib.Path, programs: list[str]) -> None:
     lines = file.read_text().splitlines()
-    summaries = Summaries(file)
-    summaries.of(kernel_of(squared), OPERAND, target="h200")
-    summaries.write()
+    own = Summaries(file)
+    own.of(kernel_of(squared), OPERAND, target="h200")
+    write(file, own.lines())
     (line,) = file.read_text().splitlines()
     assert line in lines
     assert programs == []
+
+
+def test_what_several_workers_know_is_one_line_for_each_program(
+    file: pathlib.Path, programs: list[str]
+) -> None:
+    one, other = Summaries(file), Summaries(file)
+    for own, read in ((one, launched), (other, threads)):
+        own.of(kernel_of(squared), OPERAND, target="h200")
+        own.findings(read, kernel_of(squared), OPERAND, target="h200", anew=True)
+    other.of(kernel_of(twice), OPERAND, target="h200")
+    write(file, one.lines() + other.lines())
+    in_one_order = file.read_text()
+    write(file, other.lines() + one.lines())
+    assert file.read_text() == in_one_order
+    assert len(in_one_order.splitlines()) == 2
+    programs.clear()
+    known = Summaries(file)
+    for read in (launched, threads):
+        known.findings(read, kernel_of(squared), OPERAND, target="h200", anew=False)
+    known.of(kernel_of(twice), OPERAND, target="h200")
+    assert programs == []
+
+
+def config_of(**attributes: Any) -> Any:
+    """Stands for what a process of pytest is told."""
+    asked = {"getoption": lambda name: name == "write_summaries"}
+    return types.SimpleNamespace(stash=pytest.Stash(), **asked, **attributes)
+
+
+def test_workers_of_a_run_hand_over_what_they_know(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, controller = file.read_text(), config_of()
+    monkeypatch.setattr(summaries, "FILE", file)
+    for function in (twice, squared):
+        monkeypatch.setattr(summaries, "KEPT", Summaries(file))
+        summaries.KEPT.of(kernel_of(function), OPERAND, target="h200")
+        worker = config_of(workeroutput={})
+        conftest.pytest_sessionfinish(types.SimpleNamespace(config=worker), 0)
+        node = types.SimpleNamespace(config=controller, workeroutput=worker.workeroutput)
+        conftest.pytest_testnodedown(node)
+    crashed = types.SimpleNamespace(config=controller)
+    conftest.pytest_testnodedown(crashed)
+    file.write_text("")
+    monkeypatch.setattr(summaries, "KEPT", Summaries(file))
+    session = types.SimpleNamespace(config=controller)
+    conftest.pytest_sessionfinish(session, pytest.ExitCode.TESTS_FAILED)
+    assert not file.read_text()
+    conftest.pytest_sessionfinish(session, pytest.ExitCode.OK)
+    assert file.read_text() == written
 
 
 def test_a_file_that_the_compiler_contradicts_is_noticed(
@@ -138,11 +185,11 @@ def found(
     file: pathlib.Path, read: Callable[[offline.Report], Findings] = threads, *, anew: bool = False
 ) -> Findings:
     """Has the file say, or keep, what a function reads of a kernel."""
-    summaries = Summaries(file)
+    own = Summaries(file)
     # What another test asks of the same kernel is in the same line.
-    summaries.of(kernel_of(squared), OPERAND, target="h200")
-    said = summaries.findings(read, kernel_of(squared), OPERAND, target="h200", anew=anew)
-    summaries.write()
+    own.of(kernel_of(squared), OPERAND, target="h200")
+    said = own.findings(read, kernel_of(squared), OPERAND, target="h200", anew=anew)
+    write(file, own.lines())
     return said
 
 
