@@ -178,6 +178,15 @@ ALONE: dict[str, tuple[dict[str, Any], Problem]] = {
         {"mirrored": True, "tile": (64, 48), "consumers": 1},
         Problem(13, 200, 264, batch=2),
     ),
+    # Four parts of three, three, two and two steps.
+    "two promised parts a piece": (
+        {"schedule": "online_raster", "split_k": 2, "partial_sums": 2, "ctas": 3} | EARLY,
+        Problem(140, 128, 640, parts=4),
+    ),
+    "three promised parts a piece": (
+        {"schedule": "online_raster", "split_k": 2, "partial_sums": 3, "ctas": 3} | EARLY,
+        Problem(144, 128, 640, batch=2, transpose_a=True, parts=6),
+    ),
 }
 
 
