@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from bench import command, contest, gemm_bench, gpu, peers, products, report, se
 from bench.peer import Candidate
 from bench.peers import JaxPeer, Xla
 from bench.shapes import Case
+from pallas_gemm import numerics, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.tuning.measure import Settings, Spread, Turn, Variant, measure
@@ -234,6 +236,21 @@ def test_one_array_is_both_operands_of_a_symmetric_product(layout: str) -> None:
     # Half of it, and the whole, of which dispatch takes what is faster.
     assert {problem.symmetric for problem in tune.products_of(case, H200)} == {"gram", ""}
     assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
+
+
+def test_rows_are_promised_by_a_peer_of_bare_products() -> None:
+    case, peer = Case(64, 512, 4096), peers.Promised()
+    assert peer.refusal(case) is None
+    assert "bare product" in (peer.refusal(dataclasses.replace(case, epilogue="bias")) or "")
+
+    def sums(compute: Any, case: Case) -> Any:
+        return numerics.of(compute, products.operand_shapes(case))
+
+    with target("h200"), mock.patch.object(peers, "compiled", sums):
+        found: list[Any] = [
+            one.build() for own in (peer, peers.Op()) for one in own.candidates(case)
+        ]
+    assert [own.invariant for (own,) in found] == ["rows", "run"]
 
 
 def test_blocks_have_scales_of_their_own() -> None:
