@@ -110,7 +110,7 @@ def _lowered(
 def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
     given = Given.of(primals)
     moves_weight = linear.changes(tangents)[1] is not None
-    if moves_weight and not keep and layer.waiting(given.hidden, given.weight).waits:
+    if moves_weight and not keep and layer.may_wait(given.hidden, given.weight):
         results = waiting(layer, statistics, *primals)
         return _with_changes(primals, tangents, results, layer=layer, waits=True)
     keeping = keep or layer.chunks(given.hidden, given.weight).kept

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
-from pallas_gemm.op.loss_plan import Chunks, Memory, chunks, takes_parts, waiting
+from pallas_gemm.op.loss_plan import Chunks, Memory, chunks, takes_parts, that_takes_parts, waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,13 @@ class Layer:
         if self.memory != "least" or self.transposed:
             return parts
         return waiting(parts, *hidden.shape)
+
+    def may_wait(self, hidden: Any, weight: Any) -> bool:
+        """Whether logits wait, or may on a GPU that is known when the program is lowered."""
+        own = self
+        if self.call.options.target is None:
+            own = dataclasses.replace(self, call=self.call.with_target(that_takes_parts()))
+        return own.waiting(hidden, weight).waits
 
     def slices(self, hidden: Any, weight: Any) -> Chunks:
         """Returns how they are divided where no kernel takes parts of arrays, whatever was planned.

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.device import Device
+from pallas_gemm.device import DEVICES, Device
 from pallas_gemm.kernels.windows import ALIGNED
 from pallas_gemm.planning.architectures import architecture_of
 
@@ -118,6 +118,12 @@ def takes_parts(target: Device | None, tokens: Any, width: Any, words: Any, item
         return False
     sizes = (tokens, width, words)
     return not any(map(is_symbolic_dim, sizes)) and width % ALIGNED == words % ALIGNED == 0
+
+
+@functools.cache
+def that_takes_parts() -> Device:
+    """Returns a GPU whose kernels do."""
+    return next(x for x in DEVICES.values() if takes_parts(x, ALIGNED, ALIGNED, ALIGNED, HALF))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,6 +8,9 @@ tokens. So they take no memory of their own, and are not computed again.
     backward    a chunk of words is read, then its gradient is stored there
 
 The statistics of these tokens are computed from the logits that are kept, which are rounded.
+
+Whether they wait is known when the program is lowered for a GPU. Where none do, nothing reads the
+array in which they would: then it is the weight.
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ waiting_p.multiple_results = True
 
 
 def waiting(layer: Layer, statistics: Statistics, *operands: jax.Array) -> list[jax.Array]:
-    """Computes the statistics of each token, and the array in which logits wait.
+    """Computes the statistics of each token, and the array in which logits wait, if any do.
 
     Args:
         layer: The layer.
@@ -49,9 +52,11 @@ def _computed(
     hidden, weight, labels, *bias = operands
     tokens, width = hidden.shape
     some = min(tokens, width)
+    planned = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
+    if not planned.waiting(hidden, weight).waits:
+        return _none_wait(layer, statistics, *operands)
     if some < width:
         # A kernel stores into the larger array; without one, another is made.
-        planned = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
         if gpu and (results := loss_windows.statistics(planned, Given.of(operands))):
             return results
     *found, kept = statistics(layer, hidden[:some], weight, labels[:some], *bias, keep=True)
@@ -63,10 +68,9 @@ def _computed(
     return [*found, kept]
 
 
-def _shared(layer: Layer, statistics: Statistics, *operands: jax.Array) -> list[jax.Array]:
-    """Computes the same on a mesh, where nothing reads the logits: XLA then leaves them out."""
-    kept = _computed(layer, statistics, *operands)[-1]
-    return [*statistics(layer, *operands), kept]
+def _none_wait(layer: Layer, statistics: Statistics, *operands: jax.Array) -> list[jax.Array]:
+    """Computes the statistics, where no logits wait."""
+    return [*statistics(layer, *operands), operands[1]]
 
 
 def kernels(avals: Sequence[Any]) -> list[tuple[list[Any], bool]]:
@@ -95,12 +99,12 @@ def _lowered(
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         run = functools.partial(_computed, layer, statistics, gpu=gpu)
         return mesh_context.lower_off_mesh(ctx, run, operands)
-    run = functools.partial(_shared, layer, statistics)
+    run = functools.partial(_none_wait, layer, statistics)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _batch(operands: Any, dims: Any, *, layer: Layer, statistics: Statistics) -> Any:
-    run = functools.partial(_computed, layer, statistics)
+    run = functools.partial(_none_wait, layer, statistics)
     results = jax.vmap(run, tuple(dims))(*operands)
     return results, [0] * len(results)
 

@@ -18,6 +18,7 @@ from pallas_gemm.op import loss_chunks, loss_layer, loss_plan, loss_windows
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.planning import targeting
 from tests import reference
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -208,6 +209,40 @@ def test_no_logits_are_computed_again_where_all_wait():
     assert "dynamic_update_slice" not in text
     # Forward, and of the first chunk and of others: the gradient of the tokens and of the weight.
     assert text.count("@mosaic_gpu_v2(") == 5
+
+
+@pytest.mark.usefixtures("empty_kernels")
+@pytest.mark.parametrize(("device", "kernels"), [(H200, 5), (None, 0)])
+def test_logits_wait_where_the_gpu_is_not_known_while_tracing(
+    device: Any, kernels: int, monkeypatch: Any
+) -> None:
+    loss = jax.value_and_grad(functools.partial(linear_cross_entropy, memory="least"), (0, 1))
+    traced = jax.jit(loss).trace(*_types(100_032))
+    # As in most programs: JAX is asked for a GPU when one is lowered for it.
+    monkeypatch.setattr(targeting, "first_gpu", lambda: device)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == kernels
+    assert ("dynamic_update_slice" in text) == (device is None)
+
+
+def test_none_wait_on_a_cpu(monkeypatch: Any) -> None:
+    monkeypatch.setattr(loss_plan, "SLOPES_BYTES", 0)
+    loss_plan.chunks.cache_clear()
+    rng = np.random.default_rng(0)
+    hidden, weight = (reference.normal(rng, x, BF16) for x in ((64, 64), (64, 12_800)))
+    operands = hidden, weight / 8, jnp.asarray(rng.integers(0, 12_800, 64), jnp.int32)
+    losses = (functools.partial(linear_cross_entropy, memory=x) for x in ("least", "fastest"))
+    runs = [jax.jit(jax.value_and_grad(loss, (0, 1))) for loss in losses]
+    assert "loss_waiting" in str(runs[0].trace(*operands).jaxpr)
+    # What is given for the logits is the weight, which no gradient may be made of.
+    found, expected = (jax.tree.leaves(run(*operands)) for run in runs)
+    for x, y in zip(found, expected, strict=True):
+        scale = float(jnp.max(jnp.abs(y)))
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=2e-2, atol=1e-2 * scale)
+    # Nor is a logit rounded that is not kept.
+    sums = jnp.matmul(hidden, operands[1], preferred_element_type=F32)
+    exact = jax.nn.logsumexp(sums, -1) - sums[jnp.arange(64), operands[2]]
+    np.testing.assert_allclose(found[0], exact.mean(), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("empty_kernels")

@@ -203,8 +203,9 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     given = signature_of(tuple(v.aval for v in equation.invars))
     if equation.primitive in (statistics_p, waiting_p):
         layer, avals = equation.params["layer"], [v.aval for v in equation.invars]
-        waits = equation.primitive is waiting_p
-        every = waiting_kernels(avals) if waits else [(avals, equation.params["keep"])]
+        waits = equation.primitive is waiting_p and layer.waiting(*avals[:2]).waits
+        keep = equation.params.get("keep", False)
+        every = waiting_kernels(avals) if waits else [(avals, keep)]
         for types, keep in every:
             function, own = function_of(layer, keep, types), signature_of(tuple(types))
             yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)

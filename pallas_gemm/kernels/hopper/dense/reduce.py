@@ -139,10 +139,21 @@ class _Reduced:
         return self._masked[key]
 
     def along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
-        """Reduces values along rows, and what is left of the strips before."""
+        """Reduces values along rows, and what is left of the strips before.
+
+        A strip beyond the edge is left out where some may be. Its branch also keeps the assembler
+        from preparing the values of all strips at once, for which there are no registers.
+        """
         if not words.program(self._plan.problem).vectors(result):
             return ()
         x = self.masked(result, x)
+        run = functools.partial(self._along_rows, result, x, before)
+        if not before or not _reaches(self._plan, self._strip, 1):
+            return run()
+        is_inside = self._strip.cols[0] < self._plan.problem.n
+        return lax.cond(is_inside, run, lambda: before)
+
+    def _along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
         if result.reduction == LOGSUMEXP:
             return _sums_of_exp(self._plan, x, before)
         found = rows_in_threads(self._plan, x, result.reduction)
@@ -199,13 +210,17 @@ def _ended(plan: HopperPlan, name: str, own: Vectors) -> Vectors:
 def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
     """Replaces what lies beyond the edge of the result, if the tile may reach beyond it."""
     axis = 1 if result.kind == "m" else 0
-    size = (plan.problem.m, plan.problem.n)[axis]
-    if size == plan.reach[axis] or not strip.reaches:
+    if not _reaches(plan, strip, axis):
         return x
-    first = (strip.rows, strip.cols)[axis][0]
+    size, first = (plan.problem.m, plan.problem.n)[axis], (strip.rows, strip.cols)[axis][0]
     counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
     neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
     return jnp.where(counted < size - first, x, neutral)
+
+
+def _reaches(plan: HopperPlan, strip: Strip, axis: int) -> bool:
+    """Whether a strip may reach beyond the last row, or the last column."""
+    return strip.reaches and (plan.problem.m, plan.problem.n)[axis] != plan.reach[axis]
 
 
 def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:
