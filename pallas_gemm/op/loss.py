@@ -101,9 +101,7 @@ def _lowered(
     own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
     signature = signature_of(tuple(ctx.avals_in))
     whole = gpu and by_one_kernel(own, keep, signature)
-    run = functools.partial(loss_chunks.by_chunks, own, keep)
-    if whole:
-        run = functools.partial(loss_chunks.at_once, own, keep, in_kernel=True)
+    run = functools.partial(loss_chunks.by_kernel if whole else loss_chunks.by_chunks, own, keep)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 

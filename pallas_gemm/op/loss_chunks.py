@@ -23,7 +23,7 @@ from pallas_gemm.op.loss_layer import (
     slopes_of_sums,
     statistics_of_sums,
 )
-from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks
+from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, together
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue
 
@@ -39,6 +39,29 @@ def at_once(
     function = statistics_of_sums(layer, given, keep=keep, in_kernel=in_kernel)
     own = (given.hidden, given.weight, given.labels, *given.bias)
     return fused(layer.call, layer.contraction, function, *own)
+
+
+def by_kernel(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:
+    """Computes the same in a kernel, of some tokens after the others where tiles leave much.
+
+    A product that is kept is in one array, and larger than what tiles leave.
+    """
+    given = Given.of(operands)
+    tokens = given.hidden.shape[0]
+    # Of the log-sum-exp a tile leaves two numbers.
+    each = together(tokens, given.weight.shape[layer.axis], 2 + layer.total)
+    if keep or each == tokens:
+        return at_once(layer, keep, *operands, in_kernel=True)
+    found: list[list[jax.Array]] = []
+    for start in range(0, tokens, each):
+        end = min(start + each, tokens)
+        hidden, labels = (lax.slice_in_dim(x, start, end) for x in (given.hidden, given.labels))
+        if found:
+            # The labels wait: hidden would be copied to.
+            labels, found[-1] = _one_after_the_other(labels, found[-1])
+        own = (hidden, given.weight, labels, *given.bias)
+        found.append(at_once(layer, keep, *own, in_kernel=True))
+    return [jnp.concatenate(own) for own in zip(*found, strict=True)]
 
 
 def by_chunks(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:

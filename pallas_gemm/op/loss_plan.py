@@ -35,6 +35,12 @@ HALF = 2
 """Bytes of the elements that kernels take parts of."""
 WAITING_SHARE = 8
 """Logits of at least one token in eight wait: for fewer, the product is hardly shorter."""
+LEFT_BYTES = 48_000_000
+"""What tiles leave of the statistics takes at most this, until it is joined."""
+NARROWEST = 128
+"""Words of the narrowest tiles that kernels have for many words."""
+TILE_TOKENS = 128
+"""Tokens of a tile."""
 STEP = 256
 """Words of a chunk are a multiple of this, so that tiles fill it."""
 
@@ -192,6 +198,21 @@ def waiting(parts: Chunks, tokens: int, width: int) -> Chunks:
     if parts.kept or not parts.in_place or some * WAITING_SHARE < tokens:
         return parts
     return dataclasses.replace(parts, waiting=(some, tokens))
+
+
+def together(tokens: Any, words: Any, vectors: int) -> Any:
+    """Returns of how many tokens a kernel computes the statistics before what tiles leave is joined.
+
+    Args:
+        tokens: How many there are.
+        words: How many logits a token has.
+        vectors: Numbers that a tile leaves of each token.
+    """
+    if is_symbolic_dim(tokens) or is_symbolic_dim(words):
+        return tokens
+    left = 4 * tokens * vectors * -(-words // NARROWEST)
+    parts = max(1, -(-left // LEFT_BYTES))
+    return min(tokens, -(-tokens // (parts * TILE_TOKENS)) * TILE_TOKENS)
 
 
 def _alike(words: int, most: int) -> int:
