@@ -191,6 +191,24 @@ def _beside_stock(shape: Callable[..., Any]) -> dict[str, Callable[[Any], Stock]
     }
 
 
+def _last_layers(
+    shape: Callable[..., Any],
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Last layers of language models: forward alone, and with gradients in the least memory."""
+
+    def of(tokens: int, width: int, words: int) -> tuple[Any, ...]:
+        return shape(tokens, width), shape(width, words), shape(tokens, dtype=jnp.int32)
+
+    least = functools.partial(pallas_gemm.linear_cross_entropy, memory="least")
+    wide, long = of(4096, 4096, 128256), of(8192, 2048, 151936)
+    return {
+        "wide": (pallas_gemm.linear_cross_entropy, wide),
+        "long": (pallas_gemm.linear_cross_entropy, long),
+        "wide, with gradients": (jax.value_and_grad(least, (0, 1)), wide),
+        "long, with gradients": (jax.value_and_grad(least, (0, 1)), long),
+    }
+
+
 def _moved(program: jax.stages.Compiled) -> tuple[int, int]:
     """Returns the bytes of a program's temporaries, and of what it transposes or copies."""
     memory: Any = program.memory_analysis()
@@ -236,11 +254,16 @@ def _print(shape: Callable[..., Any], compiled: Callable[..., jax.stages.Compile
     with target("h200"):
         views = {name: _handed_over(text(program)) for name, program in _views(shape).items()}
         memory = _own_memory(compiled(*_by_groups(shape)))
+        losses = {
+            name: _moved(compiled(*program))[0] / 1e6
+            for name, program in _last_layers(shape).items()
+        }
         beside = {
             name: [_moved(compiled(*program(own))) for own in (pallas_gemm, jnp)]
             for name, program in _beside_stock(shape).items()
         }
     found = {"contents": contents, "views": views, "memory": memory, "beside stock": beside}
+    found |= {"losses": losses}
     json.dump(found, sys.stdout)
 
 

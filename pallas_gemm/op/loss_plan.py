@@ -201,7 +201,7 @@ def waiting(parts: Chunks, tokens: int, width: int) -> Chunks:
 
 
 def together(tokens: Any, words: Any, vectors: int) -> Any:
-    """Returns of how many tokens a kernel computes the statistics before what tiles leave is joined.
+    """Returns of how many tokens a kernel computes the statistics at a time.
 
     Args:
         tokens: How many there are.

@@ -55,10 +55,10 @@ def _computed(
     planned = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
     if not planned.waiting(hidden, weight).waits:
         return _none_wait(layer, statistics, *operands)
-    if some < width:
-        # A kernel stores into the larger array; without one, another is made.
-        if gpu and (results := loss_windows.statistics(planned, Given.of(operands))):
-            return results
+    # A kernel stores into the larger array; without one, another is made.
+    by_kernel = gpu and some < width
+    if by_kernel and (results := loss_windows.statistics(planned, Given.of(operands))):
+        return results
     *found, kept = statistics(layer, hidden[:some], weight, labels[:some], *bias, keep=True)
     if some < width:
         kept = jnp.pad(kept, ((0, width - some), (0, 0)))

@@ -92,6 +92,21 @@ def test_groups_take_no_memory_of_their_own(printed: dict[str, Any]) -> None:
     assert 0 < printed["memory"] < 0.001
 
 
+@pytest.mark.parametrize(
+    ("program", "megabytes"),
+    [
+        # What tiles leave of the tokens, or of half of them.
+        ("wide", 50),
+        ("long", 50),
+        # The slopes of a chunk, and the gradient of the tokens in float32.
+        ("wide, with gradients", 250),
+        ("long, with gradients", 250),
+    ],
+)
+def test_losses_take_little_memory(printed: dict[str, Any], program: str, megabytes: float) -> None:
+    assert printed["losses"][program] < megabytes
+
+
 TABLES = 1024
 """Bytes of tables and of numbers that XLA keeps."""
 

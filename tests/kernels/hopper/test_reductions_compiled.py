@@ -1,0 +1,52 @@
+"""Compiled for an H200: no tile spills registers whose rows are reduced, wherever it ends."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pallas_gemm import explain, gemm, offline, target
+from pallas_gemm.device import H200
+from pallas_gemm.planning.candidates.hopper import candidates
+from tests import summaries
+
+pytestmark = pytest.mark.skipif(
+    bool(offline.missing_packages()), reason="needs the extra aot, which brings the compiler"
+)
+TOKENS, WIDTH, WORDS = 4096, 2048, 24640
+"""The last tile reaches beyond the last word in tiles of 128, 192 and 256 columns."""
+
+
+def _left(s: Any, labels: Any) -> Any:
+    hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == labels[:, None]
+    return jax.nn.logsumexp(s, -1), jnp.sum(jnp.where(hit, s, 0), -1)
+
+
+def _kept(s: Any, labels: Any) -> Any:
+    rounded = s.astype(jnp.bfloat16)
+    return *_left(rounded.astype(s.dtype), labels), rounded
+
+
+def _run(function: Any, config: Any, a: Any, b: Any, labels: Any) -> Any:
+    with target(H200):
+        return gemm(a, b, epilogue=function, operands=(labels,), config=config)
+
+
+@pytest.mark.parametrize("function", [_left, _kept])
+def test_no_tile_that_reaches_beyond_the_last_column_spills(function: Any) -> None:
+    shapes = ((TOKENS, WIDTH), jnp.bfloat16), ((WIDTH, WORDS), jnp.bfloat16), ((TOKENS,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    chosen = functools.partial(_run, function, None)
+    (entry,) = explain(chosen, *operands).entries
+    problem = entry.decision.plan.realigned.problem
+    configs = [x for x in candidates(problem, H200) if not x.refusals(problem, H200)]
+    configs = [x for x in configs if not x.split_last]
+    assert any(x.late_store for x in configs) == (function is _kept)
+    assert any(x.pingpong for x in configs) == (function is _left)
+    for config in configs:
+        run = functools.partial(_run, function, config)
+        (found,) = summaries.KEPT.of(run, *operands, target="h200")
+        assert (found.spill_bytes, found.serialized) == (0, ""), config
