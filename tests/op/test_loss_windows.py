@@ -194,6 +194,32 @@ def _lowered(words: int, platform: str, memory: Any = None) -> str:
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words", "each"),
+    [(4096, 128256, 4096), (8192, 151936, 4096), (65536, 128256, 6016), (9000, 151936, 4608)],
+)
+def test_tiles_leave_few_bytes_at_a_time(tokens: int, words: int, each: int) -> None:
+    assert loss_plan.together(tokens, words, 2) == each
+    tiles = -(-words // loss_plan.NARROWEST)
+    assert 4 * 2 * each * tiles <= loss_plan.LEFT_BYTES + 4 * 2 * loss_plan.TILE_TOKENS * tiles
+    assert loss_plan.together(tokens, words, 3) <= each
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_statistics_are_those_of_some_tokens_after_the_others(keep: bool, monkeypatch: Any) -> None:
+    layer = Layer(Call(np.float32), bias=True, total=True)
+    given, _ = _drawn(dataclasses.replace(layer, transposed=False))
+    own = (given.hidden, given.weight, given.labels, *given.bias)
+    monkeypatch.setattr(loss_plan, "TILE_TOKENS", 24)
+    monkeypatch.setattr(loss_plan, "LEFT_BYTES", 800)
+    assert loss_plan.together(TOKENS, WORDS, 3) == 24
+    found = loss_chunks.by_kernel(layer, keep, *own)
+    expected = loss_chunks.at_once(layer, keep, *own)
+    assert len(found) == len(expected) == 3 + keep
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.usefixtures("empty_kernels")
 def test_nothing_is_sliced_between_kernels_where_words_are_whole_blocks():
     # The weight, and its gradient, are as wide as all words.
