@@ -41,7 +41,8 @@ def test_no_tile_that_reaches_beyond_the_last_column_spills(function: Any) -> No
     operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
     chosen = functools.partial(_run, function, None)
     (entry,) = explain(chosen, *operands).entries
-    problem = entry.decision.plan.realigned.problem
+    plan: Any = entry.decision.plan
+    problem = plan.realigned.problem
     configs = [x for x in candidates(problem, H200) if not x.refusals(problem, H200)]
     configs = [x for x in configs if not x.split_last]
     assert any(x.late_store for x in configs) == (function is _kept)
