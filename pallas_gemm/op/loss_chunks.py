@@ -42,9 +42,9 @@ def at_once(
 
 
 def by_kernel(layer: Layer, keep: bool, *operands: jax.Array) -> list[jax.Array]:
-    """Computes the same in a kernel, of some tokens after the others where tiles leave much.
+    """Computes the same in a kernel: where tiles leave much, of some tokens after the others.
 
-    A product that is kept is in one array, and larger than what tiles leave.
+    A product that is kept is in one array, which is larger than that.
     """
     given = Given.of(operands)
     tokens = given.hidden.shape[0]

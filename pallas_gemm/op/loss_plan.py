@@ -36,7 +36,7 @@ HALF = 2
 WAITING_SHARE = 8
 """Logits of at least one token in eight wait: for fewer, the product is hardly shorter."""
 LEFT_BYTES = 48_000_000
-"""What tiles leave of the statistics takes at most this, until it is joined."""
+"""Tiles leave at most this of the statistics, before it is joined."""
 NARROWEST = 128
 """Words of the narrowest tiles that kernels have for many words."""
 TILE_TOKENS = 128

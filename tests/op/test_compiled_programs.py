@@ -95,7 +95,7 @@ def test_groups_take_no_memory_of_their_own(printed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("program", "megabytes"),
     [
-        # What tiles leave of the tokens, or of half of them.
+        # Tiles leave two numbers of each token, or of half of the tokens at a time.
         ("wide", 50),
         ("long", 50),
         # The slopes of a chunk, and the gradient of the tokens in float32.
