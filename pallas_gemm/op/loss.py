@@ -108,10 +108,11 @@ def _lowered(
 def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
     given = Given.of(primals)
     moves_weight = linear.changes(tangents)[1] is not None
-    if moves_weight and not keep and layer.may_wait(given.hidden, given.weight):
+    traced = layer.while_traced()
+    if moves_weight and not keep and traced.waiting(given.hidden, given.weight).waits:
         results = waiting(layer, statistics, *primals)
         return _with_changes(primals, tangents, results, layer=layer, waits=True)
-    keeping = keep or layer.chunks(given.hidden, given.weight).kept
+    keeping = keep or traced.chunks(given.hidden, given.weight).kept
     results = statistics(layer, *primals, keep=keeping)
     return _with_changes(primals, tangents, results, layer=layer, keep=keep)
 

@@ -57,10 +57,12 @@ class Layer:
 
     def chunks(self, hidden: Any, weight: Any) -> Chunks:
         """Returns how the words are divided for the gradients."""
-        words, size = weight.shape[self.axis], np.dtype(hidden.dtype).itemsize
-        tokens, width = hidden.shape
-        in_place = takes_parts(self.call.options.target, tokens, width, words, size)
-        return chunks(tokens, width, words, size, self.memory, in_place=in_place)
+        sizes, target = self._sizes(hidden, weight), self.call.options.target
+        if target is None and takes_parts(that_takes_parts(), *sizes):
+            # A GPU that is known later may do with fewer bytes than slices of operands.
+            chunks(*sizes, self.memory, in_place=True)
+            return self.slices(hidden, weight)
+        return chunks(*sizes, self.memory, in_place=takes_parts(target, *sizes))
 
     def waiting(self, hidden: Any, weight: Any) -> Chunks:
         """Returns the same where the gradient of the weight is wanted: logits may wait in it."""
@@ -69,23 +71,29 @@ class Layer:
             return parts
         return waiting(parts, *hidden.shape)
 
-    def may_wait(self, hidden: Any, weight: Any) -> bool:
-        """Whether logits wait, or may on a GPU that is known when the program is lowered."""
-        own = self
-        if self.call.options.target is None:
-            own = dataclasses.replace(self, call=self.call.with_target(that_takes_parts()))
-        return own.waiting(hidden, weight).waits
+    def while_traced(self) -> "Layer":
+        """Returns the layer as it is traced: for a GPU that takes parts, if none is known yet.
+
+        Whether logits are kept, or may wait, is a part of the program before it is lowered.
+        """
+        if self.call.options.target is not None:
+            return self
+        return dataclasses.replace(self, call=self.call.with_target(that_takes_parts()))
 
     def slices(self, hidden: Any, weight: Any) -> Chunks:
         """Returns how they are divided where no kernel takes parts of arrays, whatever was planned.
 
         Where that takes more memory than the caller says, it is the least that is possible.
         """
-        own = (*hidden.shape, weight.shape[self.axis], np.dtype(hidden.dtype).itemsize)
+        own = self._sizes(hidden, weight)
         least = chunks(*own, "least")
         if isinstance(self.memory, int) and self.memory < least.bytes:
             return least
         return chunks(*own, self.memory)
+
+    def _sizes(self, hidden: Any, weight: Any) -> tuple[Any, Any, Any, int]:
+        """Returns tokens, width, words, and the bytes of an element."""
+        return (*hidden.shape, weight.shape[self.axis], np.dtype(hidden.dtype).itemsize)
 
     def logits(self, sums: jax.Array, bias: Sequence[jax.Array]) -> jax.Array:
         """Computes the logits of some words."""

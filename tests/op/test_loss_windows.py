@@ -251,6 +251,39 @@ def test_logits_wait_where_the_gpu_is_not_known_while_tracing(
     assert ("dynamic_update_slice" in text) == (device is None)
 
 
+@pytest.mark.usefixtures("empty_kernels")
+def test_logits_that_are_less_than_a_chunk_are_kept_where_the_gpu_is_not_known(
+    monkeypatch: Any,
+) -> None:
+    shapes = (((4096, 1024), BF16), ((1024, 20_032), BF16), ((4096,), jnp.int32))
+    types = [jax.ShapeDtypeStruct(*own) for own in shapes]
+    # Slices would be of fewer words.
+    assert loss_plan.chunks(4096, 1024, 20_032, 2, None, in_place=True).kept
+    assert not loss_plan.chunks(4096, 1024, 20_032, 2, None).kept
+    program = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1))).trace(*types)
+    monkeypatch.setattr(targeting, "first_gpu", lambda: H200)
+    assert program.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2(") == 3
+
+
+@pytest.mark.usefixtures("empty_kernels")
+def test_bytes_that_only_kernels_do_with_are_taken_where_the_gpu_is_not_known(
+    monkeypatch: Any,
+) -> None:
+    # The slopes of 6144 words or less, for chunks are alike, and the sums of the tokens.
+    least = 5888 * 2048 * 2 + 2048 * 2048 * 4
+    assert loss_plan.chunks(2048, 2048, 100_032, 2, "least").bytes > least
+
+    def traced(memory: int) -> Any:
+        loss = functools.partial(linear_cross_entropy, memory=memory)
+        return jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*_types(100_032))
+
+    program = traced(least)
+    monkeypatch.setattr(targeting, "first_gpu", lambda: H200)
+    assert program.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2(") == 7
+    with pytest.raises(ValueError, match=f"are too few for these sizes: the least is {least}"):
+        traced(least - 1)
+
+
 def test_none_wait_on_a_cpu(monkeypatch: Any) -> None:
     monkeypatch.setattr(loss_plan, "SLOPES_BYTES", 0)
     loss_plan.chunks.cache_clear()
