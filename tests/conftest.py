@@ -22,8 +22,6 @@ CPU_FLAGS = (
     # One thread per matrix product: the GPU simulator waits inside the thread pool that a product
     # of the CPU backend would otherwise want a second thread of, and hangs.
     "--xla_cpu_multi_thread_eigen=false",
-    # It fuses products of bfloat16 whose left factor is transposed, and then cannot compute them.
-    "--xla_cpu_experimental_ynn_fusion_type=",
     # Programs compile in half the time by the older way to make machine code of fusions, and in
     # one piece; most of what a test takes is compiling.
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
@@ -166,7 +164,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skips, with the reason, what XLA cannot link for this processor."""
+    """Skips, with the reason, what XLA cannot link for this processor, or not multiply on any."""
     report = yield
     if report.passed or report.skipped:
         return report

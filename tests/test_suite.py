@@ -69,7 +69,7 @@ def run(folder: pathlib.Path, test: str, *options: str) -> subprocess.CompletedP
 
 
 def test_a_deadlock_in_the_simulator_fails_its_test_and_no_other(tmp_path: pathlib.Path) -> None:
-    done = run(tmp_path, DEADLOCK, "-n1", "--dist=worksteal", "--override-ini=timeout=3")
+    done = run(tmp_path, DEADLOCK, "-n1", "--dist=worksteal", "--override-ini=timeout=1")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "crashed while running 'test_module.py::test_that_nobody_arrives'" in done.stdout
 
@@ -131,7 +131,20 @@ def test_what_needs_float16_is_skipped_on_a_processor_that_lacks_it() -> None:
     assert "XLA cannot link float16 for this processor" in done.stdout
 
 
-@pytest.mark.parametrize("text", ["assert 1 == 2", f"INTERNAL: {linking.UNLINKED}"])
-def test_where_float16_can_be_linked_a_failure_is_one(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["assert 1 == 2", f"INTERNAL: {linking.UNLINKED}", f"UNIMPLEMENTED: {linking.UNTAKEN}"]
+)
+def test_where_xla_can_do_what_a_test_needs_a_failure_is_one(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linking, "why_untaken", lambda: None)
     report = types.SimpleNamespace(failed=True, outcome="failed", longrepr=text)
     assert linking.skipped(report).outcome == "failed"
+
+
+def test_what_plain_jax_cannot_multiply_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "why_untaken", lambda: "XLA cannot")
+    report = types.SimpleNamespace(failed=True, outcome="failed", location=("a.py", 3, "test_a"))
+    report.longrepr = f"UNIMPLEMENTED: {linking.UNTAKEN}"
+    assert linking.skipped(report).outcome == "skipped"
+    assert report.longrepr == ("a.py", 3, "Skipped: XLA cannot")
