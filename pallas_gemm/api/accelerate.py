@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.extend.core.primitives import closed_call_p
 
 from pallas_gemm.api import arguments, notes
 from pallas_gemm.computer import garbage
@@ -184,17 +185,25 @@ class _Accelerated:
             return result
 
         try:
-            jitted = jax.jit(self._named(run))
-            program, shapes = jax.make_jaxpr(jitted, return_shape=True)(*arrays)
+            traced = jax.jit(run).trace(*arrays)
         except _NotTracedError:
             raise
         except Exception as error:
             words = str(error).strip().partition("\n")[0]
             raise _NotTracedError(f"it cannot be traced: {words}") from error
+        program = traced.jaxpr
         new = self._rewritten(program, static)
-        # What is as it was is as it would be without a call around it.
-        results = core.jaxpr_as_fun(_called(program) if new is program else new)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        # Values of traces around this one, which the function reads, come first.
+        captured, _ = traced.closure_convert()
+        given = (*captured[len(program.consts) :], *arrays)
+        if new is program:
+            # It is as it would be without a call around it.
+            results = core.jaxpr_as_fun(program)(*given)
+        elif _is_eager(arrays):
+            results = jax.jit(functools.partial(_call, new))(*given)
+        else:
+            results = _call(new, *given)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     def _rewritten(self, program: core.Jaxpr, static: _Static) -> core.Jaxpr:
         """Returns a program with our products; as it is if it cannot be rewritten."""
@@ -253,14 +262,9 @@ def _name(f: Any) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _called(program: core.Jaxpr) -> core.Jaxpr:
-    """Returns the function that a program calls, if it does nothing else."""
-    if len(program.eqns) != 1 or program.eqns[0].primitive.name not in ("jit", "pjit"):
-        return program
-    (call,) = program.eqns
-    if call.invars != program.invars or call.outvars != program.outvars:
-        return program
-    return call.params["jaxpr"]
+def _call(program: core.Jaxpr, *given: Any) -> Sequence[Any]:
+    """Calls a program as one equation, so that none of its own is traced again."""
+    return closed_call_p.bind(*given, call_jaxpr=program)
 
 
 def _is_eager(arrays: Sequence[Any]) -> bool:

@@ -7,6 +7,8 @@ keeps h in between. The kernel takes longer by the time to write h.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,9 +92,12 @@ def _candidates(level: Level, folder: Folder, fold: Fold, equation: Any) -> Iter
 
 def _before(level: Level, equation: Any, some: Sequence[Any]) -> set[int]:
     """Returns the `id` of those of some equations that another depends on."""
-    wanted, seen, found = set(map(id, some)), {id(equation)}, set()
-    queue = [equation]
-    while queue and len(found) < len(wanted):
+    above = functools.reduce(operator.or_, map(level.above, variables(equation)), 0)
+    bits = {id(own): level.bit(own.outvars[0]) for own in some if own.outvars}
+    found = {own for own, bit in bits.items() if above & bit}
+    wanted = set(map(id, some)) - {own for own, bit in bits.items() if bit}
+    seen, queue = {id(equation)}, [equation] if wanted else []
+    while queue and not wanted <= found:
         for x in variables(queue.pop()):
             maker = level.maker(x)
             if maker is not None and id(maker) not in seen:

@@ -148,8 +148,8 @@ class Level:
                 self._above[other] = bits | more
 
     def bit(self, x: Any) -> int:
-        """Returns the bit of the product that makes a value."""
-        return self._bit[x]
+        """Returns the bit of the product that makes a value; 0 if none does."""
+        return self._bit.get(x, 0)
 
     def remove_unread(self, suspects: Iterable[Any]) -> None:
         """Removes those of some equations that nobody reads."""

@@ -36,7 +36,7 @@ def names(jaxpr: Any) -> list[str]:
 def inside(program: Any) -> Any:
     """Returns the accelerated function, which is all of a program; itself if nothing changed."""
     (first, *others) = program.eqns
-    return program if others else first.params.get("jaxpr", program)
+    return program if others else first.params.get("call_jaxpr", program)
 
 
 def derived(f: Any) -> Any:
@@ -176,6 +176,39 @@ def test_a_call_that_says_where_its_results_lie_stays_a_call() -> None:
     program, found = _accelerated(f, *args)
     assert_same(found, jax.jit(f)(*args))
     assert [e.primitive.name for e in program.eqns] == ["pallas_gemm", "jit"]
+
+
+def test_values_that_are_read_around_a_function_are_known_or_traced() -> None:
+    x, w = operands()
+    known = jnp.arange(N, dtype=x.dtype)[None] % 3
+
+    def program(f: Any) -> Any:
+        def around(x: Any, w: Any) -> Any:
+            y = x - 1
+            z = w + 1
+            return f(lambda v: (v @ z + known) * y)(x)
+
+        return around
+
+    with target("h200"):
+        traced = jax.make_jaxpr(program(accelerate))(x, w)
+        found = jax.jit(program(accelerate))(x, w)
+    assert "pallas_gemm" in str(traced)
+    assert_same(found, jax.jit(program(lambda f: f))(x, w))
+
+
+def test_a_function_is_compiled_whatever_its_arguments_are() -> None:
+    x, w = operands()
+    traced = []
+
+    def f(x: Any, w: Any, chosen: set[str]) -> Any:
+        traced.append(isinstance(x, jax.core.Tracer))
+        return jnp.tanh(x @ w) if "tanh" in chosen else x
+
+    with target("h200"):
+        found = accelerate(f)(x, w, {"tanh"})
+    assert_same(found, jax.jit(lambda x, w: jnp.tanh(x @ w))(x, w))
+    assert traced == [True]
 
 
 def test_only_what_changes_is_another_equation() -> None:
