@@ -1,5 +1,6 @@
 """The kinds of equations: what calls a function, and what stands alone in a compiled program."""
 
+import functools
 from typing import Any
 
 CALLS = frozenset(
@@ -47,7 +48,11 @@ INNER = {
 
 def is_apart(equation: Any) -> bool:
     """Whether its operands and results are in memory, whatever is before and after it."""
-    name = equation.primitive.name
+    return _is_alone(equation.primitive.name)
+
+
+@functools.cache
+def _is_alone(name: str) -> bool:
     return name in _ALONE or name.startswith("pallas_gemm")
 
 

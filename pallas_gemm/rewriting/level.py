@@ -212,8 +212,10 @@ def _variables(equation: Any) -> Iterator[Any]:
 
 def called(equation: Any) -> core.Jaxpr | None:
     """Returns the function that an equation calls as a part of the pass that it is in."""
-    found: Any = equation.params.get(flat.CALLS.get(equation.primitive.name, ""))
-    return found if equation.primitive.name not in kinds.CALLS_AGAIN else None
+    name = equation.primitive.name
+    if name not in flat.CALLS or name in kinds.CALLS_AGAIN:
+        return None
+    return equation.params.get(flat.CALLS[name])
 
 
 def is_stored_by(equation: Any) -> bool:
