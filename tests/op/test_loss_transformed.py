@@ -254,6 +254,25 @@ def test_labels_count_all_words_where_words_are_split():
     assert np.isnan(found[2:4]).all()
 
 
+def test_words_that_devices_cannot_share_are_padded_without_a_change():
+    def own(h: Any, w: Any, b: Any, labels: Any) -> Any:
+        return _ours(h, w, b, labels, axis_name="y")
+
+    run = jax.shard_map(own, mesh=meshes.make_mesh(), in_specs=SPLIT["words"], out_specs=P())
+    few = WORDS - 1
+    h, w, b, labels = H, W[:, :few], B[:few], LABELS % few
+    with pytest.raises(ValueError, match="evenly divisible"):
+        run(h, w, b, labels)
+
+    def padded(h: Any, w: Any, b: Any) -> Any:
+        w = jnp.pad(w, ((0, 0), (0, 1)))
+        return run(h, w, jnp.pad(b, (0, 1), constant_values=-jnp.inf), labels)
+
+    _check(
+        jax.jit(_every(padded))(h, w, b), _every(functools.partial(_stock, labels=labels))(h, w, b)
+    )
+
+
 def test_a_mesh_that_is_manual_along_some_axes_only():
     run = jax.shard_map(
         lambda *x: jax.lax.pmean(_ours(*x, memory="least"), "x"),
