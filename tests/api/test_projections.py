@@ -187,6 +187,16 @@ def test_the_gradient_of_each_of_a_batch() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("place", range(len(COLUMNS)))
+def test_one_weight_of_their_own_makes_it_a_batch_of_products(place: int) -> None:
+    x, weights = _integers(4, 6, K), _weights(_integers)
+    weights[place] = jnp.stack([weights[place] * times for times in (1, 2, -1, 3)])
+    axes = [0 if i == place else None for i in range(len(weights))]
+    for axis, given in ((0, x), (None, x[0])):
+        found, expected = (jax.vmap(f, (axis, axes))(given, weights) for f in (_ours, _stock))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_only_what_is_used_is_derived() -> None:
     x, weights = _integers(6, K), _weights(_integers)
     first = jax.grad(lambda x: jnp.sum(projections(x, weights)[0]))

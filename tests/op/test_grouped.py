@@ -409,6 +409,22 @@ def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two(
     assert "lgamma" in str(_unfused(left))
 
 
+def test_no_product_is_computed_twice_where_an_activation_is_derived():
+    shape = jax.ShapeDtypeStruct
+    given = shape((4096, 1024), jnp.bfloat16), shape((8, 1024, 2048), jnp.bfloat16)
+    given += shape((8, 2048), jnp.float32), shape((8,), jnp.int32)
+
+    def loss(a: Any, b: Any, bias: Any, sizes: Any) -> Any:
+        found = grouped_gemm(a, b, sizes, bias=bias, activation="relu")
+        return jnp.sum(found.astype(jnp.float32) ** 2)
+
+    with target("h200"):
+        derived = explain(jax.grad(loss, (0, 1)), *given).products
+    assert [own.problem.ragged_k for own in derived].count(True) == 1
+    # The product, and the gradients of both factors.
+    assert len(derived) == 3
+
+
 @pytest.mark.parametrize(
     ("contracted", "ragged", "group", "ranks", "form"),
     [

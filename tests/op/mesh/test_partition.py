@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -515,6 +516,26 @@ def test_inside_shard_map(mesh: Mesh, axes: set[str], checked: bool) -> None:
     )
     assert ours[1] == stock[1]
     _assert_same(ours[0], stock[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "is_there"),
+    [((4, 2), {"x", "y"}, True), ((4, 2), {"x"}, False), ((1, 1), {"x"}, True)],
+)
+def test_a_kernel_is_in_a_shard_map_where_all_axes_are_manual(
+    shape: tuple[int, int], axes: set[str], is_there: bool
+) -> None:
+    """XLA cannot divide one among the devices of an axis that it is left to, but for one device."""
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("x", "y"))
+    y = "y" if "y" in axes else None
+    specs = PartitionSpec("x"), PartitionSpec(None, y)
+    mapped = jax.shard_map(
+        gemm, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x", y), axis_names=axes
+    )
+    whole = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+    with target("h200"):
+        lowered = jax.jit(mapped).trace(whole, whole).lower(lowering_platforms=("cuda",))
+    assert ("mosaic_gpu" in lowered.as_text()) == is_there
 
 
 def test_exported_for_several_devices_xla_shares_its_own_product_out(mesh: Mesh) -> None:
