@@ -1,4 +1,11 @@
-"""Sums that CTAs of a cluster send to the one that adds them up, into its shared memory."""
+"""Sums that CTAs of a cluster send to the one that adds them up, into its shared memory.
+
+They are stored there asynchronously, and a barrier of that CTA counts their bytes. So nobody waits
+but the one that adds, and for no more than these sums. For a barrier of the cluster, each thread
+would have to wait until all that it has stored is seen by the whole GPU.
+
+A CTA is sent sums for one of its tiles at most: a barrier is used once.
+"""
 
 from typing import Any
 
@@ -13,108 +20,154 @@ from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
 _ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-LINE = 4 * WARPGROUP_THREADS
-"""Bytes of a register of all threads."""
-MEET = Ptx(
-    "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
-    convergent=True,
-)
+AT_ONCE = 4
+"""Registers that a thread stores or loads at once."""
+LINE = 4 * AT_ONCE * WARPGROUP_THREADS
+"""Bytes of that, of all threads."""
+BARRIER_WORDS = 2
+_BARRIER_BYTES = 4 * BARRIER_WORDS
+_BEGUN = Ptx("barrier.cluster.wait.aligned;", convergent=True)
 
 
 @Operation
-def meet() -> None:
-    """Waits for all threads of a cluster, and for what they have stored."""
-    MEET()
+def begin(barriers: Ref) -> None:
+    """Makes the barriers of this CTA, and tells the others of the cluster so.
+
+    Args:
+        barriers: Their words, of each consumer its own.
+    """
+    made = "".join(
+        f"@first mbarrier.init.shared::cta.b64 [$0 + {i * _BARRIER_BYTES}], 1;"
+        for i in range(barriers.shape[0])
+    )
+    Ptx(
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x;"
+        f" setp.eq.u32 first, thread, 0; {made}"
+        " fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned; }",
+        convergent=True,
+    )([barriers])
 
 
 @Operation
-def send(total: Values, apart: Ref, me: Scalar, to: Scalar, place: Scalar) -> None:
+def begun() -> None:
+    """Waits until all CTAs of the cluster have made their barriers."""
+    _BEGUN()
+
+
+@Operation
+def send(total: Values, apart: Ref, barriers: Ref, me: Scalar, to: Scalar, place: Scalar) -> None:
     """Stores the sums of this warpgroup in another CTA.
 
     Args:
         total: The sums.
-        apart: Where those of others come to lie there: [place, consumer, register, thread].
+        apart: Where those of others come to lie there: [place, consumer, 4 registers, thread,
+            register].
+        barriers: As for `begin`.
         me: Which consumer this is.
         to: The other CTA.
         place: Which of the places.
     """
-    types = (LAYOUT, plgpu.RefType(), NUMBER, NUMBER, NUMBER)
-    _, consumers, count, _ = apart.shape
+    types = (LAYOUT, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER, NUMBER)
+    _, consumers, lines, *_ = apart.shape
 
     @plgpu.inline_mgpu(arg_types=types)
-    def inline(_: Any, total: Values, apart: Ref, *numbers: Any) -> None:
+    def inline(_: Any, total: Values, apart: Ref, barriers: Ref, *numbers: Any) -> None:
         me, to, place = (x.registers.item() for x in numbers)
-        start = _of_consumer(apart, me, count)
-        start = run(f"mad.lo.u32 $0, $1, {consumers * count * LINE}, $2;", place, start)
+        start = _of_consumer(apart, me, lines * LINE)
+        start = run(f"mad.lo.u32 $0, $1, {consumers * lines * LINE}, $2;", place, start)
         values = sums.values_of(total.to_layout(_ACC).registers)
         stores = "".join(
-            f"st.shared::cluster.f32 [there + {i * LINE}], ${i + 2};" for i in range(count)
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+            f" [there + {i // AT_ONCE * LINE}],"
+            f" {{${i + 3}, ${i + 4}, ${i + 5}, ${i + 6}}}, [barrier];"
+            for i in range(0, len(values), AT_ONCE)
         )
         llvm: Any = utils.llvm
         llvm.inline_asm(
             utils.ir.Type.parse("!llvm.void"),
-            [_of_thread(start), to, *values],
-            f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1; {stores} }}",
-            ",".join(["r", "r"] + ["f"] * count),
+            [_of_thread(start), _of_consumer(barriers, me, _BARRIER_BYTES), to, *values],
+            "{ .reg .b32 there, barrier; mapa.shared::cluster.u32 there, $0, $2;"
+            f" mapa.shared::cluster.u32 barrier, $1, $2; {stores} }}",
+            ",".join(["r"] * 3 + ["f"] * len(values)),
             asm_dialect=0,
             has_side_effects=True,
         )
 
-    inline(total, apart, me, to, place)
+    inline(total, apart, barriers, me, to, place)
 
 
 @Operation
-def with_others(total: Values, apart: Ref, me: Scalar, awaited: Scalar) -> Any:
-    """Adds what other CTAs have sent, when all threads have met.
+def with_others(total: Values, apart: Ref, barriers: Ref, me: Scalar, awaited: Scalar) -> Any:
+    """Adds what other CTAs have sent, when all of it is there.
 
     Args:
         total: Sums of this warpgroup.
-        apart: Where those of others lie: [place, consumer, register, thread].
+        apart: As for `send`.
+        barriers: As for `begin`.
         me: Which consumer this is.
-        awaited: How many others have sent sums.
+        awaited: How many others send sums.
     """
     like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
-    places, consumers, count, _ = apart.shape
+    places, consumers, lines, *_ = apart.shape
+    types = (LAYOUT, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), NUMBER, NUMBER), return_type=like)
-    def inline(_: Any, total: Values, apart: Ref, *numbers: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=types, return_type=like)
+    def inline(_: Any, total: Values, apart: Ref, barriers: Ref, *numbers: Any) -> Any:
         me, awaited = (x.registers.item() for x in numbers)
+        _await(_of_consumer(barriers, me, _BARRIER_BYTES), awaited, lines * LINE)
         acc = total.to_layout(_ACC)
-        registers, start = acc.registers, _of_consumer(apart, me, count)
+        registers, start = acc.registers, _of_consumer(apart, me, lines * LINE)
         for place in range(places):
-            at = _of_thread(run(f"add.u32 $0, $1, {place * consumers * count * LINE};", start))
+            at = _of_thread(run(f"add.u32 $0, $1, {place * consumers * lines * LINE};", start))
             registers = _with_another(registers, at, place, awaited)
         kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
         return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
 
-    return inline(total, apart, me, awaited)
+    return inline(total, apart, barriers, me, awaited)
 
 
-def _of_consumer(apart: Any, me: Register, count: int) -> Register:
-    """Where the first of the sums that are sent to a consumer lie."""
+def _await(barrier: Register, awaited: Register, size: int) -> None:
+    """Waits until this number of others has sent sums, each of a size in bytes."""
+    text = f"""{{
+        .reg .pred none, first, there; .reg .b32 thread, size;
+        setp.eq.u32 none, $1, 0;
+        @none bra DONE;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, {WARPGROUP_THREADS - 1};
+        setp.eq.u32 first, thread, 0;
+        mul.lo.u32 size, $1, {size};
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], size;
+        AWAIT:
+        mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [$0], 0;
+        @!there bra AWAIT;
+        DONE:
+    }}"""
+    utils.inline_ptx(text, barrier, awaited, has_side_effects=True, convergent=True)
+
+
+def _of_consumer(ref: Any, me: Register, size: int) -> Register:
+    """Where what a consumer has of an array in shared memory begins, if each has that size."""
     word = utils.ir.IntegerType.get_signless(32)
-    base = utils.llvm.ptrtoint(word, utils.memref_ptr(apart))
-    return run(f"mad.lo.u32 $0, $1, {count * LINE}, $2;", me, base)
+    base = utils.llvm.ptrtoint(word, utils.memref_ptr(ref))
+    return run(f"mad.lo.u32 $0, $1, {size}, $2;", me, base)
 
 
 def _of_thread(start: Register) -> Register:
-    """Where the first register of this thread lies, of those that begin somewhere."""
-    text = (
-        "{ .reg .b32 own; mov.u32 own, %tid.x; and.b32 own, own, 127; mad.lo.u32 $0, own, 4, $1; }"
-    )
-    return run(text, start)
+    """Where the first registers of this thread lie, of those that begin somewhere."""
+    text = "{ .reg .b32 own; mov.u32 own, %tid.x; and.b32 own, own, 127;"
+    return run(f"{text} mad.lo.u32 $0, own, {4 * AT_ONCE}, $1; }}", start)
 
 
 def _with_another(registers: Any, start: Register, place: int, awaited: Register) -> Any:
     """Adds what lies in a place, if something was sent there."""
     count = registers.size
     adds = "".join(
-        f"mov.f32 x, 0f00000000; @sent ld.shared.f32 x, [${2 * count} + {i * LINE}];"
-        f" add.f32 ${i}, ${count + i}, x;"
-        for i in range(count)
+        "".join(f"mov.f32 x{j}, 0f00000000;" for j in range(AT_ONCE))
+        + f"@sent ld.shared.v4.f32 {{x0, x1, x2, x3}}, [${2 * count} + {i // AT_ONCE * LINE}];"
+        + "".join(f"add.f32 ${i + j}, ${count + i + j}, x{j};" for j in range(AT_ONCE))
+        for i in range(0, count, AT_ONCE)
     )
-    text = (
-        f"{{ .reg .pred sent; .reg .f32 x; setp.gt.u32 sent, ${2 * count + 1}, {place}; {adds} }}"
-    )
+    text = "{ .reg .pred sent; .reg .f32 x<4>;"
+    text += f" setp.gt.u32 sent, ${2 * count + 1}, {place}; {adds} }}"
     given = [*sums.values_of(registers), start, awaited]
     return sums.added(registers, text, given, [*map(str, range(count)), "r", "r"])

@@ -20,7 +20,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4
-from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.ptx import small, sums, weights, widen
 from pallas_gemm.kernels.ptx.form import BATCH, FEW_COLUMNS, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
@@ -31,10 +31,52 @@ from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 LAYOUT = plgpu.Layout.WGMMA
 NUMBER = plgpu.Layout.WG_SPLAT
+OF_THREADS = plgpu.Layout.WG_STRIDED((WARPGROUP_THREADS,), vec_size=1)
+"""A word of each thread."""
 
 
 @Operation
-def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
+def places(me: Scalar, form: Form) -> list[Any]:
+    """Returns what each thread has the same of in all steps: where its weights are in any slot.
+
+    Args:
+        me: Which of the consumers this is that share the rows.
+        form: How operands lie in a slot.
+    """
+    like = plgpu.ShapeDtypeStruct((WARPGROUP_THREADS,), jnp.int32, layout=OF_THREADS)
+
+    @plgpu.inline_mgpu(arg_types=(NUMBER,), return_type=[like] * weights.count(form))
+    def inline(_: Any, me: Any) -> Any:
+        ir, layout = utils.ir, OF_THREADS.to_mgpu()
+        of_one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        return [
+            fragmented_array.FragmentedArray(
+                _registers=np.array([utils.bitcast(x, of_one)], object),
+                _layout=layout,
+                _is_signed=True,
+            )
+            for x in weights.places(form, me.registers.item())
+        ]
+
+    return inline(me)
+
+
+@places.meaning
+def _(me: Scalar, form: Form) -> list[Any]:
+    del me, form
+    return []
+
+
+@Operation
+def add_step(
+    total: Values,
+    w: Ref,
+    x: Ref,
+    scales: Sequence[Ref],
+    me: Scalar,
+    own: Sequence[Values],
+    form: Form,
+) -> Any:
     """Adds the product of a step / `form.part`, and may leave its last WGMMAs in flight.
 
     Args:
@@ -44,18 +86,21 @@ def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, f
         scales: A slot of scales, [group, row], if there are any; then one of zero points, [array
             and consumer, group, row], or in bytes.
         me: Which of the consumers this is that share the rows.
+        own: The result of `places`.
         form: How all that lies there.
     """
+    del me  # `own` says what follows from it.
     refs = [w, x, *scales]
     types = [plgpu.RefType((plgpu.SwizzleTransform(form.line),))]
     types += [plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),)), *[plgpu.RefType()] * 2]
     like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(*types[: len(refs)], NUMBER, LAYOUT), return_type=like)
+    kinds = (*types[: len(refs)], *[OF_THREADS] * len(own), LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=like)
     def inline(_: Any, *given: Any) -> Any:
-        *slots, me, total = given
-        places = [address(slot) for slot in slots]
-        step = Step(form, places, me.registers.item())
+        slots, own, total = given[: len(refs)], given[len(refs) : -1], given[-1]
+        step = Step(form, [address(slot) for slot in slots], [word(x) for x in own])
         acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         registers = acc.registers.copy()
         for top in range(form.rows // WGMMA_ROWS):
@@ -68,11 +113,20 @@ def add_step(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, f
         kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
         return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
 
-    return inline(*refs, me, total)
+    return inline(*refs, *own, total)
 
 
 @add_step.meaning
-def _(total: Values, w: Ref, x: Ref, scales: Sequence[Ref], me: Scalar, form: Form) -> Any:
+def _(
+    total: Values,
+    w: Ref,
+    x: Ref,
+    scales: Sequence[Ref],
+    me: Scalar,
+    own: Sequence[Values],
+    form: Form,
+) -> Any:
+    del own
     lines = w[...]
     weights = unpacked(lax.concatenate(list(lines), 1), form.kind)
     weights = weights if form.k_last else weights.T
@@ -121,6 +175,12 @@ def unpacked(lines: Any, kind: np.dtype) -> Any:
     return jnp.where(values >= 8, -size, size)
 
 
+def word(values: Any) -> Register:
+    """The word of each thread, of an array that has one for each."""
+    (own,) = values.registers.flat
+    return utils.bitcast(own, utils.ir.IntegerType.get_signless(32))
+
+
 def address(ref: Any) -> Register:
     """Where something lies in shared memory."""
     word = utils.ir.IntegerType.get_signless(32)
@@ -135,26 +195,25 @@ class Step:
         of_group: The same of a group of which the sums are scaled.
     """
 
-    def __init__(self, form: Form, slots: Sequence[Register], me: Register) -> None:
+    def __init__(self, form: Form, slots: Sequence[Register], places: Sequence[Register]) -> None:
         """Says where its operands are.
 
         Args:
             form: How they lie there.
             slots: Where the slots of weights, the other operand, scales and zero points, if any,
                 begin.
-            me: Which consumer this is.
+            places: The result of `weights.places`.
         """
         self.sums: list[Any] = []
         self.of_group: list[Any] = []
         self._form, self._multiplier = form, Multiplier(form, slots[1])
         self._scales, self._zeros = (*slots[2:], None, None)[:2]
         self._less: list[Any] = []
-        thread = weights.thread(form, me)
         unknown = slots[0] if form.cols <= FEW_COLUMNS else None
         self._plain = small.unscaled(form.kind, unknown) if form.is_small else None
-        self._row, self._tops = thread.row, range(form.rows // WGMMA_ROWS)
+        self._row, self._tops = places[0], range(form.rows // WGMMA_ROWS)
         self._each: list[Any] = []
-        self._loads = weights.loader(form, slots[0], thread)
+        self._loads = weights.loader(form, slots[0], places)
 
     def emit(self) -> None:
         """Emits all of it: what is multiplied next is loaded before what is widened."""

@@ -5,6 +5,7 @@ takes rows that lie side by side instead, of each of its contracted elements. Wh
 bytes of them, one instruction loads and turns 32 contracted elements for all of the warp.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +41,18 @@ def thread(form: Form, me: Register) -> Thread:
 class AlongK:
     """Loads weights stored [rows, k]: 16 bytes of a row, of which a thread needs some."""
 
-    def __init__(self, form: Form, start: Register, own: Thread) -> None:
-        self._form, line = form, form.line
-        self._start = run(f"mad.lo.u32 $0, $1, {line}, $2;", own.row, start)
+    def __init__(self, form: Form, start: Register, places: Sequence[Register]) -> None:
+        self._form, (first, self._turned, self._chosen) = form, places
+        self._start = _sum(first, start)
+
+    @staticmethod
+    def places(form: Form, own: Thread) -> list[Register]:
+        """Where a thread's row begins, how it is swizzled, and which of its bytes it needs."""
+        line = form.line
+        first = run(f"mul.lo.u32 $0, $1, {line};", own.row)
         # A row of 128 bytes is swizzled by its number, shorter ones by that of their 128 bytes.
         turned = f"{{ mul.lo.u32 $0, $1, {line}; shr.b32 $0, $0, 3; and.b32 $0, $0, {line - 16}; }}"
-        self._turned = run(turned, own.row)
+        swizzled = run(turned, own.row)
         if form.stays:
             # A byte of a word in each half.
             text = "mul.lo.u32 $0, $1, 0x0101;"
@@ -56,8 +63,8 @@ class AlongK:
             # Two bytes of a word, which two threads share.
             text = "{ .reg .b32 x; and.b32 x, $1, 1; mad.lo.u32 $0, x, 0x0202, 0x0100; }"
             place = "{ .reg .b32 x; shr.b32 x, $1, 1; mad.lo.u32 $0, x, 4, $2; }"
-            self._start = run(place, own.pair, self._start)
-        self._chosen = run(text, own.pair)
+            first = run(place, own.pair, first)
+        return [first, swizzled, run(text, own.pair)]
 
     def load(self, top: int, at: int) -> Sequence[Sequence[Register]]:
         """Loads a batch of two rows of a thread: 16 bytes of each, or of 8 bits a half of 32."""
@@ -98,21 +105,26 @@ class AlongK:
 class AcrossK:
     """Loads weights stored [k, rows]: two rows of each contracted element."""
 
-    def __init__(self, form: Form, start: Register, own: Thread) -> None:
+    def __init__(self, form: Form, start: Register, places: Sequence[Register]) -> None:
         self._form = form
-        self._places = [
-            self._two_places(start, own, top * WGMMA_ROWS) for top in range(form.rows // WGMMA_ROWS)
-        ]
+        self._places = list(itertools.batched((_sum(x, start) for x in places), 2))
 
-    def _two_places(self, start: Register, own: Thread, below: int) -> list[Register]:
+    @classmethod
+    def places(cls, form: Form, own: Thread) -> list[Register]:
+        """Where a pair of contracted elements is, of each 64 rows."""
+        tops = range(form.rows // WGMMA_ROWS)
+        return [x for top in tops for x in cls._two_places(form, own, top * WGMMA_ROWS)]
+
+    @staticmethod
+    def _two_places(form: Form, own: Thread, below: int) -> list[Register]:
         """Where a pair of contracted elements is, of the rows so far below."""
-        line, bits = self._form.line, self._form.bits
+        line, bits = form.line, form.bits
         byte = run(
             f"{{ add.u32 $0, $1, {below}; mul.lo.u32 $0, $0, {bits}; shr.b32 $0, $0, 3; }}", own.row
         )
         text = f"{{ .reg .b32 x; shr.b32 x, $1, {line.bit_length() - 1};"
-        text += f" mad.lo.u32 $0, x, {line * self._form.lines}, $2; }}"
-        panel, within = run(text, byte, start), run(f"and.b32 $0, $1, {line - 1};", byte)
+        text += f" mul.lo.u32 $0, x, {line * form.lines}; }}"
+        panel, within = run(text, byte), run(f"and.b32 $0, $1, {line - 1};", byte)
         found = []
         for number in range(2):
             text = f"{{ .reg .b32 x; mad.lo.u32 x, $1, {2 * line}, $2;"
@@ -150,28 +162,31 @@ class Turned:
     A register of a thread then has, in each half, some rows of one of two contracted elements.
     """
 
-    def __init__(self, form: Form, start: Register, own: Thread) -> None:
-        self._form = form
+    def __init__(self, form: Form, start: Register, places: Sequence[Register]) -> None:
+        self._form, self._places = form, [_sum(x, start) for x in places]
+
+    @classmethod
+    def places(cls, form: Form, own: Thread) -> list[Register]:
+        """Where a lane's line begins, in each unit of rows that are loaded together."""
         # A lane says where a line of the 32 begins; all lanes of a warp begin at the same row.
         shared = 2 * form.tops_of_line
         text = f"{{ .reg .b32 x; mov.u32 x, %laneid; shr.b32 x, x, 2; mul.lo.u32 x, x, {shared};"
         text += f" sub.u32 x, $1, x; mul.lo.u32 x, x, {form.bits}; shr.b32 $0, x, 3; }}"
-        self._byte, self._start = run(text, own.row), start
-        self._places = [
-            self._place(unit * MATRIX_BYTES * WARPS)
-            for unit in range(form.rows // WGMMA_ROWS // form.tops_of_line)
-        ]
+        byte = run(text, own.row)
+        units = range(form.rows // WGMMA_ROWS // form.tops_of_line)
+        return [cls._place(form, byte, unit * MATRIX_BYTES * WARPS) for unit in units]
 
-    def _place(self, further: int) -> Register:
+    @staticmethod
+    def _place(form: Form, byte: Register, further: int) -> Register:
         """Where the line of a lane begins, and that number of bytes further along it."""
-        line = self._form.line
+        line = form.line
         text = f"{{ .reg .b32 x, y, z; add.u32 x, $1, {further};"
         text += f" shr.b32 y, x, {line.bit_length() - 1}; and.b32 x, x, {line - 1};"
         text += f" mov.u32 z, %laneid; mad.lo.u32 x, z, {line}, x;"
         # TMA swizzles a panel so.
         text += f" shr.b32 z, x, 3; and.b32 z, z, {line - 16}; xor.b32 x, x, z;"
-        text += f" mad.lo.u32 y, y, {line * self._form.lines}, $2; add.u32 $0, x, y; }}"
-        return run(text, self._byte, self._start)
+        text += f" mad.lo.u32 $0, y, {line * form.lines}, x; }}"
+        return run(text, byte)
 
     def load(self, top: int, at: int) -> Sequence[Register]:
         """Loads a batch: of every 8 contracted elements a register. Tops may share what is loaded.
@@ -201,8 +216,34 @@ def _moved(form: Form, word: Register, below: int) -> Spread:
     return Spread(widen.shifted(word, below - stay), (stay, stay))
 
 
-def loader(form: Form, start: Register, own: Thread) -> "AlongK | AcrossK | Turned":
-    """Returns what loads the weights of a slot that begins there."""
+def _sum(x: Register, y: Register) -> Register:
+    return run("add.u32 $0, $1, $2;", x, y)
+
+
+def _loader(form: Form) -> "type[AlongK | AcrossK | Turned]":
     if form.k_last:
-        return AlongK(form, start, own)
-    return (Turned if form.turned else AcrossK)(form, start, own)
+        return AlongK
+    return Turned if form.turned else AcrossK
+
+
+def count(form: Form) -> int:
+    """How many places there are."""
+    tops = form.rows // WGMMA_ROWS
+    if form.k_last:
+        return 4
+    return 1 + (tops // form.tops_of_line if form.turned else 2 * tops)
+
+
+def places(form: Form, me: Register) -> list[Register]:
+    """Returns what each thread of a consumer has the same of in all steps.
+
+    Returns:
+        Its first row, and what `loader` adds to where a slot begins.
+    """
+    own = thread(form, me)
+    return [own.row, *_loader(form).places(form, own)]
+
+
+def loader(form: Form, start: Register, places: Sequence[Register]) -> "AlongK | AcrossK | Turned":
+    """Returns what loads the weights of a slot that begins there."""
+    return _loader(form)(form, start, places[1:])

@@ -189,6 +189,7 @@ class WidenedConfig(GemmConfig):
             # Lines of zero points in bytes may be padded, to no more than they would be in float32.
             stages * zeros * self.scales_of_step(own) * rows * SCALE_BYTES,
             joined,
+            8 * self.consumers * (self.ctas_along_k > 1),
             self.consumers * self.form(own).scratch * 4,
             *(stored * dtype.itemsize for dtype in (*own.result_dtypes, *own.loaded_dtypes)),
             8 * (2 * stages + (2 + self.store_slots) * self.consumers),

@@ -41,13 +41,8 @@ def widths(plan: WidenedPlan) -> tuple[int, ...]:
 def apart_shape(plan: WidenedPlan) -> tuple[int, ...]:
     """The shape of the sums that other CTAs of the cluster hand over, of each thread its own."""
     config = plan.config
-    return (plan.most_awaited, config.consumers, config.sum_registers, WARPGROUP_THREADS)
-
-
-def meet(plan: WidenedPlan) -> None:
-    """Where a warpgroup that has no sums waits for those of its cluster."""
-    if plan.config.ctas_along_k > 1:
-        cluster.meet(plan)
+    lines = config.sum_registers // cluster.AT_ONCE
+    return (plan.most_awaited, config.consumers, lines, WARPGROUP_THREADS, cluster.AT_ONCE)
 
 
 def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Values) -> None:
@@ -84,15 +79,11 @@ def is_stored(cta: Any, part: Scalar) -> Scalar:
 
 def _join_ctas(cta: Any, me: Scalar, part: Scalar, total: Values) -> Values:
     """Sends sums to the CTA that adds up the tile; there, adds what others have sent."""
-    plan, piece, apart = cta.plan, cta.at.piece, cta.slots.apart
+    plan, piece, apart = cta.plan, cta.at.piece, (cta.slots.apart, cta.slots.arrivals)
     sends = (piece.to != cta.rank) & (part == 0)
     there = piece.to, piece.place
-    pl.when(sends)(lambda: cluster.send(plan, total, apart, me, *there))
-    if plan.has_several_tiles:
-        pl.when(piece.is_last)(lambda: cluster.meet(plan))
-    else:
-        cluster.meet(plan)
-    return cluster.with_others(plan, total, apart, me, jnp.where(part == 0, piece.awaited, 0))
+    pl.when(sends)(lambda: cluster.send(plan, total, *apart, me, *there))
+    return cluster.with_others(plan, total, *apart, me, jnp.where(part == 0, piece.awaited, 0))
 
 
 def _join_all(cta: Any, me: Scalar, part: Scalar, total: Values) -> Values:

@@ -20,6 +20,7 @@ Barriers
                  took other steps, when its sums are written
     taken[c]     that one, when it has read them                 the others, before those of the
                                                                  next tile, and at the end
+    arrivals[c]  each sum that another CTA of the cluster sends  c, before it adds them
 
 A CTA computes one tile, or several: then the ring runs on. CTAs of a cluster share the steps of its
 tiles, see `shares.py`.
@@ -42,7 +43,7 @@ from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.widened import finish, walk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.ptx import arrays, fences, fragments, widen
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, widen
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 
@@ -55,6 +56,7 @@ class Slots(NamedTuple):
     zeros: Any
     joined: Any
     apart: Any
+    arrivals: Any
     scratch: Any
     out: Any
     loaded: Any
@@ -167,6 +169,12 @@ def _each_tile(cta: Cta, compute: Callable[[Cta, Scalar], None]) -> Scalar:
     return one(none, none) if share.count is None else lax.fori_loop(0, share.count, one, none)
 
 
+def _further(slot: Scalar, by: int, stages: int) -> Scalar:
+    """The slot that is so many further: a division would take a tenth of a step."""
+    after = slot + by
+    return jnp.where(after >= stages, after - stages, after)
+
+
 def _producer(cta: Cta, start: Callable[[Cta, Scalar, Scalar], None]) -> None:
     """Fills its part of the ring, and waits until all of it has been read."""
     stages = jnp.int32(cta.plan.config.stages)
@@ -174,12 +182,13 @@ def _producer(cta: Cta, start: Callable[[Cta, Scalar, Scalar], None]) -> None:
     def load(cta: Cta, before: Scalar) -> None:
         first, steps = _span(cta)
 
-        @pl.loop(0, steps)
-        def _step(i: Scalar) -> None:
-            step = before + i
-            slot = lax.rem(step, stages)
-            pl.when(step >= stages)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
+        def one_step(i: Scalar, slot: Scalar) -> Scalar:
+            again = before + i >= stages
+            pl.when(again)(lambda: plgpu.barrier_wait(cta.barriers.empty.at[slot]))
             start(cta, first + i, slot)
+            return _further(slot, 1, cta.plan.config.stages)
+
+        lax.fori_loop(0, steps, one_step, lax.rem(before, stages))
 
     steps = _each_tile(cta, load)
 
@@ -228,30 +237,29 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
     first = lax.rem(part + parts - lax.rem(before, parts), parts)
+    own = fragments.places(plan, me, form)
 
-    def one_step(i: Scalar, total: Values) -> Values:
-        step = before + first + i * config.along_k
-        slot = lax.rem(step, stages)
+    def one_step(i: Scalar, carried: tuple[Values, Scalar, Scalar]) -> Any:
+        total, slot, last = carried
         plgpu.barrier_wait(cta.barriers.full.at[slot])
         scales = [x.at[slot] for x in cta.slots[2:4] if x is not None]
         w, x = cta.slots.w.at[slot], cta.slots.x.at[slot]
-        total = fragments.add_step(plan, total, w, x, scales, me, form)
+        total = fragments.add_step(plan, total, w, x, scales, me, own, form)
         fences.after_loads(plan)
         if form.scales_sums:
             plgpu.barrier_arrive(cta.barriers.empty.at[slot])
         else:
             # WGMMAs of the step before have ended with the first of this one's.
-            last = lax.rem(step + (config.stages - config.along_k), stages)
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(cta.barriers.empty.at[last]))
-        return total
+        return total, _further(slot, config.along_k, config.stages), slot
 
     count = lax.div(steps - first + (config.along_k - 1), parts)
-    total = lax.fori_loop(0, count, one_step, total)
+    begin = lax.rem(before + first, stages)
+    total, _, last = lax.fori_loop(0, count, one_step, (total, begin, begin))
     plgpu.wgmma_wait(0)
     total = arrays.fenced(plan, total, fragments.LAYOUT)
     total = total * float(form.part) if form.part > 1 else total
     if not form.scales_sums:
-        last = lax.rem(before + first + (count - 1) * config.along_k, stages)
         # A piece of a tile may have fewer steps than there are parts.
         free = functools.partial(plgpu.barrier_arrive, cta.barriers.empty.at[last])
         pl.when(count > 0)(free) if plan.has_pieces else free()
@@ -266,6 +274,12 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
     nowhere = walk.Tile(None, None)
     cta = Cta(plan, gmem, tuple(out), slots, barriers, nowhere, walk.rank(plan))
     registers = plan.config.registers
+    if slots.arrivals is not None:
+        cluster.begin(plan, slots.arrivals)
+
+    def await_cluster() -> None:
+        if slots.arrivals is not None:
+            cluster.begun(plan)
 
     def produce() -> None:
         if registers:
@@ -276,11 +290,13 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
             for number, start in enumerate(LOADS):
                 pl.when(warp == number)(functools.partial(_producer, cta, start))
 
-        finish.meet(plan)
+        await_cluster()
 
     def consume() -> None:
         if registers:
             plgpu.set_max_registers(registers.consumer, action="increase")
+        # While the first operands are on their way.
+        await_cluster()
         _consumer(cta)
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
@@ -313,6 +329,9 @@ def _slots(plan: WidenedPlan) -> Slots:
         zeros=_slots_of_zeros(plan) if plan.has_zeros else None,
         joined=plgpu.SMEM(plan.joined_shape, jnp.float32) if config.along_k > 1 else None,
         apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
+        if config.ctas_along_k > 1
+        else None,
+        arrivals=plgpu.SMEM((config.consumers, cluster.BARRIER_WORDS), jnp.int32)
         if config.ctas_along_k > 1
         else None,
         scratch=plgpu.SMEM((config.consumers, form.scratch), jnp.float32)

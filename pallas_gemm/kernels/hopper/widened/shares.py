@@ -10,7 +10,7 @@ three tiles take three quarters of a tile each:
     adds up          0                   1                   2
 
 The CTA with the first steps of a tile takes them last. The others send their sums to it, and it
-adds them up. The cluster meets once, when all of its CTAs have finished. Other CTAs leave sums in
+adds them up. It waits for these sums alone: a barrier counts their bytes. Other CTAs leave sums in
 global memory, and say so by a flag.
 """
 
@@ -33,7 +33,6 @@ class Piece(NamedTuple):
         to: The CTA of the cluster that adds up the tile, and stores it.
         place: Which of the sums that are sent to that one this is.
         awaited: How many are sent to this CTA.
-        is_last: Whether the CTA has no other piece after it.
     """
 
     tile: Scalar
@@ -42,7 +41,6 @@ class Piece(NamedTuple):
     to: Scalar
     place: Scalar
     awaited: Scalar
-    is_last: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,6 @@ class Pieces:
             to=jnp.where(whole, self.rank, to),
             place=self.rank - to - 1,
             awaited=awaited,
-            is_last=turn == self.count - 1,
         )
 
     @property

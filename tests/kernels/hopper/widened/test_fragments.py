@@ -8,6 +8,7 @@ import pytest
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
 from pallas_gemm.kernels.ptx import fragments, row_order
+from pallas_gemm.kernels.ptx import weights as weight_loads
 from pallas_gemm.kernels.ptx.form import Form
 from tests.kernels.hopper.widened import warpgroup_ptx
 from tests.kernels.hopper.widened.warpgroup_ptx import THREADS, Warpgroup, registers, words
@@ -102,7 +103,9 @@ def products(form: Form, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, n
     if not form.k_last:
         rows = shared * (16 * (threads // 32) + 2 * (threads % 32 // 4))
     for me in range(form.all_rows // form.rows):
-        step = fragments.Step(form, [words(x) for x in starts[:-1]], words(me))
+        step = fragments.Step(
+            form, [words(x) for x in starts[:-1]], weight_loads.places(form, words(me))
+        )
         tops = form.rows // 64
         step.sums = [registers(form.cols // 8, 2, 2) for _ in range(tops)]
         step.of_group = [sums + np.nan for sums in step.sums]
