@@ -17,6 +17,7 @@ from pallas_gemm.call import Call, Numerics, Options
 from pallas_gemm.device import B200, H100, H200
 from pallas_gemm.planning import dispatch, numerics, tables
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.planning.sums import Sums
 from pallas_gemm.planning.tables import Entry, Key, Table
 from pallas_gemm.problem import Epilogue, Problem
@@ -136,6 +137,24 @@ def test_a_gated_product_counts_both_of_its_right_operands() -> None:
     )
     assert numerics.resolved_call(own, 1023, 8192, jnp.bfloat16).options.parts == 2
     assert numerics.resolved_call(own, 1024, 8192, jnp.bfloat16).options.parts == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "pieces"),
+    [
+        ((512, 1024, 16384), 16, [16, 8]),
+        ((512, 1024, 24576), 6, [6, 3]),
+        ((512, 1024, 24576), 3, [3]),
+        # 63 sums of 512 x 1024 are more than the L2 holds, and three of 8192 x 1024.
+        ((512, 1024, 65536), 64, []),
+        ((8192, 1024, 16384), 4, []),
+    ],
+)
+def test_pieces_have_two_parts_at_most_and_leave_what_the_l2_holds(
+    size: tuple[int, int, int], parts: int, pieces: list[int]
+) -> None:
+    problem = Problem(*size, transpose_b=True, parts=parts)
+    assert list(cuts.promised_pieces(problem, H200)) == pieces
 
 
 def test_the_fewer_rows_the_more_ctas_make_the_parts_of_a_tile() -> None:

@@ -263,7 +263,7 @@ def _ways(
     """Yields into how many pieces tiles may be cut, and how many tiles; first, that none are."""
     yield 1, None
     if problem.parts:
-        yield from ((pieces, None) for pieces in cuts.promised_pieces(problem))
+        yield from ((pieces, None) for pieces in cuts.promised_pieces(problem, device))
     elif cuts.may_be_cut(problem, device):
         yield from ((pieces, None) for pieces in cuts.pieces(config, problem, device))
         yield from _last_ways(config, problem, device)
