@@ -379,7 +379,7 @@ def _realigned(
 ) -> Realigned | Reasons:
     """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
     (_, a_dtype), (_, b_dtype), *_ = signature
-    scheme = schemes.of_call(call, (a_dtype, b_dtype))
+    scheme = schemes.of_call(call, signature)
     if scheme is None:
         why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
         if why:

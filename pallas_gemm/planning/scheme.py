@@ -7,7 +7,7 @@ in a kernel's accumulator, the smallest first:
     BF16_BF16_F32_X3    2 arrays, 3 terms    x @ y to 2**-16 of |x| @ |y|
     BF16_BF16_F32_X6    3 arrays, 6 terms    to 2**-24
     BF16_BF16_F32_X9    3 arrays, 9 terms    nothing is left out
-    TF32_TF32_F32_X3    2 arrays, 3 terms    to 2**-21
+    TF32_TF32_F32_X3    2 arrays, 3 terms    to 2**-21; as HIGHEST where k is short
     HIGHEST             as X6                with the error of float32
 
 The tensor cores cut off what a sum of float32 does not hold. So the largest term of all but X3
@@ -50,6 +50,9 @@ SHORT_SUM = 256
 errs 2.4e-7 (root mean square). With sums of 64 it is 1,377 us and 1.6e-7, with one sum 1,083 us
 and 4.4e-6. XLA takes 1,496 us and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x 8192. TF32 X3
 takes 1,217 us and errs 6.4e-7, 1,156 us and 9.6e-6 with one sum, and 1,240 us and 9.7e-6 by XLA."""
+SHORT_K = 2048
+"""Contracted elements below which XLA may compute TF32 X3 by a kernel that cuts off little. Six
+products of bfloat16 are as much work as three of tf32, and err no more than it there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,15 +184,20 @@ def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
     return None
 
 
-def of_call(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
+def of_call(call: Call, signature: Signature) -> Scheme | None:
     """Returns the scheme of a call's operands; None if they are multiplied as they are.
 
     Both operands of a symmetric product are one array, and those of a sum of products are several.
     """
     if isinstance(call, SumCall | SymmetricCall):
         return None
+    dtypes = tuple(dtype for _, dtype in signature[:2])
     if not isinstance(call, GroupedCall):
-        return scheme(call.precision, dtypes)
+        own = scheme(call.precision, dtypes)
+        if own is None or own.dtype != SINGLE or not own.terms:
+            return own
+        is_short = call.problem(signature).k < SHORT_K
+        return dataclasses.replace(HIGHEST, name=own.name) if is_short else own
     narrow = set(dtypes) <= FLOATS_16 | {SINGLE} and not call.epilogue.blocks
     if call.contracted and SINGLE in dtypes and narrow:
         # Kernels read [k, m] and [k, n] of 16 bits alone; three products err less than one of tf32.

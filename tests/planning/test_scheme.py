@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from pallas_gemm import explain, gemm, target
+from pallas_gemm.call import Call
 from pallas_gemm.device import H200
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning import xla_time
@@ -171,6 +172,23 @@ def test_parts_err_far_less_than_one_sum_of_the_tensor_cores(name: str, positive
     # What three arrays leave out is less than the error of float32.
     single = np.sqrt(np.mean(_errors(_in_single(x, y), x, y) ** 2))
     assert ours < single or own.parts == 2
+
+
+@pytest.mark.parametrize("k", [192, 1024, 2047, 2048, 4096])
+def test_three_products_of_tf32_are_six_of_bfloat16_where_k_is_short(k: int) -> None:
+    call = Call(F32, precision=PRESET.TF32_TF32_F32_X3)
+    own = schemes.of_call(call, (((64, k), F32), ((k, 128), F32)))
+    assert own is not None
+    assert own.name == "TF32_TF32_F32_X3"
+    is_short = k < 2048
+    assert own.dtype == (BF16 if is_short else F32)
+    x, y = (side[:, :k] for side in _rows(False))
+    usual = SPLITS["TF32_TF32_F32_X3"]
+    assert usual is not None
+    ours, others = (
+        np.sqrt(np.mean(_errors(_by_tensor_cores(each, x, y), x, y) ** 2)) for each in (own, usual)
+    )
+    assert ours < others / 3 if is_short else ours == others
 
 
 def _cut(x: np.ndarray) -> list[np.ndarray]:
