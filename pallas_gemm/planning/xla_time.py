@@ -51,6 +51,11 @@ JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
 """Where it is cut along k: of one more kernel, and of passes of float32 over all pieces."""
 SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
+SPLITTING_FLOPS = 2.7e11
+"""The rate of an SM in tiles of 64 x 64, where XLA splits the operands of TF32 X3 in the kernel that
+multiplies them. It does so for small products: 64 x 2048 x 4096 takes 36 us, 128 x 4096 x 1920 52,
+512 cubed 12."""
+SPLITTING_TILE = 64
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
 """Shares of the bandwidth of memory, by the bits of weights that are widened with their scales."""
 MISALIGNED_FLOPS = 1.29e12
@@ -129,9 +134,18 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
         added = problem.sums * len(own.terms) * np.dtype(np.float32).itemsize
         added += problem.out_dtype.itemsize
         total += pass_seconds(math.prod(problem.out_shape) * added, device)
+    if own.terms and own.dtype == np.float32:
+        total = min(total, _splitting_seconds(problem, device))
     if not problem.epilogue.is_identity:
         total += pass_seconds(_epilogue_bytes(problem), device)
     return total
+
+
+def _splitting_seconds(problem: Problem, device: Device) -> float:
+    """Predicts the time of one kernel that splits operands into three products of TF32."""
+    whole = [-(-size // SPLITTING_TILE) * SPLITTING_TILE for size in (problem.m, problem.n)]
+    share = math.prod(whole) / (problem.m * problem.n)
+    return LAUNCH_SECONDS + share * problem.flops / (SPLITTING_FLOPS * device.sms)
 
 
 def _blocks_seconds(problem: Problem, device: Device) -> float:

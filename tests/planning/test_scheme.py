@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -249,3 +250,38 @@ def test_xla_is_predicted_to_take_what_it_took(name: str, us: float) -> None:
     problem = Problem(4096, 4096, 4096, F32, F32, F32)
     predicted = xla_time.seconds(problem, H200, precision)
     assert predicted == pytest.approx(us * 1e-6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "us"),
+    [
+        *(((64, 2048, 4096), 36.1), ((128, 4096, 1920), 51.9), ((128, 4096, 2048), 55.1)),
+        *(((1024, 1024, 1024), 52.4), ((256, 256, 8192), 31.1), ((512, 512, 512), 11.6)),
+        *(((2048, 2048, 512), 80), ((1024, 1024, 2048), 86.8), ((4096, 1024, 1024), 133)),
+    ],
+    ids=str,
+)
+def test_xla_splits_operands_of_small_products_within_one_kernel(
+    size: tuple[int, int, int], us: float
+) -> None:
+    problem = Problem(*size, F32, F32, F32)
+    predicted = xla_time.seconds(problem, H200, PRESET.TF32_TF32_F32_X3)
+    assert predicted == pytest.approx(us * 1e-6, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("size", "ours"),
+    [
+        *(((64, 1024, 768), False), ((64, 2048, 4096), False), ((512, 512, 512), False)),
+        *(((1024, 1024, 1024), True), ((2048, 2048, 512), True), ((2048, 2048, 2048), True)),
+    ],
+    ids=str,
+)
+def test_three_products_of_tf32_are_xlas_where_it_is_faster(
+    size: tuple[int, int, int], ours: bool
+) -> None:
+    m, n, k = size
+    a, b = (jax.ShapeDtypeStruct(shape, F32) for shape in ((m, k), (k, n)))
+    with target("h200"):
+        found = explain(lambda a, b: gemm(a, b, precision="TF32_TF32_F32_X3"), a, b)
+    assert (found.implementation == "hopper") is ours
