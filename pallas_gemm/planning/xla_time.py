@@ -52,9 +52,8 @@ JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
 SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
 SPLITTING_FLOPS = 2.7e11
-"""The rate of an SM in tiles of 64 x 64, where XLA splits the operands of TF32 X3 in the kernel that
-multiplies them. It does so for small products: 64 x 2048 x 4096 takes 36 us, 128 x 4096 x 1920 52,
-512 cubed 12."""
+"""The rate of an SM in tiles of 64 x 64, where XLA splits the operands of TF32 X3 in the kernel
+that multiplies them. It does so for small products: 64 x 2048 x 4096 takes 36 us, 512 cubed 12."""
 SPLITTING_TILE = 64
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
 """Shares of the bandwidth of memory, by the bits of weights that are widened with their scales."""
