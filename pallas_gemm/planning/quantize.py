@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import Signature
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels import quantize
-from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, is_square, refusals
+from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, is_square, refusals, slots
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.planning import architectures
 
@@ -78,7 +78,8 @@ def decide(
     groups = tiles[0][0][0] if tiles else None
     interpret = simulated and _simulator()
     matrices = _matrices(how, shape)
-    plan = QuantizePlan(how, matrices, dtype, device, interpret, groups=groups)
+    own = {"stages": slots(how), "groups": groups}
+    plan = QuantizePlan(how, matrices, dtype, device, interpret, **own)
     return Quantizer(how, shape, plan, "it reads the array once")
 
 

@@ -13,7 +13,7 @@ from pallas_gemm import Quantized
 from pallas_gemm.device import H200
 from pallas_gemm.kernels import quantize
 from pallas_gemm.kernels.hopper.quantize import kernel
-from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals
+from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, refusals, slots
 from pallas_gemm.kernels.quantize import Block, Quantization, Way
 from pallas_gemm.planning import quantize as planning
 from tests import races, summaries
@@ -138,7 +138,8 @@ def test_every_tile_is_taken_once() -> None:
     ids=lambda own: str(own)[:80],
 )
 def test_nothing_is_spilled(own: Quantization, dtype: Any, groups: int | None) -> None:
-    plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200, groups=groups)
+    rest = {"stages": slots(own), "groups": groups}
+    plan = QuantizePlan(own, (1, 8192, 8192), jnp.dtype(dtype), H200, **rest)
     given = [jax.ShapeDtypeStruct(plan.shape, dtype)]
     given += [jax.ShapeDtypeStruct((groups, 2), jnp.int32)] if groups else []
     (found,) = summaries.KEPT.of(kernel.build(plan), *given, target="h200")
