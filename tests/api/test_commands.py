@@ -47,7 +47,7 @@ def test_shapes_and_functions_are_explained(capsys: pytest.CaptureFixture[str]) 
     options = ("--target=h200", "--activation=gelu")
     assert __main__.main(["explain", *words, *options]) == 0
     text = capsys.readouterr().out
-    assert "4096x14336x4096\nhopper: m=4096 n=14336 k=4096 NN" in text
+    assert "4096x14336x4096\nhopper: m=4096 n=14336 k=4096 NN bfloat16" in text
     assert f"{__name__}:layer\nhopper: m=4096 n=1024 k=4096 NN" in text
     assert "gelu_tanh" in text
     assert "relu" in text
