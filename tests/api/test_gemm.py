@@ -37,6 +37,9 @@ def test_matmul_is_that_of_jax_numpy(lead: tuple[Any, Any]) -> None:
 def test_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     left, right = _integers(*a), _integers(*b)
     np.testing.assert_array_equal(matmul(left, right), jnp.matmul(left, right), strict=True)
+    # A vector is never transposed.
+    turned = {"transpose_a": len(a) == 1, "transpose_b": len(b) == 1}
+    np.testing.assert_array_equal(gemm(left, right, **turned), jnp.matmul(left, right))
 
 
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=2)), ids=str)

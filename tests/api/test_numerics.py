@@ -104,6 +104,19 @@ def test_a_mapped_product_has_the_epilogue_of_the_product(axes: Any) -> None:
     assert own == alone
 
 
+def test_a_mapped_function_of_factors_with_scales_of_blocks_obeys_a_promise() -> None:
+    def f(a: jax.Array, row: jax.Array) -> jax.Array:
+        b, col = jnp.zeros((256, 512), a.dtype), jnp.ones((4, 2))
+        scales = {"row_scale": row, "col_scale": col}
+        return gemm(a, b, transpose_b=True, epilogue=jnp.square, numerics=ROWS, **scales)
+
+    shape = jax.ShapeDtypeStruct
+    given = shape((3, 256, 512), jnp.float8_e4m3fn), shape((3, 256, 4), jnp.float32)
+    with target("h200"):
+        (own,) = explain(jax.vmap(f), *given).products
+    assert own.implementation == "hopper"
+
+
 def test_a_derived_product_has_the_bits_of_the_product() -> None:
     def f(x: jax.Array) -> jax.Array:
         return gemm(x, W, bias=BIAS, activation="gelu", **SIMULATED)
