@@ -43,7 +43,7 @@ def places(me: Scalar, form: Form) -> list[Any]:
         me: Which of the consumers this is that share the rows.
         form: How operands lie in a slot.
     """
-    like = plgpu.ShapeDtypeStruct((WARPGROUP_THREADS,), jnp.int32, layout=OF_THREADS)
+    like = plgpu.ShapeDtypeStruct((WARPGROUP_THREADS,), jnp.dtype(jnp.int32), layout=OF_THREADS)
 
     @plgpu.inline_mgpu(arg_types=(NUMBER,), return_type=[like] * weights.count(form))
     def inline(_: Any, me: Any) -> Any:

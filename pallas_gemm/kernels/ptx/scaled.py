@@ -44,7 +44,7 @@ def load(
         clipped: Some of them may be beyond the last one.
     """
     layout = ROWS if left else COLUMNS
-    out = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=layout)
+    out = plgpu.ShapeDtypeStruct((count,), jnp.dtype(jnp.float32), layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(REF, NUMBER, NUMBER), return_type=out)
     def inline(_: Any, scales: Any, first: Any, block: Any) -> Any:

@@ -42,7 +42,7 @@ def _(slot: Ref, values: Values) -> None:
 def read(slot: Ref) -> Values:
     """Reads floats of 16 or 32 bits of 64 rows, transposed, as float32."""
     kind, (cols, _) = np.dtype(slot.dtype), slot.shape
-    like = plgpu.ShapeDtypeStruct((WGMMA_ROWS, cols), jnp.float32, layout=LAYOUT)
+    like = plgpu.ShapeDtypeStruct((WGMMA_ROWS, cols), jnp.dtype(jnp.float32), layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=like)
     def inline(_: Any, slot: Ref) -> Any:
