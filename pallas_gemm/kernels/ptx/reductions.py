@@ -321,15 +321,10 @@ def store_columns(target: Ref, kept: Ref, name: str) -> None:
 
         utils.warpgroup_barrier()
         for first in range(0, columns, WARPGROUP_THREADS):
+            # Threads past the last column store it again. LLVM moves barriers into a branch for the
+            # others, as it does not know what they are, and a warp that parted there hangs.
             column = arith.addi(thread, number(first))
-            if first + WARPGROUP_THREADS <= columns:
-                store_one(column)
-                continue
-            is_one = arith.cmpi(arith.CmpIPredicate.ult, column, number(columns))
-            choice: Any = scf.IfOp(is_one)
-            with ir.InsertionPoint(choice.then_block):
-                store_one(column)
-                scf.yield_([])
+            store_one(arith.minui(column, number(columns - 1)))
         utils.warpgroup_barrier()
 
     inline(target, kept)

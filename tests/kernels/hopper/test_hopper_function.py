@@ -339,6 +339,25 @@ def _found_in(f: Any, *shapes: Any, anew: bool = False) -> summaries.Findings:
         return summaries.KEPT.findings(_read, f, *shapes, target="h200", anew=anew)
 
 
+def test_reductions_along_columns_add_two_barriers_each_and_no_copy_of_one() -> None:
+    """LLVM copied those between two branches into both: half of a warp waited for the other."""
+
+    def barriers(count: int) -> int:
+        def f(s: jax.Array) -> Any:
+            return s.astype(BF16), *(jnp.sum(s, 0), jnp.min(s, 0), jnp.max(s, 0))[:count]
+
+        # Each CTA computes one tile: there is no loop around the branches.
+        form = {"late_store": False, "schedule": "online_swizzle:1", "ctas": 5, "store_columns": 16}
+        config = HopperConfig((64, 16), stages=2, consumers=1, store_slots=4, **form)
+        given = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((64, 64), (80, 64))]
+        with target("h200"):
+            own = functools.partial(gemm, transpose_b=True, epilogue=f, config=config)
+            return offline.compile_report(own, *given, target="h200").ptx.count("bar.sync %")
+
+    one, two, three = map(barriers, (1, 2, 3))
+    assert two - one == three - two == 2
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("shape", [(8192, 32768, 4096), (4096, 4096, 4096)])
 def test_log_sum_exp_spills_nothing_and_has_no_array_in_memory(keeps: bool, shape: Any) -> None:
