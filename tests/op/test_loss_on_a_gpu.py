@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import explain, linear_cross_entropy
+from pallas_gemm import explain, linear_cross_entropy, linear_log_probs
 from pallas_gemm.call import Call
 from pallas_gemm.op import loss_chunks, loss_plan, loss_windows, lowering
 from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
@@ -124,3 +124,21 @@ def test_errors_are_at_most_those_of_stock(size: tuple[int, int, int], memory: A
                 # Of a mean, rounding leaves one number, which may be good by chance.
                 most = jnp.maximum(errors[1], 2e-6 * jnp.abs(value))
             assert float(errors[0]) <= float(most)
+
+
+def test_some_tokens_after_the_others_have_the_statistics_of_all(monkeypatch: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1000, 256), BF16)
+    weight = jax.random.normal(keys[1], (256, 20_032), BF16) / 16
+    operands = hidden, weight, jax.random.randint(keys[2], (1000,), 0, 20_032)
+
+    def run(kernels: int) -> Any:
+        lowered = jax.jit(lambda *x: linear_log_probs(*x)).lower(*operands)
+        assert lowered.as_text().count("call @pallas_gemm") == kernels
+        return lowered.compile()(*operands)
+
+    whole = run(1)
+    monkeypatch.setattr(loss_plan, "LEFT_BYTES", 500_000)
+    assert loss_plan.together(1000, 20_032, 2) == 384
+    for own, expected in zip(run(3), whole, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-6, atol=1e-6)
