@@ -81,7 +81,7 @@ def _ours(hidden: Any, weight: Any, labels: Any, bias: Any, *, memory: Any) -> A
 
 def _stock(hidden: Any, weight: Any, labels: Any, bias: Any, *, dtype: Any = F32) -> Any:
     logits = jnp.matmul(hidden, weight).astype(dtype)
-    logits = logits if bias is None else logits + bias[None]
+    logits = logits if bias is None else logits + bias[None].astype(dtype)
     own = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own)
 
