@@ -77,9 +77,8 @@ class Summaries:
             return self._known[names]
         warnings.warn(f"{self._file.name} lacks a kernel: make summaries", stacklevel=2)
         if not known.isdisjoint(names.split()):
-            # Kernels that are known are empty in what is remembered of the first time.
+            # Kernels that are known are empty in what JAX remembers of the first time.
             jax.clear_caches()
-            kept_kernels._lowered.cache_clear()
             names, program = _lowered(fn, operands, target, ())
         return self._note(names, offline._reports(program, target))
 
@@ -160,8 +159,11 @@ def _lowered(
     """Returns the names of a program's kernels, and the program, in which known ones are empty."""
     offline.check_target(target)
     digest = functools.partial(compilations.digest, target=target)
+    # What this process lowered before is not lowered again, and a known kernel is empty afterwards.
+    kept_kernels._lowered.cache_clear()
     with known_kernels.left_alone(digest, known) as names:
         program = offline.exported(fn, *operands)
+    kept_kernels._lowered.cache_clear()
     assert names, "there is no kernel to compile"
     return " ".join(names), program
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm import offline
+from pallas_gemm import gemm, offline
 from tests import compilations, conftest, summaries
 from tests.summaries import Findings, Summaries, write
 
@@ -101,6 +101,21 @@ def test_a_program_is_compiled_with_the_kernels_that_the_file_knows(
     Summaries(file).of(both, OPERAND, target="h200")
     file.write_text("")
     Summaries(file).of(both, OPERAND, target="h200")
+    assert programs[0] == programs[1]
+
+
+def test_a_kernel_of_ours_that_was_lowered_before_is_compiled_too(
+    tmp_path: pathlib.Path, programs: list[str]
+) -> None:
+    operand = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    file = tmp_path / "summaries.jsonl"
+    file.touch()
+    for _ in range(2):
+        # Another function each time, of which JAX remembers nothing.
+        def square(a: Any) -> Any:
+            return gemm(a, a, implementation="hopper")
+
+        Summaries(file).of(square, operand, target="h200")
     assert programs[0] == programs[1]
 
 
