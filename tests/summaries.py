@@ -25,7 +25,7 @@ import jax
 
 from pallas_gemm import offline
 from pallas_gemm.op import kept_kernels
-from tests import compilations, known_kernels
+from tests import compilations, known_kernels, parting
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 SAMPLED = 5
@@ -130,6 +130,8 @@ class Summaries:
         return found
 
     def _note(self, names: str, reports: tuple[offline.Report, ...]) -> Kernels:
+        for report in reports:
+            assert not (apart := parting.apart(report.ptx)), f"threads of a warp part: {apart}"
         self._asked[names] = tuple(map(_summary, reports))
         return self._asked[names]
 
