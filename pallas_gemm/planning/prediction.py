@@ -62,7 +62,7 @@ HAND_OVER_CYCLES = 0.2
 HIDDEN_SHARE = 0.8
 """The share of that which is hidden where a piece goes on with another promised part. With it, of
 39 drawn products in four parts the way that is chosen is 0.5% slower on an H200 than the fastest
-one. It would be 3% without it, and 2% with a share of 0.5."""
+one. It would be 3% without it, and 2% with a share of 0.5. The share was chosen by 22 of them."""
 SUMMAND_CYCLES = 0.08
 """For each summand that a consumer adds."""
 POWER_SHARE = 0.14
