@@ -302,6 +302,25 @@ def test_a_value_that_is_no_sum_is_picked_as_well() -> None:
         np.testing.assert_array_equal(own, expected)
 
 
+@pytest.mark.parametrize("late_store", [False, True])
+def test_strips_beyond_the_last_column_are_left_out_of_tall_results_too(late_store: bool) -> None:
+    # The last rows have higher numbers than any column; the last tile has three strips of columns.
+    m, n, k = 192, 88, 64
+    config = HopperConfig(
+        tile=(64, 64), consumers=1, late_store=late_store, stages=2, ctas=2, store_columns=32
+    )
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-2, 3, shape), BF16) for shape in ((m, k), (n, k)))
+
+    def f(s: Any) -> Any:
+        return s.astype(BF16), jnp.sum(s, -1), jnp.max(s, -1)
+
+    found = gemm(a, b, transpose_b=True, epilogue=f, implementation="interpret", config=config)
+    sums = jnp.asarray(np.asarray(a, np.float32) @ np.asarray(b, np.float32).T)
+    for own, expected in zip(found, f(sums), strict=True):
+        np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(expected, np.float32))
+
+
 def test_infinite_rows_in_the_kernel() -> None:
     config = HopperConfig(
         tile=(64, 64), consumers=1, late_store=False, stages=2, ctas=2, store_columns=32
