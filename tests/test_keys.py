@@ -28,7 +28,8 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.op import contraction, kept_kernels
 from pallas_gemm.op.mesh import parts
-from pallas_gemm.planning import tables, xla_groups
+from pallas_gemm.planning import tables
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.tables import Entry, Key, Table
 from pallas_gemm.problem import Epilogue, Problem
 from schedules import build, split_k

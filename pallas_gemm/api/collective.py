@@ -29,7 +29,8 @@ from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.mesh import fused_collective
 from pallas_gemm.op.mesh.reduction import reduction_dtype, travelling_dtype
 from pallas_gemm.op.product import equally_varying
-from pallas_gemm.planning import numerics, xla
+from pallas_gemm.planning import numerics
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import Epilogue
 
 

@@ -18,7 +18,8 @@ from pallas_gemm.op import fused
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.explicit import explicit_fused
-from pallas_gemm.planning import dispatch, numerics, xla
+from pallas_gemm.planning import dispatch, numerics
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
 
 

@@ -14,7 +14,8 @@ from pallas_gemm.op import fused_groups
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_groups import OfRows
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.planning import numerics, xla_groups
+from pallas_gemm.planning import numerics
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.problem import SCALES
 
 

@@ -12,8 +12,9 @@ from pallas_gemm.api.gemm import Order
 from pallas_gemm.call import Numerics, Operands, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.grouped import grouped
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch
 from pallas_gemm.planning import numerics as planned
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.problem import SCALES, Epilogue
 
 

@@ -31,9 +31,10 @@ from pallas_gemm.kernels import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
 from pallas_gemm.op.mesh.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch
 from pallas_gemm.planning import numerics as planned
-from pallas_gemm.planning.xla_groups import ROWS
+from pallas_gemm.planning.by_xla import xla_groups
+from pallas_gemm.planning.by_xla.xla_groups import ROWS
 from pallas_gemm.problem import SCALES, Epilogue, element_type
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")

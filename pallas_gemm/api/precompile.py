@@ -28,7 +28,8 @@ from pallas_gemm.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.offline import Report, check_target, compile_reports
 from pallas_gemm.op.sum_of_products import sum_of_products
-from pallas_gemm.planning import dispatch, numerics, xla_groups
+from pallas_gemm.planning import dispatch, numerics
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
 from pallas_gemm.problem import Epilogue, Problem

@@ -24,8 +24,9 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
-from pallas_gemm.planning import numerics, scheme, xla
+from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import Epilogue, element_type
 

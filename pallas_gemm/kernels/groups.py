@@ -1,8 +1,8 @@
 """Groups: what a program computes of their sizes.
 
-Where XLA computes the product (`planning/xla_groups.py`), `bounds` and `tiles_of` say where groups
-and their rows of tiles are. For a kernel that finds its pieces itself, `hopper/groups/table.py`
-makes a table of them.
+Where XLA computes the product (`planning/by_xla/xla_groups.py`), `bounds` and `tiles_of` say where
+groups and their rows of tiles are. For a kernel that finds its pieces itself,
+`hopper/groups/table.py` makes a table of them.
 
 Sizes may say more than there is, by far: no sum of them is larger than `MOST`, so that none wraps.
 """

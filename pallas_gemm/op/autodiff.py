@@ -37,7 +37,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.projections import projections
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import OF_VALUE, SCALES, VALUES, Epilogue
 
 

@@ -17,7 +17,7 @@ from jax.interpreters import batching
 from pallas_gemm.call import DIMENSIONS, EXTRAS, OF_RESULT, Call, Operands
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.candidates.cuts import SMALLEST_TILE
 
 

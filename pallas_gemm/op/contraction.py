@@ -22,7 +22,7 @@ from jax import lax
 from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import OF_UP, Epilogue
 
 Shape = tuple[int, ...]

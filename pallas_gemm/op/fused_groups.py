@@ -30,7 +30,8 @@ from pallas_gemm.op.grouped import grouped
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import program_kernel_p, refuse_unpromised
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import Operand
 

@@ -29,7 +29,8 @@ from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
-from pallas_gemm.planning import numerics, xla_groups
+from pallas_gemm.planning import numerics
+from pallas_gemm.planning.by_xla import xla_groups
 
 grouped_p = core.Primitive("pallas_gemm_grouped")
 

@@ -23,16 +23,9 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context, partition
 from pallas_gemm.op.mesh.parts import part_p
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import (
-    dispatch,
-    ignored,
-    implementation,
-    numerics,
-    targeting,
-    xla,
-    xla_groups,
-)
+from pallas_gemm.planning import dispatch, ignored, implementation, numerics, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.sums import Sums
 

@@ -31,7 +31,7 @@ from pallas_gemm.op.product import (
     product_of_matrices,
     run_as_jax_does,
 )
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 
 symmetric_p = core.Primitive("pallas_gemm_symmetric")
 

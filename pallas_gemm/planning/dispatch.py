@@ -24,18 +24,10 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import activations
 from pallas_gemm.planning import architectures as known_kernels
-from pallas_gemm.planning import (
-    heuristics,
-    numerics,
-    precision,
-    prediction,
-    proof,
-    xla,
-    xla_faster,
-    xla_time,
-)
+from pallas_gemm.planning import heuristics, numerics, precision, prediction, proof
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import Architecture, architecture_of
+from pallas_gemm.planning.by_xla import xla, xla_faster, xla_time
 from pallas_gemm.planning.choice import Reasons, choose
 from pallas_gemm.planning.realign import (
     Realigned,

@@ -7,7 +7,8 @@ from typing import Any
 from pallas_gemm.call import Call, GroupedCall, Operands
 from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.planning import numerics, xla, xla_groups
+from pallas_gemm.planning import numerics
+from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem

@@ -23,7 +23,8 @@ from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, xla_time
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level

@@ -29,7 +29,7 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import Fused, fused_p
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import xla_time
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of
 from pallas_gemm.rewriting.inside import Inside

@@ -21,7 +21,8 @@ from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, scheme, xla_time
+from pallas_gemm.planning import dispatch, scheme
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Problem
 
 

@@ -16,7 +16,8 @@ from pallas_gemm.op import lowering
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
-from pallas_gemm.planning import dispatch, xla_time
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of

@@ -28,8 +28,9 @@ import jax.numpy as jnp
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting, xla_faster
+from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting
 from pallas_gemm.planning.architectures import Architecture, architecture_of
+from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy, trials
 from pallas_gemm.tuning import space as tuning_space

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy
 

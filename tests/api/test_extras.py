@@ -14,7 +14,7 @@ import pallas_gemm
 from pallas_gemm import gated_gemm, gemm, projections
 from pallas_gemm.api import request
 from pallas_gemm.call import DIMENSIONS, Operands, Options
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import Epilogue
 from tests import reference
 

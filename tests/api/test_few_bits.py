@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import pallas_gemm
 from pallas_gemm import QuantizedWeight, explain, gated_gemm, gemm, grouped_gemm, projections
 from pallas_gemm.call import Call
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import Epilogue, element_type
 from tests import covering, reference
 

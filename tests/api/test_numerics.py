@@ -32,7 +32,8 @@ from pallas_gemm import (
 )
 from pallas_gemm.api import bits
 from pallas_gemm.op.mesh import parts
-from pallas_gemm.planning import dispatch, xla_groups
+from pallas_gemm.planning import dispatch
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.sums import Sums
 from tests.small_transformer import Transformer
 

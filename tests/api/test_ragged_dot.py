@@ -12,7 +12,7 @@ from jax import lax
 
 import pallas_gemm
 from pallas_gemm.api import grouped
-from pallas_gemm.planning import xla_groups
+from pallas_gemm.planning.by_xla import xla_groups
 
 OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.array([2, 3])

@@ -15,7 +15,8 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.call import Operands
 from pallas_gemm.device import H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import bands, dispatch, tables, xla_faster
+from pallas_gemm.planning import bands, dispatch, tables
+from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.scheme import HIGHEST
 from pallas_gemm.problem import Epilogue

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, signature_of
 from pallas_gemm.kernels.hopper import problems
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.realign import Realigned, Step, _more_rows, realign
 from pallas_gemm.problem import Epilogue, Problem
 from tests import reference

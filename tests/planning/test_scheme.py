@@ -14,7 +14,7 @@ from pallas_gemm import explain, gemm, target
 from pallas_gemm.call import Call
 from pallas_gemm.device import H200
 from pallas_gemm.planning import scheme as schemes
-from pallas_gemm.planning import xla_time
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.scheme import HIGHEST, SHORTEST_SUM, Scheme
 from pallas_gemm.problem import Problem
 from tests import reference

@@ -11,7 +11,8 @@ import pytest
 from pallas_gemm import explain, gemm, projections, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import tables, xla_faster
+from pallas_gemm.planning import tables
+from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.problem import Epilogue, Problem
 
 FUSED = Epilogue(activation=jax.nn.relu)

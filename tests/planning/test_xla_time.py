@@ -12,7 +12,7 @@ import pytest
 
 from bench import shapes
 from pallas_gemm.device import B200, H100, H200
-from pallas_gemm.planning import xla_time
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 
 RESULTS = pathlib.Path(__file__).parents[2] / "bench" / "results"

@@ -18,8 +18,9 @@ from pallas_gemm.call import Call
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import config_json, heuristics, prediction, tables, targeting, xla
+from pallas_gemm.planning import config_json, heuristics, prediction, tables, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import accuracy, outcome, trials

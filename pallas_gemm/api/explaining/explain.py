@@ -27,7 +27,8 @@ from pallas_gemm.call import (
 from pallas_gemm.device import Device
 from pallas_gemm.op.mesh import mesh_context, traffic
 from pallas_gemm.op.mesh.parts import Part, Shared, noted
-from pallas_gemm.planning import dispatch, targeting, xla_time
+from pallas_gemm.planning import dispatch, targeting
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.dispatch import Decision
 
 

@@ -33,7 +33,8 @@ from pallas_gemm.op.mesh import mesh_axes, mesh_context, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
 from pallas_gemm.op.mesh.parts import note, part_p
 from pallas_gemm.op.mesh.resharding import Placement
-from pallas_gemm.planning import dispatch, numerics, targeting, xla_program
+from pallas_gemm.planning import dispatch, numerics, targeting
+from pallas_gemm.planning.by_xla import xla_program
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import ADDING, LOGSUMEXP, Program, Result
 

@@ -27,7 +27,8 @@ from pallas_gemm.op.mesh import mesh_axes
 from pallas_gemm.op.mesh.parts import note, share_p, told_apart
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import numerics, targeting, xla_groups
+from pallas_gemm.planning import numerics, targeting
+from pallas_gemm.planning.by_xla import xla_groups
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
 """The product of groups that one device computes; `grouped` says what becomes of it."""

@@ -18,7 +18,7 @@ from jax.numpy import matmul
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, Operands
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
-from pallas_gemm.planning import xla
+from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import KINDS, OF_FACTORS
 
 Products = Callable[..., jax.Array]
