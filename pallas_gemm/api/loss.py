@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.call import Call, Options
-from pallas_gemm.op.loss import statistics
-from pallas_gemm.op.loss_chunks import over_words
-from pallas_gemm.op.loss_layer import Layer
-from pallas_gemm.op.loss_plan import Memory
+from pallas_gemm.op.loss.loss import statistics
+from pallas_gemm.op.loss.loss_chunks import over_words
+from pallas_gemm.op.loss.loss_layer import Layer
+from pallas_gemm.op.loss.loss_plan import Memory
 from pallas_gemm.op.mesh import explicit
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.planning import precision as precisions

@@ -10,9 +10,10 @@ import pytest
 
 from pallas_gemm import explain, linear_cross_entropy, linear_log_probs
 from pallas_gemm.call import Call
-from pallas_gemm.op import loss_chunks, loss_plan, loss_windows, lowering
-from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.op import lowering
+from pallas_gemm.op.loss import loss_chunks, loss_plan, loss_windows
+from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss.loss_plan import Chunks
 
 BF16, F32, F64 = jnp.bfloat16, jnp.float32, jnp.float64
 WIDTH, WORDS, EACH = 128, 1344, 512

@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import linear_cross_entropy, target
-from pallas_gemm.op import loss_chunks, loss_layer, loss_plan
-from pallas_gemm.op.mesh import loss_partition
+from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_partition, loss_plan
 from tests import covering, meshes, reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16

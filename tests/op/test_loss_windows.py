@@ -14,10 +14,10 @@ from pallas_gemm import explain, linear_cross_entropy, target
 from pallas_gemm.call import Call, Options
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.op import loss_chunks, loss_layer, loss_plan, loss_windows
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss_plan import Chunks
+from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_plan, loss_windows
+from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss.loss_plan import Chunks
 from pallas_gemm.planning import targeting
 from tests import reference
 

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
-from pallas_gemm.op import loss_windows, lowering
-from pallas_gemm.op.loss_layer import Given, Layer
+from pallas_gemm.op import lowering
+from pallas_gemm.op.loss import loss_windows
+from pallas_gemm.op.loss.loss_layer import Given, Layer
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 

@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
-from pallas_gemm.op.loss_chunks import over_words
-from pallas_gemm.op.loss_layer import Layer
+from pallas_gemm.op.loss.loss_chunks import over_words
+from pallas_gemm.op.loss.loss_layer import Layer
 from pallas_gemm.op.mesh import mesh_axes, mesh_context
 from pallas_gemm.op.mesh.resharding import Axes
 

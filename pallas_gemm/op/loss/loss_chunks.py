@@ -13,7 +13,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.op.fused import fused
-from pallas_gemm.op.loss_layer import (
+from pallas_gemm.op.loss.loss_layer import (
     Given,
     Layer,
     Slopes,
@@ -23,7 +23,7 @@ from pallas_gemm.op.loss_layer import (
     slopes_of_sums,
     statistics_of_sums,
 )
-from pallas_gemm.op.loss_plan import DEFAULT_WORDS, Chunks, together
+from pallas_gemm.op.loss.loss_plan import DEFAULT_WORDS, Chunks, together
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue
 

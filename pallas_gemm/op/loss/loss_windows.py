@@ -23,11 +23,12 @@ from jax.interpreters import mlir
 from pallas_gemm.call import Call, Options, Signature, signature_of
 from pallas_gemm.kernels import launch
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.op import fused, kept_kernels, loss_layer
+from pallas_gemm.op import fused, kept_kernels
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss_plan import STEP, Chunks
+from pallas_gemm.op.loss import loss_layer
+from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss.loss_plan import STEP, Chunks
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.planning import dispatch, implementation

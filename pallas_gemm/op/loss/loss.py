@@ -20,13 +20,14 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
-from pallas_gemm.op import fused, linear, loss_chunks, loss_layer, lowering
+from pallas_gemm.op import fused, linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.loss_gradient import gradients
-from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss_waiting import waiting, waiting_p
-from pallas_gemm.op.mesh import loss_partition, mesh_context
+from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_partition
+from pallas_gemm.op.loss.loss_gradient import gradients
+from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss.loss_waiting import waiting, waiting_p
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
 
 statistics_p = core.Primitive("pallas_gemm_loss")

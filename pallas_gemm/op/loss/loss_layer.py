@@ -20,7 +20,14 @@ from jax import lax
 from pallas_gemm.call import Call
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
-from pallas_gemm.op.loss_plan import Chunks, Memory, chunks, takes_parts, that_takes_parts, waiting
+from pallas_gemm.op.loss.loss_plan import (
+    Chunks,
+    Memory,
+    chunks,
+    takes_parts,
+    that_takes_parts,
+    waiting,
+)
 
 
 @dataclasses.dataclass(frozen=True)

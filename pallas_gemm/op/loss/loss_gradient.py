@@ -13,9 +13,10 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.op import loss_chunks, loss_windows, lowering
-from pallas_gemm.op.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.mesh import loss_partition, mesh_context
+from pallas_gemm.op import lowering
+from pallas_gemm.op.loss import loss_chunks, loss_partition, loss_windows
+from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 
