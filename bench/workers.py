@@ -18,7 +18,7 @@ import jax
 from pallas_gemm import offline
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import autotune as tuning
 from pallas_gemm.tuning import trials

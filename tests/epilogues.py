@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.kernels import words
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.program import Constant, Program

@@ -21,9 +21,9 @@ from pallas_gemm.call import Call, Options
 from pallas_gemm.config import CLUSTERS, GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels import element_types
-from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
-from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.functions.activations import ACTIVATIONS
+from pallas_gemm.kernels.functions.elementwise import branches, divides
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper import problems

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from pallas_gemm.api import fused_bits
-from pallas_gemm.kernels import lines
+from pallas_gemm.kernels.functions import lines
 
 _CALLS = frozenset(
     (

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_gemm.api import arguments, extras, function, request
 from pallas_gemm.api.gemm import Activation, gemm
 from pallas_gemm.call import Call, Operands, Options
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op.linear import kept_dtype
 from pallas_gemm.op.mesh import fused_collective
 from pallas_gemm.op.mesh.reduction import reduction_dtype, travelling_dtype

@@ -13,7 +13,7 @@ import numpy as np
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Numerics, Operands, Options
-from pallas_gemm.kernels import lines
+from pallas_gemm.kernels.functions import lines
 from pallas_gemm.op import fused
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context

@@ -8,8 +8,8 @@ import jax
 
 from pallas_gemm.api import function, groups, notes
 from pallas_gemm.call import GroupedCall, signature_of
-from pallas_gemm.kernels import flat
-from pallas_gemm.kernels.axes import ONE, Axes
+from pallas_gemm.kernels.functions import flat
+from pallas_gemm.kernels.functions.axes import ONE, Axes
 from pallas_gemm.op import fused_groups
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_groups import OfRows

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from pallas_gemm.kernels.flat import Equation, Flat, flat
+from pallas_gemm.kernels.functions.flat import Equation, Flat, flat
 
 MOST_TRIED = 16
 """Reductions that are kept apart one by one, the last ones first: each takes two programs."""

@@ -27,7 +27,7 @@ from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
 from pallas_gemm.op.mesh.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted

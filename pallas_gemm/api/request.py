@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from pallas_gemm.api import arguments, blocks, extras
 from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.call import Call, Operands, Options, signature_of
-from pallas_gemm.kernels import activations, element_types
+from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op import canonical, contraction, product
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context

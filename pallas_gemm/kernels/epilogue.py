@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import launch, place, saturating, shorter, words
+from pallas_gemm.kernels import launch, place
+from pallas_gemm.kernels.functions import saturating, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.problem import Problem

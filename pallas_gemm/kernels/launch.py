@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels import elementwise, words
+from pallas_gemm.kernels.functions import elementwise, words
 from pallas_gemm.problem import Problem
 
 ALIGNMENT = 256

@@ -11,7 +11,7 @@ from pallas_gemm.api import gated_recipe
 from pallas_gemm.api import recipe as recipes
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.recipe import Factors, Recipe
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.layers import eight_bits, routed
 
 

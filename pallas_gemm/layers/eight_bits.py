@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op.product import equally_varying
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_gemm.api import arguments
 from pallas_gemm.api.few_bits.weights import QuantizedWeight
 from pallas_gemm.api.gemm import gated_gemm, gemm
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.problem import element_type
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.functions import flat
 from pallas_gemm.op import linear
 
 

@@ -3,9 +3,10 @@
     s = a @ b                            float32; of a gated product the sums of gate and of up
     results = function(s, *operands)
 
-`kernels/split.py` says which part of the function a kernel computes. XLA computes the rest, or all
-of it where no kernel takes the product. JAX derives the function. If its derivative needs the sums,
-the kernel keeps them as one more result, in the type of the factors: no result is rounded twice.
+`kernels/functions/split.py` says which part of the function a kernel computes. XLA computes the
+rest, or all of it where no kernel takes the product. JAX derives the function. If its derivative
+needs the sums, the kernel keeps them as one more result, in the type of the factors: no result is
+rounded twice.
 
 Blocks of the factors may have scales. The sums are then those of the scaled blocks, and of their
 derivatives XLA computes all.
@@ -24,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
 from pallas_gemm.call import signature_of as signature_of
-from pallas_gemm.kernels.split import Split, split
+from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged

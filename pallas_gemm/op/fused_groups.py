@@ -3,9 +3,9 @@
     s = a @ b[group]                     float32; of a gated product the sums of gate and of up
     results = function(s, *operands)     each row with what its group has; zeros of rows in no group
 
-A kernel computes what `kernels/split.py` says, as of one product. XLA computes the rest, and on
-several devices all of the function. An operand that groups have comes to the kernel as it is: to it
-a group is one product of a batch.
+A kernel computes what `kernels/functions/split.py` says, as of one product. XLA computes the rest,
+and on several devices all of the function. An operand that groups have comes to the kernel as it
+is: to it a group is one product of a batch.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
-from pallas_gemm.kernels.axes import Names
-from pallas_gemm.kernels.split import Split, split
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function

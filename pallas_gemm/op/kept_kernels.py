@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Options, Signature
 from pallas_gemm.computer import garbage, kept_files, versions
-from pallas_gemm.kernels.activations import ACTIVATIONS
+from pallas_gemm.kernels.functions.activations import ACTIVATIONS
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.planning import implementation
 from pallas_gemm.planning.dispatch import Decision

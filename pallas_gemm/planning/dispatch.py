@@ -22,7 +22,7 @@ from pallas_gemm.call import (
 )
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import heuristics, numerics, precision, prediction, proof
 from pallas_gemm.planning import scheme as schemes

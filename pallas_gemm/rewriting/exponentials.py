@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from pallas_gemm.kernels.split import ELEMENTWISE
+from pallas_gemm.kernels.functions.split import ELEMENTWISE
 from pallas_gemm.rewriting.level import Level, is_stored_by
 
 LARGEST = "reduce_max"

@@ -22,7 +22,7 @@ from jax.extend import core
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.kernels.split import ELEMENTWISE
+from pallas_gemm.kernels.functions.split import ELEMENTWISE
 from pallas_gemm.op import fused
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function

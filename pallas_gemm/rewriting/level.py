@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.functions import flat
 from pallas_gemm.rewriting import kinds
 
 GAP = 16

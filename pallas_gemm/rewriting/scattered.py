@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels.split import ELEMENTWISE
+from pallas_gemm.kernels.functions.split import ELEMENTWISE
 
 NAMES = frozenset(("scatter-add", "scatter_add"))
 """JAX's names of the operation."""

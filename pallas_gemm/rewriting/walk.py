@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from pallas_gemm.kernels import lines
+from pallas_gemm.kernels.functions import lines
 from pallas_gemm.rewriting import kinds, products
 from pallas_gemm.rewriting.few_bits import few_bits_of
 from pallas_gemm.rewriting.folds import Fold, Folder

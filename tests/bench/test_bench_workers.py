@@ -16,7 +16,7 @@ from bench.shapes import Case
 from bench.workers import Program, Workers
 from pallas_gemm import offline
 from pallas_gemm.device import B200, H200, Device
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, Problem

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels import activations
-from pallas_gemm.kernels.activations import ACTIVATIONS, KERNEL_PRIMITIVES
+from pallas_gemm.kernels.functions import activations
+from pallas_gemm.kernels.functions.activations import ACTIVATIONS, KERNEL_PRIMITIVES
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper import plan
 from pallas_gemm.kernels.hopper.config import HopperConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.kernels import elementwise
+from pallas_gemm.kernels.functions import elementwise
 from tests import epilogues
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.kernels import exponentials
+from pallas_gemm.kernels.functions import exponentials
 
 ODD = (-np.inf, np.inf, np.nan, -1e30, 1e30, -200.0, 200.0, 0.0)
 

@@ -13,8 +13,8 @@ from jax.extend import core
 
 from pallas_gemm.device import B200, H200
 from pallas_gemm.kernels import launch
-from pallas_gemm.kernels.activations import ACTIVATIONS
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
+from pallas_gemm.kernels.functions.activations import ACTIVATIONS
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.problem import Epilogue, Problem

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_gemm.kernels import saturating
-from pallas_gemm.kernels.axes import Names
+from pallas_gemm.kernels.functions import saturating
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.shorter import FMA, ONE_PLUS_TANH, shorter
+from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.kernels.ptx import quick
-from pallas_gemm.kernels.shorter import FMA, ONE_PLUS_TANH, shorter
-from pallas_gemm.kernels.split import Split, split
 from pallas_gemm.program import Constant, Program
 
 F32, BF16, E4M3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn

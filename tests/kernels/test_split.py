@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_gemm.kernels.split import Names, Split, split
+from pallas_gemm.kernels.functions.split import Names, Split, split
 from tests import epilogues
 
 M, N = 6, 10

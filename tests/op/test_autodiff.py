@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 
 import pallas_gemm
 from pallas_gemm import gated_gemm, gemm
-from pallas_gemm.kernels import activations
+from pallas_gemm.kernels.functions import activations
 from tests import reference, traced
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))

@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from pallas_gemm import accelerate, target
-from pallas_gemm.kernels import lines
+from pallas_gemm.kernels.functions import lines
 from pallas_gemm.layers import routed
 from pallas_gemm.rewriting import inlining
 from tests.reference import integers

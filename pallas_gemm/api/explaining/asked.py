@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh
 from pallas_gemm.api.explaining.findings import Copy, Origin
 from pallas_gemm.api.explaining.trace import Operation, Trace, Value
 from pallas_gemm.call import Call, Signature, signature_of
-from pallas_gemm.kernels import element_types, lines
+from pallas_gemm.kernels import element_types
+from pallas_gemm.kernels.functions import lines
 from pallas_gemm.op import fused, fused_groups, stored
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction

@@ -70,7 +70,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import joining, launch, tiles, windows, words, work
+from pallas_gemm.kernels import joining, launch, tiles, windows, work
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.hopper import early_launch, ring
 from pallas_gemm.kernels.hopper.along_k import join
 from pallas_gemm.kernels.hopper.along_k.product import (

@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple, Self
 
 import jax
 
-from pallas_gemm.kernels import protocol, shorter, words, work
+from pallas_gemm.kernels import protocol, work
 from pallas_gemm.kernels.exchange import ALONE, Exchange
+from pallas_gemm.kernels.functions import shorter, words
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from pallas_gemm.kernels import words
-from pallas_gemm.kernels.elementwise import branches, divides
+from pallas_gemm.kernels.functions import words
+from pallas_gemm.kernels.functions.elementwise import branches, divides
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Program

@@ -5,8 +5,8 @@ import math
 from typing import Literal
 
 from pallas_gemm.config import FITTING, GemmConfig, Joined
-from pallas_gemm.kernels import words
-from pallas_gemm.kernels.elementwise import divides
+from pallas_gemm.kernels.functions import words
+from pallas_gemm.kernels.functions.elementwise import divides
 from pallas_gemm.kernels.hardware import (
     MAX_REGISTERS,
     WARPGROUP_THREADS,

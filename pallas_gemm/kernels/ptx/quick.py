@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
+from pallas_gemm.kernels.functions.saturating import LARGEST
 from pallas_gemm.kernels.ptx.operation import Operation
-from pallas_gemm.kernels.saturating import LARGEST
 from pallas_gemm.kernels.traced import Values
 
 LOG2_E, MINUS_LOG2_E, ONE = "0f3FB8AA3B", "0fBFB8AA3B", "0f3F800000"

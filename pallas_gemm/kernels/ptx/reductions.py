@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
 
-from pallas_gemm.kernels import exponentials
+from pallas_gemm.kernels.functions import exponentials
 from pallas_gemm.kernels.hardware import (
     LANES,
     WARPGROUP_THREADS,

@@ -23,9 +23,9 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
-from pallas_gemm.kernels import exponentials
-from pallas_gemm.kernels.axes import Names
-from pallas_gemm.kernels.split import Split as Parts
+from pallas_gemm.kernels.functions import exponentials
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.split import Split as Parts
 from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction

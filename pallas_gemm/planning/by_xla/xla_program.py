@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.kernels.axes import Names
+from pallas_gemm.kernels.functions.axes import Names
 from pallas_gemm.kernels.ptx.reductions import REDUCTIONS
 from pallas_gemm.program import Constant, Program, Result
 

@@ -25,11 +25,11 @@ from pallas_gemm import offline
 from pallas_gemm.call import DIMENSIONS
 from pallas_gemm.device import B200
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.activations import gelu_tanh
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell import launch_control
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.kernels.functions.activations import gelu_tanh
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates.blackwell import SHAPES, candidates
 from pallas_gemm.problem import Epilogue, Problem

@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm import offline
 from pallas_gemm.device import B200, DEVICES
 from pallas_gemm.kernels import joining, work
-from pallas_gemm.kernels.activations import gelu_tanh
 from pallas_gemm.kernels.blackwell import kernel as blackwell
 from pallas_gemm.kernels.blackwell import store
 from pallas_gemm.kernels.blackwell.config import PAIR, BlackwellConfig
 from pallas_gemm.kernels.blackwell.cta import freed_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
+from pallas_gemm.kernels.functions.activations import gelu_tanh
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from tests import blackwell_simulator

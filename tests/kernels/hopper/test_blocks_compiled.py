@@ -11,7 +11,7 @@ import pytest
 
 from pallas_gemm import offline
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.activations import gelu_tanh
+from pallas_gemm.kernels.functions.activations import gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan

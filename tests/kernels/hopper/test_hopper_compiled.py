@@ -34,7 +34,7 @@ from pallas_gemm.call import DIMENSIONS
 from pallas_gemm.config import CLUSTERS
 from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.activations import ACTIVATIONS, gelu_tanh
+from pallas_gemm.kernels.functions.activations import ACTIVATIONS, gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import CLAIM_SLOTS, HopperConfig
 from pallas_gemm.kernels.hopper.groups import warp_loop

@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import epilogue, exponentials, place, words
+from pallas_gemm.kernels import epilogue, place
 from pallas_gemm.kernels.epilogue import Strip
+from pallas_gemm.kernels.functions import exponentials, words
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.kernels import words
 from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels.saturating import saturating
+from pallas_gemm.kernels.functions.saturating import saturating
 from pallas_gemm.program import Constant, Program, Step
 
 FMA = core.Primitive("fma")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from pallas_gemm.kernels import elementwise, flat
-from pallas_gemm.kernels.axes import MOVES
+from pallas_gemm.kernels.functions import elementwise, flat
+from pallas_gemm.kernels.functions.axes import MOVES
 from pallas_gemm.program import Constant, Operand, Program, Result, Step
 
 STEPS = 1 << 20

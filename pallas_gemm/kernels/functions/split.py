@@ -19,10 +19,18 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels import exponentials, flat
-from pallas_gemm.kernels.axes import ELEMENTWISE, FOREIGN, MOVES, ONE, REDUCTIONS, Axes, Names
-from pallas_gemm.kernels.builder import Builder, constant
 from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.functions import exponentials, flat
+from pallas_gemm.kernels.functions.axes import (
+    ELEMENTWISE,
+    FOREIGN,
+    MOVES,
+    ONE,
+    REDUCTIONS,
+    Axes,
+    Names,
+)
+from pallas_gemm.kernels.functions.builder import Builder, constant
 from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Program, Result
 
 FLOAT32 = np.dtype(np.float32)

@@ -8,9 +8,9 @@ from types import CodeType
 from typing import Any
 
 # Here are no lines of the caller's: this package, Python's own library, what is installed.
-_PACKAGE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{pathlib.Path(__file__).parents[2]}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_API = pathlib.Path(__file__).parents[1] / "api"
+_API = pathlib.Path(__file__).parents[2] / "api"
 _CALLERS = (str(_API / "explaining" / "explain.py"), str(_API / "accelerate.py"))
 """Files that call the user's function: what called them made nothing of it."""
 

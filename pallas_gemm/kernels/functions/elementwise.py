@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.kernels import flat
+from pallas_gemm.kernels.functions import flat
 
 # Cephes, ndtrf.c: erf of less than 1, and erfc of less and of more than 2, highest power first.
 _ERF = (

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pallas_gemm.kernels import flat
-from pallas_gemm.kernels.activations import KERNEL_PRIMITIVES
+from pallas_gemm.kernels.functions import flat
+from pallas_gemm.kernels.functions.activations import KERNEL_PRIMITIVES
 
 REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 """The reductions that a kernel begins, with their names in `Result.reduction`."""

@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels import lines
+from pallas_gemm.kernels.functions import lines
 
 CALLS = {
     "checkpoint": "jaxpr",

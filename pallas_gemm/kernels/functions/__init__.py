@@ -1,0 +1,1 @@
+"""Functions as epilogues: how they are read, divided between kernel and XLA, and made shorter."""
