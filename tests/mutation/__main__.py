@@ -25,8 +25,8 @@ ROOT = trials.ROOT
 FOLDER = ROOT / ".pytest_cache" / "mutation"
 PAGE = ROOT / "docs" / "mutants.md"
 AREAS: Mapping[str, Sequence[str]] = {
-    "op": ("pallas_gemm/op/*.py",),
-    "api": ("pallas_gemm/api/*.py",),
+    "op": ("pallas_gemm/op/**/*.py",),
+    "api": ("pallas_gemm/api/**/*.py",),
     "planning": ("pallas_gemm/planning/**/*.py",),
     "flax": ("pallas_gemm/flax/*.py", "pallas_gemm/layers/*.py"),
     "schedules": ("schedules/*.py",),
@@ -34,7 +34,8 @@ AREAS: Mapping[str, Sequence[str]] = {
     "kernels": (
         *("pallas_gemm/problem.py", "pallas_gemm/config.py", "pallas_gemm/program.py"),
         *("pallas_gemm/call.py", "pallas_gemm/device.py", "pallas_gemm/kernels/*.py"),
-        *("pallas_gemm/kernels/*/plan.py", "pallas_gemm/kernels/*/config.py"),
+        *("pallas_gemm/kernels/functions/*.py", "pallas_gemm/kernels/*/plan.py"),
+        "pallas_gemm/kernels/*/config.py",
         *("pallas_gemm/kernels/hopper/problems.py", "pallas_gemm/kernels/hopper/registers.py"),
     ),
 }
