@@ -31,10 +31,10 @@ from pallas_gemm.api.gemm import dot_general as dot_general
 from pallas_gemm.api.gemm import gated_gemm as gated_gemm
 from pallas_gemm.api.gemm import gemm as gemm
 from pallas_gemm.api.gemm import matmul as matmul
-from pallas_gemm.api.group_sums import group_sums as group_sums
-from pallas_gemm.api.grouped import grouped_gemm as grouped_gemm
-from pallas_gemm.api.grouped import ragged_dot as ragged_dot
-from pallas_gemm.api.grouped import ragged_dot_general as ragged_dot_general
+from pallas_gemm.api.groups.group_sums import group_sums as group_sums
+from pallas_gemm.api.groups.grouped import grouped_gemm as grouped_gemm
+from pallas_gemm.api.groups.grouped import ragged_dot as ragged_dot
+from pallas_gemm.api.groups.grouped import ragged_dot_general as ragged_dot_general
 from pallas_gemm.api.loss import LogProbs as LogProbs
 from pallas_gemm.api.loss import linear_cross_entropy as linear_cross_entropy
 from pallas_gemm.api.loss import linear_log_probs as linear_log_probs

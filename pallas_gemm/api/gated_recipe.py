@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api import recipe as recipes
-from pallas_gemm.api.group_sums import group_sums
-from pallas_gemm.api.grouped import grouped_gemm
+from pallas_gemm.api.groups.group_sums import group_sums
+from pallas_gemm.api.groups.grouped import grouped_gemm
 from pallas_gemm.api.quantize import BOTH, Quantized
 from pallas_gemm.api.recipe import Recipe
 from pallas_gemm.kernels.quantize import HEIGHT, filled_up

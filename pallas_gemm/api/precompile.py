@@ -22,7 +22,7 @@ from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explaining.explain import explain
 from pallas_gemm.api.extras import OF_GATE
 from pallas_gemm.api.gemm import gated_gemm, gemm
-from pallas_gemm.api.grouped import grouped_gemm, ragged_dot_general
+from pallas_gemm.api.groups.grouped import grouped_gemm, ragged_dot_general
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.config import GemmConfig

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments, groups
+from pallas_gemm.api import arguments
 from pallas_gemm.api.eager import compiled
+from pallas_gemm.api.groups import groups
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization, Way, tiles_of_groups
 from pallas_gemm.op.quantize import quantize as bound
 

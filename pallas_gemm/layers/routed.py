@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.api.grouped import grouped_gemm
+from pallas_gemm.api.groups.grouped import grouped_gemm
 from pallas_gemm.op.permutation import permuted
 
 ROUTER_PRECISION = "highest"

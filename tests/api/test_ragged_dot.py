@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import pallas_gemm
-from pallas_gemm.api import grouped
+from pallas_gemm.api.groups import grouped
 from pallas_gemm.planning.by_xla import xla_groups
 
 OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])

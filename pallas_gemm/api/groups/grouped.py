@@ -12,19 +12,11 @@ import numpy as np
 from jax import lax
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import (
-    arguments,
-    blocks,
-    extras,
-    function,
-    function_of_groups,
-    groups,
-    notes,
-    request,
-)
+from pallas_gemm.api import arguments, blocks, extras, function, notes, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.api.gemm import Activation, Order
+from pallas_gemm.api.groups import function_of_groups, groups
 from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels.functions import activations

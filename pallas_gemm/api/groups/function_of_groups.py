@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import function, groups, notes
+from pallas_gemm.api import function, notes
+from pallas_gemm.api.groups import groups
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels.functions import flat
 from pallas_gemm.kernels.functions.axes import ONE, Axes

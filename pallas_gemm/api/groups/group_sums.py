@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, blocks, extras, groups, notes
+from pallas_gemm.api import arguments, blocks, extras, notes
 from pallas_gemm.api.blocks import Factor
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order
+from pallas_gemm.api.groups import groups
 from pallas_gemm.call import Numerics, Operands, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.grouped import grouped
