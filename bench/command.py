@@ -173,6 +173,21 @@ def several(flag: str, values: Sequence[str]) -> Sequence[str]:
     return values
 
 
+def sizes(flag: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Reads sizes such as "4096x14336x4096".
+
+    Raises:
+        RequestError: One cannot be read.
+    """
+    found = []
+    for text in several(flag, texts):
+        parts = text.split("x")
+        if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+            raise RequestError(f"{flag} takes sizes such as 4096x14336x4096, got {text!r}")
+        found.append(tuple(map(int, parts)))
+    return found
+
+
 def seconds(flag: str, value: float) -> float:
     """Returns the value of a flag that is a time.
 

@@ -32,7 +32,6 @@ from jax import lax
 
 from bench import command, gpu
 from bench.command import RequestError
-from bench.function_bench import read_sizes
 from pallas_gemm import gemm, numerics
 
 PROGRAM = "error_bench"
@@ -145,7 +144,7 @@ def run(values: flags.FlagValues) -> int:
     Raises:
         RequestError: The request cannot be met.
     """
-    sizes = read_sizes(values.size or (SIMULATED if values.simulate else SIZES))
+    sizes = command.sizes("--size", values.size or (SIMULATED if values.simulate else SIZES))
     if not values.simulate:
         gpu.prepare_environment()
         if reason := gpu.missing_gpu():

@@ -123,28 +123,16 @@ def shapes(name: str, size: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((m, k), BF16), jax.ShapeDtypeStruct((k, n), BF16), *own]
 
 
-def read_sizes(texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Reads sizes such as "4096x14336x4096".
-
-    Raises:
-        RequestError: One cannot be read.
-    """
-    found = []
-    for text in command.several("--size", texts):
-        parts = text.split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-            raise RequestError(f"--size takes sizes such as 4096x14336x4096, got {text!r}")
-        found.append(tuple(map(int, parts)))
-    return found
-
-
 def run(values: flags.FlagValues) -> int:
     """Times every case, and prints each as soon as it is done.
 
     Raises:
         RequestError: The request cannot be met.
     """
-    sizes, names = read_sizes(values.size), command.several("--function", values.function)
+    sizes, names = (
+        command.sizes("--size", values.size),
+        command.several("--function", values.function),
+    )
     for name in names:
         if name not in FUNCTIONS:
             raise RequestError(f"--function={name} is unknown; legal: {', '.join(FUNCTIONS)}")
@@ -178,8 +166,7 @@ BY = ("xla", "ours", "bare")
 
 def _compiled(cases: Sequence[tuple[str, tuple[int, ...]]], pool: Workers) -> Runners:
     """Compiles all programs, ours in other processes."""
-    kind = jax.devices()[0].device_kind.lower()
-    device = next((name for name in ("h200", "h100", "b200") if name in kind), "h200")
+    device = gpu.known_name()
 
     def build(job: tuple[str, tuple[int, ...], str]) -> Callable[..., Any]:
         name, size, by = job

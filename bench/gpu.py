@@ -53,6 +53,12 @@ def missing_gpu() -> str | None:
     return None
 
 
+def known_name() -> str:
+    """Returns the name of the first GPU as targets spell it; that of an H200 for others."""
+    kind = jax.devices()[0].device_kind.lower()
+    return next((name for name in ("h200", "h100", "b200") if name in kind), "h200")
+
+
 class GpuMeter(KernelMeter):
     """Measures on the first GPU that JAX sees, its energy and clock where NVML is installed."""
 
