@@ -303,7 +303,7 @@ def _timed(case: Case, runners: Runners, settings: Settings) -> Mapping[str, Res
     wide = [(x, widen(values, scale), *rest) for x, values, scale, *rest in narrow]
     of = {"bf16": wide, "ours": narrow, "bf16 again": wide}
     variants = [_variant(by, runners[case, by.removesuffix(" again")], of[by]) for by in of]
-    results = {by: runners[case, by](*of[by][0]) for by in BY}
+    results = {by: jax.tree.leaves(runners[case, by](*of[by][0]))[0] for by in BY}
     torch = Torch(case)
     if torch.refusal() is None:
         adopted = [torch.operands(*own) for own in narrow]
