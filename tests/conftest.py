@@ -55,11 +55,16 @@ SUMMARIES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option of `make summaries`."""
+    """Adds the options that write what tests compare with."""
     parser.addoption(
         "--write-summaries",
         action="store_true",
         help="write what the compiler says of the kernels of these tests to tests/summaries.jsonl",
+    )
+    parser.addoption(
+        "--write-plans",
+        action="store_true",
+        help="write what planning says of products to the files of tests/planning",
     )
 
 

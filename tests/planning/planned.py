@@ -1,0 +1,136 @@
+"""What planning says of products, as text: `considered.txt` and `decided.txt` beside this file.
+
+They are written anew on purpose alone, and the changed lines belong to the review of a change:
+
+    python -m pytest -n 0 tests/planning/test_planned.py --write-plans
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+from pallas_gemm.config import GemmConfig
+from pallas_gemm.planning import bands, dispatch, heuristics, prediction
+from pallas_gemm.planning.architectures import WIDENED
+from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.sums import Sums
+from tests.planning.products import ASKED, CONSIDERED, Asked, Considered
+
+HERE = pathlib.Path(__file__).parent
+FILES = {"considered": HERE / "considered.txt", "decided": HERE / "decided.txt"}
+
+
+@functools.cache
+def sections(file: pathlib.Path) -> dict[str, list[str]]:
+    """Returns what a file has of each product: the lines after its name."""
+    parts = re.split(r"^# (.*)\n", file.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        name: body.rstrip("\n").split("\n")
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+@functools.cache
+def write_all() -> None:
+    """Writes the files, once."""
+    said = {
+        "considered": {name: considered(own) for name, own in CONSIDERED.items()},
+        "decided": {name: decided(own) for name, own in ASKED.items()},
+    }
+    for name, file in FILES.items():
+        each = ("\n".join((f"# {title}", *lines, "")) for title, lines in said[name].items())
+        file.write_text("\n".join(each))
+
+
+def _digits(value: float) -> str:
+    """Returns six digits of a number: no computer adds up so differently."""
+    return f"{value:.6g}"
+
+
+def _us(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{_digits(seconds * 1e6)} us"
+
+
+def _config(config: GemmConfig) -> str:
+    """Returns the tile of a config, and what is unlike the defaults."""
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    given = {name: getattr(config, name) for name in fields if name != "tile"}
+    own = [
+        name if value is True else f"{name}={value}"
+        for name, value in given.items()
+        if value != fields[name]
+    ]
+    return " ".join(("{} x {}".format(*config.tile), *own))
+
+
+def considered(own: Considered) -> list[str]:
+    """Returns what the heuristics consider for a product, the best first.
+
+    A line has the score, which is the predicted time or a little more; what it is at least by what
+    is known of the draft; and the rows of operands that tiles of one GPC read.
+    """
+    problem, architecture, device = own
+    drafts, legal, refused = list(architecture.drafts(problem, device)), [], 0
+    for draft in drafts:
+        if (config := draft.finish()) is None:
+            continue
+        config = heuristics.fitted(problem, config, device)
+        if not config.takes(problem, device):
+            refused += 1
+            continue
+        least = heuristics.score(problem, draft.config, device, architecture, at_least=True)
+        score = heuristics.score(problem, config, device, architecture)
+        numbers = [_digits(1e6 * score), _digits(1e6 * least)]
+        if architecture is not WIDENED:
+            numbers.append(_digits(bands.rows_of_neighbours(problem, config, device)))
+        said = "".join(f"{number:<9}" for number in numbers)
+        legal.append((score, f"{said}{_config(config)}"))
+    best = heuristics.best(problem, device, architecture)
+    return [
+        f"{device.kind}: {len(drafts)} drafts, {refused} refused, {len(legal)} legal",
+        f"best: {_config(best) if best else None}",
+        *(line for _, line in sorted(legal, key=lambda pair: pair[0])),
+    ]
+
+
+def decided(own: Asked) -> list[str]:
+    """Returns what computes a product, why, how, and how long that is predicted to take."""
+    try:
+        decision = dispatch.decide(own.call, own.signature)
+    except ValueError as error:
+        return [f"error: {error}"]
+    return list(_lines(own, decision))
+
+
+def _lines(own: Asked, decision: Decision) -> Iterator[str]:
+    problem, plan = decision.problem, decision.plan
+    yield f"{decision.implementation}: {decision.reason}"
+    for name, reasons in decision.refused:
+        yield f"not {name}: {'; '.join(reasons)}"
+    device = own.call.options.target
+    by_xla = xla_time.seconds(problem, device, own.call.precision) if device else None
+    yield f"XLA takes {_us(by_xla)}"
+    yield str(Sums.of(decision))
+    if plan is None:
+        return
+    realigned = plan.realigned
+    yield from map(str, realigned.passes)
+    if realigned.unfused:
+        yield f"not in the kernel: {realigned.unfused}"
+    if realigned.scheme:
+        yield str(realigned.scheme)
+    yield f"{plan.source}: {_config(plan.config)}"
+    parts = {
+        "all": plan.seconds,
+        "passes": prediction.pass_seconds(realigned, plan.device),
+        "epilogue": prediction.epilogue_seconds(problem, realigned, plan.device),
+        "kernel": prediction.seconds(
+            realigned.problem, plan.config, plan.device, plan.architecture
+        ),
+        "with all SMs busy": prediction.at_best(problem, plan.device, plan.architecture),
+    }
+    yield ", ".join(f"{name} {_us(seconds)}" for name, seconds in parts.items() if seconds)
+    yield f"moves {prediction.problem_bytes(problem)} bytes at least, {realigned.bytes} in passes"

@@ -1,0 +1,24 @@
+"""What planning says of many products is what two files say: each change of them is on purpose."""
+
+import pytest
+
+from tests.planning import planned
+from tests.planning.products import ASKED, CONSIDERED
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
+    """What the files say of each product; written anew first, where asked to."""
+    if request.config.getoption("write_plans"):
+        planned.write_all()
+    return {name: planned.sections(file) for name, file in planned.FILES.items()}
+
+
+@pytest.mark.parametrize("name", CONSIDERED)
+def test_the_same_configs_are_considered(name, said) -> None:
+    assert planned.considered(CONSIDERED[name]) == said["considered"][name]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_same_is_decided(name, said) -> None:
+    assert planned.decided(ASKED[name]) == said["decided"][name]
