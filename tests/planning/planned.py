@@ -1,4 +1,4 @@
-"""What planning says of products, as text: `considered.txt` and `decided.txt` beside this file.
+"""What planning says of products, as text: three files beside this one.
 
 They are written anew on purpose alone, and the changed lines belong to the review of a change:
 
@@ -17,10 +17,12 @@ from pallas_gemm.planning.architectures import WIDENED
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.sums import Sums
+from pallas_gemm.problem import Problem
+from tests.planning.drawn import DRAWN
 from tests.planning.products import ASKED, CONSIDERED, Asked, Considered
 
 HERE = pathlib.Path(__file__).parent
-FILES = {"considered": HERE / "considered.txt", "decided": HERE / "decided.txt"}
+FILES = {name: HERE / f"{name}.txt" for name in ("considered", "decided", "drawn")}
 
 
 @functools.cache
@@ -39,6 +41,7 @@ def write_all() -> None:
     said = {
         "considered": {name: considered(own) for name, own in CONSIDERED.items()},
         "decided": {name: decided(own) for name, own in ASKED.items()},
+        "drawn": {name: in_short(own) for name, own in DRAWN.items()},
     }
     for name, file in FILES.items():
         each = ("\n".join((f"# {title}", *lines, "")) for title, lines in said[name].items())
@@ -81,11 +84,12 @@ def considered(own: Considered) -> list[str]:
         if not config.takes(problem, device):
             refused += 1
             continue
-        least = heuristics.score(problem, draft.config, device, architecture, at_least=True)
         score = heuristics.score(problem, config, device, architecture)
-        numbers = [_digits(1e6 * score), _digits(1e6 * least)]
+        numbers = [_digits(1e6 * score)]
         if architecture is not WIDENED:
-            numbers.append(_digits(bands.rows_of_neighbours(problem, config, device)))
+            least = heuristics.score(problem, draft.config, device, architecture, at_least=True)
+            rows = bands.rows_of_neighbours(problem, config, device)
+            numbers += [_digits(1e6 * least), _digits(rows)]
         said = "".join(f"{number:<9}" for number in numbers)
         legal.append((score, f"{said}{_config(config)}"))
     best = heuristics.best(problem, device, architecture)
@@ -105,6 +109,31 @@ def decided(own: Asked) -> list[str]:
     return list(_lines(own, decision))
 
 
+def _changed(problem: Problem, other: Problem) -> str:
+    """Returns what one problem has unlike another."""
+    names = [field.name for field in dataclasses.fields(problem) if field.name != "epilogue"]
+    values = {name: (getattr(problem, name), getattr(other, name)) for name in names}
+    return ", ".join(f"{name}={new}" for name, (old, new) in values.items() if new != old)
+
+
+def in_short(own: Asked) -> list[str]:
+    """Returns what computes a product, and why or how, in a line."""
+    try:
+        decision = dispatch.decide(own.call, own.signature)
+    except ValueError as error:
+        return [f"error: {error}"]
+    problem, plan, device = decision.problem, decision.plan, own.call.options.target
+    assert device is not None
+    by_xla = _us(xla_time.seconds(problem, device, own.call.precision))
+    if plan is None:
+        why = "; ".join(dict(decision.refused).get("hopper", (decision.reason,)))
+        return [f"xla in {by_xla}: {why}"]
+    passes = [f"{step.action} {step.operand}" for step in plan.realigned.passes]
+    passes += ["epilogue"] if plan.realigned.unfused else []
+    how = f" with {', '.join(passes)}" if passes else ""
+    return [f"{_us(plan.seconds)} (XLA {by_xla}){how}: {_config(plan.config)}"]
+
+
 def _lines(own: Asked, decision: Decision) -> Iterator[str]:
     problem, plan = decision.problem, decision.plan
     yield f"{decision.implementation}: {decision.reason}"
@@ -118,6 +147,8 @@ def _lines(own: Asked, decision: Decision) -> Iterator[str]:
         return
     realigned = plan.realigned
     yield from map(str, realigned.passes)
+    if changed := _changed(problem, realigned.problem):
+        yield f"for the kernel {changed}"
     if realigned.unfused:
         yield f"not in the kernel: {realigned.unfused}"
     if realigned.scheme:

@@ -74,6 +74,7 @@ CONSIDERED: Mapping[str, Considered] = {
         "few rows that leave most SMs idle": _nt(17, 1408, 8448),
         "few columns": Problem(8192, 40, 2048, **_of(F16)),
         "a short k": Problem(2048, 2048, 128, batch=4),
+        "a ring that turns twice": Problem(4096, 4096, 504),
         "a residual": _nt(4096, 4096, 1024, epilogue=Epilogue(residual=True)),
         "a residual and a short k": _nt(2048, 2048, 512, epilogue=Epilogue(residual=True)),
         "a float32 result": Problem(8192, 4096, 1024, **_of(BF16, F32)),
@@ -110,6 +111,7 @@ CONSIDERED: Mapping[str, Considered] = {
         "few bits and one row": Considered(_few(1, 2048, 2048), WIDENED),
         "few bits and few rows": Considered(_few(16, 14336, 4096), WIDENED),
         "few bits and rows that are shared": Considered(_few(100, 9216, 4096), WIDENED),
+        "few bits and few steps": Considered(_few(100, 2048, 2048), WIDENED),
         "few bits and a gated product": Considered(
             _few(40, 4096, 4096, b_dtype=INT8, blocks=None, epilogue=SWIGLU), WIDENED
         ),
@@ -241,6 +243,9 @@ ASKED: Mapping[str, Asked] = {
     "misaligned and turned": asked((1001, 1003, 1005), "TT"),
     "misaligned in k alone": asked((2048, 3072, 2047)),
     "misaligned in the result alone": asked((2048, 3071, 2048)),
+    "misaligned in the result, and a short k": asked((4096, 4097, 768)),
+    "two misaligned rows": asked((2, 1001, 1003)),
+    "one misaligned row": asked((1, 1001, 1003)),
     "misaligned with a residual": asked((999, 1023, 4096), epilogue=Epilogue(residual=True)),
     "misaligned integers": asked((1024, 1030, 2046), "NN", types=WHOLES),
     "a batch": asked((1024, 512, 768), batch=24),
@@ -288,6 +293,7 @@ ASKED: Mapping[str, Asked] = {
     "weights of 4 bits and many rows": asked((8192, 14336, 4096), "NN", **WEIGHTS),
     "weights of 4 bits and more rows": asked((16384, 2048, 2048), **WEIGHTS),
     "weights of 8 bits": asked((300, 4096, 4096), types=(BF16, INT8, BF16)),
+    "weights of 8 bits and many rows": asked((8192, 4096, 4096), types=(BF16, INT8, BF16)),
     "weights of 8 bits, gated": asked((64, 4096, 4096), types=(BF16, INT8, BF16), epilogue=SWIGLU),
     "weights of 4 bits that no kernel takes": asked(
         (16, 1000, 4100), **WEIGHTS | {"blocks": Blocks(4100, 0, 1)}
@@ -311,10 +317,11 @@ ASKED: Mapping[str, Asked] = {
     "rows keep their bits, gated": asked(
         (64, 512, 8192), promised=Numerics("rows"), epilogue=SWIGLU
     ),
-    "stated parts": asked((512, 1024, 8192), promised=Numerics("run", part=2048)),
-    "a promise that no kernel keeps": asked(
-        (64, 512, 512), types=WHOLES, promised=Numerics("rows")
+    "rows keep their bits beside blocks with scales": asked(
+        (1024, 1536, 8192), types=BYTES, **SCALED, promised=Numerics("rows")
     ),
+    "stated parts": asked((512, 1024, 8192), promised=Numerics("run", part=2048)),
+    "integers, with a promise": asked((64, 512, 512), types=WHOLES, promised=Numerics("rows")),
     "HIGHEST, with a promise": asked(
         (64, 1024, 4096), types=SINGLES, precision=HIGHEST, promised=Numerics("rows")
     ),
@@ -328,4 +335,15 @@ ASKED: Mapping[str, Asked] = {
     "pieces": asked(
         (512, 768, 4096), options=Options(schedule=split_k(build("raster", 4, 6), 64, 4))
     ),
+    "pieces that a config does not make": asked(
+        (512, 768, 4096),
+        options=Options(
+            config=dataclasses.replace(CUT, split_k=2),
+            schedule=split_k(build("raster", 4, 6), 64, 4),
+        ),
+    ),
+    "an order of many grids": asked(
+        (512, 768, 4096), options=Options(schedule=build("raster", 9, 2))
+    ),
+    "groups whose rows keep their bits": _groups((8192, 2048, 8192), 4, promised=Numerics("rows")),
 }

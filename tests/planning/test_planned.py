@@ -1,8 +1,9 @@
-"""What planning says of many products is what two files say: each change of them is on purpose."""
+"""What planning says of many products is what files say: each change of them is on purpose."""
 
 import pytest
 
 from tests.planning import planned
+from tests.planning.drawn import DRAWN
 from tests.planning.products import ASKED, CONSIDERED
 
 
@@ -22,3 +23,8 @@ def test_the_same_configs_are_considered(name, said) -> None:
 @pytest.mark.parametrize("name", ASKED)
 def test_the_same_is_decided(name, said) -> None:
     assert planned.decided(ASKED[name]) == said["decided"][name]
+
+
+@pytest.mark.parametrize("name", DRAWN, ids=lambda name: name.partition(" of ")[0])
+def test_the_same_is_decided_of_what_is_drawn(name, said) -> None:
+    assert planned.in_short(DRAWN[name]) == said["drawn"][name]

@@ -147,3 +147,18 @@ def test_where_there_is_no_folder_nothing_is_proven(monkeypatch: pytest.MonkeyPa
     assert decided().implementation == "xla"
     with pytest.raises(OSError, match="null"):
         proven()
+
+
+def test_a_proof_is_read_that_was_written_in_this_format() -> None:
+    path = proof.path_of(B200.kind)
+    path.parent.mkdir(parents=True)
+    stage = {"name": "one CTA", "outcome": "12 products are exact", "seconds": 3.0}
+    document = {"kernel": "blackwell", "device": B200.kind, "when": "2026-11-22"}
+    document |= {"version": proof.version_of("blackwell"), "format": 1, "stages": [stage]}
+    path.write_text(json.dumps(document))
+    known = proof.found("blackwell", B200.kind)
+    assert known is not None
+    assert known.stages == (proof.Stage("one CTA", "12 products are exact", 3.0),)
+    assert (known.failed, known.surroundings) == (None, "")
+    assert proof.interrupted("blackwell", B200.kind) is None
+    assert proof.why_untrusted(BLACKWELL, B200) is None

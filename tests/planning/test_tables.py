@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -426,3 +427,31 @@ def test_loading_says_which_file_is_wrong(tmp_path: pathlib.Path) -> None:
         Table.load(path)
     with pytest.raises(FileNotFoundError):
         Table.load(tmp_path / "missing.json")
+
+
+def test_a_file_is_read_that_an_earlier_version_wrote_in_this_format() -> None:
+    text = """{"pallas_gemm": "0.1", "format": 1, "device": "NVIDIA H200", "entries": [{
+        "batch": 1, "m": 512, "n": 768, "k": 1024, "layout": "NN", "epilogue": "",
+        "dtypes": ["bfloat16", "bfloat16", "bfloat16"], "seconds": 1e-05,
+        "config": {"tile": [128, 128], "stages": 3, "ctas": 8, "schedule": "hilbert"}
+    }]}"""
+    assert Table.loads(text) == table(FIRST)
+
+
+def test_only_one_process_at_a_time_merges_into_a_folder(tmp_path: pathlib.Path) -> None:
+    def is_free() -> bool:
+        handle = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    with tables._alone_in(tmp_path):
+        assert not is_free()
+    assert is_free()
+    with pytest.raises(RuntimeError), tables._alone_in(tmp_path):
+        raise RuntimeError
+    assert is_free()

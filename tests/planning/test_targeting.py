@@ -2,10 +2,12 @@
 
 import dataclasses
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -131,3 +133,64 @@ def test_a_described_device_can_be_a_target() -> None:
     a = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     with pallas_gemm.target(device):
         assert _planned(pallas_gemm.gemm, a, a) == [device]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    kept = targeting.first_gpu
+    kept.cache_clear()
+    yield
+    kept.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_first_gpu_is_the_first_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [_gpu("NVIDIA H200", "9.0", 132), _gpu("NVIDIA B200", "10.0", 148)]
+    given = {None: [types.SimpleNamespace(platform="cpu")], "cuda": found}
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: given[backend])
+    assert _kind(targeting.first_gpu()) == H200.kind
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_gpus_of_a_mesh_are_absent_unless_this_process_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mesh(platform: str, kind: str = "NVIDIA H200") -> Any:
+        device = types.SimpleNamespace(platform=platform, device_kind=kind)
+        return types.SimpleNamespace(empty=False, devices=np.array([device], object))
+
+    for platform in ("gpu", "cuda"):
+        assert targeting.absent_gpu(mesh(platform)) == H200
+    assert targeting.absent_gpu(mesh("cpu")) is None
+    # Nothing says how many SMs it has.
+    assert targeting.absent_gpu(mesh("gpu", "of next year")) is None
+    nothing: Any = types.SimpleNamespace(empty=True)
+    assert targeting.absent_gpu(nothing) is None
+    monkeypatch.setattr(targeting, "first_gpu", lambda: B200)
+    assert targeting.absent_gpu(mesh("gpu")) is None
+
+
+def test_a_part_of_a_gpu_has_fewer_sms_than_its_kind() -> None:
+    part = targeting.device_of(_gpu("NVIDIA H200", "9.0", 60))
+    assert part is not None
+    assert (part.kind, part.sms, part.compute_capability) == (H200.kind, 60, (9, 0))
+    machine = part.machine
+    assert (machine.name, machine.resident_clusters) == (H200.kind, {})
+    assert not machine.is_measured
+    assert machine.l2_bytes == H200.machine.l2_bytes
+    # A capability without a second number is the first of its family.
+    other = targeting.device_of(_gpu("of next year", "10", 120))
+    assert other is not None
+    assert other.compute_capability == (10, 0)
+
+
+def test_a_concrete_operand_tells_by_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones, asked = jnp.ones((2, 2)), list[Any]()
+    monkeypatch.setattr(targeting, "device_of", lambda device: device)
+    [own] = ones.devices()
+    assert targeting.known_target(ones) is own
+    assert targeting.known_target(np.ones(2), ones) is own
+    assert targeting.known_target(np.ones(2)) is None
+    assert targeting.known_target(jax.ShapeDtypeStruct((2, 2), jnp.float32)) is None
+    jax.make_jaxpr(lambda x: asked.append(targeting.known_target(x)) or x)(ones)
+    assert asked == [None]
