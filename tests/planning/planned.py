@@ -19,10 +19,10 @@ from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.sums import Sums
 from pallas_gemm.problem import Problem
 from tests.planning.drawn import DRAWN
-from tests.planning.products import ASKED, CONSIDERED, Asked, Considered
+from tests.planning.products import ASKED, CONSIDERED, PREDICTED, Asked, Considered, Predicted
 
 HERE = pathlib.Path(__file__).parent
-FILES = {name: HERE / f"{name}.txt" for name in ("considered", "decided", "drawn")}
+FILES = {name: HERE / f"{name}.txt" for name in ("considered", "predicted", "decided", "drawn")}
 
 
 @functools.cache
@@ -40,6 +40,7 @@ def write_all() -> None:
     """Writes the files, once."""
     said = {
         "considered": {name: considered(own) for name, own in CONSIDERED.items()},
+        "predicted": {name: predicted(own) for name, own in PREDICTED.items()},
         "decided": {name: decided(own) for name, own in ASKED.items()},
         "drawn": {name: in_short(own) for name, own in DRAWN.items()},
     }
@@ -100,12 +101,29 @@ def considered(own: Considered) -> list[str]:
     ]
 
 
+def predicted(own: Predicted) -> list[str]:
+    """Returns the predicted time of each config, its score, and the rows that neighbours read."""
+    problem, configs, architecture, device = own
+    lines = []
+    for config in configs:
+        arguments = problem, config, device, architecture
+        numbers = [prediction.seconds(*arguments) * 1e6, heuristics.score(*arguments) * 1e6]
+        if architecture is not WIDENED:
+            numbers += [prediction.seconds(*arguments, at_least=True) * 1e6]
+            numbers += [bands.rows_of_neighbours(problem, config, device)]
+        said = "".join(f"{_digits(number):<9}" for number in numbers)
+        lines.append(f"{said}{_config(config)}")
+    best = prediction.at_best(problem, device, architecture)
+    return [f"with all SMs busy {_us(best)}, for {device.kind}", *lines]
+
+
 def decided(own: Asked) -> list[str]:
     """Returns what computes a product, why, how, and how long that is predicted to take."""
     try:
         decision = dispatch.decide(own.call, own.signature)
     except ValueError as error:
-        return [f"error: {error}"]
+        checked = dispatch.why_impossible(own.call, own.signature)
+        return [f"error: {error}", f"found before it is decided: {checked == str(error)}"]
     return list(_lines(own, decision))
 
 

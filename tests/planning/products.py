@@ -20,7 +20,9 @@ from pallas_gemm.call import (
     SumCall,
     SymmetricCall,
 )
+from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H100, H200, Device
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.planning import numerics
 from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED, Architecture
 from pallas_gemm.problem import OF_FACTORS, Blocks, Epilogue, Problem
@@ -75,6 +77,7 @@ CONSIDERED: Mapping[str, Considered] = {
         "few columns": Problem(8192, 40, 2048, **_of(F16)),
         "a short k": Problem(2048, 2048, 128, batch=4),
         "a ring that turns twice": Problem(4096, 4096, 504),
+        "as many tiles as SMs": Problem(1408, 3072, 192),
         "a residual": _nt(4096, 4096, 1024, epilogue=Epilogue(residual=True)),
         "a residual and a short k": _nt(2048, 2048, 512, epilogue=Epilogue(residual=True)),
         "a float32 result": Problem(8192, 4096, 1024, **_of(BF16, F32)),
@@ -120,6 +123,82 @@ CONSIDERED: Mapping[str, Considered] = {
         ),
         "few bits and groups": Considered(_few(200, 2048, 4096, groups=16), WIDENED),
     }.items()
+}
+
+
+class Predicted(NamedTuple):
+    """A product, and configs that the heuristics may not choose for it."""
+
+    problem: Problem
+    configs: tuple[GemmConfig, ...]
+    architecture: Architecture = HOPPER
+    device: Device = H200
+
+
+_PLAIN = HopperConfig((128, 256), stages=4, store_columns=64)
+_SMALL = HopperConfig((128, 128), stages=5, late_store=False)
+_TURNS = HopperConfig((128, 128), stages=5, late_store=False, pingpong=True)
+
+
+def _with(config: Any, *changes: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(dataclasses.replace(config, **change) for change in changes)
+
+
+_ORDERS = [
+    {"schedule": order} for order in ("raster", "raster:cols", "swizzle:3", "swizzle:5:cols")
+]
+_ORDERS += [{"schedule": order} for order in ("hilbert", "online_swizzle:4", "swizzle:64")]
+_CLUSTERS = [{"cluster": cluster} for cluster in ((2, 1), (1, 2))]
+PREDICTED: Mapping[str, Predicted] = {
+    "orders and clusters": Predicted(
+        Problem(8192, 2048, 2048), _with(_PLAIN, *_ORDERS, *_CLUSTERS, {"ctas": 60}, {"stages": 3})
+    ),
+    "a long k": Predicted(
+        _nt(1024, 768, 32768),
+        (
+            *_with(_SMALL, *({"split_k": pieces} for pieces in (1, 2, 3, 8))),
+            *_with(_SMALL, {"split_k": 4, "cluster": (2, 1)}, {"split_k": 4, "split_last": 20}),
+            *_with(_SMALL, {"split_k": 4, "partial_sums": 3}, {"partial_sums": 4}),
+        ),
+    ),
+    "several results": Predicted(
+        _nt(4096, 4096, 512, epilogue=program(WHOLE, WHOLE, OF_ROWS, loads=1)),
+        (_TURNS, _SMALL, *_with(_TURNS, {"store_slots": 1}, {"stages": 2})),
+    ),
+    "exp in the epilogue": Predicted(
+        _nt(4096, 4096, 512, epilogue=program(OF_ROWS)), (_TURNS, _SMALL, _PLAIN)
+    ),
+    "a symmetric result": Predicted(
+        _nt(4096, 4096, 1024, symmetric="gram"), (_TURNS, _SMALL, _PLAIN)
+    ),
+    "groups of rows": Predicted(
+        _nt(8192, 2048, 1024, groups=48), (_PLAIN, _TURNS, *_with(_SMALL, *_CLUSTERS))
+    ),
+    "few rows in groups": Predicted(_nt(40, 2048, 1024, groups=48), (_PLAIN, _SMALL)),
+    "sums over groups": Predicted(
+        Problem(2048, 1408, 8192, transpose_a=True, batch=16, **OF_K), (_PLAIN, _SMALL)
+    ),
+    "blocks with scales": Predicted(_nt(4096, 2048, 2048, **OF_8_BITS), (_SMALL,)),
+    "half as many bits": Predicted(_nt(4096, 2048, 2048, **_of(INT8, INT32)), (_PLAIN, _SMALL)),
+    "Blackwell": Predicted(
+        _nt(2048, 2048, 4096),
+        _with(
+            BlackwellConfig(stages=4),
+            *({}, {"cluster": (1, 1)}, {"tile": (128, 64)}, {"split_k": 3}, {"step_bytes": 256}),
+            *({"accumulators": 1}, {"schedule": "raster"}, {"persistence": "dynamic"}),
+        ),
+        BLACKWELL,
+        B200,
+    ),
+    "few bits": Predicted(
+        _few(300, 4096, 4096, batch=2, shared_b=True),
+        _with(
+            WidenedConfig((128, 64), consumers=1, along_k=2, stages=4),
+            *({}, {"stages": 8}, {"along_k": 1}, {"ctas_along_k": 2}, {"step": 64}),
+            *({"persistence": "static"}, {"consumers": 2}),
+        ),
+        WIDENED,
+    ),
 }
 
 
@@ -205,6 +284,7 @@ WEIGHTS = {
     "types": (BF16, INT4, BF16),
 }
 LARGE = (4096, 4096, 4096)
+SYMBOL: Any = jax.export.symbolic_shape("m")[0]
 FUSED = Epilogue(alpha=0.5, bias=True, row_scale=True, col_scale=True, activation=jax.nn.gelu)
 CUT = HopperConfig((128, 128), late_store=False, split_k=4)
 
@@ -346,4 +426,7 @@ ASKED: Mapping[str, Asked] = {
         (512, 768, 4096), options=Options(schedule=build("raster", 9, 2))
     ),
     "groups whose rows keep their bits": _groups((8192, 2048, 8192), 4, promised=Numerics("rows")),
+    "a size that is a symbol": asked((SYMBOL, 512, 512)),
+    "a size that is a symbol, by name": asked((SYMBOL, 512, 512), options=Options("hopper")),
+    "a size that is a symbol, with a promise": asked((SYMBOL, 512, 512), promised=Numerics("rows")),
 }

@@ -4,7 +4,7 @@ import pytest
 
 from tests.planning import planned
 from tests.planning.drawn import DRAWN
-from tests.planning.products import ASKED, CONSIDERED
+from tests.planning.products import ASKED, CONSIDERED, PREDICTED
 
 
 @pytest.fixture
@@ -18,6 +18,11 @@ def said(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
 @pytest.mark.parametrize("name", CONSIDERED)
 def test_the_same_configs_are_considered(name, said) -> None:
     assert planned.considered(CONSIDERED[name]) == said["considered"][name]
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_same_is_predicted(name, said) -> None:
+    assert planned.predicted(PREDICTED[name]) == said["predicted"][name]
 
 
 @pytest.mark.parametrize("name", ASKED)
