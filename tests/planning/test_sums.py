@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from pallas_gemm import HopperConfig
-from pallas_gemm.call import Call, Numerics, Options
+from pallas_gemm.call import Call, GroupedCall, Numerics, Options
 from pallas_gemm.device import B200, H100, H200
 from pallas_gemm.planning import dispatch, numerics, tables
 from pallas_gemm.planning.architectures import ARCHITECTURES
@@ -288,3 +288,85 @@ def test_records_say_what_runs_without_a_promise_too() -> None:
     assert (by_xla.invariant, by_xla.by) == (None, "xla")
     assert str(by_xla) == "bfloat16 by XLA, which says nothing of its sums"
     assert sums(call(512, 512, jnp.float32), 9, 512, 512, jnp.float32).multiplied[0] == "tf32"
+
+
+def _of_groups(asked: Numerics | None, **fields: Any) -> GroupedCall:
+    return GroupedCall(jnp.bfloat16, options=Options(target=H200, numerics=asked), **fields)
+
+
+@pytest.mark.parametrize(("turned", "parts"), [(False, 4), (True, 1)])
+def test_groups_are_cut_by_the_columns_of_their_matrices(turned: bool, parts: int) -> None:
+    a = jax.ShapeDtypeStruct((100, 4096), jnp.bfloat16)
+    b = jax.ShapeDtypeStruct((3, 4096, 512), jnp.bfloat16)
+    own = numerics.resolved_groups(_of_groups(ROWS, transpose_b=turned), a, b)
+    assert own.options.parts == parts
+    assert numerics.resolved_groups(_of_groups(None), a, b).options.parts == 0
+    wide = dataclasses.replace(_of_groups(ROWS), out_dtype=np.dtype(np.float32))
+    deep = jax.ShapeDtypeStruct((100, 32768), jnp.bfloat16)
+    large = jax.ShapeDtypeStruct((3, 32768, 4096), jnp.bfloat16)
+    assert numerics.resolved_groups(wide, deep, large).options.parts == 8
+    assert numerics.resolved_groups(wide, deep, large, finished=True).options.parts == 1
+
+
+def test_sums_over_groups_are_the_same_in_every_run_and_have_no_chunks() -> None:
+    a = b = jax.ShapeDtypeStruct((100, 512), jnp.bfloat16)
+    own = numerics.resolved_groups(_of_groups(ROWS, contracted=True), a, b)
+    assert (own.options.numerics, own.options.parts) == (Numerics("run"), 0)
+    free = _of_groups(None, contracted=True)
+    assert numerics.resolved_groups(free, a, b) == free
+    in_chunks = _of_groups(Numerics("rows", chunk=64), contracted=True)
+    with pytest.raises(ValueError, match=r"no chunks.*numerics\(invariant='rows', chunk=64\)"):
+        numerics.resolved_groups(in_chunks, a, b)
+
+
+def test_sums_over_rows_are_cut_into_chunks() -> None:
+    own = Call(jnp.bfloat16, options=Options(numerics=Numerics("rows", part=512, chunk=256)))
+    found = numerics.over_rows(own, 4096, jnp.bfloat16)
+    assert (found.options.numerics, found.options.parts) == (Numerics("run", part=256), 16)
+    assert numerics.over_rows(own, 256, jnp.bfloat16).options.parts == 1
+    free = Call(jnp.bfloat16)
+    assert numerics.over_rows(free, 4096, jnp.bfloat16) == free
+
+
+@pytest.mark.parametrize(
+    ("problem", "asked"),
+    [
+        (Problem(64, 512, 8192), None),
+        (Problem(64, 512, 8192, parts=4), ROWS),
+        (Problem(64, 2048, 8192, parts=1), ROWS),
+        (Problem(64, 2048, 8192, parts=4), Numerics("run", part=2048)),
+        (Problem(64, 4096, 8192, out_dtype=np.float32, parts=2), ROWS),
+        (Problem(64, 4096, 8192, parts=2), Numerics("run", part=4096)),
+        (Problem(64, 512, 8192, parts=4, epilogue=EPILOGUES[3]), ROWS),
+        (Problem(64, 1024, 8192, parts=4, epilogue=EPILOGUES[3]), Numerics("run", part=2048)),
+    ],
+)
+def test_parts_of_a_problem_tell_what_asks_for_them(problem: Problem, asked: Any) -> None:
+    assert numerics.stating(problem) == asked
+
+
+def test_a_promise_that_is_stated_counts_before_that_of_a_block() -> None:
+    nothing = Numerics(None)
+    assert numerics.stated(Options()).numerics is None
+    assert numerics.stated(Options(numerics=nothing)).numerics is None
+    with numerics.STATED(ROWS):
+        assert numerics.stated(Options()).numerics == ROWS
+        assert numerics.stated(Options(numerics=Numerics("run"))).numerics == Numerics("run")
+        assert numerics.stated(Options(numerics=nothing)).numerics is None
+        with pytest.raises(ValueError, match=r"numerics\(invariant='rows'\).*: it is odd$"):
+            numerics.refuse("it is odd")
+        numerics.refuse("it is odd", nothing)
+    numerics.refuse("it is odd")
+    with pytest.raises(ValueError, match=r"\(invariant='run'\) is a promise.*: it is odd$"):
+        numerics.refuse("it is odd", Numerics("run"))
+    many = numerics.why_not_kept(ROWS, "it is odd", ["one", "two"])
+    assert many.endswith("computes this product: it is odd (one; two)")
+
+
+def test_what_xla_sums_up_is_known_by_its_product_alone() -> None:
+    own = sums(call(448, 512, asked=None), 5, 448, 512)
+    problem = Problem(5, 448, 512, transpose_b=True)
+    types = "bfloat16", "bfloat16"
+    assert own == Sums(
+        *(None, "xla", None, types, "float32", 0, (), Epilogue(), ("bfloat16",)), whole=problem
+    )
