@@ -99,10 +99,9 @@ VECTORS = {"bias": (N,), "row_scale": (M,), "col_scale": (N,), "residual": (M, N
     ],
     ids=lambda own: " ".join(own.parts),
 )
-@pytest.mark.parametrize("batch", ["", "ab"])
-def test_an_epilogue_is_its_formula(epilogue: Epilogue, batch: str) -> None:
+def test_an_epilogue_is_its_formula(epilogue: Epilogue) -> None:
     call = Call(F32, epilogue=epilogue)
-    a, b = factors(call, batch)
+    a, b = factors(call, "ab")
     shapes = VECTORS | {"alpha": (), "beta": (), "up_scale": (N,), "up_bias": (N,)}
     given = {name: numbers(*shapes[name], seed=7) for name in epilogue.operands}
     given |= {name: numbers(seed=3) * 0 + 3 for name in given if not shapes[name]}
@@ -372,7 +371,8 @@ def test_gated_groups_and_those_of_weights_with_scales() -> None:
     call = GroupedCall(F32, epilogue=Epilogue(gated=True))
     exactly(computed(xla_groups.by_tiles, call, a, b, up, counts), gated)
     # Products may be kept in another type.
-    short = xla_groups.finished(call, xla_groups._by_tiles, a, b, up, counts, dtype=BF16)
+    finished = functools.partial(xla_groups.finished, dtype=BF16)
+    short = jax.jit(lambda *x: finished(call, xla_groups._by_tiles, *x))(a, b, up, counts)
     each = [
         np.concatenate([product(a[rows], x[group], call) for group, rows in enumerate(own)])
         for x in (b, up)
@@ -399,7 +399,8 @@ def test_gated_groups_and_those_of_weights_with_scales() -> None:
     ],
 )
 def test_each_row_is_in_a_group(sizes: tuple[int, ...], found: list[int]) -> None:
-    assert xla_groups.group_of_rows(jnp.asarray(sizes, jnp.int32), 6).tolist() == found
+    of_rows = jax.jit(functools.partial(xla_groups.group_of_rows, rows=6))
+    assert of_rows(np.asarray(sizes, np.int32)).tolist() == found
 
 
 def test_what_a_row_takes_of_its_group_changes_with_it() -> None:
@@ -431,7 +432,7 @@ def test_a_program_runs_on_whole_arrays(kind: str, reduction: str, batch: str) -
     plus = Step(lax.add_p, (), (2, 1))
     results = (Result(3, F32, kind, reduction),)
     program = Program(1, F32, (Operand("mn", F32),), (times, plus), results)
-    [found] = xla_program.run(program, names, [total], [(own, "hj")])
+    [found] = jax.jit(lambda x, y: xla_program.run(program, names, [x], [(y, "hj")]))(total, own)
     expected = REDUCED[kind, reduction](3 * wide(total) + wide(own)[:, None])
     np.testing.assert_allclose(wide(found), np.stack(expected), rtol=1e-6)
 
