@@ -1,4 +1,4 @@
-"""What planning says of products, as text: three files beside this one.
+"""What planning says of products, as text: the text files beside this one.
 
 They are written anew on purpose alone, and the changed lines belong to the review of a change:
 
@@ -20,9 +20,12 @@ from pallas_gemm.planning.sums import Sums
 from pallas_gemm.problem import Problem
 from tests.planning.drawn import DRAWN
 from tests.planning.products import ASKED, CONSIDERED, PREDICTED, Asked, Considered, Predicted
+from tests.planning.swept import SWEPT, intervals
 
 HERE = pathlib.Path(__file__).parent
-FILES = {name: HERE / f"{name}.txt" for name in ("considered", "predicted", "decided", "drawn")}
+FILES = {
+    name: HERE / f"{name}.txt" for name in ("considered", "predicted", "decided", "drawn", "swept")
+}
 
 
 @functools.cache
@@ -42,6 +45,7 @@ def write_all() -> None:
         "considered": {name: considered(own) for name, own in CONSIDERED.items()},
         "predicted": {name: predicted(own) for name, own in PREDICTED.items()},
         "decided": {name: decided(own) for name, own in ASKED.items()},
+        "swept": {name: intervals(own) for name, own in SWEPT.items()},
         "drawn": {name: in_short(own) for name, own in DRAWN.items()},
     }
     for name, file in FILES.items():

@@ -209,9 +209,9 @@ def test_blocks_are_scaled(layout: str, epilogue: Epilogue) -> None:
 
 
 def test_scaled_factors_are_rounded_as_tensor_cores_read_them_where_the_result_is_short() -> None:
-    # 1 + 2**-12 has more bits than tf32, which has 10 after the first.
-    fine = jnp.full((1, 1), 1 + 2.0**-12, jnp.float32)
-    one = jnp.ones((1, 1), jnp.float32)
+    # One has as many bits as tf32, which has 10 after the first, and the other one more.
+    fine = jnp.asarray([[1 + 2.0**-10, 1 + 2.0**-11]], jnp.float32)
+    one = jnp.ones((2, 1), jnp.float32)
     own = Epilogue(col_blocks=True)
     for out, precision, kept in (
         (F32, (DEFAULT, DEFAULT), True),
@@ -221,7 +221,7 @@ def test_scaled_factors_are_rounded_as_tensor_cores_read_them_where_the_result_i
     ):
         call = Call(out, epilogue=own, precision=precision)
         ready, given = xla.scaled_factors(call, Operands(fine, one), lambda x: x, lambda x: x, None)
-        assert (given.a[0, 0] == fine[0, 0]) == kept
+        assert (given.a == fine)[0].tolist() == [True, kept]
         assert ready.precision == ((HIGHEST,) * 2 if kept else precision)
         assert not ready.epilogue.blocks
 
@@ -384,6 +384,8 @@ def test_gated_groups_and_those_of_weights_with_scales() -> None:
     few = b.astype(jnp.int8), counts, scale
     exactly(computed(xla_groups.by_tiles, call, a.astype(BF16), *few), both)
     alone = GroupedCall(F32)
+    _, given = xla_groups.as_matrices(alone, a.astype(BF16), b.astype(jnp.int8), counts)
+    assert [x.dtype for x in given] == [BF16, BF16, INT32]
     few_bits = computed(xla_groups.by_tiles, alone, a.astype(BF16), b.astype(jnp.int8), counts)
     each = wide(a[:3]) @ wide(b[0]), wide(a[3:8]) @ wide(b[2]), np.zeros((2, N))
     exactly(few_bits, np.concatenate(each))

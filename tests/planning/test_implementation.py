@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm.call import GroupedCall, Operands, Options, SumCall
+from pallas_gemm.call import GroupedCall, Numerics, Operands, Options, SumCall
+from pallas_gemm.computer import multiplying
 from pallas_gemm.planning import dispatch, implementation
 from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.planning.dispatch import Decision
@@ -209,3 +210,35 @@ def test_more_terms_are_nearer_to_the_product(precision: Any, most: float) -> No
     found = implementation.of(decision, own.call)(jnp.asarray(a), jnp.asarray(b))
     error = np.abs(_wide(found) - _wide(a) @ _wide(b).T) / (np.abs(a) @ np.abs(b).T)
     assert most / 128 < error.max() < most
+
+
+def test_the_simulator_keeps_no_promise_where_numpy_adds_up_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated = Options("interpret")
+    promised = asked((64, 512, 512), options=simulated, promised=Numerics("rows"))
+    free = asked((64, 512, 512), options=simulated)
+    given = []
+
+    def build(problem: Problem, config: Any, device: Any, interpret: Any) -> Any:
+        given.append(interpret)
+        return _kernel(problem)
+
+    def run(own: Asked) -> None:
+        decision = dispatch.decide(own.call, own.signature)
+        assert decision.plan is not None
+        kind = dataclasses.replace(decision.plan.architecture, build=build)
+        plan = dataclasses.replace(decision.plan, architecture=kind)
+        implementation.of(dataclasses.replace(decision, plan=plan), own.call)
+
+    for alike in (True, False):
+        monkeypatch.setattr(multiplying, "adds_up_alike", lambda alike=alike: alike)
+        run(free)
+        if alike:
+            run(promised)
+    with pytest.raises(ValueError, match=r"numerics\(invariant='rows'\).*does not add up alike"):
+        run(promised)
+    assert [type(x).__name__ for x in given] == ["InterpretGPUParams"] * 3
+    run_on_gpu = asked((64, 512, 512), options=NAMED, promised=Numerics("rows"))
+    run(run_on_gpu)
+    assert given[-1] is False

@@ -5,6 +5,7 @@ import pytest
 from tests.planning import planned
 from tests.planning.drawn import DRAWN
 from tests.planning.products import ASKED, CONSIDERED, PREDICTED
+from tests.planning.swept import SWEPT, intervals
 
 TEN = 10
 """Products of a test: with one each, to begin and end tests took longer than they do."""
@@ -31,6 +32,11 @@ def test_the_same_is_predicted(name, said) -> None:
 @pytest.mark.parametrize("name", ASKED)
 def test_the_same_is_decided(name, said) -> None:
     assert planned.decided(ASKED[name]) == said["decided"][name]
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_answers_change_at_the_same_sizes(name, said) -> None:
+    assert intervals(SWEPT[name]) == said["swept"][name]
 
 
 @pytest.mark.parametrize("first", range(0, len(DRAWN), TEN))

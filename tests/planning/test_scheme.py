@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 
 from pallas_gemm import explain, gemm, target
-from pallas_gemm.call import Call
+from pallas_gemm.call import Call, GroupedCall
 from pallas_gemm.device import H200
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.scheme import HIGHEST, SHORTEST_SUM, Scheme
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
 from tests import reference
 
 PRESET, MOST = lax.DotAlgorithmPreset, lax.Precision.HIGHEST
@@ -285,3 +285,69 @@ def test_three_products_of_tf32_are_xlas_where_it_is_faster(
     with target("h200"):
         found = explain(lambda a, b: gemm(a, b, precision="TF32_TF32_F32_X3"), a, b)
     assert (found.implementation == "hopper") is ours
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("BF16_BF16_F32_X3", 7), ("BF16_BF16_F32_X9", 7), ("TF32_TF32_F32_X3", 10)]
+)
+def test_arrays_have_as_many_bits_as_are_multiplied(name: str, bits: int) -> None:
+    own = SPLITS[name]
+    assert own is not None
+    # As many bits as one array has, and one more.
+    x = jnp.asarray([1 + 2.0**-bits, 1 + 2.0 ** -(bits + 1)], jnp.float32)
+    first, second, *_ = own.arrays(x)
+    assert first.dtype == own.dtype
+    assert first.tolist() == [1 + 2.0**-bits, 1]
+    assert second.tolist() == [0, 2.0 ** -(bits + 1)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtypes", "groups", "found"),
+    [
+        (DEFAULT, {BF16, F32}, False, {BF16, F32}),
+        (None, {BF16, F32}, False, {BF16, F32}),
+        (PRESET.DEFAULT, {BF16, F32}, False, {BF16, F32}),
+        (DEFAULT, {BF16, F32}, True, {F32}),
+        (None, {BF16, F32}, True, {F32}),
+        (PRESET.DEFAULT, {BF16, F32}, True, {F32}),
+        ((MOST, MOST), {BF16, F32}, False, {BF16}),
+        (PRESET.BF16_BF16_F32, {BF16, F32}, False, {BF16}),
+        (PRESET.F16_F16_F32, {F16, F32}, False, {F16}),
+        (PRESET.BF16_BF16_F32, {F32}, True, {F32}),
+        (PRESET.F32_F32_F32, {BF16, F32}, True, {BF16, F32}),
+        (DEFAULT, {BF16, E4M3}, True, {BF16, E4M3}),
+    ],
+    ids=str,
+)
+def test_operands_of_two_types_are_cast_where_a_kernel_multiplies_one(
+    precision: Any, dtypes: Any, groups: bool, found: Any
+) -> None:
+    assert schemes.multiplied(precision, dtypes, groups=groups) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "types", "found"),
+    [
+        ({}, PRESET.BF16_BF16_F32_X3, (F32, F32), (3, True)),
+        ({}, PRESET.BF16_BF16_F32_X6, (F32, F32), None),
+        ({}, PRESET.TF32_TF32_F32_X3, (F32, F32), None),
+        ({}, PRESET.BF16_BF16_F32, (F32, F32), (0, False)),
+        ({}, DEFAULT, (F32, F32), None),
+        ({}, DEFAULT, (BF16, F32), (0, False)),
+        ({"epilogue": Epilogue(bias=True)}, PRESET.BF16_BF16_F32_X3, (F32, F32), None),
+        ({"contracted": True}, DEFAULT, (F32, F32), (3, True)),
+        ({"contracted": True}, None, (F32, BF16), (3, True)),
+        ({"contracted": True}, PRESET.DEFAULT, (F32, F32), (3, True)),
+        ({"contracted": True}, PRESET.TF32_TF32_F32, (F32, F32), (3, True)),
+        ({"contracted": True}, (MOST, MOST), (F32, F32), None),
+        ({"contracted": True}, DEFAULT, (BF16, BF16), None),
+        ({"contracted": True}, DEFAULT, (E4M3, F32), None),
+    ],
+    ids=str,
+)
+def test_products_of_groups_have_schemes_of_their_own(
+    fields: Any, precision: Any, types: Any, found: Any
+) -> None:
+    call = GroupedCall(F32, precision=precision, **fields)
+    own = schemes.of_call(call, (((64, 64), types[0]), ((64, 64), types[1])))
+    assert (own and (len(own.terms), own.apart)) == found
