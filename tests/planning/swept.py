@@ -12,13 +12,14 @@ from pallas_gemm.planning import bands, dispatch, heuristics, numerics
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.planning.candidates import blackwell, cuts, hopper, partial, widened
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Epilogue, Problem
 from tests.planning.products import (
     BF16,
     BYTES,
     E4M3,
     F32,
     HIGHEST,
+    HOPPER,
     PRESET,
     SINGLES,
     SWIGLU,
@@ -103,6 +104,21 @@ def _order(problem: Problem, config: HopperConfig) -> str:
 
 def _ctas(problem: Problem, config: HopperConfig) -> int:
     return heuristics.balanced_ctas(problem, config, H200)
+
+
+def _best(size: str, **fields: Any) -> Callable[[int], str]:
+    """Returns the function that says which tile a product of a size has, and how it is stored."""
+    problem = Problem(**{"m": 4096, "n": 4096, "k": 1024, "transpose_b": True} | fields)
+
+    def said(value: int) -> str:
+        best = heuristics.best(dataclasses.replace(problem, **{size: value}), H200, HOPPER)
+        if not isinstance(best, HopperConfig):
+            return "none"
+        names = ("stages", "store_columns", "store_slots", "late_store", "pingpong", "mirrored")
+        own = ", ".join(f"{name}={getattr(best, name)}" for name in names)
+        return f"{best.tile[0]} x {best.tile[1]}, {own}, cut by {best.split_k}"
+
+    return said
 
 
 def _last(problem: Problem, tile: tuple[int, int]) -> Any:
@@ -194,11 +210,26 @@ SWEPT: Mapping[str, Swept] = {
     "rows of a large group": Swept(_of(widened._groups, "m", groups=8), range(1, 400, 3)),
     "persistence by k": Swept(
         lambda k: blackwell._persistence(Problem(8192, 8192, k), BlackwellConfig(), B200),
-        range(64, 2048, 64),
+        range(64, 2048, 2),
     ),
     "persistence by tiles": Swept(
         lambda m: blackwell._persistence(Problem(m, 4096, 4096), BlackwellConfig(), B200),
         range(256, 8192, 256),
+    ),
+    "tiles by k": Swept(_best("k"), (64, 128, 192, 256, 448, 504, 512, 768, 4096)),
+    "tiles with a residual by k": Swept(
+        _best("k", epilogue=Epilogue(residual=True)), (64, 128, 192, 512, 960, 1024, 4096)
+    ),
+    "tiles of float32 results by k": Swept(
+        _best("k", out_dtype=F32), (64, 128, 192, 512, 960, 1024, 4096)
+    ),
+    "tiles of symmetric results by k": Swept(
+        _best("k", symmetric="gram"), (64, 128, 192, 512, 960, 1024, 4096)
+    ),
+    "tiles by rows": Swept(_best("m"), (1, 16, 17, 64, 65, 96, 128, 192, 256, 448, 512, 1000)),
+    "tiles by columns": Swept(_best("n"), (8, 16, 24, 32, 64, 72, 96, 128, 192, 256, 448, 520)),
+    "tiles of groups by groups": Swept(
+        _best("groups", m=8192, n=2048), (1, 2, 16, 32, 63, 64, 65, 128)
     ),
     # What multiplies.
     "HIGHEST by k": Swept(_scheme(precision=HIGHEST), range(64, 4096, 64)),
