@@ -425,6 +425,7 @@ ASKED: Mapping[str, Asked] = {
     "an order of many grids": asked(
         (512, 768, 4096), options=Options(schedule=build("raster", 9, 2))
     ),
+    "an order of few grids": asked((16, 24, 64), options=Options(schedule=build("raster", 9, 2))),
     "groups whose rows keep their bits": _groups((8192, 2048, 8192), 4, promised=Numerics("rows")),
     "a size that is a symbol": asked((SYMBOL, 512, 512)),
     "a size that is a symbol, by name": asked((SYMBOL, 512, 512), options=Options("hopper")),
