@@ -1,7 +1,7 @@
 """How many arrivals complete each barrier of the kernels, derived from who takes part.
 
-Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it. The counts
-here are per CTA. `empty_arrivals_in_cluster` states the product, which the tests check.
+Mosaic multiplies the count of a cluster barrier by the number of CTAs that arrive on it: those in
+the same row or column of the cluster. The counts here are per CTA, and the tests check the product.
 """
 
 
@@ -13,12 +13,6 @@ def full_arrivals(copies_per_slot: int) -> int:
 def empty_arrivals(consumers: int, *, pingpong: bool) -> int:
     """One thread of each consumer that reads a slot; ping-pong consumers read different slots."""
     return 1 if pingpong else consumers
-
-
-def empty_arrivals_in_cluster(per_cta: int, cluster: tuple[int, int]) -> int:
-    """All CTAs that share a slot's operands: those in the same cluster row or cluster column."""
-    rows, cols = cluster
-    return per_cta * (rows + cols - 1)
 
 
 def masked_arrivals(consumers: int) -> int:

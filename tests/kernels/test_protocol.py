@@ -77,7 +77,8 @@ class Kernel:
     @property
     def empty_count(self) -> int:
         per_cta = protocol.empty_arrivals(self.consumers, pingpong=self.pingpong)
-        return protocol.empty_arrivals_in_cluster(per_cta, self.cluster) + self.empty_error
+        # All CTAs that share a slot's operands: those in the same cluster row or cluster column.
+        return per_cta * (sum(self.cluster) - 1) + self.empty_error
 
     @property
     def ctas(self) -> list[Cta]:

@@ -616,7 +616,7 @@ def barriers_are_made_with_the_counts_of_the_protocol(modes):
     for name, found in modes.items():
         plan = plan_of(name)
         config = plan.config
-        empty = protocol.empty_arrivals_in_cluster(plan.empty_arrivals, config.cluster)
+        empty = plan.empty_arrivals * (sum(config.cluster) - 1)
         # All 128 threads of a warpgroup arrive on a barrier of one CTA.
         expected = [128 * plan.full_arrivals, empty] * config.ring_barriers
         expected += [128 * protocol.baton_arrivals()] * (config.consumers if config.pingpong else 0)
