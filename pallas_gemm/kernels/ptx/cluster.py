@@ -9,21 +9,16 @@ A CTA is sent sums for one of its tiles at most: a barrier is used once.
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx import sums
-from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, Ptx
+from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, Ptx, address_of
+from pallas_gemm.kernels.ptx.sums import AT_ONCE, LAYOUT, LINE
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
-LAYOUT = plgpu.Layout.WGMMA
-_ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-AT_ONCE = 4
-"""Registers that a thread stores or loads at once."""
-LINE = 4 * AT_ONCE * WARPGROUP_THREADS
-"""Bytes of that, of all threads."""
 BARRIER_WORDS = 2
 _BARRIER_BYTES = 4 * BARRIER_WORDS
 _BEGUN = Ptx("barrier.cluster.wait.aligned;", convergent=True)
@@ -75,7 +70,7 @@ def send(total: Values, apart: Ref, barriers: Ref, me: Scalar, to: Scalar, place
         me, to, place = (x.registers.item() for x in numbers)
         start = _of_consumer(apart, me, lines * LINE)
         start = run(f"mad.lo.u32 $0, $1, {consumers * lines * LINE}, $2;", place, start)
-        values = sums.values_of(total.to_layout(_ACC).registers)
+        values = sums.values_of(sums.registers_of(total))
         stores = "".join(
             "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
             f" [there + {i // AT_ONCE * LINE}],"
@@ -115,13 +110,11 @@ def with_others(total: Values, apart: Ref, barriers: Ref, me: Scalar, awaited: S
     def inline(_: Any, total: Values, apart: Ref, barriers: Ref, *numbers: Any) -> Any:
         me, awaited = (x.registers.item() for x in numbers)
         _await(_of_consumer(barriers, me, _BARRIER_BYTES), awaited, lines * LINE)
-        acc = total.to_layout(_ACC)
-        registers, start = acc.registers, _of_consumer(apart, me, lines * LINE)
+        registers, start = sums.registers_of(total), _of_consumer(apart, me, lines * LINE)
         for place in range(places):
             at = _of_thread(run(f"add.u32 $0, $1, {place * consumers * lines * LINE};", start))
             registers = _with_another(registers, at, place, awaited)
-        kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
-        return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
+        return sums.array_of(registers)
 
     return inline(total, apart, barriers, me, awaited)
 
@@ -147,9 +140,7 @@ def _await(barrier: Register, awaited: Register, size: int) -> None:
 
 def _of_consumer(ref: Any, me: Register, size: int) -> Register:
     """Where what a consumer has of an array in shared memory begins, if each has that size."""
-    word = utils.ir.IntegerType.get_signless(32)
-    base = utils.llvm.ptrtoint(word, utils.memref_ptr(ref))
-    return run(f"mad.lo.u32 $0, $1, {size}, $2;", me, base)
+    return run(f"mad.lo.u32 $0, $1, {size}, $2;", me, address_of(ref))
 
 
 def _of_thread(start: Register) -> Register:

@@ -24,13 +24,12 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_DEPTH, WGMMA_R
 from pallas_gemm.kernels.ptx import small, sums, weights, widen
 from pallas_gemm.kernels.ptx.form import BATCH, FEW_COLUMNS, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, address_of
+from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.ptx.widen import Register
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
-LAYOUT = plgpu.Layout.WGMMA
-NUMBER = plgpu.Layout.WG_SPLAT
 OF_THREADS = plgpu.Layout.WG_STRIDED((WARPGROUP_THREADS,), vec_size=1)
 """A word of each thread."""
 
@@ -100,9 +99,8 @@ def add_step(
     @plgpu.inline_mgpu(arg_types=kinds, return_type=like)
     def inline(_: Any, *given: Any) -> Any:
         slots, own, total = given[: len(refs)], given[len(refs) : -1], given[-1]
-        step = Step(form, [address(slot) for slot in slots], [word(x) for x in own])
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        registers = acc.registers.copy()
+        step = Step(form, [address_of(slot) for slot in slots], [word(x) for x in own])
+        registers = sums.registers_of(total).copy()
         for top in range(form.rows // WGMMA_ROWS):
             step.sums.append(registers[top : top + 1])
         # A register of a group's sums has any value before its first WGMMA.
@@ -110,8 +108,7 @@ def add_step(
         step.emit()
         for top, own in enumerate(step.sums):
             registers[top : top + 1] = own
-        kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
-        return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
+        return sums.array_of(registers)
 
     return inline(*refs, *own, total)
 
@@ -179,12 +176,6 @@ def word(values: Any) -> Register:
     """The word of each thread, of an array that has one for each."""
     (own,) = values.registers.flat
     return utils.bitcast(own, utils.ir.IntegerType.get_signless(32))
-
-
-def address(ref: Any) -> Register:
-    """Where something lies in shared memory."""
-    word = utils.ir.IntegerType.get_signless(32)
-    return utils.llvm.ptrtoint(word, utils.memref_ptr(ref))
 
 
 class Step:

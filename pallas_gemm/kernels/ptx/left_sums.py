@@ -2,21 +2,14 @@
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx import sums
 from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.sums import AT_ONCE, LAYOUT, LINE
 from pallas_gemm.kernels.ptx.widen import run
 from pallas_gemm.kernels.traced import Ref, Values
-
-LAYOUT = plgpu.Layout.WGMMA
-_ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-AT_ONCE = 4
-"""Registers that a thread stores or loads at once."""
-LINE = 4 * AT_ONCE * WARPGROUP_THREADS
-"""Bytes of that, of all threads."""
 
 
 def _place(left: Any) -> list[Any]:
@@ -31,7 +24,7 @@ def leave(total: Values, left: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
     def inline(_: Any, total: Values, left: Ref) -> None:
-        values = sums.values_of(total.to_layout(_ACC).registers)
+        values = sums.values_of(sums.registers_of(total))
         stores = "".join(
             f"st.global.v4.f32 [there+{i // AT_ONCE * LINE}],"
             f" {{${i + 2}, ${i + 3}, ${i + 4}, ${i + 5}}};"
@@ -62,8 +55,8 @@ def with_left(total: Values, left: Ref) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=like)
     def inline(_: Any, total: Values, left: Ref) -> Any:
-        acc = total.to_layout(_ACC)
-        count = acc.registers.size
+        registers = sums.registers_of(total)
+        count = registers.size
         adds = "".join(
             f"ld.global.v4.f32 {{x0, x1, x2, x3}}, [there+{i // AT_ONCE * LINE}];"
             + "".join(f"add.f32 ${i + j}, ${count + i + j}, x{j};" for j in range(AT_ONCE))
@@ -73,10 +66,9 @@ def with_left(total: Values, left: Ref) -> Any:
             "{ .reg .b64 there; .reg .f32 x<4>;"
             f" cvt.u64.u32 there, ${2 * count + 1}; add.u64 there, there, ${2 * count}; {adds} }}"
         )
-        given = [*sums.values_of(acc.registers), *_place(left)]
-        registers = sums.added(acc.registers, text, given, [*map(str, range(count)), "l", "r"])
-        kept = {"_registers": registers, "_layout": acc.layout, "_is_signed": None}
-        return fragmented_array.FragmentedArray(**kept).to_layout(total.layout)
+        given = [*sums.values_of(registers), *_place(left)]
+        constraints = [*map(str, range(count)), "l", "r"]
+        return sums.array_of(sums.added(registers, text, given, constraints))
 
     return inline(total, left)
 

@@ -112,3 +112,9 @@ class Emitted(NamedTuple):
 def word_of(value: Any) -> Any:
     """The register of a number that all threads have."""
     return value.registers.item()
+
+
+def address_of(ref: Any) -> Any:
+    """The register of where something lies in shared memory."""
+    word = utils.ir.IntegerType.get_signless(32)
+    return utils.llvm.ptrtoint(word, utils.memref_ptr(ref))

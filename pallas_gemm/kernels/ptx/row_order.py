@@ -7,13 +7,13 @@ its own, its threads exchange them. Else all threads of the warpgroup do, in sha
 from typing import Any
 
 import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx.form import MOST_COLUMNS, Form
-from pallas_gemm.kernels.ptx.fragments import LAYOUT, address
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import Operation, address_of
+from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Values
 
@@ -25,16 +25,13 @@ def in_order(total: Values) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=like)
     def inline(_: Any, total: Values) -> Any:
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
         # Of 64 rows and 8 columns, a thread has four sums: two columns of one row, then of another.
-        registers = acc.registers.copy()
+        registers = registers_of(total).copy()
         flat = registers.reshape(-1, 2, 2)
         for block in flat:
             for column in range(2):
                 block[:, column] = _exchanged(*block[:, column])
-        kept = {"_registers": flat.reshape(registers.shape), "_layout": acc.layout}
-        ordered = fragmented_array.FragmentedArray(**kept, _is_signed=None)
-        return ordered.to_layout(total.layout)
+        return array_of(flat.reshape(registers.shape))
 
     return inline(total)
 
@@ -91,17 +88,14 @@ def across_warps(total: Values, scratch: Ref, form: Form) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=like)
     def inline(_: Any, total: Values, scratch: Ref) -> Any:
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-        registers = acc.registers.copy()
+        registers = registers_of(total).copy()
         # Of each 64 rows and 8 columns: two columns of one row, then of another.
-        sums = registers.reshape(-1, form.tops_of_line, form.cols // 8, 2, 2)
-        for number, own in enumerate(sums):
+        lines = registers.reshape(-1, form.tops_of_line, form.cols // 8, 2, 2)
+        for number, own in enumerate(lines):
             if number:
                 utils.warpgroup_barrier()
-            exchange(own, address(scratch), form)
-        kept = {"_registers": sums.reshape(registers.shape), "_layout": acc.layout}
-        ordered = fragmented_array.FragmentedArray(**kept, _is_signed=None)
-        return ordered.to_layout(total.layout)
+            exchange(own, address_of(scratch), form)
+        return array_of(lines.reshape(registers.shape))
 
     return inline(total, scratch)
 

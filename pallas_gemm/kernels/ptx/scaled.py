@@ -18,10 +18,10 @@ from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import turns
 from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
+from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
 
-LAYOUT = plgpu.Layout.WGMMA
 ROWS, COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 ATOMS = WGMMA_ROWS // smem.ATOM_ROWS
 DEPTH_BYTES = 32
@@ -167,32 +167,19 @@ def add_step(
     @plgpu.inline_mgpu(arg_types=(*types, *(kind for _, kind in given)), return_type=out)
     def inline(_: Any, total: Values, *others: Any) -> Any:
         left = iter(others)
-        last = [_in_order(next(left)) for _ in spare]
-        registers = list(last[0].registers.flat) if last else []
+        registers = [x for _ in spare for x in registers_of(next(left)).flat]
         registers = [vector.extract(x, [], [0]) for x in registers]
         own = turn and turn._replace(me=word_of(next(left)))
         a, parts = next(left), [next(left) for _ in b]
-        acc = _in_order(total)
-        sums = acc.registers.copy()
+        sums = registers_of(total).copy()
         for block in blocks:
             registers = _add(sums, a, parts, block.within(left), registers, own)
         one = utils.ir.VectorType.get((1,), utils.ir.F32Type.get())
         product = np.array([vector.broadcast(one, x) for x in registers], dtype=object)
         product = product.reshape((1, shapes[1][1] // 8, *sums.shape[2:]))
-        return [_back(x, acc.layout, total.layout) for x in (sums, product)]
+        return [array_of(sums), array_of(product)]
 
     return inline(total, *spare, *numbers, a, *b, *(x for x, _ in given))
-
-
-def _in_order(values: Any) -> Any:
-    """Lays values out as WGMMA adds to them: a register for each."""
-    return values.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-
-
-def _back(registers: Any, layout: Any, wanted: Any) -> Any:
-    return fragmented_array.FragmentedArray(
-        _registers=registers, _layout=layout, _is_signed=None
-    ).to_layout(wanted)
 
 
 @add_step.meaning

@@ -4,9 +4,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx.widen import Register
+
+LAYOUT = plgpu.Layout.WGMMA
+ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+"""The same, with a register for each number: as WGMMA adds to them."""
+AT_ONCE = 4
+"""Registers that a thread stores or loads at once, where CTAs share sums."""
+LINE = 4 * AT_ONCE * WARPGROUP_THREADS
+"""Bytes of that, of all threads."""
+
+
+def registers_of(total: Any) -> Any:
+    """The registers of sums that lie as `LAYOUT`, one for each number."""
+    return total.to_layout(ACC).registers
+
+
+def array_of(registers: Any) -> Any:
+    """The sums that lie as `LAYOUT`, of such registers."""
+    acc = fragmented_array.FragmentedArray(_registers=registers, _layout=ACC, _is_signed=None)
+    return acc.to_layout(LAYOUT.to_mgpu())
 
 
 def values_of(sums: Any) -> list[Any]:

@@ -4,17 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import Operation, address_of
+from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.ptx.widen import Register
 from pallas_gemm.kernels.traced import Ref, Values
-
-LAYOUT = plgpu.Layout.WGMMA
-ACC = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 
 
 @Operation
@@ -24,7 +22,7 @@ def write(slot: Ref, values: Values) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def inline(_: Any, slot: Ref, values: Values) -> None:
         start = _place_of_thread(slot, values.mlir_dtype.width // 8)
-        for number, x in enumerate(values.to_layout(ACC).registers.flat):
+        for number, x in enumerate(registers_of(values).flat):
             word = utils.bitcast(x, utils.ir.IntegerType.get_signless(32))
             utils.inline_ptx(
                 f"st.shared.b32 [$0+{4 * _offset(number)}], $1;", start, word, has_side_effects=True
@@ -56,8 +54,7 @@ def read(slot: Ref) -> Values:
             word = word if size == 4 else widen.scale(word, kind, widen.F32)
             vector = llvm.mlir_undef(ir.VectorType.get((1,), single))
             registers.flat[number] = llvm.insertelement(vector, utils.bitcast(word, single), zero)
-        kept = {"_registers": registers, "_layout": ACC, "_is_signed": None}
-        return fragmented_array.FragmentedArray(**kept).to_layout(LAYOUT.to_mgpu())
+        return array_of(registers)
 
     return inline(slot)
 
@@ -69,14 +66,12 @@ def _(slot: Ref) -> Values:
 
 def _place_of_thread(slot: Ref, size: int) -> Register:
     """Where the first element of a thread lies, of this many bytes each."""
-    word = utils.ir.IntegerType.get_signless(32)
-    start = utils.llvm.ptrtoint(word, utils.memref_ptr(slot))
     return widen.run(
         "{ .reg .b32 lane, warp; mov.u32 lane, %tid.x; shr.b32 warp, lane, 5;"
         " and.b32 warp, warp, 3; and.b32 lane, lane, 31; shr.b32 $0, lane, 2;"
         f" mad.lo.u32 $0, warp, 16, $0; mad.lo.u32 $0, $0, {size}, $1; and.b32 lane, lane, 3;"
         f" mad.lo.u32 $0, lane, {2 * size * WGMMA_ROWS}, $0; }}",
-        start,
+        address_of(slot),
     )
 
 

@@ -19,12 +19,12 @@ from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
 
 TILED = smem.tile_transforms(ATOM_BYTES, jnp.bfloat16)
 """How a slot lies in shared memory: atoms of 8 rows of a panel."""
-LAYOUT = plgpu.Layout.WGMMA
 
 
 @Operation
@@ -35,7 +35,7 @@ def add_part(total: Values, b: Any, panels: Sequence[Any]) -> Any:
         arg_types=(LAYOUT, *(1 + len(panels)) * (plgpu.RefType(TILED),)), return_type=_like(total)
     )
     def inline(_: Any, total: Values, b: Any, *panels: Any) -> Any:
-        acc = total.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+        acc = total.to_layout(ACC)
         turned = [utils.memref_transpose(panel, (1, 0, 3, 2)) for panel in panels]
         done = _issue(acc, turned, b)
         utils.nvvm.wgmma_wait_group_sync_aligned(0)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_DEPTH
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, address_of, word_of
 from pallas_gemm.kernels.ptx.wgmma import TILED
 from pallas_gemm.kernels.smem import ATOM_BYTES, ATOM_ROWS, tile_transforms
 from pallas_gemm.kernels.traced import Ref
@@ -54,9 +54,7 @@ def zero(ref: Ref, part: Any, rows: Rows) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), NUMBER, NUMBER, NUMBER))
     def inline(_: Any, ref: Ref, *numbers: Any) -> None:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        address = utils.llvm.ptrtoint(int32, utils.memref_ptr(ref))
-        utils.inline_ptx(program, address, *map(word_of, numbers), has_side_effects=True)
+        utils.inline_ptx(program, address_of(ref), *map(word_of, numbers), has_side_effects=True)
 
     inline(ref, part, *rows)
 
@@ -113,9 +111,7 @@ def zero_columns(ref: Ref, columns: Rows) -> None:
 
     @plgpu.inline_mgpu(arg_types=(tiled, NUMBER, NUMBER))
     def inline(_: Any, ref: Ref, *numbers: Any) -> None:
-        int32 = utils.ir.IntegerType.get_signless(32)
-        address = utils.llvm.ptrtoint(int32, utils.memref_ptr(ref))
-        utils.inline_ptx(program, address, *map(word_of, numbers), has_side_effects=True)
+        utils.inline_ptx(program, address_of(ref), *map(word_of, numbers), has_side_effects=True)
 
     inline(ref, *columns)
 

@@ -30,9 +30,9 @@ from pallas_gemm.kernels.hopper.dense.load import Target
 from pallas_gemm.kernels.hopper.dense.product import Product
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, prefetch, scaled, turns
+from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.traced import Scalar, Values
 
-LAYOUT = plgpu.Layout.WGMMA
 SECTOR_BYTES = 32
 """The part of a line that the L1 fetches."""
 

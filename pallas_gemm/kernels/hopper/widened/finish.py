@@ -20,16 +20,8 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import group_rows
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.ptx import (
-    arrays,
-    cluster,
-    fences,
-    fragments,
-    left_sums,
-    row_order,
-    turned,
-    words,
-)
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, left_sums, row_order, turned, words
+from pallas_gemm.kernels.ptx.sums import AT_ONCE, LAYOUT
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -41,8 +33,8 @@ def widths(plan: WidenedPlan) -> tuple[int, ...]:
 def apart_shape(plan: WidenedPlan) -> tuple[int, ...]:
     """The shape of the sums that other CTAs of the cluster hand over, of each thread its own."""
     config = plan.config
-    lines = config.sum_registers // cluster.AT_ONCE
-    return (plan.most_awaited, config.consumers, lines, WARPGROUP_THREADS, cluster.AT_ONCE)
+    lines = config.sum_registers // AT_ONCE
+    return (plan.most_awaited, config.consumers, lines, WARPGROUP_THREADS, AT_ONCE)
 
 
 def join_and_store(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Values) -> None:
@@ -122,7 +114,7 @@ def _join_steps(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Value
     def _hand_over() -> None:
         if taken is not None:
             pl.when(before > 0)(lambda: plgpu.barrier_wait(taken.at[me]))
-        arrays.write_blocks(plan, cta.slots.joined.at[part - 1, me], total, fragments.LAYOUT)
+        arrays.write_blocks(plan, cta.slots.joined.at[part - 1, me], total, LAYOUT)
         plgpu.commit_smem()
         plgpu.barrier_arrive(joined)
 
@@ -130,7 +122,7 @@ def _join_steps(cta: Any, me: Scalar, part: Scalar, before: Scalar, total: Value
         plgpu.barrier_wait(joined)
         for other in range(plan.config.along_k - 1):
             own = cta.slots.joined.at[other, me]
-            total += arrays.read_blocks(plan, own, total.dtype, fragments.LAYOUT)
+            total += arrays.read_blocks(plan, own, total.dtype, LAYOUT)
         if taken is not None:
             fences.after_loads(plan)
             plgpu.barrier_arrive(taken.at[me])
@@ -148,13 +140,11 @@ def store(cta: Any, me: Scalar, total: Values) -> None:
         for x in chunks
         for first in range(0, plan.form.rows, beyond)
     ]
-    parts = itertools.batched(
-        arrays.taken_apart(plan, total, places, fragments.LAYOUT), plan.problem.sums
-    )
+    parts = itertools.batched(arrays.taken_apart(plan, total, places, LAYOUT), plan.problem.sums)
     for number, (chunk, sums) in enumerate(zip(chunks, parts, strict=True)):
         cols = at.col + chunk.col, chunk.cols
         row = at.row + me * beyond + chunk.row
-        strip = epilogue.Strip(at.product, (row, chunk.rows), cols, fragments.LAYOUT)
+        strip = epilogue.Strip(at.product, (row, chunk.rows), cols, LAYOUT)
         if plan.problem.loaded_dtypes:
             plgpu.barrier_wait(cta.barriers.loaded.at[_loaded_slot(plan, me, number)])
         read = functools.partial(_read, cta, me, number, chunk)
@@ -169,7 +159,7 @@ def store_zeros(cta: Any, me: Scalar) -> None:
     plan = cta.plan
     for number, chunk in enumerate(_chunks(plan)):
         nothing = [jnp.zeros((chunk.rows, chunk.cols), x) for x in plan.problem.result_dtypes]
-        values = [arrays.in_registers(plan, x, fragments.LAYOUT) for x in nothing]
+        values = [arrays.in_registers(plan, x, LAYOUT) for x in nothing]
         _put(cta, me, number, chunk, values)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -44,6 +44,7 @@ from pallas_gemm.kernels.hopper.widened import finish, walk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, widen
+from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
 
@@ -234,8 +235,8 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
         stores = finish.is_stored(cta, part)
         pl.when(stores)(lambda: finish.fetch_first(cta, me))
     zeros = jnp.zeros((form.rows, form.cols), jnp.float32)
-    total = arrays.in_registers(plan, zeros, fragments.LAYOUT)
-    total = arrays.fenced(plan, total, fragments.LAYOUT)
+    total = arrays.in_registers(plan, zeros, LAYOUT)
+    total = arrays.fenced(plan, total, LAYOUT)
     first = lax.rem(part + parts - lax.rem(before, parts), parts)
     own = fragments.places(plan, me, form)
 
@@ -257,7 +258,7 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     begin = lax.rem(before + first, stages)
     total, _, last = lax.fori_loop(0, count, one_step, (total, begin, begin))
     plgpu.wgmma_wait(0)
-    total = arrays.fenced(plan, total, fragments.LAYOUT)
+    total = arrays.fenced(plan, total, LAYOUT)
     total = total * float(form.part) if form.part > 1 else total
     if not form.scales_sums:
         # A piece of a tile may have fewer steps than there are parts.
