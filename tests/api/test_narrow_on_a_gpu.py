@@ -16,7 +16,42 @@ from tests.quantized import assert_quantized
 
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
 SIZES = [(128, 256, 256), (300, 528, 1152), (5, 640, 1024), (1, 1024, 4096)]
+IN_CLUSTERS: list[tuple[int, int, dict[str, Any]]] = [
+    (5, 40, {"ctas_along_k": 8, "along_k": 2, "stages": 4}),
+    (9, 40, {"ctas_along_k": 4, "step": 64}),
+    (1, 148, {"ctas_along_k": 4, "stages": 8, "step": 64}),
+    (40, 86, {"ctas_along_k": 4, "along_k": 2, "stages": 4}),
+    (64, 80, {"ctas_along_k": 3, "along_k": 1, "stages": 2}),
+    (16, 70, {"ctas_along_k": 2, "along_k": 3, "stages": 6}),
+    (128, 40, {"ctas_along_k": 4, "along_k": 1, "stages": 3, "tile": (128, 64)}),
+    (200, 35, {"ctas_along_k": 3, "along_k": 1, "stages": 2, "tile": (128, 96), "step": 64}),
+]
+"""Rows, tiles of columns, and how CTAs of a cluster share them, of int4 and of int8."""
+BY_ALL: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 64, {}),
+    (9, 3, {"along_k": 2, "stages": 8}),
+    (16, 200, {"along_k": 3, "stages": 9}),
+    (40, 86, {"along_k": 2, "stages": 4}),
+    (64, 22, {"tile": (256, 64), "consumers": 2, "step": 64}),
+    (100, 20, {}),
+    (128, 40, {"stages": 3}),
+    (200, 35, {"along_k": 1, "tile": (128, 96), "step": 64}),
+    (128, 40, {"stages": 3, "ctas": 7}),
+]
+"""Likewise where all CTAs share all tiles, of int4."""
 pytestmark = pytest.mark.gpu("hopper")
+
+
+def in_clusters(m: int, config: dict[str, Any]) -> WidenedConfig:
+    """Returns a config by which CTAs of a cluster share tiles."""
+    tile = (128, -(-m // 8) * 8)
+    return WidenedConfig(**({"tile": tile, "persistence": "static"} | config))
+
+
+def by_all(m: int, config: dict[str, Any]) -> WidenedConfig:
+    """Returns a config by which all CTAs share all tiles."""
+    given = {"tile": (128, -(-m // 8) * 8), "stages": 4, "along_k": 1} | config
+    return WidenedConfig(persistence="static", shares_all=True, **given)
 
 
 def _integers(*shape: int, seed: int, dtype: Any = F32) -> jax.Array:
@@ -123,26 +158,12 @@ def test_weights_and_their_scales_may_have_one_type(m, dtype, last):
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
-@pytest.mark.parametrize(
-    ("m", "tiles", "config"),
-    [
-        (5, 40, {"ctas_along_k": 8, "along_k": 2, "stages": 4}),
-        (9, 40, {"ctas_along_k": 4, "step": 64}),
-        (1, 148, {"ctas_along_k": 4, "stages": 8, "step": 64}),
-        (40, 86, {"ctas_along_k": 4, "along_k": 2, "stages": 4}),
-        (64, 80, {"ctas_along_k": 3, "along_k": 1, "stages": 3}),
-        (16, 70, {"ctas_along_k": 2, "along_k": 3, "stages": 6}),
-        (128, 40, {"ctas_along_k": 4, "along_k": 1, "stages": 4, "tile": (128, 64)}),
-        (200, 35, {"ctas_along_k": 3, "along_k": 1, "stages": 2, "tile": (128, 96), "step": 64}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("m", "tiles", "config"), IN_CLUSTERS, ids=str)
 def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
     n, k = 128 * tiles, 4096
     x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
     scale, residual = _powers(k // 128, n, seed=2), _integers(m, n, seed=3)
-    tile = (128, -(-m // 8) * 8)
-    named = WidenedConfig(**({"tile": tile, "persistence": "static"} | config))
+    named = in_clusters(m, config)
 
     def multiply(x: Any, w: Any, scale: Any, residual: Any) -> Any:
         return gemm(
@@ -158,27 +179,12 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    ("m", "tiles", "config"),
-    [
-        (1, 64, {}),
-        (9, 3, {"along_k": 2, "stages": 8}),
-        (16, 200, {"along_k": 3, "stages": 9}),
-        (40, 86, {"along_k": 2, "stages": 4}),
-        (64, 22, {"tile": (256, 64), "consumers": 2, "step": 64}),
-        (100, 20, {}),
-        (128, 40, {"stages": 3}),
-        (200, 35, {"along_k": 1, "tile": (128, 96), "step": 64}),
-        (128, 40, {"stages": 3, "ctas": 7}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("m", "tiles", "config"), BY_ALL, ids=str)
 def test_all_ctas_share_all_tiles(m, tiles, config, last):
     n, k = 128 * tiles, 4096
     x, w = _integers(m, k, seed=0, dtype=BF16), _integers(k, n, seed=1)
     scale, residual = _powers(k // 128, n, seed=2).astype(BF16), _integers(m, n, seed=3)
-    given = {"tile": (128, -(-m // 8) * 8), "stages": 4, "along_k": 1} | config
-    named = WidenedConfig(persistence="static", shares_all=True, **given)
+    named = by_all(m, config)
 
     def multiply(x: Any, w: Any, scale: Any, residual: Any) -> Any:
         return gemm(

@@ -10,12 +10,13 @@ import pytest
 
 import pallas_gemm
 from pallas_gemm import target
-from pallas_gemm.device import H200
+from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels.hopper.widened import problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.planning import config_json, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED, of_problem
 from pallas_gemm.problem import Blocks, Epilogue, Problem
+from tests.api import test_narrow_on_a_gpu as on_a_gpu
 
 BLOCKS = Blocks(128, 0, 1)
 
@@ -160,6 +161,25 @@ def test_configs_that_no_product_could_be_computed_with(changes: Any, reason: st
 def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) -> None:
     asked = problem(k=1024, blocks=BLOCKS)
     assert any(reason in why for why in config.refusals(asked, H200))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_configs_that_a_gpu_is_tested_with_are_legal(last: bool) -> None:
+    def why_not(m: int, tiles: int, kind: Any, config: WidenedConfig) -> list[Any]:
+        asked = problem(
+            m, 128 * tiles, 4096, kind, transpose_b=last, blocks=BLOCKS, out_dtype=jnp.float32,
+            epilogue=Epilogue(residual=True),
+        )  # fmt: skip
+        # The tiles are so many that CTAs of 132 SMs share some. The GPUs differ in their clusters.
+        own = [x for x in DEVICES.values() if (x.compute_capability, x.sms) == ((9, 0), 132)]
+        assert len(own) > 1
+        return [(config, why) for device in own for why in config.refusals(asked, device)]
+
+    for m, tiles, named in on_a_gpu.IN_CLUSTERS:
+        for kind in (jnp.int4, jnp.int8):
+            assert why_not(m, tiles, kind, on_a_gpu.in_clusters(m, named)) == []
+    for m, tiles, named in on_a_gpu.BY_ALL:
+        assert why_not(m, tiles, jnp.int4, on_a_gpu.by_all(m, named)) == []
 
 
 def test_ctas_share_tiles_where_there_would_be_too_few_of_them() -> None:
