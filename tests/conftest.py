@@ -268,16 +268,22 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "why_untrusted", lambda *_: None)
 
 
+@pytest.fixture(scope="session")
+def lowered_empty() -> Callable[..., bytes]:
+    """Lowers kernels for tests that have them empty, each once; those of other tests are whole."""
+    from pallas_gemm.op import kept_kernels
+
+    return functools.lru_cache(kept_kernels._lowered.__wrapped__)
+
+
 @pytest.fixture
-def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_kernels(lowered_empty: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what surrounds kernels: to lower what is in one takes most of a second."""
     from pallas_gemm.op import kept_kernels
     from tests import known_kernels
 
     known_kernels.emptied(monkeypatch)
-    # Those of other tests are whole.
-    lower = kept_kernels._lowered.__wrapped__
-    monkeypatch.setattr(kept_kernels, "_lowered", functools.lru_cache(lower))
+    monkeypatch.setattr(kept_kernels, "_lowered", lowered_empty)
 
 
 @pytest.fixture

@@ -141,7 +141,6 @@ def test_the_kernel_sends_only_what_it_may(collective: Any, sent: str, odd: int)
     assert "mosaic_gpu" in padded
 
 
-@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(
     ("collective", "kernels"), [(all_gather_gemm, 1), (gemm_reduce_scatter, 2)]
 )
