@@ -23,14 +23,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     strength = 2 if metafunc.function in of_two else 3
     is_left_out = strength == 3 and "not stress" in metafunc.config.getoption("markexpr")
-    cases = covering.pairs(
-        choices.OPTIONS,
-        choices.is_legal,
-        drawn=100 if is_left_out else {2: 3000, 3: 20_000}[strength],
-        strength=strength,
-        settled=choices.settled,
+    drawn = 100 if is_left_out else {2: 10_000, 3: 20_000}[strength]
+    metafunc.parametrize("case", _cases(drawn, strength), ids=_name)
+
+
+@functools.cache
+def _cases(drawn: int, strength: int) -> list[Case]:
+    return covering.pairs(
+        choices.OPTIONS, choices.is_legal, drawn, strength=strength, settled=choices.settled
     )
-    metafunc.parametrize("case", cases, ids=_name)
 
 
 def _name(case: Case) -> str:
