@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, place
 from pallas_gemm.kernels.functions import saturating, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
-from pallas_gemm.kernels.ptx import quick
+from pallas_gemm.kernels.ptx import arrays, quick
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Constant, Operand, Pick, Program, Step
 
@@ -69,7 +69,7 @@ def finish(
             if operand.kind == "mn":
                 made[number] = _of_type(read(loaded.index(i)), operand.dtype)
             else:
-                made[number] = _load(problem, strip, gmem.operands[i], operand)
+                made[number] = _load(plan, strip, gmem.operands[i], operand)
         return made[number]
 
     unused = {x for number, own in program.picked.items() for x in (number, own.compared)}
@@ -98,8 +98,10 @@ def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], 
 def columns(problem: Problem, gmem: launch.Inputs, strip: Strip, pick: Pick) -> Any:
     """Returns the columns that are picked, counted from the first; a strip may not have them."""
     program = shorter.shorter(words.program(problem))
-    vector = _vector(strip, gmem.operands[pick.vector], program.operands[pick.vector], 0)
-    return vector - place.vector(gmem.operands[pick.columns], strip.batch)[strip.cols[0]]
+    here = place.vector(gmem.operands[pick.vector], strip.batch).at[pl.ds(*strip.rows)]
+    vector = plgpu.load(here, layout=strip.layout.reduce(1), optimized=False)
+    first = place.vector(gmem.operands[pick.columns], strip.batch)[strip.cols[0]]
+    return _of_type(vector, program.operands[pick.vector].dtype) - first
 
 
 def picks(problem: Problem) -> list[Pick | None]:
@@ -126,25 +128,16 @@ def _of_type(x: Any, dtype: Any) -> Any:
     return x != 0 if dtype == np.bool_ else x.astype(dtype)
 
 
-def _load(problem: Problem, strip: Strip, vector: Any, operand: Operand) -> Any:
+def _load(plan: KernelPlan, strip: Strip, vector: Any, operand: Operand) -> Any:
     """Loads a number, or the values of a vector for a strip in all its elements."""
     if not operand.kind:
         return _of_type(place.scalar(vector, strip.batch), operand.dtype)
     # Rows of the result are columns of a kernel that keeps its sums transposed.
-    axis = "mn".index(operand.kind) ^ problem.transpose_out
+    axis = "mn".index(operand.kind) ^ plan.problem.transpose_out
+    own = (strip.rows, strip.cols)[axis]
+    shape = (strip.rows[1], strip.cols[1])
     if operand.counts:
-        first = (strip.rows, strip.cols)[axis][0]
-        shape = (strip.rows[1], strip.cols[1])
-        counted = plgpu.broadcasted_iota(operand.dtype, shape, axis, layout=strip.layout)
-        return counted + place.vector(vector, strip.batch)[first]
-    values = _vector(strip, vector, operand, axis)
-    return lax.broadcast_in_dim(values, (strip.rows[1], strip.cols[1]), (axis,))
-
-
-def _vector(strip: Strip, vector: Any, operand: Operand, axis: int) -> Any:
-    """Loads the values of a vector for a strip, along an axis of it."""
-    here = pl.ds(*(strip.rows, strip.cols)[axis])
-    # The layout that a sum over the other axis would have.
-    layout = strip.layout.reduce(1 - axis)
-    values = plgpu.load(place.vector(vector, strip.batch).at[here], layout=layout, optimized=False)
-    return _of_type(values, operand.dtype)
+        counted = arrays.counted(plan, operand.dtype, shape, axis, strip.layout)
+        return counted + place.vector(vector, strip.batch)[own[0]]
+    here = place.vector(vector, strip.batch).at[pl.ds(*own)]
+    return _of_type(arrays.repeated(plan, here, shape, axis, strip.layout), operand.dtype)

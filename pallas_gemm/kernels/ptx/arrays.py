@@ -46,6 +46,57 @@ def _(values: Values, places: Sequence[Place], layout: Any) -> list[Any]:
 
 
 @Operation
+def repeated(vector: Ref, shape: tuple[int, int], axis: int, layout: Any) -> Any:
+    """Loads a vector along an axis of a strip, the same values along the other one.
+
+    JAX tries layouts for what it loads and for what it repeats, one after the other. Here it knows
+    both: the kernels of a loss are lowered in half the time, to the same machine code.
+    """
+    out = plgpu.ShapeDtypeStruct(shape, vector.dtype, layout=layout)
+    # The layout that a sum over the other axis would have.
+    own, signed = layout.reduce(1 - axis).to_mgpu(), _signed(vector.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(REF,), return_type=out)
+    def inline(_: Any, vector: Ref) -> Any:
+        values = mgpu.FragmentedArray.load_untiled(
+            vector, is_signed=signed, layout=own, optimized=False
+        )
+        return values.broadcast_in_dim(shape, (axis,), layout.to_mgpu())
+
+    return inline(vector)
+
+
+@repeated.meaning
+def _(vector: Ref, shape: tuple[int, int], axis: int, layout: Any) -> Any:
+    values = plgpu.load(vector, layout=layout.reduce(1 - axis), optimized=False)
+    return lax.broadcast_in_dim(values, shape, (axis,))
+
+
+@Operation
+def counted(dtype: Any, shape: tuple[int, int], axis: int, layout: Any) -> Any:
+    """Counts along an axis of a strip, from 0 on."""
+    out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+    signed = _signed(dtype)
+
+    @plgpu.inline_mgpu(return_type=out)
+    def inline(_: Any) -> Any:
+        return mgpu.FragmentedArray.broadcasted_iota(
+            utils.dtype_to_ir_type(jnp.dtype(dtype)),
+            shape,
+            axis,
+            layout.to_mgpu(),
+            is_signed=signed,
+        )
+
+    return inline()
+
+
+@counted.meaning
+def _(dtype: Any, shape: tuple[int, int], axis: int, layout: Any) -> Any:
+    return plgpu.broadcasted_iota(dtype, shape, axis, layout=layout)
+
+
+@Operation
 def write_blocks(blocks: Any, values: Values, layout: Any) -> None:
     """Stores values in blocks, each of which a warp stores at once."""
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import layout_inference
 
-from pallas_gemm import offline
+from pallas_gemm import gemm, offline, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper import kernel
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.tiling import LATE_STRIP
+from pallas_gemm.op import kept_kernels
 from pallas_gemm.problem import Epilogue, Problem
 
 
@@ -41,3 +42,39 @@ def test_a_consumer_is_lowered_once_and_few_values_are_sorted(
     assert len(lowered) == 2 + 128 // LATE_STRIP
     # To name a value JAX prints its operation, and numbers all others: 71 where slices are taken.
     assert len(named) < 40
+
+
+def _bias(s: Any, bias: Any) -> Any:
+    return s + bias[None]
+
+
+def _of_rows(s: Any, row: Any, bias: Any) -> Any:
+    return s * row[:, None] + bias[None], jnp.max(s, -1), jnp.max(s, 0)
+
+
+@pytest.mark.parametrize("f", [_bias, _of_rows])
+def test_jax_guesses_no_layouts_of_what_strips_load(
+    f: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each guess takes as long as the kernel is large: guesses for each strip took most of it."""
+    guesses = []
+    guess = layout_inference.conjure_assignment
+
+    def noted(*args: Any) -> Any:
+        guesses.append(args)
+        return guess(*args)
+
+    monkeypatch.setattr(layout_inference, "conjure_assignment", noted)
+    m, n, k = 200, 320, 256
+    shapes = [(m, k), (k, n), *([(m,)] if f is _of_rows else []), (n,)]
+    dtypes = [jnp.bfloat16] * 2 + [jnp.float32] * 2
+    a, b, *operands = map(jax.ShapeDtypeStruct, shapes, dtypes)
+
+    def run(a: Any, b: Any, *operands: Any) -> Any:
+        with target("h200"):
+            return gemm(a, b, epilogue=f, operands=operands, implementation="hopper")
+
+    kept_kernels._lowered.cache_clear()
+    offline.exported(run, a, b, *operands)
+    # Of the sums of a tile, and of a chunk of them.
+    assert 1 <= len(guesses) <= 3

@@ -214,7 +214,7 @@ def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
     if not _reaches(plan, strip, axis):
         return x
     size, first = (plan.problem.m, plan.problem.n)[axis], (strip.rows, strip.cols)[axis][0]
-    counted = plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
+    counted = arrays.counted(plan, jnp.int32, x.shape, axis, plgpu.Layout.WGMMA)
     neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
     return jnp.where(counted < size - first, x, neutral)
 
