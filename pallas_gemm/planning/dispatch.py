@@ -271,6 +271,14 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     if is_widened or (scheme is not None and scheme.terms):
         return (_why_not_widened if is_widened else _why_not_scheme)(call, problem, plan)
     problem = problem if scheme is None else plan.realigned.problem
+    times = _with_passes(call, problem, plan) if plan.realigned.bytes else ()
+    why = xla_faster.why_xla(problem, *times)
+    known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
+    return f"XLA {known}: {why}" if why else None
+
+
+def _with_passes(call: Call, problem: Problem, plan: Plan) -> tuple[float, float]:
+    """Returns the predicted times of a kernel with passes around it, and with all SMs busy."""
     at_best = prediction.at_best(problem, plan.device, plan.architecture)
     # XLA makes these passes as well.
     casts = dataclasses.replace(plan.realigned, steps=())
@@ -278,11 +286,7 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
     if call.epilogue.program is not None:
         at_best += prediction.program_seconds(problem, plan.device)
-    has_passes = prediction.pass_seconds(plan.realigned, plan.device) > 0
-    seconds = plan.seconds + heuristics.more_kernels_seconds(plan.config)
-    why = xla_faster.why_xla(problem, seconds, at_best, has_passes=has_passes)
-    known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
-    return f"XLA {known}: {why}" if why else None
+    return plan.seconds + heuristics.more_kernels_seconds(plan.config), at_best
 
 
 def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:

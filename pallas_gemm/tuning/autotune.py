@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import heuristics, prediction, proof, tables, targeting
-from pallas_gemm.planning.architectures import Architecture, architecture_of
+from pallas_gemm.planning import proof, tables, targeting
+from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.problem import Problem
 from pallas_gemm.tuning import accuracy, trials
@@ -191,16 +191,6 @@ def kernel(problem: Problem, config: GemmConfig, device: Device) -> Callable[...
     return architecture.build(problem, config, device, False)
 
 
-def left_to_xla(
-    problem: Problem, config: GemmConfig, device: Device, architecture: Architecture
-) -> str | None:
-    """Returns why a problem is left to XLA where nothing is tuned or named, None if it is not."""
-    seconds = prediction.seconds(problem, config, device, architecture)
-    seconds += heuristics.more_kernels_seconds(config)
-    at_best = prediction.at_best(problem, device, architecture)
-    return xla_faster.why_xla(problem, seconds, at_best)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Field:
     """The contestants of one product, and what they are checked with; some still being compiled.
@@ -263,7 +253,7 @@ def _begun(
         problem,
         configs,
         [pool.submit(tools.build, problem, config, device) for config in configs],
-        left_to_xla(problem, configs[0], device, architecture),
+        xla_faster.why_xla(problem),
         pool.submit(accuracy.compiled_reference, trials.exact(problem), *operands),
         later(functools.partial(trials.drawn, problem), key),
         later(accuracy.tile_errors, result, reference),

@@ -345,7 +345,6 @@ ASKED: Mapping[str, Asked] = {
     "a vector": asked((1, 2048, 4096)),
     "a tiny product": asked((8, 512, 896)),
     "few tiles": asked((384, 512, 8192)),
-    "idle SMs": asked((2, 3328, 29568)),
     "rows within lines": asked((4104, 4104, 4104), "NN"),
     "half of a symmetric result": asked(LARGE, kind=SymmetricCall),
     "half of a small symmetric result": asked((1024, 1024, 1024), kind=SymmetricCall),

@@ -20,7 +20,7 @@ from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import config_json, heuristics, prediction, tables, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.by_xla import xla
+from pallas_gemm.planning.by_xla import xla, xla_faster
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import accuracy, outcome, trials
@@ -308,21 +308,12 @@ def test_tuning_can_be_left_at_any_time() -> None:
 def test_a_kernel_is_told_to_be_slower_than_xla_whatever_the_heuristics_say(
     problem: Problem, xla_seconds: float
 ) -> None:
-    why = tuning.left_to_xla(problem, HopperConfig(), H200, HOPPER)
+    why = xla_faster.why_xla(problem)
     assert (why is None) == (problem == PROBLEM)
     found, _ = tuned(problem, lambda name: xla_seconds if name == tuning.XLA else 1e-5)
     assert (found.left is None) == (problem == PROBLEM)
     assert found.over_xla == pytest.approx(xla_seconds / 1e-5)
     assert ("x XLA, which computes it" in str(found)) == (xla_seconds < 1e-5)
-
-
-def test_the_launches_of_a_cut_product_count_beside_xla() -> None:
-    # It runs at 0.93 times XLA's speed on an H200.
-    problem = Problem(2048, 2560, 8192, transpose_a=True)
-    cut = heuristics.best(problem, H200, HOPPER)
-    assert cut is not None
-    assert cut.split_last is not None
-    assert "idle SMs" in (tuning.left_to_xla(problem, cut, H200, HOPPER) or "")
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,10 @@ SMALL, SMALL_BATCH = 128, 2**15
 """XLA computes a batch of at least this number of matrices, if no side is longer."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
-XLA_SHARE = 1.05
-"""XLA takes the time with all SMs busy times this at large products."""
-XLA_SECONDS = 5e-6
-"""At small ones, it takes longer by this."""
-PASSES_SHARE = 1.4
-"""As `XLA_SHARE`, where passes prepare operands for the kernel. It was not measured: XLA makes some
-of the same passes, and takes longer where it makes none."""
+PASSES_SHARE, PASSES_SECONDS = 1.4, 5e-6
+"""Where passes prepare operands for the kernel, XLA is taken to need the time with all SMs busy
+times the first, plus the second. It was not measured: XLA makes some of the same passes, and takes
+longer where it makes none."""
 
 
 def few_columns(problem: Problem) -> str | None:
@@ -171,29 +168,7 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
 )
 
 
-def idle(seconds: float, at_best: float, *, has_passes: bool = False) -> str | None:
-    """Few tiles, or a last wave of few, leave SMs idle; XLA cuts K or has other tiles.
-
-    Eight products drawn at random are predicted to take more than 1.05 times as long as with all
-    SMs busy, and 5 us. They run at 0.73 to 1.01 times XLA's speed on an H200, six of them below
-    0.94. All but the last, 2 x 3328 x 29568, are XLA's by other rules, too. No rule leaves the
-    other 276 to it, which run at 1.10 in geometric mean. Eight small ones of these are predicted to
-    take 1.4 to 1.9 times as long as with all SMs busy: they run at 1.10 to 3.90.
-
-    Args:
-        seconds: The predicted time of the kernel, and of the passes around it.
-        at_best: The predicted time of a kernel that keeps all SMs busy.
-        has_passes: There are passes.
-    """
-    share = PASSES_SHARE if has_passes else XLA_SHARE
-    if seconds <= share * at_best + XLA_SECONDS:
-        return None
-    return f"{seconds * 1e6:.0f} us with idle SMs against {at_best * 1e6:.0f} us with all busy"
-
-
-def why_xla(
-    problem: Problem, seconds: float, at_best: float, *, has_passes: bool = False
-) -> str | None:
+def why_xla(problem: Problem, seconds: float = 0.0, at_best: float = 0.0) -> str | None:
     """Returns why XLA is faster at a problem, None if no measurement says so.
 
     Problems whose rows are not a multiple of 16 bytes are never left to XLA for that reason: at
@@ -201,14 +176,16 @@ def why_xla(
 
     Args:
         problem: The product.
-        seconds: As for `idle`.
-        at_best: As for `idle`.
-        has_passes: As for `idle`.
+        seconds: The predicted time of the kernel and of the passes around it, if there are any.
+        at_best: The predicted time of a kernel that keeps all SMs busy.
     """
     if not _rows_are_aligned(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    why_idle = idle(seconds, at_best, has_passes=has_passes)
-    return next((why for rule in RULES if (why := rule(problem))), why_idle)
+    if why := next((why for rule in RULES if (why := rule(problem))), None):
+        return why
+    if seconds <= PASSES_SHARE * at_best + PASSES_SECONDS:
+        return None
+    return f"{seconds * 1e6:.0f} us with passes against {at_best * 1e6:.0f} us with all SMs busy"
 
 
 def _is_wide(problem: Problem) -> bool:
