@@ -124,9 +124,9 @@ def predicted(own: Predicted) -> list[str]:
 def decided(own: Asked) -> list[str]:
     """Returns what computes a product, why, how, and how long that is predicted to take."""
     try:
-        decision = dispatch.decide(own.call, own.signature)
+        decision = dispatch.decide(own.resolved, own.signature)
     except ValueError as error:
-        checked = dispatch.why_impossible(own.call, own.signature)
+        checked = dispatch.why_impossible(own.resolved, own.signature)
         return [f"error: {error}", f"found before it is decided: {checked == str(error)}"]
     return list(_lines(own, decision))
 
@@ -141,7 +141,7 @@ def _changed(problem: Problem, other: Problem) -> str:
 def in_short(own: Asked) -> list[str]:
     """Returns what computes a product, and why or how, in a line."""
     try:
-        decision = dispatch.decide(own.call, own.signature)
+        decision = dispatch.decide(own.resolved, own.signature)
     except ValueError as error:
         return [f"error: {error}"]
     problem, plan, device = decision.problem, decision.plan, own.call.options.target

@@ -78,6 +78,9 @@ CONSIDERED: Mapping[str, Considered] = {
         "a short k": Problem(2048, 2048, 128, batch=4),
         "a ring that turns twice": Problem(4096, 4096, 504),
         "as many tiles as SMs": Problem(1408, 3072, 192),
+        "steps that wait beside idle cycles": _nt(
+            240, 1296, 16, out_dtype=F32, batch=8, epilogue=Epilogue(residual=True)
+        ),
         "a residual": _nt(4096, 4096, 1024, epilogue=Epilogue(residual=True)),
         "a residual and a short k": _nt(2048, 2048, 512, epilogue=Epilogue(residual=True)),
         "a float32 result": Problem(8192, 4096, 1024, **_of(BF16, F32)),
@@ -148,6 +151,7 @@ _ORDERS = [
     {"schedule": order} for order in ("raster", "raster:cols", "swizzle:3", "swizzle:5:cols")
 ]
 _ORDERS += [{"schedule": order} for order in ("hilbert", "online_swizzle:4", "swizzle:64")]
+_ORDERS += [{"schedule": order} for order in ("log_swizzle:1", "nested_swizzle:2x2")]
 _CLUSTERS = [{"cluster": cluster} for cluster in ((2, 1), (1, 2))]
 PREDICTED: Mapping[str, Predicted] = {
     "orders and clusters": Predicted(
@@ -222,6 +226,11 @@ class Asked(NamedTuple):
     blocks: Blocks | None = None
 
     @property
+    def resolved(self) -> Call:
+        """The call with the parts that keep what is promised."""
+        return numerics.resolved_call(self.call, self.sizes[1], self.sizes[2], self.types[0])
+
+    @property
     def signature(self) -> Signature:
         """The shapes and types of the operands."""
         found = [self._operand(name) for name in self.call.names]
@@ -263,7 +272,6 @@ def asked(
     own = {name: fields.pop(name) for name in ("batch", "own", "blocks") if name in fields}
     options = dataclasses.replace(options or Options(), target=target, numerics=promised)
     call = kind(types[2], layout[0] == "T", layout[1] == "T", options=options, **fields)
-    call = numerics.resolved_call(call, sizes[1], sizes[2], types[0])
     return Asked(call, sizes, types[:2], **own)
 
 
@@ -304,6 +312,11 @@ ASKED: Mapping[str, Asked] = {
     "on no GPU": asked(LARGE, target=None),
     "on another GPU": asked(
         LARGE, target=dataclasses.replace(H200, kind="old", compute_capability=(8, 0))
+    ),
+    "simulated, with a config of Blackwell": asked(
+        (256, 512, 512),
+        options=Options("interpret", config=BlackwellConfig(cluster=(1, 1))),
+        target=None,
     ),
     "simulated": asked((256, 512, 512), options=Options("interpret"), target=None),
     "by XLA": asked(LARGE, options=Options("xla")),

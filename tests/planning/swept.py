@@ -93,7 +93,7 @@ def _scheme(layout: str = "NT", **fields: Any) -> Callable[[int], str]:
 def _decided(place: int, *sizes: int, layout: str = "NT", **fields: Any) -> Callable[[int], str]:
     def said(value: int) -> str:
         own = asked((*sizes[:place], value, *sizes[place + 1 :]), layout, **fields)
-        return dispatch.decide(own.call, own.signature).implementation
+        return dispatch.decide(own.resolved, own.signature).implementation
 
     return said
 

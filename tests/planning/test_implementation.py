@@ -141,7 +141,7 @@ WAYS: dict[str, Asked] = {
 @pytest.mark.parametrize("name", WAYS)
 def test_what_is_done_around_a_kernel_changes_no_number(name: str) -> None:
     own = WAYS[name]
-    decision = _instead(dispatch.decide(own.call, own.signature))
+    decision = _instead(dispatch.decide(own.resolved, own.signature))
     operands = _operands(own)
     found = implementation.of(decision, own.call)(*map(jnp.asarray, operands))
     if isinstance(own.call, SumCall):
@@ -173,7 +173,7 @@ def test_what_is_done_around_a_kernel_of_groups_changes_no_number(name: str) -> 
     lead = "b up bias" if name == "without its epilogue" else "b up"
     given = {"batch": 3, "own": lead, "kind": GroupedCall, "options": NAMED}
     own = asked(sizes, layout, **given, **fields)
-    decision = _instead(dispatch.decide(own.call, own.signature))
+    decision = _instead(dispatch.decide(own.resolved, own.signature))
     operands = _operands(own)
     place = [shape for shape, _ in own.signature].index((3,))
     operands[place] = np.array([7, 0, 12], np.int32)
@@ -187,7 +187,7 @@ def test_what_is_done_around_a_kernel_of_groups_changes_no_number(name: str) -> 
 
 def test_a_decision_for_xla_is_its_product() -> None:
     own = asked((5, 7, 9), options=Options("xla"), epilogue=WORDS)
-    decision, operands = dispatch.decide(own.call, own.signature), _operands(own)
+    decision, operands = dispatch.decide(own.resolved, own.signature), _operands(own)
     found = implementation.of(decision, own.call)(*operands)
     np.testing.assert_array_equal(_wide(found), _wide(xla.product(own.call, *operands)))
 
@@ -204,7 +204,7 @@ def test_a_decision_for_xla_is_its_product() -> None:
 )
 def test_more_terms_are_nearer_to_the_product(precision: Any, most: float) -> None:
     own = asked((8, 16, 64), types=SINGLES, precision=precision, options=NAMED)
-    decision = _instead(dispatch.decide(own.call, own.signature))
+    decision = _instead(dispatch.decide(own.resolved, own.signature))
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape, _ in own.signature)
     found = implementation.of(decision, own.call)(jnp.asarray(a), jnp.asarray(b))
@@ -225,7 +225,7 @@ def test_the_simulator_keeps_no_promise_where_numpy_adds_up_otherwise(
         return _kernel(problem)
 
     def run(own: Asked) -> None:
-        decision = dispatch.decide(own.call, own.signature)
+        decision = dispatch.decide(own.resolved, own.signature)
         assert decision.plan is not None
         kind = dataclasses.replace(decision.plan.architecture, build=build)
         plan = dataclasses.replace(decision.plan, architecture=kind)

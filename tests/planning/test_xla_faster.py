@@ -243,7 +243,9 @@ def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:
     assert found.plan.config == tuned
 
 
-@pytest.mark.parametrize(("over_xla", "implementation"), [(0.97, "xla"), (1.02, "hopper")])
+@pytest.mark.parametrize(
+    ("over_xla", "implementation"), [(0.97, "xla"), (1.0, "hopper"), (1.02, "hopper")]
+)
 def test_xla_computes_what_it_was_measured_to_compute_sooner(
     over_xla: float, implementation: str
 ) -> None:
