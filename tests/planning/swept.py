@@ -165,6 +165,10 @@ SWEPT: Mapping[str, Swept] = {
     "sums that are no longer than 256": Swept(
         _of(partial.fewest_sums, "k", H200, longest_sum=256), range(64, 2048, 64)
     ),
+    "sums of 16 bits by k": Swept(_of(partial.fewest_sums, "k", H200, m=512, n=512), BY_64),
+    "sums of groups by k": Swept(
+        _of(partial.fewest_sums, "k", H200, m=512, n=512, out_dtype=F32, groups=4), BY_64
+    ),
     "cut by rows": Swept(_of(cuts.may_be_cut, "m", H200, n=2880), range(1, 100)),
     "cut by columns of few rows": Swept(_of(cuts.may_be_cut, "n", H200, m=40), range(64, 4000, 16)),
     "cut by matrices of few rows": Swept(

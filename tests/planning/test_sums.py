@@ -370,3 +370,12 @@ def test_what_xla_sums_up_is_known_by_its_product_alone() -> None:
     assert own == Sums(
         *(None, "xla", None, types, "float32", 0, (), Epilogue(), ("bfloat16",)), whole=problem
     )
+
+
+@pytest.mark.parametrize(("k", "parts"), [(64, 1), (100, 1)])
+def test_a_sum_that_is_no_longer_than_a_part_is_one(k: int, parts: int) -> None:
+    # 100 elements are no whole number of steps, and need not be.
+    asked = Options(numerics=Numerics("run", part=100))
+    assert numerics.resolved(asked, 512, k, jnp.bfloat16).parts == parts
+    with pytest.raises(ValueError, match="multiple of 64 elements"):
+        numerics.resolved(asked, 512, 101, jnp.bfloat16)
