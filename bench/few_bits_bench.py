@@ -222,8 +222,11 @@ class Torch(NamedTuple):
     def operands(self, x: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[Any, ...]:
         """Returns the operands of a call as torch takes them."""
         torch: Any = importlib.import_module("torch")
-        own, scales = (torch.from_dlpack(jnp.array(a)) for a in (x, scale))
-        rows = torch.from_dlpack(values.astype(jnp.int8)).t().contiguous()
+        # JAX takes memory back without asking torch, so that all is copied before this returns.
+        given = jax.block_until_ready((x, scale, values.astype(jnp.int8)))
+        own, scales, narrow = (torch.from_dlpack(a).clone() for a in given)
+        torch.cuda.synchronize()
+        rows = narrow.t().contiguous()
         if self.case.bits == 8:
             return own, rows, scales.to(torch.bfloat16)
         unsigned = (rows + 8).to(torch.uint8)
@@ -307,7 +310,9 @@ def _timed(case: Case, runners: Runners, settings: Settings) -> Mapping[str, Res
     torch = Torch(case)
     if torch.refusal() is None:
         adopted = [torch.operands(*own) for own in narrow]
-        results["torch"] = jnp.from_dlpack(torch.run(*adopted[0]))
+        result = torch.run(*adopted[0])
+        torch.wait(result)
+        results["torch"] = jnp.from_dlpack(result)
         variants.append(Variant("torch", lambda i: torch.run(*adopted[i % len(keys)]), torch.wait))
     _check(case, wide[0], results)
     return measure(variants, gpu.GpuMeter(), settings, baseline="bf16")
