@@ -196,6 +196,10 @@ SWEPT: Mapping[str, Swept] = {
     "order by columns": Swept(_of(_order, "n", LARGE_TILE, m=2048), range(256, 16384, 256)),
     "order by k": Swept(_of(_order, "k", LARGE_TILE, m=8192, n=8192), FAR),
     "order of few tiles by k": Swept(_of(_order, "k", LARGE_TILE, m=4096, n=4096), FAR),
+    # At 2048, the L2 holds both operands and not a row more.
+    "order of what the L2 holds by k": Swept(
+        _of(_order, "k", LARGE_TILE, m=1280, n=4096), range(2040, 2056)
+    ),
     "order in turns by rows": Swept(_of(_order, "m", TURNS, n=1024), range(128, 4096, 128)),
     "order of groups by groups": Swept(_of(_order, "groups", LARGE_TILE, m=16384), range(1, 80)),
     "order of high tiles by rows": Swept(
