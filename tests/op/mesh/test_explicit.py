@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import gated_gemm, gemm, matmul
-from tests import meshes, reference
+from tests import covering, meshes, reference
 
 Function = Callable[..., Any]
 
@@ -60,7 +60,11 @@ WRAPPERS: dict[str, Callable[[Function], Function]] = {
     "cond": lambda f: lambda x, w: lax.cond(jnp.array(True), f, lambda x, w: 2 * f(x, w), x, w),
 }
 
-KINDS = ["auto", "explicit", "explicit, entered", "shard_map"]
+CHOICES = {
+    "kind": ("auto", "explicit", "explicit, entered", "shard_map"),
+    "wrapper": tuple(WRAPPERS),
+    "derivative": tuple(DERIVATIVES),
+}
 
 
 def _outcome(f: Function, *args: Any) -> Any:
@@ -84,38 +88,47 @@ def _expected(name: str, wrapper: str) -> list[np.ndarray]:
     return jax.tree.leaves(jax.device_get(jax.jit(DERIVATIVES[name](program))(*_numbers())))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_every_derivative_of_every_program(kind: str, wrapper: str) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draws the cases of a test: where kind, wrapper and derivative meet by two, or all."""
+    strength = {test_any_two_choices: 2, test_every_derivative_of_every_program: 3}
+    if metafunc.function in strength:
+        cases = covering.pairs(CHOICES, bool, 2000, strength=strength[metafunc.function])
+        metafunc.parametrize("case", cases, ids=lambda case: " ".join(case.values()))
+
+
+def test_any_two_choices(case: covering.Case) -> None:
+    check(**case)
+
+
+@pytest.mark.stress
+def test_every_derivative_of_every_program(case: covering.Case) -> None:
+    check(**case)
+
+
+def check(kind: str, wrapper: str, derivative: str) -> None:
+    """Compares a derivative on a mesh with that of JAX's own product on one device."""
     mesh = meshes.make_mesh(AxisType.Explicit if "explicit" in kind else AxisType.Auto)
     x, w = _numbers()
     x, w = meshes.place(mesh, x, "x", None), meshes.place(mesh, w, None, None)
-    entered = jax.set_mesh(mesh) if "entered" in kind else contextlib.nullcontext()
-    alike = "scan" if wrapper == "scan" else "none"
-    expected = {name: _expected(name, alike) for name in DERIVATIVES}
-    compared = 0
-    with entered:
-        for name, derive in DERIVATIVES.items():
 
-            def run(f: Function, derive: Callable[[Function], Function] = derive) -> Any:
-                program = WRAPPERS[wrapper](f)
-                if kind == "shard_map":
-                    program = jax.shard_map(
-                        program, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
-                    )
-                derived = derive(program)
-                # One operation after the other takes six times as long, and needs no more of us.
-                return _outcome(derived if wrapper in ("none", "jit") else jax.jit(derived), x, w)
+    def run(f: Function) -> Any:
+        program = WRAPPERS[wrapper](f)
+        if kind == "shard_map":
+            program = jax.shard_map(program, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        derived = DERIVATIVES[derivative](program)
+        # One operation after the other takes six times as long, and needs no more of us.
+        return _outcome(derived if wrapper in ("none", "jit") else jax.jit(derived), x, w)
 
-            found = run(matmul)
-            if found is None:
-                assert run(jnp.matmul) is None, name
-                continue
-            compared += 1
-            for ours, stock in zip(found, expected[name], strict=True):
-                np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-5, err_msg=name)
-    # JAX itself has no program for three of a loop whose mesh nobody entered.
-    assert compared >= len(DERIVATIVES) - 3
+    with jax.set_mesh(mesh) if "entered" in kind else contextlib.nullcontext():
+        found = run(matmul)
+        if found is None:
+            # JAX itself has no program for some whose mesh nobody entered.
+            assert kind == "explicit"
+            assert run(jnp.matmul) is None
+            return
+    expected = _expected(derivative, "scan" if wrapper == "scan" else "none")
+    for ours, stock in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-5)
 
 
 EPILOGUES: dict[str, tuple[Function, Function]] = {
