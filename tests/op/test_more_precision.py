@@ -15,6 +15,8 @@ from tests.reference import Formula
 M, N, K = 72, 104, 328
 LONG = 2056
 """Elements of k with which three products of TF32 are what their name says."""
+SIZES = {K: (M, N), LONG: (24, 40)}
+"""Rows and columns: of long sums one tile, for the edges of a tile are those of short ones."""
 SIMULATED = functools.partial(gemm, implementation="interpret")
 X3 = "BF16_BF16_F32_X3"
 ERRORS = {
@@ -39,16 +41,21 @@ def assert_within(share: float, result: Any, a: Any, b: Any) -> None:
     assert np.all(error <= share * (np.abs(left) @ np.abs(right)))
 
 
+def factors(k: int) -> tuple[jax.Array, jax.Array]:
+    m, n = SIZES[k]
+    return normal(m, k), normal(k, n, seed=1)
+
+
 @functools.cache
 def computed(precision: str, k: int) -> jax.Array:
-    return SIMULATED(normal(M, k), normal(k, N, seed=1), precision=precision)
+    return SIMULATED(*factors(k), precision=precision)
 
 
 @pytest.mark.parametrize(
     ("precision", "k"), [*((name, K) for name in ERRORS), ("TF32_TF32_F32_X3", LONG)]
 )
 def test_errors_are_those_of_the_precision(precision: str, k: int) -> None:
-    a, b, share = normal(M, k), normal(k, N, seed=1), ERRORS[precision]
+    (a, b), share = factors(k), ERRORS[precision]
     assert_within(share, computed(precision, k), a, b)
     # As one product of bfloat16 they would be larger.
     if precision != "BF16_BF16_F32":
@@ -64,7 +71,7 @@ def test_errors_are_those_of_the_precision(precision: str, k: int) -> None:
     ],
 )
 def test_operands_are_stored_in_any_way(precision: str, layout: str, k: int) -> None:
-    a, b = normal(M, k), normal(k, N, seed=1)
+    a, b = factors(k)
     left, right = (side == "T" for side in layout)
     result = SIMULATED(
         *(a.T if left else a, b.T if right else b),
