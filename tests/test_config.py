@@ -30,7 +30,8 @@ from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.candidates.hopper import MOST_STAGES, candidates
+from pallas_gemm.planning.candidates.draft import finished
+from pallas_gemm.planning.candidates.hopper import MOST_STAGES, drafts
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from pallas_gemm.program import Operand, Program, Result
 from tests import epilogues, summaries
@@ -811,7 +812,7 @@ def test_chunks_of_16_bytes_are_refused(changes):
 
 @pytest.mark.parametrize("problem", [PROBLEM, NT, FLOAT32, RESIDUAL, GATED])
 def test_candidates_fit_into_shared_memory_and_one_stage_more_does_not(problem):
-    for candidate in candidates(problem, H200):
+    for candidate in finished(drafts(problem, H200)):
         deeper = dataclasses.replace(candidate, stages=candidate.stages + 1)
         assert not [reason for reason in candidate.refusals(problem, H200) if "shared" in reason]
         assert candidate.stages == MOST_STAGES or any(

@@ -11,14 +11,13 @@ import numpy as np
 from pallas_gemm.api import arguments
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.groups import groups
+from pallas_gemm.kernels.element_types import FROM_16_BITS
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Block, Quantization, Way, tiles_of_groups
 from pallas_gemm.op.quantize import quantize as bound
 
 BOTH = "both"
 DTYPES = tuple(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)))
 """The types of values."""
-FROM = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-"""The types that are quantized."""
 
 
 class Quantized(NamedTuple):
@@ -99,7 +98,7 @@ def quantize(
         TypeError: A type is not one of these.
     """
     x = arguments.array("x", x)
-    if np.dtype(x.dtype) not in FROM:
+    if np.dtype(x.dtype) not in FROM_16_BITS:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}; cast it")
     if x.ndim < 2:
         raise ValueError(

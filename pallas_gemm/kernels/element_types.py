@@ -13,6 +13,8 @@ from pallas_gemm.problem import Problem
 FLOATS_16 = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 FLOATS_8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 SINGLE = np.dtype(np.float32)
+FROM_16_BITS = FLOATS_16 | {SINGLE}
+"""The floats of 16 bits and more."""
 INT8 = np.dtype(np.int8)
 INT32 = np.dtype(np.int32)
 FLOATS = FLOATS_16 | FLOATS_8 | {SINGLE}
@@ -24,7 +26,7 @@ BITS = MappingProxyType(dict.fromkeys((INT4, UINT4, E2M1), 4) | dict.fromkeys({I
 
 def is_widened(left: Any, right: Any) -> bool:
     """Whether a right operand of few bits is multiplied in the type of the left one."""
-    return np.dtype(right) in BITS and np.dtype(left) in FLOATS_16 | {SINGLE}
+    return np.dtype(right) in BITS and np.dtype(left) in FROM_16_BITS
 
 
 def refusals(problem: Problem, *, single: bool, blocks: bool) -> Iterator[str]:

@@ -114,15 +114,3 @@ class _Watched(NamedTuple):
         """Kills the program, and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def run(
-    command: Sequence[str],
-    told: Told,
-    patience: float,
-    environment: Mapping[str, str],
-    folder: pathlib.Path | None = None,
-) -> End:
-    """Runs a command that waits for nothing: see `started`."""
-    with started(command, patience, environment, folder) as go:
-        return go(told)

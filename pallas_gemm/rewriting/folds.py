@@ -21,7 +21,7 @@ from jax.extend import core
 
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.element_types import FLOATS, FLOATS_16
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
 from pallas_gemm.op import fused
 from pallas_gemm.op.contraction import Contraction
@@ -390,8 +390,5 @@ def _rounded(value: Any, dtype: Any) -> Any:
 
 
 def _is_short(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype | type) and np.dtype(dtype) in SHORT
-
-
-SHORT = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-"""Types whose values a kernel keeps in float32."""
+    """Whether a kernel keeps values of a type in float32."""
+    return isinstance(dtype, np.dtype | type) and np.dtype(dtype) in FLOATS_16

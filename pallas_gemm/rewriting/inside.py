@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from pallas_gemm.kernels.element_types import FLOATS
+from pallas_gemm.kernels.functions.axes import MOVES
 from pallas_gemm.kernels.functions.split import ELEMENTWISE, REDUCTIONS
 from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
@@ -23,7 +24,6 @@ from pallas_gemm.rewriting.level import Level, is_stored_by
 ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 """Operations that are looked into here are no calls: those are inlined before."""
 EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
-MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
 AGAIN = 2

@@ -18,6 +18,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import bands, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
+from pallas_gemm.planning.candidates.draft import finished
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from schedules import build, model, split_k
 from schedules.model import predict
@@ -331,14 +332,14 @@ def test_the_last_tiles_are_cut_where_they_are_few_and_k_is_long(
 
 def test_the_last_tiles_of_few_rows_or_columns_are_not_cut() -> None:
     for size, may_be in (((128, 8960), True), ((120, 8960), False), ((8960, 120), False)):
-        candidates = hopper_candidates.candidates(Problem(*size, 49152), H200)
+        candidates = finished(hopper_candidates.drafts(Problem(*size, 49152), H200))
         assert any(config.split_last for config in candidates) == may_be
 
 
 def test_few_rows_are_cut_only_where_the_smallest_tiles_leave_most_sms_idle() -> None:
     for columns, is_cut in ((1408, True), (2816, True), (2880, False)):
         problem = Problem(17, columns, 8448, transpose_b=True)
-        candidates = hopper_candidates.candidates(problem, H200)
+        candidates = finished(hopper_candidates.drafts(problem, H200))
         assert any(config.split_k > 1 for config in candidates) == is_cut
 
 
@@ -378,7 +379,7 @@ def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
         pieces = config.split_k if config.split_last is None else 1
         assert pieces * config.partial_sums >= fewest
     for problem in (Problem(*size), dataclasses.replace(wide, a_dtype=np.int8, out_dtype=np.int32)):
-        candidates = hopper_candidates.candidates(problem, H200)
+        candidates = finished(hopper_candidates.drafts(problem, H200))
         assert all(config.partial_sums == 1 for config in candidates)
 
 
@@ -538,7 +539,7 @@ def test_tiles_of_64_rows_are_as_wide_as_few_columns_ask_for() -> None:
 
 def test_each_candidate_has_as_many_stages_as_fit() -> None:
     problem = Problem(8192, 8192, 8192)
-    for config in hopper_candidates.candidates(problem, H100):
+    for config in finished(hopper_candidates.drafts(problem, H100)):
         more = dataclasses.replace(config, stages=config.stages + 1)
         full = more.shared_memory_bytes(problem) > H100.shared_memory
         assert full or config.stages == hopper_candidates.MOST_STAGES

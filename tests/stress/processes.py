@@ -29,8 +29,9 @@ def run(
     patience: float,
     settings: Mapping[str, str],
 ) -> End:
-    """Runs a command from the root of the repository: see `pallas_gemm.proving.processes.run`."""
-    return processes.run(command, told, patience, environment(**settings), ROOT)
+    """Runs a command from the root of the repository, and waits until it has ended."""
+    with processes.started(command, patience, environment(**settings), ROOT) as go:
+        return go(told)
 
 
 def module(name: str, *arguments: str) -> list[str]:

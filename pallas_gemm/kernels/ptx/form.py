@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
-from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
 
 OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
 """Types of which the difference of two values is an element of 16 bits."""
@@ -20,8 +20,6 @@ ZEROS_ALIGNED = 128
 """Bytes of which TMA begins a box in shared memory at a multiple."""
 BATCH = 32
 """Contracted elements that are loaded at a time."""
-WARPS = 4
-"""A warpgroup has these."""
 MATRIX_BYTES = 16
 """A row of a matrix has these. A warp loads four matrices of 8 rows at a time."""
 MOST_COLUMNS = 16

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
-from pallas_gemm.kernels.ptx.form import BATCH, MATRIX_BYTES, WARPS, Form
+from pallas_gemm.kernels.ptx.form import BATCH, MATRIX_BYTES, Form
 from pallas_gemm.kernels.ptx.widen import Register, Spread, load, run
 
 

@@ -14,7 +14,7 @@ from pallas_gemm.kernels.hopper.problems import stored_by_tma
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import TABLE_BITS
 from pallas_gemm.planning.candidates import cuts
-from pallas_gemm.planning.candidates.draft import Draft, finished
+from pallas_gemm.planning.candidates.draft import Draft
 from pallas_gemm.planning.candidates.partial import fewest_sums
 from pallas_gemm.problem import Problem
 from schedules import Split
@@ -116,20 +116,13 @@ _replaced = functools.lru_cache(maxsize=4096)(dataclasses.replace)
 """Other products have the same drafts, and to check a config takes longer than to find it."""
 
 
-def candidates(
-    problem: Problem, device: Device, split: Split | None = None
-) -> Iterator[HopperConfig]:
-    """Yields, for each tile, the config with all stages that fit into shared memory.
-
-    Whole, and cut along k where that may be faster; or only as a caller says.
-    """
-    return finished(drafts(problem, device, split))
-
-
 def drafts(
     problem: Problem, device: Device, split: Split | None = None
 ) -> Iterator[Draft[HopperConfig]]:
-    """Yields the drafts of `candidates`."""
+    """Yields, for each tile, the draft of a config with all stages that fit into shared memory.
+
+    Whole, and cut along k where that may be faster; or only as a caller says.
+    """
     for form in _forms(problem):
         slots: dict[str, Any] = {
             "store_columns": _widest(problem),

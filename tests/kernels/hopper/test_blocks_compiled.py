@@ -15,7 +15,8 @@ from pallas_gemm.kernels.functions.activations import gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.planning.candidates.hopper import candidates
+from pallas_gemm.planning.candidates.draft import finished
+from pallas_gemm.planning.candidates.hopper import drafts
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests import summaries
 
@@ -61,7 +62,7 @@ def _operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
 @functools.cache
 def _candidates(name: str) -> list[HopperConfig]:
     problem = PROBLEMS[name]
-    return [x for x in candidates(problem, H200) if not x.refusals(problem, H200)]
+    return [x for x in finished(drafts(problem, H200)) if not x.refusals(problem, H200)]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -41,7 +41,8 @@ from pallas_gemm.kernels.hopper.groups import warp_loop
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import ARCHITECTURES
-from pallas_gemm.planning.candidates.hopper import candidates
+from pallas_gemm.planning.candidates.draft import finished
+from pallas_gemm.planning.candidates.hopper import drafts
 from pallas_gemm.problem import Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import space as tuning_space
@@ -183,7 +184,7 @@ def candidate_cases(problem: Problem, target: str = "h200") -> list[Case]:
     # Where only the last tiles are cut, there is a kernel for those and one for the others.
     configs = [
         config
-        for config in candidates(problem, device)
+        for config in finished(drafts(problem, device))
         if not config.refusals(problem, device) and not config.split_last
     ]
     assert configs

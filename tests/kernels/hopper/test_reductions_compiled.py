@@ -10,7 +10,8 @@ from jax import lax
 
 from pallas_gemm import explain, gemm, offline, target
 from pallas_gemm.device import H200
-from pallas_gemm.planning.candidates.hopper import candidates
+from pallas_gemm.planning.candidates.draft import finished
+from pallas_gemm.planning.candidates.hopper import drafts
 from tests import summaries
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +44,7 @@ def test_no_tile_that_reaches_beyond_the_last_column_spills(function: Any) -> No
     (entry,) = explain(chosen, *operands).entries
     plan: Any = entry.decision.plan
     problem = plan.realigned.problem
-    configs = [x for x in candidates(problem, H200) if not x.refusals(problem, H200)]
+    configs = [x for x in finished(drafts(problem, H200)) if not x.refusals(problem, H200)]
     configs = [x for x in configs if not x.split_last]
     assert any(x.late_store for x in configs) == (function is _kept)
     assert any(x.pingpong for x in configs) == (function is _left)

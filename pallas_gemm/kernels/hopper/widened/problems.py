@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 from pallas_gemm.kernels import element_types
-from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.element_types import BITS, FROM_16_BITS
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.problem import ROW_BYTES, Problem
 
-RESULTS = element_types.FLOATS_16 | {element_types.SINGLE}
-SCALES = element_types.FLOATS_16 | {element_types.SINGLE}
 GROUPS = (32, 64, 128)
 """Contracted elements that may have a scale of their own."""
 
@@ -92,10 +90,10 @@ def _refused_boxes(problem: Problem) -> Iterator[str]:
 
 def _type_refusals(problem: Problem) -> Iterator[str]:
     """Yields which types results and operands of the epilogue must not have."""
-    names = ", ".join(sorted(map(str, RESULTS)))
+    names = ", ".join(sorted(map(str, FROM_16_BITS)))
     for dtype in problem.result_dtypes:
-        if dtype not in RESULTS:
+        if dtype not in FROM_16_BITS:
             yield f"the result must be one of {names}, got {dtype}"
     for dtype in problem.loaded_dtypes:
-        if dtype not in RESULTS:
+        if dtype not in FROM_16_BITS:
             yield f"what has a value for each element must be one of {names}, got {dtype}"
