@@ -217,6 +217,16 @@ def _moved(program: jax.stages.Compiled) -> tuple[int, int]:
     return memory.temp_size_in_bytes, turned
 
 
+def _of_each_round(text: str) -> int:
+    """Returns how many kernels each round of a program's loop has."""
+    (name,) = re.findall(r" while\(.*body=%([\w.]+)", text)
+    (body,) = re.findall(
+        rf"^%{re.escape(name)} [^\n]*\{{\n(.*?)^\}}", text, re.MULTILINE | re.DOTALL
+    )
+    allocated = body.count('custom_call_target="AllocateBuffer"')
+    return len(re.findall(r" (?:fusion|fusion-start|custom-call|copy)\(", body)) - allocated
+
+
 def _own_memory(program: jax.stages.Compiled) -> float:
     """Returns what a program takes beside its operands and results, as a share of them."""
     memory: Any = program.memory_analysis()
@@ -254,16 +264,15 @@ def _print(shape: Callable[..., Any], compiled: Callable[..., jax.stages.Compile
     with target("h200"):
         views = {name: _handed_over(text(program)) for name, program in _views(shape).items()}
         memory = _own_memory(compiled(*_by_groups(shape)))
-        losses = {
-            name: _moved(compiled(*program))[0] / 1e6
-            for name, program in _last_layers(shape).items()
-        }
+        layers = {name: compiled(*program) for name, program in _last_layers(shape).items()}
+        losses = {name: _moved(program)[0] / 1e6 for name, program in layers.items()}
+        rounds = _of_each_round(layers["long, with gradients"].as_text() or "")
         beside = {
             name: [_moved(compiled(*program(own))) for own in (pallas_gemm, jnp)]
             for name, program in _beside_stock(shape).items()
         }
     found = {"contents": contents, "views": views, "memory": memory, "beside stock": beside}
-    found |= {"losses": losses}
+    found |= {"losses": losses, "rounds": rounds}
     json.dump(found, sys.stdout)
 
 

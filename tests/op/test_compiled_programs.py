@@ -107,6 +107,11 @@ def test_losses_take_little_memory(printed: dict[str, Any], program: str, megaby
     assert printed["losses"][program] < megabytes
 
 
+def test_a_chunk_of_words_has_few_kernels(printed: dict[str, Any]) -> None:
+    # Three products, the slopes of logits that wait, labels, numbers of words, and two counters.
+    assert printed["rounds"] == 8
+
+
 TABLES = 1024
 """Bytes of tables and of numbers that XLA keeps."""
 

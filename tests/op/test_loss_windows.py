@@ -15,7 +15,7 @@ from pallas_gemm.call import Call, Options
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_plan, loss_windows
+from pallas_gemm.op.loss import loss_chunks, loss_plan, loss_windows
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_plan import Chunks
 from pallas_gemm.planning import targeting
@@ -83,7 +83,8 @@ def test_they_are_those_of_slices(options: dict[str, Any], monkeypatch: Any) -> 
 @pytest.mark.parametrize("tokens", [TOKENS, WIDTH])
 def test_logits_that_wait_are_not_computed_again(tokens: int, name: str, monkeypatch: Any) -> None:
     layer = Layer(Call(np.float32, options=_simulated(monkeypatch)), **LAYERS[name])
-    given, slopes = loss_layer.of_tokens(*_exact(layer), 0, tokens)
+    given, slopes = _exact(layer)
+    given, slopes = given.of_tokens(0, tokens), slopes.of_tokens(0, tokens)
     wanted, parts = Wanted(True, True, layer.bias), loss_plan.waiting(PARTS, tokens, WIDTH)
     assert parts.waiting == (WIDTH, tokens)
     windows = loss_windows.planned(layer, parts, wanted, given, slopes)
@@ -94,7 +95,7 @@ def test_logits_that_wait_are_not_computed_again(tokens: int, name: str, monkeyp
     own = given._replace(hidden=given.hidden.at[:WIDTH].mul(2))
     found = loss_chunks.gradients(layer, wanted, own, slopes, None, windows, sums.astype(BF16))
     expected = _by_slices(layer, given, slopes)
-    of_first = _by_slices(layer, *loss_layer.of_tokens(given, slopes, 0, WIDTH))
+    of_first = _by_slices(layer, given.of_tokens(0, WIDTH), slopes.of_tokens(0, WIDTH))
     _close(found[0], expected[0])
     _close(found[1], expected[1] + of_first[1])
     for x, y in zip(found[2:], expected[2:], strict=True):
@@ -105,7 +106,8 @@ def test_logits_that_wait_are_not_computed_again(tokens: int, name: str, monkeyp
 @pytest.mark.parametrize("name", ["plain", "bias"])
 def test_a_kernel_stores_logits_into_an_array_like_the_weight(name: str, monkeypatch: Any) -> None:
     layer = Layer(Call(np.float32, options=_simulated(monkeypatch)), **LAYERS[name])
-    given, slopes = loss_layer.of_tokens(*_exact(layer), 0, 40)
+    given, slopes = _exact(layer)
+    given, slopes = given.of_tokens(0, 40), slopes.of_tokens(0, 40)
     assert loss_plan.waiting(PARTS, 40, WIDTH).waiting == (40, 40)
     found = loss_windows.statistics(layer, given)
     assert found is not None

@@ -19,7 +19,6 @@ from pallas_gemm.op.loss.loss_layer import (
     Slopes,
     Wanted,
     empty,
-    of_tokens,
     slopes_of_sums,
     statistics_of_sums,
 )
@@ -108,14 +107,17 @@ def _over(parts: Chunks, step: Callable[..., Any], together: int = 2) -> Any:
         together: Chunks in a round of the loop.
     """
     left = step(None, parts.begin, parts.first)
-    others = 0 if parts.begin else parts.first
-    starts = others + parts.each * jnp.arange(parts.count - 1, dtype=jnp.int32)
+    if parts.count == 1:
+        return left
 
-    def next_chunk(left: Any, start: Any) -> Any:
+    def next_chunk(found: Any, _: None) -> Any:
         # Nothing of a chunk begins before the last one has ended.
-        return step(*_one_after_the_other(left, start), parts.each), None
+        left, start = _one_after_the_other(*found)
+        return (step(left, start, parts.each), start + parts.each), None
 
-    return left if parts.count == 1 else lax.scan(next_chunk, left, starts, unroll=together)[0]
+    others = jnp.int32(0 if parts.begin else parts.first)
+    length = parts.count - 1
+    return lax.scan(next_chunk, (left, others), length=length, unroll=together)[0][0]
 
 
 def gradients(
@@ -144,12 +146,16 @@ def gradients(
         parts = dataclasses.replace(parts, each=parts.words, kept=True)
     way = Slices(layer, parts) if by is None else by
 
+    # Before the loop, in which each chunk would slice them.
+    some, tokens = way.parts.waiting[0], given.hidden.shape[0]
+    of_tokens = slopes.of_tokens(0, some), slopes.of_tokens(some, tokens)
+
     def step(found: Any, start: Any, size: Any) -> Any:
         at = start, size
         own = way.words(given, start, size)
         hidden, weight, bias = (None, waiting, None) if found is None else found
         if kept is None:
-            g, *of_bias = _slopes_of(way, layer, wanted.bias, own, slopes, at, weight)
+            g, *of_bias = _slopes_of(way, layer, wanted.bias, own, of_tokens, at, weight)
         else:
             g, *of_bias = _in_the_place_of(kept, layer, wanted.bias, own, slopes)
         if wanted.hidden:
@@ -168,16 +174,23 @@ def gradients(
 
 
 def _slopes_of(
-    way: "Way", layer: Layer, with_bias: bool, own: Given, slopes: Slopes, at: Any, weight: Any
+    way: "Way",
+    layer: Layer,
+    with_bias: bool,
+    own: Given,
+    slopes: tuple[Slopes, Slopes],
+    at: Any,
+    weight: Any,
 ) -> list[jax.Array]:
     """Computes the slopes of some words, of the first tokens from logits that wait."""
     some, tokens = way.parts.waiting[0], own.hidden.shape[0]
+    of_first, of_others = slopes
     found: list[jax.Array] = []
     if some < tokens:
-        found = way.slopes(with_bias, *of_tokens(own, slopes, some, tokens), at, some)
+        found = way.slopes(with_bias, own.of_tokens(some, tokens), of_others, at, some)
     if not some:
         return found
-    first, of_first = of_tokens(own, slopes, 0, some)
+    first = own.of_tokens(0, some)
     logits = lax.dynamic_slice(weight, (0, at[0]), (some, at[1]))
     of_words: Any = jax.ShapeDtypeStruct((weight.shape[0], at[1]), weight.dtype)
     types = first._replace(weight=of_words)

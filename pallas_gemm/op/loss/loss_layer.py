@@ -142,6 +142,11 @@ class Given(NamedTuple):
             tuple(lax.dynamic_slice_in_dim(x, start, size, 0) for x in self.bias),
         )
 
+    def of_tokens(self, start: int, end: int) -> "Given":
+        """Returns the operands of some tokens, or their types."""
+        hidden, labels = (_of_tokens(x, start, end) for x in (self.hidden, self.labels))
+        return self._replace(hidden=hidden, labels=labels)
+
 
 class Wanted(NamedTuple):
     """The operands whose gradients are wanted."""
@@ -169,6 +174,11 @@ class Slopes(NamedTuple):
     def leaves(self) -> list[jax.Array]:
         """Returns the arrays that there are."""
         return jax.tree.leaves(self)
+
+    def of_tokens(self, start: int, end: int) -> "Slopes":
+        """Returns those of some tokens, or their types."""
+        of_some: Slopes = jax.tree.map(lambda x: _of_tokens(x, start, end), self)
+        return of_some
 
 
 def statistics_of_sums(
@@ -249,16 +259,11 @@ def _types(layer: Layer, given: Given) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def of_tokens(own: Given, slopes: Slopes, start: int, end: int) -> tuple[Given, Slopes]:
-    """Returns the operands of some tokens, or their types."""
-
-    def part(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((end - start, *x.shape[1:]), x.dtype)
-        return x if (start, end) == (0, x.shape[0]) else lax.slice_in_dim(x, start, end)
-
-    of_some: Slopes = jax.tree.map(part, slopes)
-    return own._replace(hidden=part(own.hidden), labels=part(own.labels)), of_some
+def _of_tokens(x: Any, start: int, end: int) -> Any:
+    """Returns some rows of an array, or their type."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((end - start, *x.shape[1:]), x.dtype)
+    return x if (start, end) == (0, x.shape[0]) else lax.slice_in_dim(x, start, end)
 
 
 def empty(given: Given, shape: Sequence[int], dtype: Any) -> jax.Array:

@@ -236,7 +236,7 @@ def _products(
     size, axis = weight[0][layer.axis], layer.axis
     of_slopes, some = None, parts.waiting[0]
     if some < tokens:
-        others = loss_layer.of_tokens(own, slopes, some, tokens)
+        others = own.of_tokens(some, tokens), slopes.of_tokens(some, tokens)
         of_slopes = _of_slopes(layer, wanted.bias, *others, above=some)
     g, sums = ((tokens, size), dtype), ((tokens, width), np.dtype(layer.call.out_dtype))
     dims = layer.contraction
