@@ -411,7 +411,7 @@ def _shapes(transposed: bool) -> list[jax.ShapeDtypeStruct]:
     ("memory", "products", "text"),
     [
         ("fastest", 3, "3 products with gradients, all logits kept: 268 MB"),
-        (None, 7, "4 products with gradients, logits computed again in 2 chunks of 16384"),
+        (None, 7, "4 products with gradients, logits computed again in 2 chunks of 16896"),
         (60_000_000, 19, "4 products with gradients, logits computed again in 6 chunks of"),
     ],
 )
@@ -429,7 +429,7 @@ def test_nothing_waits_in_a_weight_that_is_transposed():
     loss = functools.partial(linear_cross_entropy, memory="least", transpose_weight=True)
     with target("h200"):
         found = explain(jax.value_and_grad(loss, (0, 1)), *_shapes(True))
-    text = "4 products with gradients, logits computed again in 2 chunks of 16384"
+    text = "4 products with gradients, logits computed again in 2 chunks of 16896"
     assert found.last_layers[0].startswith(text)
 
 

@@ -174,14 +174,14 @@ def test_the_larger_operand_changes_sides_with_the_product() -> None:
     assert (part.swapped, part.window) == (True, Window(left=1))
 
 
-@pytest.mark.parametrize(("stored", "beyond"), [(256, False), (320, True)])
+@pytest.mark.parametrize(("stored", "beyond"), [(768, False), (832, True)])
 def test_tiles_beyond_a_full_chunk_are_seen(stored: int, beyond: bool) -> None:
     call = Call(np.dtype(BF16), options=Options(implementation="interpret", target=H200))
     types = (((TOKENS, WIDTH), np.dtype(BF16)), ((TOKENS, stored), np.dtype(BF16)))
     of_weight = Contraction("mk", "kn", "mn").of_right
     part = loss_windows._part(call, of_weight, types, Window(result=1))
     assert isinstance(part, loss_windows.Part), part
-    assert loss_windows._reaches_beyond(part, 256) == beyond
+    assert loss_windows._reaches_beyond(part, loss_plan.STEP) == beyond
 
 
 def _types(words: int, dtype: Any = BF16) -> list[jax.ShapeDtypeStruct]:
@@ -271,8 +271,8 @@ def test_logits_that_are_less_than_a_chunk_are_kept_where_the_gpu_is_not_known(
 def test_bytes_that_only_kernels_do_with_are_taken_where_the_gpu_is_not_known(
     monkeypatch: Any,
 ) -> None:
-    # The slopes of 6144 words or less, for chunks are alike, and the sums of the tokens.
-    least = 5888 * 2048 * 2 + 2048 * 2048 * 4
+    # The slopes of 5376 words, for the first has half of that, and the sums of the tokens.
+    least = 5376 * 2048 * 2 + 2048 * 2048 * 4
     assert loss_plan.chunks(2048, 2048, 100_032, 2, "least").bytes > least
 
     def traced(memory: int) -> Any:
@@ -326,23 +326,24 @@ def test_explain_says_the_bytes_of_parts():
     ("tokens", "width", "words", "memory", "each", "megabytes"),
     [
         (4096, 4096, 128256, "least", 21504, 243),
-        (8192, 2048, 151936, "least", 10240, 235),
-        (8192, 2048, 151936, None, 10240, 235),
-        (65536, 4096, 128256, None, 8192, 2147),
+        (4096, 2048, 151936, "least", 19200, 191),
+        # With 9216, the first chunk would have fewer than half of that.
+        (8192, 2048, 151936, "least", 8448, 206),
+        (8192, 2048, 151936, None, 8448, 206),
+        (65536, 4096, 128256, None, 7680, 2080),
         # Sums in float32 take most of it.
         (65536, 4096, 128256, "least", 6144, 1879),
-        (65536, 4096, 128256, 3_000_000_000, 14336, 2953),
+        (65536, 4096, 128256, 3_000_000_000, 14592, 2986),
         (16, 4096, 128256, "least", 128256, 4),
     ],
 )
-def test_chunks_are_alike_and_as_large_as_memory_allows(
+def test_chunks_are_as_large_as_memory_allows(
     tokens: int, width: int, words: int, memory: Any, each: int, megabytes: int
 ) -> None:
     found = loss_plan.chunks(tokens, width, words, 2, memory, in_place=True)
     assert (found.each, round(found.bytes / 1e6)) == (each, megabytes)
-    assert 0 < found.first <= found.each
+    assert found.each / 2 <= found.first <= found.each
     assert found.first % 64 == 0
-    assert found.count * found.each < words + found.count * loss_plan.STEP
     if isinstance(memory, int):
         assert found.bytes <= memory
 

@@ -25,7 +25,7 @@ Memory = int | str | None
 """What a caller says: bytes, "least", "fastest", or None for the default."""
 
 LEAST_WORDS, DEFAULT_WORDS = 6144, 8192
-"""Words of a chunk: with fewer, products are too small to keep a GPU busy."""
+"""There is memory for so many: with fewer, products are too small to keep a GPU busy."""
 SLOPES_BYTES = 180_000_000
 """Bytes of the slopes of a chunk where nothing is copied between chunks.
 
@@ -41,8 +41,10 @@ NARROWEST = 128
 """Words of the narrowest tiles that kernels have for many words."""
 TILE_TOKENS = 128
 """Tokens of a tile."""
-STEP = 256
-"""Words of a chunk are a multiple of this, so that tiles fill it."""
+STEP = 768
+"""Words of a chunk are a multiple of this, so that tiles of 192 and of 256 words fill it."""
+LEAST_SHARE = 0.75
+"""A chunk has at least this share of the words that there is memory for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +218,14 @@ def together(tokens: Any, words: Any, vectors: int) -> Any:
 
 
 def _alike(words: int, most: int) -> int:
-    """Returns how many words each chunk has, at most this number, if all are about alike."""
-    count = -(-words // most)
-    return -(-words // (count * STEP)) * STEP
+    """Returns how many words each chunk has, at most this number, if all are about alike.
+
+    The first has at least half of that, where that is possible, so that its kernels are alike too.
+    """
+
+    def preferred(each: int) -> tuple[float, int, float]:
+        count = -(-words // each)
+        share_of_first = (words - (count - 1) * each) / each
+        return min(share_of_first, 1 / 2), -count, share_of_first
+
+    return max(range(most // STEP * STEP, int(most * LEAST_SHARE) - 1, -STEP), key=preferred)
