@@ -33,7 +33,7 @@ HOPPER = ARCHITECTURES[0]
 PROBLEM = Problem(128, 128, 64)
 OLDER = dataclasses.replace(H200, kind="NVIDIA A100", compute_capability=(8, 0))
 NO_KERNEL = "no kernel runs on NVIDIA A100"
-NARROW = Problem(128, 64, 128)
+TINY = Problem(16, 128, 64)
 
 
 class MadeUpGpu:
@@ -303,7 +303,7 @@ def test_tuning_can_be_left_at_any_time() -> None:
     assert list(results) == []
 
 
-@pytest.mark.parametrize("problem", [NARROW, PROBLEM], ids=["left to XLA", "the kernel's"])
+@pytest.mark.parametrize("problem", [TINY, PROBLEM], ids=["left to XLA", "the kernel's"])
 @pytest.mark.parametrize("xla_seconds", [0.9e-5, 1.1e-5])
 def test_a_kernel_is_told_to_be_slower_than_xla_whatever_the_heuristics_say(
     problem: Problem, xla_seconds: float
@@ -497,12 +497,12 @@ def test_autotune_returns_a_table_of_each_product(monkeypatch: pytest.MonkeyPatc
     tools = tuning.Tools(gpu, lambda problem, *_: product(problem))
     monkeypatch.setattr(targeting, "first_gpu", lambda: H200)
     monkeypatch.setattr(tuning, "gpu_tools", lambda: tools)
-    wanted = [(PROBLEM, H200), (NARROW, H200), (PROBLEM, B200)]
+    wanted = [(PROBLEM, H200), (TINY, H200), (PROBLEM, B200)]
     monkeypatch.setattr(tuning, "products_of", lambda *_, **__: wanted)
     lines: list[str] = []
     table = pallas_gemm.autotune(lambda x: x, jnp.zeros(1), progress=lines.append)
     assert table.device == H200.kind
-    assert set(table.by_key) == {tables.Key.of(PROBLEM), tables.Key.of(NARROW)}
+    assert set(table.by_key) == {tables.Key.of(PROBLEM), tables.Key.of(TINY)}
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
     with table:
         found = tables.find(PROBLEM, H200)

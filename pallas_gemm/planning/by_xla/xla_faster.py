@@ -34,11 +34,6 @@ times the first, plus the second. It was not measured: XLA makes some of the sam
 longer where it makes none."""
 
 
-def few_columns(problem: Problem) -> str | None:
-    """Products of few columns were not measured on an H200."""
-    return f"fewer than 128 columns ({problem.n})" if problem.n < 128 else None
-
-
 def short_rows(problem: Problem) -> str | None:
     """A transposed left operand of few rows is slow to load unless they are whole cache lines.
 
@@ -157,7 +152,6 @@ def small_matrices(problem: Problem) -> str | None:
 
 
 RULES: tuple[Callable[[Problem], str | None], ...] = (
-    few_columns,
     short_rows,
     misaligned,
     short,
