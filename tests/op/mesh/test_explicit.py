@@ -207,3 +207,20 @@ def test_what_is_kept_for_a_gradient_is_named() -> None:
 
     kept = jax.checkpoint_policies.save_only_these_names("pallas_gemm_out")
     assert products(None) == products(kept) + 2
+
+
+def test_a_loop_that_starts_with_a_zero_of_no_mesh() -> None:
+    mesh, (left, right) = meshes.make_mesh(AxisType.Explicit), _numbers()
+    x, w = meshes.place(mesh, left, "x", None), meshes.place(mesh, right, None, "y")
+
+    def loss(f: Function, x: jax.Array, w: jax.Array) -> jax.Array:
+        def added(total: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            return f(x, w) + total, None
+
+        return jnp.sum(jnp.square(lax.scan(added, jnp.zeros((4, 4)), length=2)[0]))
+
+    # Nobody entered the mesh, so that the loop's zero, and what is added up for it, is on none.
+    found = jax.jit(jax.grad(functools.partial(loss, matmul), (0, 1)))(x, w)
+    expected = jax.grad(functools.partial(loss, jnp.matmul), (0, 1))(left, right)
+    for ours, stock in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-5)
