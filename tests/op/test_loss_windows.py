@@ -348,6 +348,14 @@ def test_chunks_are_as_large_as_memory_allows(
         assert found.bytes <= memory
 
 
+def test_chunks_are_hardly_smaller_than_memory_allows_for_a_larger_first_one() -> None:
+    # There is memory for 6912 words, with which the first chunk has 1920. In chunks of 4608 words
+    # it would have more than half, but all of these would be too small, and three more.
+    memory = 6912 * 2048 * 2 + 2048 * 2048 * 4
+    found = loss_plan.chunks(2048, 2048, 50_304, 2, memory, in_place=True)
+    assert (found.count, found.each, found.first) == (10, 5376, 1920)
+
+
 def test_it_is_16_bits_and_whole_blocks_that_kernels_take_parts_of():
     takes = loss_plan.takes_parts
     assert takes(H200, 100, 128, 640, 2)
