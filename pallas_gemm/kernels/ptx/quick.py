@@ -70,17 +70,7 @@ def _(values: Values, layout: Any) -> Any:
 @Operation
 def one_plus_tanh(values: Values, scale: float, times: float, layout: Any) -> Any:
     """Returns `times * (1 + tanh(scale * x))` of float32 values in registers."""
-    factor, half = np.float32(-2 * math.log2(math.e) * scale), _number(0.5 / times)
-    multiply = "mov.f32 x, $1" if factor == 1 else f"mul.f32 x, $1, {_number(factor)}"
-    # 2 / (1 + exp(-2 x)), whose half is taken first.
-    text = f"""{{
-        .reg .f32 x;
-        {multiply};
-        ex2.approx.ftz.f32 x, x;
-        fma.rn.f32 x, x, {half}, {half};
-        rcp.approx.ftz.f32 $0, x;
-    }}"""
-    return _of_each(text, layout, values)
+    return _of_each(_one_plus_tanh(scale, times), layout, values)
 
 
 @one_plus_tanh.meaning
@@ -130,6 +120,19 @@ def _(inputs: Sequence[Any], signs: tuple[int, int], layout: Any) -> Any:
     del layout
     x, y, z = inputs
     return np.float32(signs[0]) * (x * y) + np.float32(signs[1]) * z
+
+
+def _one_plus_tanh(scale: float, times: float) -> str:
+    """PTX of 2 / (1 + exp(-2 x)), whose half is taken first."""
+    factor, half = np.float32(-2 * math.log2(math.e) * scale), _number(0.5 / times)
+    multiply = "mov.f32 x, $1" if factor == 1 else f"mul.f32 x, $1, {_number(factor)}"
+    return f"""{{
+        .reg .f32 x;
+        {multiply};
+        ex2.approx.ftz.f32 x, x;
+        fma.rn.f32 x, x, {half}, {half};
+        rcp.approx.ftz.f32 $0, x;
+    }}"""
 
 
 def _number(x: Any) -> str:

@@ -1,0 +1,84 @@
+"""The PTX of functions that the simulator computes in other ways: how far their results err."""
+
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pallas_gemm.kernels.ptx import quick
+
+Floats = np.ndarray
+SMALLEST = 2.0**-126
+EDGES = (0.0, 1.0, 43.0, 44.0, 87.0, 89.0, 1e4, 3e38, np.inf, np.nan)
+GIVEN = np.concatenate([np.linspace(-100, 100, 20001), EDGES, np.negative(EDGES)])
+
+
+def _flushed(x: Floats) -> Floats:
+    """Float32 as an instruction with ftz makes it."""
+    short = x.astype(np.float32)
+    return np.where(np.abs(short) < SMALLEST, np.float32(0), short)
+
+
+def _run(text: str, units: float, *given: Floats) -> Floats:
+    """Runs a block of PTX on arrays of float32, in float64 that is rounded after each instruction.
+
+    Special functions err by some units in the last place besides.
+    """
+    off = 1 + units * 2.0**-23
+    operations: dict[str, Callable[..., Floats]] = {
+        "mov.f32": lambda x: x,
+        "neg.f32": lambda x: -x,
+        "mul.f32": lambda x, y: x * y,
+        "add.f32": lambda x, y: x + y,
+        "fma.rn.f32": lambda x, y, z: x * y + z,
+        "ex2.approx.ftz.f32": lambda x: _flushed(np.exp2(_flushed(x)) * off),
+        "rcp.approx.ftz.f32": lambda x: _flushed(1 / x * off),
+    }
+    values = {f"${i}": x.astype(np.float64) for i, x in enumerate(given, 1)}
+    _, *lines = re.sub(r"[{}]", "", text).strip().rstrip("; \n").split(";")
+    for line in lines:
+        name, target, *inputs = re.split(r",?\s+", line.strip())
+        own = [_number(x) if x.startswith("0f") else values[x] for x in inputs]
+        values[target] = operations[name](*own).astype(np.float32).astype(np.float64)
+    return values["$0"]
+
+
+def _number(text: str) -> Floats:
+    return np.uint32(int(text.removeprefix("0f"), 16)).view(np.float32).astype(np.float64)
+
+
+def _check(found: Floats, exact: Floats, x: Floats) -> None:
+    """A unit of ex2, one of rcp and half of a sum; and ex2 is given two numbers that are rounded."""
+    allowed = (2.5 + np.minimum(np.abs(x), 100)) * 2.0**-23 * np.abs(exact) + 1.5 * SMALLEST
+    usual = np.isfinite(x) & (exact < 2.0**126)
+    assert (np.abs(found - exact) <= allowed)[usual].all()
+    np.testing.assert_allclose(found[~np.isfinite(x)], exact[~np.isfinite(x)], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("units", [-1, 0, 1])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_results_err_by_few_units(units: int) -> None:
+    x = GIVEN.astype(np.float32).astype(np.float64)
+    _check(_run(quick._EXP, units, x), np.exp(x), x)
+    _check(_run(quick._SIGMOID, units, x), 1 / (1 + np.exp(-x)), x)
+
+
+@pytest.mark.parametrize(
+    ("scale", "times"), [(1.0, 1.0), (0.75, 0.5), (-0.5 / math.log2(math.e), 2)]
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_one_plus_tanh_is_precise_where_it_is_small(scale: float, times: float) -> None:
+    x = GIVEN.astype(np.float32).astype(np.float64)
+    found = _run(quick._one_plus_tanh(scale, times), 1, x)
+    _check(found, 2 * times / (1 + np.exp(-2 * scale * x)), 2 * scale * x)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_exp_beside_the_largest_of_several() -> None:
+    x = GIVEN[np.isfinite(GIVEN) & (np.abs(GIVEN) < 1e4)].astype(np.float32).astype(np.float64)
+    largest = x.max()
+    beside = np.full_like(x, np.float32(largest * math.log2(math.e)))
+    found = _run(quick.EXP_BESIDE, 0, x, beside)
+    np.testing.assert_allclose(found, np.exp(x - largest), rtol=3e-5, atol=SMALLEST)
