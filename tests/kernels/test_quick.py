@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,12 +46,12 @@ def _run(text: str, units: float, *given: Floats) -> Floats:
     return values["$0"]
 
 
-def _number(text: str) -> Floats:
+def _number(text: str) -> Any:
     return np.uint32(int(text.removeprefix("0f"), 16)).view(np.float32).astype(np.float64)
 
 
 def _check(found: Floats, exact: Floats, x: Floats) -> None:
-    """A unit of ex2, one of rcp and half of a sum; and ex2 is given two numbers that are rounded."""
+    """A unit of ex2, one of rcp and half of a sum; ex2 is given two rounded numbers."""
     allowed = (2.5 + np.minimum(np.abs(x), 100)) * 2.0**-23 * np.abs(exact) + 1.5 * SMALLEST
     usual = np.isfinite(x) & (exact < 2.0**126)
     assert (np.abs(found - exact) <= allowed)[usual].all()
