@@ -30,7 +30,8 @@ from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
 from pallas_gemm.op.product import equally_varying, run_as_jax_does
 from pallas_gemm.planning import numerics
-from pallas_gemm.planning.by_xla import xla_groups
+from pallas_gemm.planning.by_xla import xla, xla_groups
+from pallas_gemm.problem import SCALES
 
 grouped_p = core.Primitive("pallas_gemm_grouped")
 
@@ -174,22 +175,32 @@ def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[A
         return linear.named(grouped(call, *primals)), change
     if not call.epilogue.is_identity:
         return _jvp_of_epilogue(call, primals, linear.changes(tangents))
-    a, b, sizes = primals
-    da, db, _ = linear.changes(tangents)
-    result = linear.named(grouped(call, a, b, sizes))
+    result = linear.named(grouped(call, *primals))
+    terms = _changes_of_sums(call, primals, linear.changes(tangents))
+    return result, linear.rounded_sum(terms, result)
+
+
+def _changes_of_sums(call: GroupedCall, given: Any, moved: Any) -> list[jax.Array]:
+    """Returns the products by which the sums of a call change, which are added up."""
+    (a, b), sizes = call.unpack(given)[:2], call.sizes(given)
+    da, db = call.unpack(moved)[:2]
     plain = call.plain(jnp.float32)
     terms = [] if da is None else [grouped(plain, da, b, sizes)]
-    terms += [] if db is None else [grouped(plain, a, db, sizes)]
-    return result, linear.rounded_sum(terms, result)
+    return terms + ([] if db is None else [grouped(plain, a, db, sizes)])
 
 
 def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[Any, Any]:
     """Derives a product with an epilogue as one without, and the pass that applies it.
 
     The sums that an activation or a gate is applied to have to be there, so that no product is
-    computed twice. They have the result's type then. Otherwise the result is the kernel's.
+    computed twice. They have the result's type then. Otherwise the result is the kernel's. Where no
+    scale changes, they are not even computed.
     """
     is_affine = call.epilogue.activation is None and not call.epilogue.gated
+    changed = call.unpack(moved)
+    if is_affine and not any(getattr(changed, name) is not None for name in ("alpha", *SCALES)):
+        result = linear.named(grouped(call, *given))
+        return result, _affine_change(call, given, moved, result)
     is_scaled = call.epilogue.alpha != 1 or any("scale" in x for x in call.epilogue.operands)
     kept = linear.kept_sums_dtype if is_scaled else linear.kept_dtype
     places = [place for place, change in enumerate(moved) if change is not None]
@@ -206,6 +217,22 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
     # What is promised of the result holds where it is derived, too.
     is_kernels = is_affine or call.options.numerics is not None
     return linear.named(grouped(call, *given) if is_kernels else result), change
+
+
+def _affine_change(call: GroupedCall, given: Any, moved: Any, result: jax.Array) -> jax.Array:
+    """Derives an epilogue by which the result changes as much whatever the sums are."""
+    own, changed = call.unpack(given), call.unpack(moved)
+    # In place of the sums, of which nothing but the type counts.
+    sums = result.astype(xla.wide_dtype(own.a.dtype, own.b.dtype, call.out_dtype))
+    names = [name for name in call.epilogue.operands if getattr(changed, name) is not None]
+    change = linear.rounded_sum(_changes_of_sums(call, given, moved), sums)
+
+    def finish(sums: jax.Array, *extras: jax.Array) -> jax.Array:
+        named = own._replace(**dict(zip(names, extras, strict=True)))
+        return xla_groups.applied(call, [sums], named, call.sizes(given))
+
+    primals, changes = ([getattr(x, name) for name in names] for x in (own, changed))
+    return jax.jvp(finish, (sums, *primals), (change, *changes))[1]
 
 
 def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:

@@ -357,6 +357,39 @@ def test_an_epilogue_and_its_gradients_are_exact():
     jax.tree.map(np.testing.assert_array_equal, *both(LHS, RHS, EXTRAS))
 
 
+def _affine(lhs: Any, rhs: Any, extras: Any, f: Any = grouped_gemm) -> jax.Array:
+    """A product of groups with a bias and scales, squared, so that gradients need it."""
+    return jnp.square(f(lhs, rhs, jnp.array(SIZES["uneven"]), **extras)).sum()
+
+
+def _affine_by_rows(lhs: Any, rhs: Any, sizes: Any, **extras: Any) -> jax.Array:
+    group = jnp.minimum(_group_of(SIZES["uneven"]), GROUPS - 1)
+    sums = jnp.einsum("mk,mkn->mn", lhs, rhs[group]) * extras["row_scale"][:, None]
+    result = sums * extras["col_scale"][group] + extras["bias"][group]
+    return jnp.where((_group_of(SIZES["uneven"]) < sizes.shape[0])[:, None], result, 0)
+
+
+@pytest.mark.parametrize("moved", ["a", "b", "bias", "a b bias", "col_scale", "b row_scale"])
+def test_products_with_a_bias_are_derived_without_their_bare_sums(moved):
+    names = ("a", "b", "bias", "col_scale", "row_scale")
+    every = dict(zip(names, (LHS, RHS, *(EXTRAS[name] for name in names[2:])), strict=True))
+    chosen = {name: every[name] for name in moved.split()}
+
+    def gradient(f: Any) -> Any:
+        def of(chosen: Any) -> jax.Array:
+            lhs, rhs, *extras = (every | chosen).values()
+            return _affine(lhs, rhs, dict(zip(names[2:], extras, strict=True)), f)
+
+        return jax.grad(of)
+
+    found, expected = gradient(grouped_gemm)(chosen), gradient(_affine_by_rows)(chosen)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # The result, a product for each factor that changes, and the sums that a scale's change needs.
+    products = str(jax.make_jaxpr(gradient(grouped_gemm))(chosen)).count("pallas_gemm_grouped[")
+    needed = len({"a", "b"} & set(chosen)) + any("scale" in name for name in chosen)
+    assert products == 1 + needed
+
+
 def test_the_kernel_is_simulated_with_everything_that_follows():
     lhs, rhs, _ = _poisoned(sizes := SIZES["uneven"])
 
