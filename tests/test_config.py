@@ -228,6 +228,14 @@ CASES = {
         ),
         config(tile=(128, 160), pingpong=True),
     ),
+    "more than a panel of fewer columns": Case(
+        (
+            "a tile must have 64 columns where groups have fewer than 64 and b is stored [k, n]",
+            "got tile=(128, 128); the nearest is (128, 64)",
+        ),
+        config(tile=(128, 128)),
+        problem(groups=4, n=40),
+    ),
     "columns of sums over groups": Case(
         (
             "tile columns per consumer must be a multiple of 64 for layout TN",

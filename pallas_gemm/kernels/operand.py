@@ -21,6 +21,7 @@ class OperandPlan:
         k_major: The contracted dimension is contiguous in memory.
         paneled: A left operand that is not K-major: it is loaded in panels of `PANEL`.
         multicast_axis: The cluster axis along which CTAs share it, or None.
+        one_box: A right operand that is not K-major, and narrower than the one panel of its tile.
         parts: How many arrays it consists of: two if the result is gated.
         simulated: Whether the kernel runs in the simulator.
     """
@@ -31,6 +32,7 @@ class OperandPlan:
     k_major: bool
     paneled: bool
     multicast_axis: str | None
+    one_box: bool = False
     parts: int = 1
     simulated: bool = False
 
@@ -42,7 +44,7 @@ class OperandPlan:
     @property
     def boxed(self) -> bool:
         """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
-        return self.k_major or self.paneled
+        return self.k_major or self.paneled or self.one_box
 
     @property
     def slot_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import heuristics, prediction
 from pallas_gemm.planning.architectures import Architecture
-from pallas_gemm.planning.candidates.hopper import CONSUMERS, FEWEST_STAGES, deepest
+from pallas_gemm.planning.candidates.hopper import FEWEST_STAGES, deepest
+from pallas_gemm.planning.candidates.hopper_tiles import CONSUMERS
 from pallas_gemm.problem import Problem
 
 MOST = 12

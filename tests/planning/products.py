@@ -394,6 +394,11 @@ ASKED: Mapping[str, Asked] = {
     "groups of matrices that are stored by rows": _groups((8192, 2048, 2056), 32, "NN"),
     "groups that are turned": _groups((4096, 1000, 2048), 8, "NN"),
     "groups with a bias": _groups((8192, 2048, 2048), 32, epilogue=Epilogue(bias=True)),
+    "groups of few columns": _groups((8192, 32, 4096), 8, "NN"),
+    "groups of 64 columns": _groups((8192, 64, 4096), 8, "NN"),
+    "groups of few columns that are stored by rows": _groups((2048, 16, 4096), 8),
+    "groups of few rows and columns": _groups((512, 32, 4096), 8),
+    "groups of few columns, in float32": _groups((2048, 16, 4096), 8, types=(BF16, BF16, F32)),
     "gated groups": _groups((8192, 2816, 2048), 16, epilogue=SWIGLU),
     "groups with an unknown activation": _groups(
         (8192, 2048, 2048), 8, epilogue=Epilogue(activation=lax.lgamma)

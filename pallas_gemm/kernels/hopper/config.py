@@ -12,7 +12,7 @@ from pallas_gemm.kernels.hardware import (
     WARPGROUP_THREADS,
     WGMMA_ROWS,
 )
-from pallas_gemm.kernels.hopper.problems import cut_refusals, layout_refusals
+from pallas_gemm.kernels.hopper.problems import cut_refusals, is_narrow, layout_refusals
 from pallas_gemm.kernels.hopper.tiling import HopperTiling, ordered_columns
 from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS
@@ -150,6 +150,11 @@ class HopperConfig(HopperTiling):
             yield (
                 f"tile columns per consumer must be a multiple of {PANEL} for layout"
                 f" {problem.layout}, got tile={self.tile}; the nearest is {(self.tile[0], whole)}"
+            )
+        if is_narrow(problem) and self.tile[1] != (wanted := PANEL * problem.sums):
+            yield (
+                f"a tile must have {wanted} columns where groups have fewer than {PANEL} and b is"
+                f" stored [k, n], got tile={self.tile}; the nearest is {(self.tile[0], wanted)}"
             )
         if problem.adds_rows_in_order and columns != (wanted := ordered_columns(problem)):
             yield (

@@ -13,7 +13,7 @@ from pallas_gemm.kernels.functions import shorter, words
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.kernels.hopper.problems import stored_by_tma
+from pallas_gemm.kernels.hopper.problems import is_narrow, stored_by_tma
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.windows import WHOLE, Window
@@ -127,6 +127,7 @@ class HopperPlan(KernelPlan):
             k_major=self.problem.transpose_b,
             paneled=False,
             multicast_axis="cluster_row" if self.config.cluster[0] > 1 else None,
+            one_box=is_narrow(self.problem),
             parts=self.problem.sums,
             simulated=self.simulated,
         )

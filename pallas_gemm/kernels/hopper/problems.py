@@ -6,6 +6,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.kernels import element_types, sizes, symmetric
+from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 MOST_GROUPS = 1 << 15
@@ -25,6 +26,11 @@ def stored_by_tma(problem: Problem) -> bool:
     """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
     lengths = [problem.out_shape[-1] * dtype.itemsize for dtype in problem.result_dtypes]
     return all(size % ROW_BYTES == 0 for size in lengths)
+
+
+def is_narrow(problem: Problem) -> bool:
+    """Whether groups have right operands stored [k, n] that are narrower than a panel."""
+    return problem.in_groups and not problem.transpose_b and problem.n < PANEL
 
 
 def refusals(problem: Problem) -> tuple[str, ...]:
@@ -56,7 +62,8 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
             f"the contracted sizes of a sum of products must be positive multiples of {step} for"
             f" {problem.a_dtype}, got {problem.terms}"
         )
-    if not problem.transpose_b and (problem.n % 64 or problem.k % 8):
+    in_atoms = not problem.transpose_b and not is_narrow(problem)
+    if in_atoms and (problem.n % PANEL or problem.k % 8):
         yield (
             "b stored [k, n] needs n to be a multiple of 64 and k a multiple of 8, got"
             f" n={problem.n}, k={problem.k}; stored [n, k] it needs neither"

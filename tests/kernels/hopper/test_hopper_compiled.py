@@ -369,6 +369,33 @@ def test_groups():
     )
 
 
+def test_groups_of_few_columns():
+    rows = Problem(2048, 64, 4096, groups=8)
+    shared = {"batch": 8, "shared_a": True, "shared_b": True}
+    # An odd number of rows, for which matrices of 64 columns or more have no kernel.
+    sums = Problem(4096, 32, 2047, transpose_a=True, ragged_k=True, **shared)
+    cases = [
+        dataclasses.replace(rows, **changes)
+        for changes in (
+            {},
+            {"n": 16},
+            {"n": 32, "transpose_b": True},
+            {"n": 16, "transpose_b": True},
+            {"n": 16, "transpose_b": True, "out_dtype": jnp.float32},
+            # Of low rank: the gradient of the rows.
+            {"n": 4096, "k": 16, "transpose_b": True},
+        )
+    ]
+    check_sound([case for problem in (*cases, sums) for case in narrowest_cases(problem)])
+
+
+def narrowest_cases(problem: Problem) -> list[Case]:
+    """Returns the cases of candidates with the fewest columns, a case for each tile."""
+    cases = one_of_each_tile(candidate_cases(problem))
+    fewest = min(config.tile[1] for config, _ in cases)
+    return [case for case in cases if case[0].tile[1] == fewest]
+
+
 def test_ptxas_cannot_know_the_conditions_of_loops_that_a_warp_runs():
     shared = {"batch": 8, "shared_a": True, "shared_b": True}
     sums = dataclasses.replace(PROBLEM, transpose_a=True, ragged_k=True, **shared)

@@ -353,6 +353,21 @@ GROUPED: dict[str, tuple[dict[str, Any], Problem, tuple[int, ...]]] = {
         Problem(150, 128, 64, groups=6),
         (70, -3, 0, 200, 9, 1),
     ),
+    "fewer columns than a panel": (
+        {"tile": (128, 64), "late_store": False},
+        Problem(300, 24, 96, groups=4),
+        (37, 0, 140, 1),
+    ),
+    "of 32 columns": (
+        {"tile": (64, 32), "consumers": 1, "store_columns": 32, "late_store": False},
+        Problem(200, 32, 96, transpose_b=True, groups=3),
+        (63, 65, 70),
+    ),
+    "of 16 columns": (
+        {"tile": (128, 16), "store_columns": 16, "late_store": False},
+        Problem(200, 16, 96, transpose_b=True, groups=3),
+        (63, 65, 70),
+    ),
 }
 
 
@@ -409,20 +424,21 @@ def test_the_sum_over_one_group_of_one_tile(rows, rng):
 
 # The simulator multiplies with NumPy, which warns of what this test is about.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_sums_over_groups(rng):
+@pytest.mark.parametrize(("columns", "tile"), [(64, (256, 64)), (40, (64, 64))], ids=str)
+def test_sums_over_groups(columns, tile, rng):
     # Groups that end in each 16 of a step, after a whole one or not, at its end or before; of one
     # row, and of none. Three groups are no numbers, nor is what is in no group.
     sizes = np.array((3, 12, 1, 32, 41, 54, 2, 71, 1, 0))
     ends, checked = np.cumsum(sizes), ~np.isin(np.arange(len(sizes)), (0, 2, 6))
     problem = Problem(
-        *(128, 64, 224),
+        *(128, columns, 224 if columns == 64 else 221),
         transpose_a=True,
         batch=len(sizes),
         shared_a=True,
         shared_b=True,
         ragged_k=True,
     )
-    config = dataclasses.replace(SMALL, tile=(256, 64), ctas=2)
+    config = dataclasses.replace(SMALL, tile=tile, consumers=tile[0] // 128 or 1, ctas=2)
     operands = products.small_integers(problem, rng)
     a, b = (np.array(x, np.float32) for x in operands[:2])
     expected = np.zeros(problem.out_shape)
