@@ -54,6 +54,8 @@ MOST_COLUMNS = 256
 MOST_WHOLE, MOST_PARTED = 64, 128
 """Rows that all tiles have. Up to the second, they may be halved, or be thirds: then more CTAs have
 a tile."""
+WIDE, NARROWER = (128, 128), (96, 64, 48, 32)
+"""Where there are fewer tiles than SMs of the first size, they may have so many rows at most."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
 LAUNCH_SECONDS = 1.7e-6
@@ -91,7 +93,7 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     """
     if cut is not None:
         return
-    columns = _columns_of_groups(problem) if problem.groups else _columns(problem.m)
+    columns = _columns_of_groups(problem) if problem.groups else _columns(problem, device)
     for cols, step in itertools.product(columns, STEPS):
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
             # A gated column has two rows of sums.
@@ -149,14 +151,18 @@ def _tiles_of_cta(problem: Problem, tile: tuple[int, int], ctas: int, device: De
     return -(-tiles // device.coresident_clusters(ctas)) / ctas
 
 
-def _columns(m: int) -> list[int]:
+def _columns(problem: Problem, device: Device) -> list[int]:
     """How many rows of the result a tile may have: all, or such as leave few beyond the edge."""
+    m = problem.m
     whole = -(-m // 8) * 8
     if whole <= MOST_WHOLE:
         return [whole]
     if whole <= MOST_PARTED:
         return [-(-m // (8 * parts)) * 8 for parts in (3, 2, 1)]
-    return sorted({min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16})
+    wide = {min(whole, MOST_COLUMNS), 128, -(-m // (-(-m // MOST_COLUMNS) * 16)) * 16}
+    if _tiles(problem, WIDE) < device.sms:
+        wide |= {-(-m // (-(-m // most) * 8)) * 8 for most in NARROWER}
+    return sorted(wide)
 
 
 def _columns_of_groups(problem: Problem) -> list[int]:
