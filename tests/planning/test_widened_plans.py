@@ -193,12 +193,15 @@ def test_ctas_share_tiles_where_there_would_be_too_few_of_them() -> None:
 
 
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
-@pytest.mark.parametrize(("m", "n", "k"), [(112, 4096, 4096), (128, 5120, 13824)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(112, 4096, 4096), (128, 5120, 13824), (178, 128, 8192), (256, 1024, 4096)],
+)
 def test_few_tiles_of_many_rows_leave_few_sms_idle(m: int, n: int, k: int, kind: Any) -> None:
     asked = problem(m, n, k, kind, blocks=BLOCKS)
     config = heuristics.best(asked, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    # In whole tiles of 128 columns, at most 64 of 132 SMs have one.
+    # In tiles of 128 columns and 128 rows, at most 64 of 132 SMs have one.
     assert config.workers(asked, H200) * config.ctas_along_k > 95
     # With 128 registers of sums, what is handed over to other CTAs spills.
     assert config.ctas_along_k == 1 or config.sum_registers <= 96

@@ -49,6 +49,8 @@ ALONE = 0.13
 WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
+MOST_OF_FOUR = 24
+"""Columns for which each of four warpgroups has so many rows, in long steps: with 32 some spill."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 MOST_WHOLE, MOST_PARTED = 64, 128
@@ -98,7 +100,7 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
         for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
             # A gated column has two rows of sums.
             tile = rows * problem.sums, cols
-            if tile[0] // consumers > MOST_ROWS:
+            if tile[0] // consumers > _most_rows(consumers * along_k, cols, step):
                 continue
             share = _may_share(tile, consumers)
             for ctas in _ctas(problem, device, tile) if share else (1,):
@@ -106,6 +108,12 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
                 if config is not None:
                     yield config
                     yield from _shared_by_all(problem, config, device)
+
+
+def _most_rows(warpgroups: int, cols: int, step: int) -> int:
+    """How many rows of sums a warpgroup may have, for which it has enough registers."""
+    is_short = warpgroups == WARPGROUPS and cols > MOST_OF_FOUR and step == STEPS[-1]
+    return MOST_ROWS // 2 if is_short else MOST_ROWS
 
 
 def _shared_by_all(

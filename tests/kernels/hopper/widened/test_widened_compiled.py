@@ -85,6 +85,28 @@ def test_what_is_chosen_spills_nothing(
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
 
 
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "kind"),
+    [
+        (32, 14336, 4096, jnp.int4),
+        (32, 28672, 8192, jnp.int8),
+        (512, 1024, 4096, jnp.int4),
+        (722, 512, 9984, jnp.int8),
+    ],
+)
+def test_narrow_tiles_spill_nothing(
+    rows: int, columns: int, k: int, kind: Any, transpose_b: bool
+) -> None:
+    problem = Problem(rows, columns, k, b_dtype=kind, blocks=BLOCKS, transpose_b=transpose_b)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    assert config.tile[1] < 128
+    run, operands = program(problem, config, jnp.bfloat16)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+
+
 @pytest.mark.parametrize("columns", [64, 96, 1024])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 @pytest.mark.parametrize("group", [32, 64])
