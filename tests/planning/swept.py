@@ -211,7 +211,7 @@ SWEPT: Mapping[str, Swept] = {
     "CTAs by k": Swept(_of(_ctas, "k", LARGE_TILE, m=8192, n=8192), range(16, 300, 16)),
     "CTAs by rows, in turns": Swept(_of(_ctas, "m", TURNS, n=2048), range(128, 4096, 128)),
     # Candidates.
-    "columns for weights of few bits": Swept(widened._columns, range(1, 600)),
+    "columns for weights of few bits": Swept(_of(widened._columns, "m", H200), range(1, 1200)),
     "columns for weights of few bits, of groups": Swept(
         _of(widened._columns_of_groups, "m", groups=8), range(1, 2000, 7)
     ),
