@@ -50,8 +50,8 @@ WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_OF_FOUR = 24
-"""Columns for which each of four warpgroups has so many rows, in long steps: with 32 most spill. Two
-pairs do not where weights of 4 bits are stored [k, n]: 32 x 28672 x 8192 takes 40.3 us so on an
+"""Columns for which each of four warpgroups has so many rows, in long steps: with 32 most spill.
+Two pairs do not where weights of 4 bits are stored [k, n]: 32 x 28672 x 8192 takes 40.3 us so on an
 H200, and 42.8 in short steps."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
