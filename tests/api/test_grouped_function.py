@@ -87,11 +87,14 @@ def test_derivatives_in_both_modes_and_vmap() -> None:
         return jnp.sum(squares) / 10 + jnp.sum(largest)
 
     every = (0, 1, 2, 3, 4)
-    found, expected = (jax.grad(f, every)(a, b, *given) for f in (ours, rows))
+    found, expected = (jax.jit(jax.grad(f, every))(a, b, *given) for f in (ours, rows))
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
     changes = [jnp.cos(x) for x in (a, b, *given)]
-    found, expected = (jax.jvp(f, (a, b, *given), tuple(changes))[1] for f in (ours, rows))
+    given_and_changes = (a, b, *given), tuple(changes)
+    found, expected = (
+        jax.jit(lambda *x, f=f: jax.jvp(f, *x)[1])(*given_and_changes) for f in (ours, rows)
+    )
     np.testing.assert_allclose(found, expected, rtol=2e-4)
     stacked = jnp.stack([a, 2 * a])
     mapped = jax.vmap(lambda a: ours(a, b, *given))(stacked)

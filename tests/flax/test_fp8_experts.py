@@ -71,7 +71,7 @@ def test_layers_have_the_parameters_of_stock_ones_and_learn_as_they_do() -> None
         def loss(variables: Any, x: Any) -> Any:
             return (layer.apply(variables, x).astype(jnp.float32) * g).sum()
 
-        return layer.apply(variables, x), jax.grad(loss, (0, 1))(variables, x)
+        return layer.apply(variables, x), jax.jit(jax.grad(loss, (0, 1)))(variables, x)
 
     for own, other in zip(*map(jax.tree.leaves, map(trained, (ours, stock))), strict=True):
         error = jnp.linalg.norm((own - other).astype(jnp.float32))
