@@ -59,7 +59,7 @@ CONSUMERS = {256: 2, 192: 3, 128: 2, 64: 1}
 ROWS_OF_GROUPS = 128
 """Of a tile where groups have as many on average: fewer would be read from the L2 too often."""
 NARROW_OF_GROUPS = (64, 32)
-"""Columns of tiles of that height that only count where groups have few columns."""
+"""More columns that tiles of this height may have. Only groups with few columns use them."""
 
 
 def forms(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -105,12 +105,12 @@ def _columns(rows: int, problem: Problem) -> tuple[int, ...]:
 
 
 def _are_tall_groups(problem: Problem) -> bool:
-    """Whether groups have on average the rows of a tile that is seldom read from the L2."""
+    """Whether an average group fills the rows of a tall tile."""
     return problem.m >= ROWS_OF_GROUPS * problem.groups > 0
 
 
 def _are_narrow_groups(problem: Problem) -> bool:
-    """Whether no usual tile of that height would be half full: these groups have few columns."""
+    """Whether groups have so few columns that no usual tall tile would be half full."""
     widths = COLUMNS[ROWS_OF_GROUPS]
     if problem.blocks is not None:
         widths = tuple(columns for rows, columns, _ in OF_BLOCKS if rows == ROWS_OF_GROUPS)

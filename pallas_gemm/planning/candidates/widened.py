@@ -50,7 +50,7 @@ WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_OF_FOUR = 24
-"""Columns for which each of four warpgroups has so many rows, in long steps: with 32 most spill.
+"""The most columns of a tile whose four warpgroups have 128 rows each, in long steps. 32 spill.
 Two pairs do not where weights of 4 bits are stored [k, n]: 32 x 28672 x 8192 takes 40.3 us so on an
 H200, and 42.8 in short steps."""
 MOST_COLUMNS = 256
@@ -59,8 +59,8 @@ MOST_WHOLE, MOST_PARTED = 64, 128
 """Rows that all tiles have. Up to the second, they may be halved, or be thirds: then more CTAs have
 a tile."""
 WIDE, NARROWER = (128, 128), (96, 64, 48, 32)
-"""Where there are fewer tiles than SMs of the first size, they may have so many rows at most: in
-int4, 256 x 1024 x 4096 takes 9.9 us so on an H200, and 13.3 in tiles of 128 rows."""
+"""If a result has fewer tiles of the first size than the GPU has SMs, tiles may be narrower. In
+int4, 256 x 1024 x 4096 takes 9.9 us so on an H200, and 13.3 us in tiles of 128 rows."""
 CHUNKS = (64, 32, 16)
 MOST_STAGES = 16
 LAUNCH_SECONDS = 1.7e-6

@@ -219,7 +219,7 @@ def test_a_loop_that_starts_with_a_zero_of_no_mesh() -> None:
 
         return jnp.sum(jnp.square(lax.scan(added, jnp.zeros((4, 4)), length=2)[0]))
 
-    # Nobody entered the mesh, so that the loop's zero, and what is added up for it, is on none.
+    # The program enters no mesh. So the zero of the loop and its cotangent are on none.
     found = jax.jit(jax.grad(functools.partial(loss, matmul), (0, 1)))(x, w)
     expected = jax.grad(functools.partial(loss, jnp.matmul), (0, 1))(left, right)
     for ours, stock in zip(found, expected, strict=True):
