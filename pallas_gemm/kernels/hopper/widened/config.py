@@ -170,6 +170,9 @@ class WidenedConfig(GemmConfig):
     def most_awaited(self, problem: Problem, device: Device) -> int:
         """How many sums other CTAs of its cluster send to one at most."""
         tiles, ctas = self.tiles(problem), self.ctas_along_k
+        if problem.groups:
+            # How many tiles there are is known when the kernel runs.
+            return max(1, ctas - 1)
         return shares.most_awaited(tiles, self.workers(problem, device), ctas)
 
     def shared_memory_bytes(
@@ -219,8 +222,6 @@ class WidenedConfig(GemmConfig):
                 "all CTAs share tiles of products without groups, with persistence='static' and"
                 f" ctas_along_k=1, got {self}"
             )
-        if problem.groups and self.ctas_along_k > 1 and self.persistence != "none":
-            yield "persistence must be 'none' for CTAs that share tiles of rows in groups"
         if self.schedule != "raster":
             yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
         if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):

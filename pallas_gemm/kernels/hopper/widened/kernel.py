@@ -87,10 +87,9 @@ class Cta(NamedTuple):
 
 def _span(cta: Cta) -> tuple[Scalar, Scalar]:
     """The first step of this CTA, and how many it takes."""
-    if cta.at.piece is not None:
-        return cta.at.piece.first, cta.at.piece.steps
-    own = jnp.int32(cta.plan.k_steps)
-    return jnp.int32(0), own if cta.at.empty is None else jnp.where(cta.at.empty, 0, own)
+    piece, empty = cta.at.piece, cta.at.empty
+    first, own = (jnp.int32(0), jnp.int32(cta.plan.k_steps)) if piece is None else piece[1:3]
+    return first, own if empty is None else jnp.where(empty, 0, own)
 
 
 def _load_weights(cta: Cta, step: Scalar, slot: Scalar) -> None:

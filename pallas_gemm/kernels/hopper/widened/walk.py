@@ -10,6 +10,7 @@ tile, or takes every so many of all: then the loads of the next one begin before
 CTAs of a cluster share its tiles, or all CTAs do: see `shares.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,7 +75,8 @@ def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
     worker = lax.axis_index(launch.WORKER)
     if plan.config.shares_all:
         tiles = jnp.int32(plan.config.tiles(plan.problem))
-        return _pieces(plan, shares.Pieces(tiles, plan.workers, plan.k_steps, rank(plan)), 0)
+        pieces = shares.Pieces(tiles, plan.workers, plan.k_steps, rank(plan))
+        return _pieces(pieces, functools.partial(_of_products, plan))
     if plan.config.ctas_along_k > 1:
         return _share_of_cluster(plan, gmem, worker)
     return _share_of_workers(plan, gmem, worker)
@@ -82,7 +84,9 @@ def share(plan: WidenedPlan, gmem: launch.Inputs) -> Share:
 
 def _share_of_workers(plan: WidenedPlan, gmem: launch.Inputs, worker: Scalar) -> Share:
     if plan.problem.groups:
-        return _share_of_groups(plan, gmem.order, worker)
+        tiles, of_number = _of_groups(plan, gmem.order)
+        own = _count(plan, tiles, worker)
+        return Share(own, lambda turn: of_number(worker + turn * plan.workers))
 
     def tile(turn: Scalar) -> Tile:
         return _of_products(plan, worker + turn * plan.workers)
@@ -99,14 +103,17 @@ def _share_of_cluster(plan: WidenedPlan, gmem: launch.Inputs, cluster: Scalar) -
         piece = shares.Pieces(jnp.int32(1), ctas, plan.k_steps, rank).piece(jnp.int32(0))
         return one._replace(tile=lambda turn: one.tile(turn)._replace(piece=piece))
     tiles = plan.config.tiles(plan.problem)
+    tile = functools.partial(_of_products, plan)
+    if plan.problem.groups:
+        tiles, tile = _of_groups(plan, gmem.order)
     first, own = shares.of_cluster(tiles, plan.workers, cluster)
-    return _pieces(plan, shares.Pieces(own, ctas, plan.k_steps, rank), first)
+    return _pieces(shares.Pieces(own, ctas, plan.k_steps, rank), lambda i: tile(first + i))
 
 
-def _pieces(plan: WidenedPlan, pieces: shares.Pieces, first: Any) -> Share:
+def _pieces(pieces: shares.Pieces, of_number: Callable[[Scalar], Tile]) -> Share:
     def tile(turn: Scalar) -> Tile:
         piece = pieces.piece(turn)
-        return _of_products(plan, first + piece.tile)._replace(piece=piece)
+        return of_number(piece.tile)._replace(piece=piece)
 
     return Share(pieces.count, tile)
 
@@ -128,7 +135,8 @@ def _of_products(plan: WidenedPlan, number: Scalar) -> Tile:
     return Tile(row * height, col * width, product)
 
 
-def _share_of_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Share:
+def _of_groups(plan: WidenedPlan, sizes: Any) -> tuple[Scalar, Callable[[Scalar], Tile]]:
+    """Returns how many tiles rows in groups have, and one of them by its number."""
     problem, (down, most) = plan.problem, plan.config.grid(plan.problem)
     height, width = plan.config.out_tile(problem)
     limit, start = jnp.int32(problem.n), At(*(jnp.int32(0),) * 4)
@@ -137,8 +145,7 @@ def _share_of_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Share:
     rest = lax.div(limit - lax.min(ends.row, limit) + (width - 1), jnp.int32(width))
     across = lax.min(lax.min(ends.tile, jnp.int32(most)) + rest, jnp.int32(most))
 
-    def tile(turn: Scalar) -> Tile:
-        place = worker + turn * plan.workers
+    def tile(place: Scalar) -> Tile:
         number, row = lax.rem(place, across), lax.div(place, across)
         at = find(plan, sizes, start, number, known)
         col = at.row + (number - at.tile) * width
@@ -147,4 +154,4 @@ def _share_of_groups(plan: WidenedPlan, sizes: Any, worker: Scalar) -> Share:
         group = lax.min(at.group, jnp.int32(problem.groups - 1))
         return Tile(row * height, col, group, end, empty)
 
-    return Share(_count(plan, across * down, worker), tile)
+    return across * down, tile
