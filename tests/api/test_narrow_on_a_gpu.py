@@ -27,6 +27,14 @@ IN_CLUSTERS: list[tuple[int, int, dict[str, Any]]] = [
     (200, 35, {"ctas_along_k": 3, "along_k": 1, "stages": 2, "tile": (128, 96), "step": 64}),
 ]
 """Rows, tiles of columns, and how CTAs of a cluster share them, of int4 and of int8."""
+IN_GROUPS: list[dict[str, Any]] = [
+    {"tile": (128, 16), "stages": 8, "along_k": 4, "ctas_along_k": 2, "persistence": "none"},
+    {"tile": (128, 8), "stages": 8, "along_k": 2, "ctas_along_k": 2},
+    {"tile": (256, 24), "stages": 6, "consumers": 2, "along_k": 2, "ctas_along_k": 2},
+    {"tile": (128, 8), "stages": 4, "along_k": 1, "ctas_along_k": 3},
+    {"tile": (512, 16), "stages": 4, "consumers": 4, "along_k": 1},
+]
+"""How CTAs take tiles of rows in groups, of int4: of a cluster, or alone."""
 BY_ALL: list[tuple[int, int, dict[str, Any]]] = [
     (1, 64, {}),
     (9, 3, {"along_k": 2, "stages": 8}),
@@ -46,6 +54,11 @@ def in_clusters(m: int, config: dict[str, Any]) -> WidenedConfig:
     """Returns a config by which CTAs of a cluster share tiles."""
     tile = (128, -(-m // 8) * 8)
     return WidenedConfig(**({"tile": tile, "persistence": "static"} | config))
+
+
+def in_groups(config: dict[str, Any]) -> WidenedConfig:
+    """Returns a config by which CTAs take tiles of rows in groups."""
+    return WidenedConfig(**({"store_columns": 16, "persistence": "static"} | config))
 
 
 def by_all(m: int, config: dict[str, Any]) -> WidenedConfig:
@@ -176,6 +189,33 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
     exact = np.asarray(x, np.float64) @ wide + np.asarray(residual)
     found = _by_a_kernel(multiply, x, stored, scale, residual)
     np.testing.assert_array_equal(found, exact)
+
+
+@pytest.mark.parametrize("config", IN_GROUPS, ids=str)
+def test_ctas_end_whatever_rows_are_in_no_group(config):
+    m, n, k = 200, 2816, 2048
+    x, w = _integers(m, k, seed=0, dtype=BF16), _integers(5, k, n, seed=1)
+    scale, named = _powers(5, k // 128, n, seed=2), in_groups(config)
+
+    def multiply(x: Any, w: Any, scale: Any, sizes: Any) -> Any:
+        return grouped_gemm(x, w, sizes, col_scale=scale, preferred_element_type=F32, config=named)
+
+    wide = np.asarray(w, np.float64) * np.asarray(scale, np.float64).repeat(128, 1)
+    given = x, w.astype("int4"), scale
+    run = jax.jit(multiply).lower(*given, jnp.zeros(5, jnp.int32)).compile()
+    for sizes in [
+        (9, 0, 17, 1, 64),
+        (0, 0, 0, 0, 0),
+        (1, 1, 1, 1, 1),
+        (40,) * 5,
+        (200, 0, 0, 0, 0),
+    ]:
+        expected, start = np.zeros((m, n)), 0
+        for own, size in zip(wide, sizes, strict=True):
+            rows = slice(start, start + size)
+            expected[rows] = np.asarray(x, np.float64)[rows] @ own
+            start += size
+        np.testing.assert_array_equal(run(*given, jnp.array(sizes, jnp.int32)), expected)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -15,6 +15,7 @@ from pallas_gemm.kernels.hopper.widened import problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.planning import config_json, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED, of_problem
+from pallas_gemm.planning.candidates import widened
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests.api import test_narrow_on_a_gpu as on_a_gpu
 
@@ -180,6 +181,19 @@ def test_configs_that_a_gpu_is_tested_with_are_legal(last: bool) -> None:
             assert why_not(m, tiles, kind, on_a_gpu.in_clusters(m, named)) == []
     for m, tiles, named in on_a_gpu.BY_ALL:
         assert why_not(m, tiles, jnp.int4, on_a_gpu.by_all(m, named)) == []
+    in_groups = problem(200, 2816, 2048, groups=5, blocks=BLOCKS, out_dtype=jnp.float32)
+    for named in on_a_gpu.IN_GROUPS:
+        assert list(on_a_gpu.in_groups(named).refusals(in_groups, H200)) == []
+
+
+@pytest.mark.parametrize(("groups", "m", "steps"), [(0, 32, {64, 128}), (8, 192, {64})])
+def test_two_pairs_of_warpgroups_take_short_steps_in_groups(
+    groups: int, m: int, steps: set[int]
+) -> None:
+    """With 128 they have too few registers there."""
+    found = widened.candidates(problem(m, 14336, groups=groups, blocks=BLOCKS), H200)
+    pairs = [x for x in found if x.tile == (256, 32) and (x.consumers, x.along_k) == (2, 2)]
+    assert {x.step for x in pairs} == steps
 
 
 def test_ctas_share_tiles_where_there_would_be_too_few_of_them() -> None:

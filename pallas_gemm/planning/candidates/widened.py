@@ -51,8 +51,8 @@ MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_OF_FOUR = 24
 """The most columns of a tile whose four warpgroups have 128 rows each, in long steps. 32 spill.
-Two pairs do not where weights of 4 bits are stored [k, n]: 32 x 28672 x 8192 takes 40.3 us so on an
-H200, and 42.8 in short steps."""
+Two pairs do not where weights of 4 bits are stored [k, n], but where rows are in groups: 32 x 28672
+x 8192 takes 40.3 us so on an H200, and 42.8 in short steps."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
 MOST_WHOLE, MOST_PARTED = 64, 128
@@ -117,7 +117,7 @@ def _most_rows(problem: Problem, cols: int, warpgroups: tuple[int, int], step: i
     """How many rows of sums a warpgroup may have, for which it has enough registers."""
     is_short = math.prod(warpgroups) == WARPGROUPS and cols > MOST_OF_FOUR and step == STEPS[-1]
     is_packed = BITS[problem.b_dtype] == 4 and not problem.transpose_b
-    is_spared = is_packed and cols <= NARROW and warpgroups == (2, 2)
+    is_spared = is_packed and not problem.groups and cols <= NARROW and warpgroups == (2, 2)
     return MOST_ROWS // 2 if is_short and not is_spared else MOST_ROWS
 
 

@@ -1,0 +1,54 @@
+"""Which steps of which tiles the CTAs of clusters load, of rows in groups."""
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm.device import H200
+from pallas_gemm.kernels import launch
+from pallas_gemm.kernels.hopper.widened import kernel, walk
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from tests.kernels.hopper.widened.test_widened_simulated import SIMULATOR, problem
+
+ROWS, COLUMNS = 40, 256
+HEIGHT, WIDTH = 128, 8
+
+
+@pytest.mark.parametrize("sizes", [(9, 0, 17), (0, 0, 0), (20, 12, 8)])
+@pytest.mark.parametrize(("persistence", "ctas"), [("none", 0), ("static", 6)])
+def test_steps_of_groups_are_loaded_once_and_none_of_other_rows(
+    sizes: Sequence[int], persistence: Any, ctas: int, monkeypatch: Any
+) -> None:
+    asked = problem(jnp.int4, ROWS, COLUMNS, 640, groups=3, out_dtype=jnp.float32)
+    config = WidenedConfig(
+        tile=(HEIGHT, WIDTH), along_k=1, stages=2, ctas_along_k=2, store_columns=16,
+        persistence=persistence, **({"ctas": ctas} if ctas else {}),
+    )  # fmt: skip
+    plan = WidenedPlan(asked, config, H200, interpret=SIMULATOR)
+    loaded = np.zeros((COLUMNS // HEIGHT, ROWS, plan.k_steps), int)
+    stored = np.zeros((COLUMNS // HEIGHT, ROWS), int)
+    place: dict[str, Any] = {}
+    monkeypatch.setattr(walk.lax, "axis_index", place.__getitem__)
+    gmem: Any = types.SimpleNamespace(order=jnp.array(sizes, jnp.int32))
+    nothing: Any = None
+    with jax.disable_jit():
+        for place[launch.WORKER] in map(jnp.int32, range(plan.workers)):
+            for place[walk.ALONG_K] in map(jnp.int32, range(2)):
+                share = walk.share(plan, gmem)
+                for turn in range(1 if share.count is None else int(share.count)):
+                    at = share.tile(jnp.int32(turn))
+                    rank = walk.rank(plan)
+                    cta = kernel.Cta(plan, gmem, (), nothing, nothing, at, rank)
+                    first, steps = map(int, kernel._span(cta))
+                    rows = slice(int(at.col), min(int(at.col) + WIDTH, int(at.end)))
+                    loaded[int(at.row) // HEIGHT, rows, first : first + steps] += 1
+                    stored[int(at.row) // HEIGHT, rows] += int(at.piece.to == rank)
+    assert (loaded[:, : sum(sizes)] == 1).all()
+    assert (loaded[:, sum(sizes) :] == 0).all()
+    assert (stored == 1).all()
