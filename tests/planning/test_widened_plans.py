@@ -221,6 +221,17 @@ def test_few_tiles_of_many_rows_leave_few_sms_idle(m: int, n: int, k: int, kind:
     assert config.ctas_along_k == 1 or config.sum_registers <= 96
 
 
+@pytest.mark.parametrize(("m", "n", "k", "groups"), [(128, 14336, 4096, 8), (64, 5120, 8192, 16)])
+def test_clusters_share_tiles_of_groups_that_are_more_than_they_are(
+    m: int, n: int, k: int, groups: int
+) -> None:
+    asked = problem(m, n, k, groups=groups, blocks=BLOCKS)
+    config = heuristics.best(asked, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    assert (config.ctas_along_k, config.persistence) == (2, "static")
+    assert config.tiles(asked) > config.workers(asked, H200)
+
+
 def test_clusters_share_tiles_that_are_more_than_they_are() -> None:
     config = heuristics.best(problem(1, 18944, 4096, blocks=BLOCKS), H200, WIDENED)
     assert isinstance(config, WidenedConfig)

@@ -206,7 +206,7 @@ def _deepest(
     own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
     most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
     whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
-    persistent = problem.groups if ctas == 1 else not whole
+    persistent = problem.groups or (ctas > 1 and not whole)
     for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
         try:
             config = WidenedConfig(
