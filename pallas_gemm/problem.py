@@ -225,6 +225,7 @@ class Problem:
             (left, right) arrays that are multiplied, one pair for each of `terms`. The last pair
             is of the largest two; what the others come to counts where it is finite. `()` if each
             array of one operand is multiplied by one of the other.
+        shift: Each further one of these arrays is 2**shift times as large as what it stands for.
         longest_sum: Contracted elements of the largest term that the tensor cores may add up at
             most; such sums are added up in float32. 0 for any number.
         shared_a: The products of a batch have one left operand, a matrix.
@@ -258,6 +259,7 @@ class Problem:
     kept: tuple[int, int] | None = None
     terms: tuple[int, ...] = ()
     arrays: tuple[tuple[int, int], ...] = ()
+    shift: int = 0
     longest_sum: int = 0
     shared_a: bool = False
     shared_b: bool = False

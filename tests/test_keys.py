@@ -207,6 +207,7 @@ NOT_TUNED_APART = {
     ".kept": "a few rows and columns",
     ".terms": "they take the same steps",
     ".arrays": "operands that are split are not tuned",
+    ".shift": "operands that are split are not tuned",
     ".longest_sum": "operands that are split are not tuned",
     ".shared_a": "it takes the same steps",
     ".shared_b": "it takes the same steps",

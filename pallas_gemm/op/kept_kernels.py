@@ -79,6 +79,9 @@ class Product(NamedTuple):
         """Returns the call and how it is computed."""
         plan: Any = self.decision.plan
         how = (plan.architecture.name, plan.device, plan.realigned, plan.config)
+        if plan.otherwise is not None:
+            # XLA may compute what does not fit, where no kernel is named.
+            how += (plan.otherwise, self.call.options.implementation)
         # Where the plan comes from, and what was named for it, makes no difference any more.
         return (dataclasses.replace(self.call, options=Options()), *how)
 

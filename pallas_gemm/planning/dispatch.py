@@ -24,7 +24,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import activations
 from pallas_gemm.planning import architectures as known_kernels
-from pallas_gemm.planning import heuristics, numerics, precision, prediction, proof
+from pallas_gemm.planning import halves, heuristics, numerics, precision, prediction, proof
 from pallas_gemm.planning import scheme as schemes
 from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.by_xla import xla, xla_faster, xla_time
@@ -36,6 +36,7 @@ from pallas_gemm.planning.realign import (
     realign,
     realign_groups,
 )
+from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import Problem
 
 OTHER_GPU = "it needs compute capability"
@@ -44,6 +45,9 @@ WIDENED_ROWS = 4096
 """With fewer rows the kernel for weights of few bits is faster: six products of int4 with 256 to
 2048 rows take 0.38 to 0.87 of XLA's time on an H100. 4096 x 14336 x 4096 takes 647 us for 657,
 8192 rows 1381 for 1255, and 16384 x 2048 x 2048 271 for 181."""
+ONE_HALF_AT_MOST = 0.85
+"""One product of float16 in place of TF32 may be predicted to take this share of XLA's time. Where
+elements differ too much, XLA computes it after all, some passes later."""
 HALF_AT_MOST = 0.95
 """Half of a symmetric result may be predicted to take this share of the time of the whole."""
 
@@ -61,6 +65,8 @@ class Plan:
         seconds: The predicted time of the kernel and the steps.
         over_xla: How much faster than XLA the kernel was when it was tuned; None if nobody looked,
             or if there is more to do now: XLA was timed with operands as the kernel takes them.
+        otherwise: How it is computed where elements differ too much in size for this; None if any
+            may be multiplied so.
     """
 
     architecture: Architecture
@@ -70,6 +76,7 @@ class Plan:
     source: str
     seconds: float
     over_xla: float | None = None
+    otherwise: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +275,7 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
     scheme = plan.realigned.scheme
-    if is_widened or (scheme is not None and scheme.terms):
+    if is_widened or plan.otherwise is not None or (scheme is not None and scheme.terms):
         return (_why_not_widened if is_widened else _why_not_scheme)(call, problem, plan)
     problem = problem if scheme is None else plan.realigned.problem
     times = _with_passes(call, problem, plan) if plan.realigned.bytes else ()
@@ -292,7 +299,9 @@ def _with_passes(call: Call, problem: Problem, plan: Plan) -> tuple[float, float
 def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:
     """Returns why XLA is predicted to compute a scheme as fast as a kernel, None if it is not."""
     by_xla = xla_time.seconds(problem, plan.device, call.precision)
-    if by_xla is None or plan.seconds < by_xla:
+    scheme = plan.realigned.scheme
+    most = ONE_HALF_AT_MOST if scheme is not None and not scheme.terms else 1
+    if by_xla is None or plan.seconds < most * by_xla:
         return None
     own = f"{plan.seconds * 1e6:.0f} us of {plan.realigned.scheme}"
     return f"XLA is predicted to take {by_xla * 1e6:.0f} us, and {own}"
@@ -341,6 +350,40 @@ def _plan(
     realigned = _realigned(call, signature, device, architecture)
     if not isinstance(realigned, Realigned):
         return realigned
+    plan = _with_config(call, problem, device, architecture, realigned)
+    is_small = problem.batch * problem.m * problem.n * problem.k < halves.LEAST
+    if is_small or not isinstance(plan, Plan):
+        return plan
+    quick = _by_halves(call, signature, plan)
+    return plan if quick is None or quick.seconds > plan.seconds else quick
+
+
+def _by_halves(call: Call, signature: Signature, plan: Plan) -> Plan | None:
+    """Returns a plan by arrays of float16 that stands for another one; None if there is none."""
+    device, architecture = plan.device, plan.architecture
+    dtypes = tuple(dtype for _, dtype in signature[:2])
+    scheme = schemes.by_halves(call, plan.realigned.scheme, dtypes)
+    if scheme is None:
+        return None
+    scaled = halves.scaled(call), halves.scaled_signature(call, signature)
+    realigned = _by_scheme(*scaled, device, architecture, scheme)
+    if not isinstance(realigned, Realigned) or realigned.unfused is not None:
+        return None
+    quick = _with_config(scaled[0], scaled[0].problem(scaled[1]), device, architecture, realigned)
+    if not isinstance(quick, Plan):
+        return None
+    seconds = quick.seconds + halves.DECIDING_SECONDS
+    return dataclasses.replace(quick, seconds=seconds, otherwise=plan)
+
+
+def _with_config(
+    call: Call,
+    problem: Problem,
+    device: Device,
+    architecture: Architecture,
+    realigned: Realigned,
+) -> Plan | Reasons:
+    """Returns how a kernel computes what is done beside it, or why it cannot."""
     chosen = choose(call.options, realigned.problem, device, architecture)
     config = chosen.config
     if not isinstance(config, GemmConfig):
@@ -383,6 +426,13 @@ def _realigned(
         return _way(call, signature, lambda p: architecture.problem_refusals(p, device))
     if scheme.terms and (asked := call.options.numerics) is not None and asked.part is not None:
         return (f"{scheme.name} says itself in which parts its terms are summed up",)
+    return _by_scheme(call, signature, device, architecture, scheme)
+
+
+def _by_scheme(
+    call: Call, signature: Signature, device: Device, architecture: Architecture, scheme: Scheme
+) -> Realigned | Reasons:
+    """Returns the same of operands that become arrays of another type first."""
     way = _way(
         call,
         scheme.signature(call, signature),

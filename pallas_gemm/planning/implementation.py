@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax import lax
+
 from pallas_gemm.call import Call, GroupedCall, Operands
 from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
-from pallas_gemm.planning import numerics
+from pallas_gemm.planning import halves, numerics
 from pallas_gemm.planning.by_xla import xla, xla_groups
-from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.dispatch import Decision, Plan
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
 
@@ -19,6 +21,19 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     plan = decision.plan
     if plan is None:
         return functools.partial(xla.product, call)
+    if plan.otherwise is not None:
+        scheme = plan.realigned.scheme
+        alone = scheme is not None and not scheme.terms
+        quick = _of_plan(decision, plan, halves.scaled(call))
+        other: Callable[..., Any] = functools.partial(xla.product, call)
+        # No second kernel is compiled for what XLA computes as fast.
+        if not alone or call.options.implementation is not None:
+            other = _of_plan(decision, plan.otherwise, call)
+        return functools.partial(_by_halves, call, alone, quick, other)
+    return _of_plan(decision, plan, call)
+
+
+def _of_plan(decision: Decision, plan: Plan, call: Call) -> Callable[..., Any]:
     realigned = plan.realigned
     simulator = decision.implementation == "interpret" and _simulator(realigned.problem)
     kernel = plan.architecture.build(realigned.problem, plan.config, plan.device, simulator)
@@ -44,6 +59,24 @@ def of_parts(decision: Decision, window: Window) -> Callable[..., Any]:
     assert build is not None
     simulator = decision.implementation == "interpret" and _simulator(plan.realigned.problem)
     return build(plan.realigned.problem, plan.config, plan.device, window, simulator)
+
+
+def _by_halves(
+    call: Call, alone: bool, quick: Callable[..., Any], other: Callable[..., Any], *operands: Any
+) -> Any:
+    """Multiplies arrays of float16 where elements fit, which only the running program knows."""
+    measured = halves.measured(call, operands, alone=alone)
+
+    def scaled() -> Any:
+        # What an operand is multiplied by belongs to the pass that splits it.
+        return quick(*halves.scaled_operands(call, operands, measured).present())
+
+    def looked_at_closely() -> Any:
+        fits = halves.looked_at_closely(call, operands, measured)
+        return lax.cond(fits, scaled, lambda: other(*operands))
+
+    # XLA would look closely in any case if that were a condition of its own.
+    return lax.cond(halves.fit(*measured, alone=alone), scaled, looked_at_closely)
 
 
 def _turned(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:

@@ -24,7 +24,7 @@ from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import KINDS, OF_FACTORS, Problem
 
-Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "add"]
+Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "measure", "add"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -69,7 +69,7 @@ class Step:
                 # What a whole batch shares has a dimension less.
                 extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
                 return jnp.pad(x, [(0, want - have) for want, have in extra])
-            case "cast" | "split" | "add":
+            case "cast" | "split" | "measure" | "add":
                 # `Scheme` does it, right beside the kernel.
                 return x
             case "slice":
@@ -210,10 +210,12 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
             continue
         moved = _bytes(shapes[name], dtype) + scheme.parts * _bytes(shapes[name], scheme.dtype)
         steps = [dataclasses.replace(x, bytes=0) if x.operand == name else x for x in steps]
-        kind = "tf32" if scheme.terms and scheme.dtype == np.float32 else str(scheme.dtype)
-        what: tuple[Action, str] = ("cast", kind)
+        what: tuple[Action, str] = ("cast", str(scheme.dtype))
         if scheme.terms:
-            what = ("split", f"{kind}, {scheme.parts} arrays")
+            what = ("split", f"{scheme.dtype}, {scheme.parts} arrays")
+        if scheme.otherwise is not None:
+            read = _bytes(shapes[name], dtype)
+            casts.append(Step(name, "measure", shapes[name], read))
         casts.append(Step(name, what[0], shapes[name], moved, what[1]))
     if scheme.apart:
         added = (len(scheme.terms) + 1) * _bytes(problem.out_shape, np.dtype(np.float32))

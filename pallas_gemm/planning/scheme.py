@@ -7,8 +7,14 @@ in a kernel's accumulator, the smallest first:
     BF16_BF16_F32_X3    2 arrays, 3 terms    x @ y to 2**-16 of |x| @ |y|
     BF16_BF16_F32_X6    3 arrays, 6 terms    to 2**-24
     BF16_BF16_F32_X9    3 arrays, 9 terms    nothing is left out
-    TF32_TF32_F32_X3    2 arrays, 3 terms    to 2**-21; as HIGHEST where k is short
     HIGHEST             as X6                with the error of float32
+    TF32_TF32_F32_X3    as HIGHEST
+
+Where that is faster, arrays of float16 are multiplied in place of these (see `halves.py`):
+
+    TF32, the default   1 array, 1 term      to 2**-10
+    TF32_TF32_F32_X3    2 arrays, 3 terms    to 2**-21
+    X6, HIGHEST         2 arrays, 4 terms    to 2**-22
 
 The tensor cores cut off what a sum of float32 does not hold. So the largest term of all but X3
 of bfloat16 is summed up in float32, part by part.
@@ -33,26 +39,26 @@ from jax import lax
 
 from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall
 from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE
+from pallas_gemm.planning import halves
 from pallas_gemm.problem import Problem
 
 Terms = tuple[tuple[int, int], ...]
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
-MANTISSA = {BFLOAT16: 7, SINGLE: 10}
-"""Bits that a number of an array has after its first one; of float32, those of tf32."""
+HALF = np.dtype(jnp.float16)
+MANTISSA = 7
+"""Bits that a number of bfloat16 has after its first one."""
 THREE: Terms = ((1, 0), (0, 1), (0, 0))
+FOUR: Terms = ((1, 1), *THREE)
 SIX: Terms = ((2, 0), (0, 2), (1, 1), *THREE)
 NINE: Terms = ((2, 2), (2, 1), (1, 2), *SIX)
 SHORTEST_SUM = 64
 """Contracted elements that the tensor cores add up where the error is to be float32's own."""
 SHORT_SUM = 256
-"""The same where an algorithm is named. 4096 cubed in X6 takes 1,207 us on an H200, and
-errs 2.4e-7 (root mean square). With sums of 64 it is 1,377 us and 1.6e-7, with one sum 1,083 us
-and 4.4e-6. XLA takes 1,496 us and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x 8192. TF32 X3
-takes 1,217 us and errs 6.4e-7, 1,156 us and 9.6e-6 with one sum, and 1,240 us and 9.7e-6 by XLA."""
-SHORT_K = 2048
-"""Contracted elements below which XLA may compute TF32 X3 by a kernel that cuts off little. Six
-products of bfloat16 are as much work as three of tf32, and err no more than it there."""
+"""The same where an algorithm is named. 4096 cubed in six products of bfloat16 takes 1,207 us on an
+H200, and errs 2.4e-7 (root mean square). With sums of 64 it is 1,377 us and 1.6e-7, with one sum
+1,083 us and 4.4e-6. XLA takes 1,496 us for X6 and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x
+8192."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Scheme:
             term first; () if each operand is one.
         longest_sum: See `Problem`.
         apart: Each term is a product of its own, and XLA adds them up: those of groups.
+        otherwise: The scheme of operands that do not fit in arrays of float16; None if all do.
     """
 
     name: str
@@ -73,6 +80,7 @@ class Scheme:
     terms: Terms = ()
     longest_sum: int = 0
     apart: bool = False
+    otherwise: "Scheme | None" = None
 
     @property
     def parts(self) -> int:
@@ -81,10 +89,14 @@ class Scheme:
 
     def __str__(self) -> str:
         each = "tf32" if self.dtype == SINGLE else str(self.dtype)
-        if not self.terms:
-            return f"{self.name}: one product of {each}"
-        how = ", added up" if self.apart else " in one sum, smallest first"
-        return f"{self.name}: {len(self.terms)} products of {each}{how}"
+        how = f"one product of {each}"
+        if self.terms:
+            how = f"{len(self.terms)} products of {each}"
+            how += ", added up" if self.apart else " in one sum, smallest first"
+        if self.otherwise is not None:
+            other = str(self.otherwise).removeprefix(f"{self.name}: ").split(" in one sum")[0]
+            how += f"; {other} where elements differ too much in size"
+        return f"{self.name}: {how}"
 
     def signature(self, call: Call, signature: Signature) -> Signature:
         """Returns the signature of a call whose operands are of the arrays' type."""
@@ -104,6 +116,7 @@ class Scheme:
             k=count * problem.k,
             terms=count * (problem.k,),
             arrays=self.terms,
+            shift=halves.SHIFT if self.dtype == HALF else 0,
             longest_sum=self.longest_sum,
             parts=self._parts(problem.k) if problem.parts else 0,
         )
@@ -116,12 +129,13 @@ class Scheme:
         """Returns the arrays that an operand becomes, the largest first."""
         if not self.terms:
             return (x.astype(self.dtype),)
+        if self.dtype == HALF:
+            return halves.split(x)
         # What XLA takes for two casts that undo each other it leaves out, but not this.
-        bits = MANTISSA[self.dtype]
-        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=bits)
+        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=MANTISSA)
         left = x.astype(SINGLE)
         finite = jnp.isfinite(left)
-        most = np.float32((2 - 2.0**-bits) * 2.0**127)
+        most = np.float32((2 - 2.0**-MANTISSA) * 2.0**127)
         first = jnp.where(finite, jnp.clip(rounded(left), -most, most), left)
         found, left = [first], jnp.where(finite, left - first, jnp.zeros_like(left))
         for _ in range(1, self.parts):
@@ -150,7 +164,7 @@ _SPLITS: dict[Any, tuple[Any, ...]] = {
     _PRESET.BF16_BF16_F32_X3: (BFLOAT16, THREE),
     _PRESET.BF16_BF16_F32_X6: (BFLOAT16, SIX, SHORT_SUM),
     _PRESET.BF16_BF16_F32_X9: (BFLOAT16, NINE, SHORT_SUM),
-    _PRESET.TF32_TF32_F32_X3: (SINGLE, THREE, SHORT_SUM),
+    _PRESET.TF32_TF32_F32_X3: (BFLOAT16, SIX, SHORTEST_SUM),
 }
 _CASTS = {
     _PRESET.BF16_BF16_F32: BFLOAT16,
@@ -158,6 +172,13 @@ _CASTS = {
     _PRESET.TF32_TF32_F32: SINGLE,
 }
 HIGHEST = Scheme("HIGHEST", BFLOAT16, SIX, SHORTEST_SUM)
+_TF32 = Scheme("TF32_TF32_F32", SINGLE)
+_BY_HALVES: dict[str, Terms] = {
+    "TF32_TF32_F32": (),
+    "TF32_TF32_F32_X3": THREE,
+    "BF16_BF16_F32_X6": FOUR,
+    "HIGHEST": FOUR,
+}
 
 
 def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
@@ -180,7 +201,7 @@ def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
     is_default = isinstance(precision, tuple) or precision in (None, _PRESET.DEFAULT)
     if is_default and len(types) > 1:
         # JAX widens the narrower one, which tf32 holds as it is.
-        return Scheme("TF32_TF32_F32", SINGLE)
+        return _TF32
     return None
 
 
@@ -193,11 +214,7 @@ def of_call(call: Call, signature: Signature) -> Scheme | None:
         return None
     dtypes = tuple(dtype for _, dtype in signature[:2])
     if not isinstance(call, GroupedCall):
-        own = scheme(call.precision, dtypes)
-        if own is None or own.dtype != SINGLE or not own.terms:
-            return own
-        is_short = call.problem(signature).k < SHORT_K
-        return dataclasses.replace(HIGHEST, name=own.name) if is_short else own
+        return scheme(call.precision, dtypes)
     narrow = set(dtypes) <= FLOATS_16 | {SINGLE} and not call.epilogue.blocks
     if call.contracted and SINGLE in dtypes and narrow:
         # Kernels read [k, m] and [k, n] of 16 bits alone; three products err less than one of tf32.
@@ -210,6 +227,33 @@ def of_call(call: Call, signature: Signature) -> Scheme | None:
     # The error of tf32 or float32 would take kernels of other layouts, or other sums.
     is_split = own.dtype == BFLOAT16 and not own.longest_sum and call.epilogue.is_identity
     return dataclasses.replace(own, apart=True) if is_split else None
+
+
+def by_halves(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Scheme | None:
+    """Returns the scheme by arrays of float16 that stands for another one; None if none does.
+
+    The bits of a row depend on all rows, because all decide whether elements fit. A config that is
+    named is for the other scheme, and TF32 by name is TF32.
+
+    Args:
+        call: The product.
+        own: The other scheme; None if a kernel multiplies operands as they are.
+        dtypes: The types of the operands.
+    """
+    options, epilogue = call.options, call.epilogue
+    if call.precision == _PRESET.TF32_TF32_F32:
+        return None
+    is_named = (options.config, options.schedule) != (None, None)
+    is_other = isinstance(call, SumCall | SymmetricCall | GroupedCall)
+    has_more = epilogue.gated or epilogue.program is not None or bool(epilogue.blocks)
+    if own is None and set(dtypes) == {SINGLE}:
+        own = _TF32
+    if own is None or own.name not in _BY_HALVES or is_named or is_other or has_more:
+        return None
+    if options.parts:
+        return None
+    terms = _BY_HALVES[own.name]
+    return Scheme(own.name, HALF, terms, SHORTEST_SUM if terms else 0, otherwise=own)
 
 
 def multiplied(

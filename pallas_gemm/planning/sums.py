@@ -58,13 +58,17 @@ class Sums:
         if plan.realigned.unfused is not None:
             end = (problem.epilogue, (str(own.out_dtype), str(problem.out_dtype)))
         types = _multiplied_as(own.a_dtype), _multiplied_as(own.b_dtype)
-        steps, parts = -(-own.large_k // config.tile_k(own)), config.summed_in
-        count = math.prod(parts)
+        steps, cut = -(-own.large_k // config.tile_k(own)), config.summed_in
+        count = math.prod(cut)
         least, longer = divmod(steps, count)
         # What is promised is added up in one order, whoever makes the parts.
-        in_order = bool(own.parts) or sorted(parts)[:-1] == [1] * (len(parts) - 1)
+        in_order = bool(own.parts) or sorted(cut)[:-1] == [1] * (len(cut) - 1)
         is_plain = in_order and config.split_last is None
         whole = None if is_plain and not own.ragged_k else (own, config)
+        parts = tuple(least + (part < longer) for part in range(count)) if whole is None else ()
+        if (other := plan.otherwise) is not None:
+            # Which of the two it is depends on all elements.
+            whole = (own, config, other.realigned.problem, other.config)
         return cls(
             "rows" if own.parts else "run",
             decision.implementation,
@@ -72,7 +76,7 @@ class Sums:
             types,
             str(own.accumulator_dtype),
             config.tile_k(own),
-            tuple(least + (part < longer) for part in range(count)) if whole is None else (),
+            parts,
             *end,
             own.arrays,
             whole,

@@ -150,7 +150,8 @@ def test_what_no_scheme_computes_goes_to_xla() -> None:
     with jax.default_matmul_precision("highest"):
         plan = _decided(4096, 4096, 4096, dtypes=single).plan
         assert plan is not None
-        assert plan.realigned.scheme == HIGHEST
+        assert plan.otherwise is not None
+        assert plan.otherwise.realigned.scheme == HIGHEST
         assert _decided(4096, 4096, 4096).implementation == "hopper"
 
 

@@ -68,6 +68,11 @@ def following(plan: HopperPlan, slot: Scalar) -> Scalar:
     return lax.select(upcoming == plan.config.stages, jnp.int32(0), upcoming)
 
 
+def later(plan: HopperPlan, slot: Scalar, steps: int) -> Scalar:
+    """The slot that comes a number of steps after a slot."""
+    return lax.rem(slot + steps, jnp.int32(plan.config.stages))
+
+
 def _divided(plan: HopperPlan, turn: Scalar, k: Scalar) -> Scalar:
     return lax.rem(turn * plan.k_steps + k, jnp.int32(plan.config.stages))
 

@@ -179,6 +179,7 @@ def _planned(call: Call, whole: Signature, exchange: Exchange) -> dispatch.Plan 
     plan = decision.plan
     if plan is None or decision.implementation != plan.architecture.name:
         return decision.reason
+    plan = plan.otherwise or plan
     if (collective := plan.architecture.collective) is None:
         return f"the {plan.architecture.name} kernel exchanges no rows"
     problem = plan.realigned.problem

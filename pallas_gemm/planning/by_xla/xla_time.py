@@ -19,6 +19,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.device import Device
@@ -26,7 +27,7 @@ from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.planning.precision import kernel_refusal
-from pallas_gemm.planning.scheme import HIGHEST, Scheme, scheme
+from pallas_gemm.planning.scheme import HIGHEST, THREE, Scheme, scheme
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 
 TILES = (
@@ -41,6 +42,9 @@ LAUNCH_SECONDS = 2.08e-6
 """Each product takes this."""
 EIGHT_BITS = 1.12
 """A product of 8-bit operands takes longer than the rest says by this factor."""
+SINGLE_TURNED = 1.5
+"""A product of TF32 takes longer by this factor if its left operand is stored [k, m]. 4096 cubed
+takes 525 us so, and 344 otherwise; 8192 x 4096 x 4096 takes 1030 and 667."""
 STEP_CYCLES, LOAD_CYCLES, STORE_CYCLES = 54, 2.4, 0.03
 """For each step, for each row of 128 bytes of both operands in it, and for each element stored."""
 LINE_SHARE = 0.026
@@ -55,6 +59,8 @@ SPLITTING_FLOPS = 2.7e11
 """The rate of an SM in tiles of 64 x 64, where XLA splits the operands of TF32 X3 in the kernel
 that multiplies them. It does so for small products: 64 x 2048 x 4096 takes 36 us, 512 cubed 12."""
 SPLITTING_TILE = 64
+TF32_X3 = Scheme("TF32_TF32_F32_X3", element_types.SINGLE, THREE)
+"""XLA multiplies TF32 for this name; kernels multiply other types."""
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
 """Shares of the bandwidth of memory, by the bits of weights that are widened with their scales."""
 MISALIGNED_FLOPS = 1.29e12
@@ -88,7 +94,8 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
     if problem.blocks is not None:
         return _blocks_seconds(problem, device)
     if own_scheme := scheme(precision, (problem.a_dtype, problem.b_dtype)):
-        return _scheme_seconds(problem, device, own_scheme)
+        is_tf32 = precision == lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        return _scheme_seconds(problem, device, TF32_X3 if is_tf32 else own_scheme)
     if kernel_refusal(precision, (problem.a_dtype, problem.b_dtype)):
         return None
     return _seconds(problem, device)
@@ -215,7 +222,8 @@ def _sum_seconds(problem: Problem, device: Device) -> float:
     summands = pieces * batch * m * n * 4 / machine.dram_bytes_per_second
     joined = np.where(pieces > 1, JOIN_SECONDS + JOIN_PASSES * summands, 0)
     total = LAUNCH_SECONDS + float((both + joined).min())
-    return total * (EIGHT_BITS if itemsize == 1 else 1)
+    turned = problem.a_dtype == element_types.SINGLE and problem.transpose_a
+    return total * (EIGHT_BITS if itemsize == 1 else SINGLE_TURNED if turned else 1)
 
 
 _CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np.float64).T

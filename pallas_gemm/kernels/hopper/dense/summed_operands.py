@@ -1,8 +1,10 @@
 """Products of operands that are sums of arrays: see `product.py`.
 
-The small terms come first, and the largest one is added to them in the same registers.
+The small terms come first, and the largest one is added to them in the same registers. Where the
+small ones are of arrays that were made larger, their sum is made smaller again in between.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,12 +34,27 @@ class SummedOperands(Product):
     ) -> tuple[Any, Any]:
         """See `Product`."""
         del piece
-        count = self.plan.small_steps
-        small = steps._replace(count=count, ends=False)
-        total, slot = multiply.add_up_whole(self.cta, me, small, stores)
+        plan = self.plan
+        total: Any = None
+        own = steps._replace(slot=ring.first_slot(plan, steps.turn, steps.slot), ends=False)
+        for count in self._small:
+            own = own._replace(count=count)
+            total, _ = multiply.add_up_whole(self.cta, me, own, stores, total)
+            if plan.problem.shift:
+                total = total * 2.0**-plan.problem.shift
+            own = own._replace(slot=ring.later(plan, own.slot, count), begins=False)
+            stores = []
         # Where the largest term is infinite, the others are anything.
         total = jnp.where(jnp.abs(total) < jnp.inf, total, jnp.zeros_like(total))
-        large = steps._replace(
-            slot=ring.following(self.plan, slot), count=self.plan.k_steps - count, begins=False
-        )
+        large = own._replace(count=plan.k_steps - plan.small_steps, ends=steps.ends)
         return multiply.add_up(self.cta, me, large, [], total)
+
+    @property
+    def _small(self) -> list[int]:
+        """The steps of the small terms, of those together that are of one size."""
+        problem, steps = self.plan.problem, self.plan.term_steps
+        if not problem.shift:
+            return [self.plan.small_steps]
+        sizes = [left + right for left, right in problem.arrays]
+        alike = itertools.groupby(zip(sizes[:-1], steps, strict=False), key=lambda own: own[0])
+        return [sum(count for _, count in own) for _, own in alike]
