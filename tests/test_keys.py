@@ -46,12 +46,14 @@ INSTEAD: Mapping[str, Any] = {
     ".residual_dtype": np.dtype(np.float32),
     ".kept": (1, 1),
     ".permutation": (0,),
+    ".otherwise": types.SimpleNamespace(realigned=1, config=1),
     # Numbers that are operands, and what is not there.
     "": 2,
 }
 """What fields hold that are None."""
 SHAPE = jax.ShapeDtypeStruct
 A, B = SHAPE((1024, 512), jnp.bfloat16), SHAPE((1024, 512), jnp.bfloat16)
+SINGLE = SHAPE((8192, 8192), jnp.float32)
 GROUPS = SHAPE((4, 1024, 512), jnp.bfloat16)
 SIZES = SHAPE((4,), jnp.int32)
 BIAS, RESIDUAL = SHAPE((1024,), jnp.float32), SHAPE((1024, 1024), jnp.bfloat16)
@@ -73,6 +75,7 @@ PRODUCTS: Mapping[str, Any] = {
     "groups": (lambda a, b, sizes: grouped_gemm(a, b, sizes, transpose_b=True), A, GROUPS, SIZES),
     "sums over groups": (_sums, A, A, SIZES),
     "symmetric": (gram, A),
+    "by halves": (gemm, SINGLE, SINGLE),
 }
 
 
@@ -100,6 +103,10 @@ NOT_IN_A_KERNEL = {
     "decision.plan.source": "it is for people",
     "decision.plan.seconds": "it is for people",
     "decision.plan.over_xla": "it is for people",
+    **{
+        f"decision.plan.otherwise.{name}": "as in the plan itself"
+        for name in ("architecture", "device", "source", "seconds", "over_xla", "otherwise")
+    },
 }
 
 

@@ -79,9 +79,9 @@ class Product(NamedTuple):
         """Returns the call and how it is computed."""
         plan: Any = self.decision.plan
         how = (plan.architecture.name, plan.device, plan.realigned, plan.config)
-        if plan.otherwise is not None:
-            # XLA may compute what does not fit, where no kernel is named.
-            how += (plan.otherwise, self.call.options.implementation)
+        if (other := plan.otherwise) is not None:
+            by_xla = implementation.by_xla_otherwise(plan, self.call)
+            how += (by_xla, other.realigned, other.config)
         # Where the plan comes from, and what was named for it, makes no difference any more.
         return (dataclasses.replace(self.call, options=Options()), *how)
 

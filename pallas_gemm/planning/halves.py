@@ -54,6 +54,7 @@ TOP = 14
 LONGEST_DISTANCE = 21
 """t + u above."""
 ALONE_DISTANCE = 28
+"""Exponents from the largest number that a row is scaled to, to the smallest that has all bits."""
 MEETING = 1 / 16
 """The share of elements that meet."""
 BIAS = 127

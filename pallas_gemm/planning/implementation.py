@@ -22,15 +22,27 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
     if plan is None:
         return functools.partial(xla.product, call)
     if plan.otherwise is not None:
-        scheme = plan.realigned.scheme
-        alone = scheme is not None and not scheme.terms
         quick = _of_plan(decision, plan, halves.scaled(call))
         other: Callable[..., Any] = functools.partial(xla.product, call)
-        # No second kernel is compiled for what XLA computes as fast.
-        if not alone or call.options.implementation is not None:
+        if not by_xla_otherwise(plan, call):
             other = _of_plan(decision, plan.otherwise, call)
-        return functools.partial(_by_halves, call, alone, quick, other)
+        return functools.partial(_by_halves, call, _is_alone(plan), quick, other)
     return _of_plan(decision, plan, call)
+
+
+def by_xla_otherwise(plan: Plan, call: Call) -> bool:
+    """Whether XLA computes a product whose elements do not fit in arrays of float16.
+
+    No second kernel is compiled for one product of TF32, which XLA computes as fast. But only
+    kernels keep promises, and a kernel may be named.
+    """
+    asks_for_kernel = call.options.implementation is not None or call.options.numerics is not None
+    return _is_alone(plan) and not asks_for_kernel
+
+
+def _is_alone(plan: Plan) -> bool:
+    """Whether each operand becomes one array."""
+    return plan.realigned.scheme is not None and not plan.realigned.scheme.terms
 
 
 def _of_plan(decision: Decision, plan: Plan, call: Call) -> Callable[..., Any]:

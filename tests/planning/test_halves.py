@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_gemm import explain, gated_gemm, gemm, numerics, target
+from pallas_gemm.call import Call, Options
 from pallas_gemm.kernels.hopper.config import HopperConfig
-from pallas_gemm.planning import halves
+from pallas_gemm.planning import halves, implementation
 from pallas_gemm.planning.sums import Sums
 from tests import reference
 
@@ -226,6 +227,23 @@ def test_what_is_named_or_promised_is_of_bfloat16() -> None:
     assert explained(functools.partial(gemm, precision="TF32_TF32_F32"), whole, whole) is None
     gated = functools.partial(gated_gemm, precision="highest", activation="silu")
     assert scheme_of(gated, x, x, x) == "6 of bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("how", "by_xla"),
+    [({}, True), ({"implementation": "hopper"}, False), ({"numerics": numerics("run")}, False)],
+    ids=["", "named", "promised"],
+)
+def test_xla_computes_one_product_that_does_not_fit_unless_a_kernel_has_to(
+    how: dict[str, Any], by_xla: bool
+) -> None:
+    x = SINGLE((8192, 8192))
+    with target("h200"):
+        (decision,) = explain(functools.partial(gemm, **how), x, x).products
+    call = Call(jnp.float32, options=Options(**how))
+    assert decision.plan is not None
+    assert decision.plan.otherwise is not None
+    assert implementation.by_xla_otherwise(decision.plan, call) is by_xla
 
 
 def test_both_ways_are_explained() -> None:
