@@ -206,7 +206,9 @@ def _deepest(
     own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
     most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
     whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
-    persistent = problem.groups or (ctas > 1 and not whole)
+    # For weights stored [n, k], clusters with several tiles of groups spill 32 to 56 bytes.
+    persistent = not whole if ctas > 1 else problem.groups
+    persistent = persistent or (problem.groups and not problem.transpose_b)
     for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
         try:
             config = WidenedConfig(

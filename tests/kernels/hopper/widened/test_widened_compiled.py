@@ -151,6 +151,17 @@ def test_shared_tiles_spill_nothing(rows: int, columns: int, k: int, kind: Any) 
     assert found.shared_memory_bytes <= config.shared_memory_bytes(problem, device=H200)
 
 
+@pytest.mark.parametrize(("rows", "kind"), [(32, jnp.int4), (128, jnp.int4), (128, jnp.int8)])
+def test_shared_tiles_of_groups_spill_nothing(rows: int, kind: Any) -> None:
+    problem = Problem(rows, 14336, 4096, b_dtype=kind, blocks=BLOCKS, groups=8)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    assert (config.ctas_along_k, config.persistence) == (2, "static")
+    run, operands = program(problem, config, jnp.bfloat16)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 96), (300, 128)])
 def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -> None:
     problem = Problem(rows, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=jnp.float32)
