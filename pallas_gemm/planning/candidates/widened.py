@@ -51,7 +51,7 @@ MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
 MOST_OF_FOUR = 24
 """The most columns of a tile whose four warpgroups have 128 rows each, in long steps. 32 spill.
-Two pairs do not where weights of 4 bits are stored [k, n], but where rows are in groups: 32 x 28672
+Two pairs do not where weights of 4 bits are stored [k, n], but where rows are in groups. 32 x 28672
 x 8192 takes 40.3 us so on an H200, and 42.8 in short steps."""
 MOST_COLUMNS = 256
 """Rows of the result that are widened for at once."""
