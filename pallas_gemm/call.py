@@ -66,6 +66,9 @@ DIMENSIONS = MappingProxyType({"a": "mk", "b": "kn", "up": "kn", **KINDS})
 """The dimensions of each operand if all products of a batch share it; if each product has its own,
 there is one more."""
 
+SCALE_OF = MappingProxyType({"a": "row_scale", "b": "col_scale"})
+"""The operand with which the sums of a factor's rows, or columns, are scaled."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:

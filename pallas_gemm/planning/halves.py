@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.call import Call, Operands, Signature
+from pallas_gemm.call import SCALE_OF, Call, Operands, Signature
 from pallas_gemm.kernels.element_types import SINGLE
 
 Reduced = tuple[jax.Array, Callable[[Any, Any], Any]]
@@ -193,17 +193,16 @@ def split(x: jax.Array) -> tuple[jax.Array, ...]:
 
 def scaled(call: Call) -> Call:
     """Returns the call whose rows and columns have scales."""
-    epilogue = dataclasses.replace(call.epilogue, row_scale=True, col_scale=True)
+    both: dict[str, Any] = dict.fromkeys(SCALE_OF.values(), True)
+    epilogue = dataclasses.replace(call.epilogue, **both)
     return dataclasses.replace(call, epilogue=epilogue)
 
 
 def scaled_signature(call: Call, signature: Signature) -> Signature:
     """Returns the signature of `scaled`."""
     given = call.unpack(signature)
-    shapes = {"row_scale": _less(given.a[0], _axes(call)[0])}
-    shapes["col_scale"] = _less(given.b[0], _axes(call)[1])
-    for name, own in shapes.items():
-        theirs = getattr(given, name)
+    for (factor, name), axis in zip(SCALE_OF.items(), _axes(call), strict=True):
+        own, theirs = _less(getattr(given, factor)[0], axis), getattr(given, name)
         shape = own if theirs is None else max(own, theirs[0], key=len)
         given = given._replace(**{name: (shape, SINGLE)})
     return given.present()
@@ -224,11 +223,10 @@ def looked_at_closely(call: Call, operands: Any, known: tuple[Measured, Measured
 def scaled_operands(call: Call, operands: Any, known: tuple[Measured, Measured]) -> Operands:
     """Returns the operands of `scaled`."""
     given, found = call.unpack(operands), {}
-    scales = ("row_scale", "col_scale")
-    for name, scale, axis, own in zip("ab", scales, _axes(call), known, strict=True):
-        theirs = getattr(given, scale)
-        found[scale] = own.undone if theirs is None else _times(theirs.astype(SINGLE), own.undone)
-        found[name] = getattr(given, name).astype(SINGLE) * jnp.expand_dims(own.scale, axis)
+    for (factor, name), axis, own in zip(SCALE_OF.items(), _axes(call), known, strict=True):
+        theirs, x = getattr(given, name), getattr(given, factor).astype(SINGLE)
+        found[name] = own.undone if theirs is None else _times(theirs.astype(SINGLE), own.undone)
+        found[factor] = x * jnp.expand_dims(own.scale, axis)
     return given._replace(**found)
 
 
