@@ -36,9 +36,9 @@ def test_what_stands_for_three_products_of_tf32_errs_no_more_than_xlas(
 
 
 OPERANDS = {
-    "even": (np.ones(2048), np.ones(2048)),
-    "rows of all sizes": (10.0 ** np.linspace(-15, 15, 2048), np.ones(2048)),
-    "sizes that make up for each other": (np.ones(2048), 2.0 ** np.linspace(-50, 50, 2048)),
+    "even": (np.ones(4096), np.ones(2048)),
+    "rows of all sizes": (10.0 ** np.linspace(-15, 15, 4096), np.ones(2048)),
+    "sizes that make up for each other": (np.ones(4096), 2.0 ** np.linspace(-50, 50, 2048)),
 }
 """What rows, and elements along k, are multiplied by; the latter divide those of the other side."""
 
@@ -53,9 +53,9 @@ OPERANDS = {
 )
 def test_elements_may_differ_in_size(precision: str | None, share: float, kind: str) -> None:
     rng = np.random.default_rng(3)
-    (rows, deep), shape = OPERANDS[kind], (2048, 2048)
-    a = (rng.standard_normal(shape) * rows[:, None] * deep).astype(np.float32)
-    b = (rng.standard_normal(shape) / deep[:, None]).astype(np.float32)
+    rows, deep = OPERANDS[kind]
+    a = (rng.standard_normal((4096, 2048)) * rows[:, None] * deep).astype(np.float32)
+    b = (rng.standard_normal((2048, 2048)) / deep[:, None]).astype(np.float32)
     found = jax.jit(lambda a, b: gemm(a, b, precision=precision, implementation="hopper"))(a, b)
     left, right = a.astype(np.float64), b.astype(np.float64)
     error = np.abs(np.asarray(found, np.float64) - left @ right)

@@ -197,10 +197,10 @@ def scheme_of(function: Callable[..., Any], *operands: Any) -> str:
 @pytest.mark.parametrize(
     ("precision", "size", "found"),
     [
-        ("TF32_TF32_F32_X3", (2048, 2048, 2048), "3 of float16"),
-        ("TF32_TF32_F32_X3", (2048, 2048, 1984), "6 of bfloat16"),
+        ("TF32_TF32_F32_X3", (4096, 2048, 2048), "3 of float16"),
+        ("TF32_TF32_F32_X3", (4096, 2048, 1984), "6 of bfloat16"),
         ("BF16_BF16_F32_X6", (4096, 8192, 512), "4 of float16"),
-        ("highest", (512, 2048, 8192), "4 of float16"),
+        ("highest", (512, 4096, 8192), "4 of float16"),
         (None, (8192, 4096, 4096), "0 of float16"),
         ("highest", (1024, 1024, 1024), "6 of bfloat16"),
         ("BF16_BF16_F32_X3", (4096, 4096, 4096), "3 of bfloat16"),
