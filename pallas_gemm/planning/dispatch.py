@@ -45,7 +45,7 @@ WIDENED_ROWS = 4096
 """With fewer rows the kernel for weights of few bits is faster: six products of int4 with 256 to
 2048 rows take 0.38 to 0.87 of XLA's time on an H100. 4096 x 14336 x 4096 takes 647 us for 657,
 8192 rows 1381 for 1255, and 16384 x 2048 x 2048 271 for 181."""
-ONE_HALF_AT_MOST = 0.85
+ONE_HALF_AT_MOST = 0.9
 """One product of float16 in place of TF32 may be predicted to take this share of XLA's time. Where
 elements differ too much, XLA computes it after all, some passes later."""
 HALF_AT_MOST = 0.95
@@ -351,8 +351,7 @@ def _plan(
     if not isinstance(realigned, Realigned):
         return realigned
     plan = _with_config(call, problem, device, architecture, realigned)
-    is_small = problem.batch * problem.m * problem.n * problem.k < halves.LEAST
-    if is_small or not isinstance(plan, Plan):
+    if not isinstance(plan, Plan) or plan.seconds <= halves.DECIDING_SECONDS:
         return plan
     quick = _by_halves(call, signature, plan)
     return plan if quick is None or quick.seconds > plan.seconds else quick

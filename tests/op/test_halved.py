@@ -22,7 +22,6 @@ SHARE = 2.0**-21
 
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "LEAST", 1)
     monkeypatch.setattr(halves, "DECIDING_SECONDS", -1)
 
 

@@ -198,7 +198,9 @@ def scheme_of(function: Callable[..., Any], *operands: Any) -> str:
     ("precision", "size", "found"),
     [
         ("TF32_TF32_F32_X3", (4096, 2048, 2048), "3 of float16"),
-        ("TF32_TF32_F32_X3", (4096, 2048, 1984), "6 of bfloat16"),
+        ("TF32_TF32_F32_X3", (2048, 2048, 2048), "3 of float16"),
+        ("BF16_BF16_F32_X6", (2048, 2048, 2048), "6 of bfloat16"),
+        ("TF32_TF32_F32_X3", (1024, 1024, 2048), "6 of bfloat16"),
         ("BF16_BF16_F32_X6", (4096, 8192, 512), "4 of float16"),
         ("highest", (512, 4096, 8192), "4 of float16"),
         (None, (8192, 4096, 4096), "0 of float16"),
