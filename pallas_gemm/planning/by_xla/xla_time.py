@@ -18,6 +18,7 @@ import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
@@ -55,10 +56,16 @@ JOIN_SECONDS, JOIN_PASSES = 2.35e-6, 0.76
 """Where it is cut along k: of one more kernel, and of passes of float32 over all pieces."""
 SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
-SPLITTING_FLOPS = 2.7e11
-"""The rate of an SM in tiles of 64 x 64, where XLA splits the operands of TF32 X3 in the kernel
-that multiplies them. It does so for small products: 64 x 2048 x 4096 takes 36 us, 512 cubed 12."""
-SPLITTING_TILE = 64
+SPLITTING_FLOPS = {
+    element_types.SINGLE: {3: 4e11},
+    np.dtype(jnp.bfloat16): {3: 5.3e11, 6: 3.3e11, 9: 5e11},
+}
+"""The rate of an SM, by the type and number of terms, where XLA splits operands as it loads them.
+It does so for small products and few rows. X6 of 64 x 14336 x 4096 takes 168 us, and of one row 96;
+passes over all operands alone would take more than 300. 385 x 2560 x 6144 takes 175 us as X3, and
+185 as X9."""
+SPLITTING_TILES = (16, 64)
+"""The fewest and the most rows or columns of a tile there."""
 TF32_X3 = Scheme("TF32_TF32_F32_X3", element_types.SINGLE, THREE)
 """XLA multiplies TF32 for this name; kernels multiply other types."""
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
@@ -140,18 +147,27 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
         added = problem.sums * len(own.terms) * np.dtype(np.float32).itemsize
         added += problem.out_dtype.itemsize
         total += pass_seconds(math.prod(problem.out_shape) * added, device)
-    if own.terms and own.dtype == np.float32:
-        total = min(total, _splitting_seconds(problem, device))
+    if own.terms:
+        total = min(total, _splitting_seconds(problem, device, own))
     if not problem.epilogue.is_identity:
         total += pass_seconds(_epilogue_bytes(problem), device)
     return total
 
 
-def _splitting_seconds(problem: Problem, device: Device) -> float:
-    """Predicts the time of one kernel that splits operands into three products of TF32."""
-    whole = [-(-size // SPLITTING_TILE) * SPLITTING_TILE for size in (problem.m, problem.n)]
-    share = math.prod(whole) / (problem.m * problem.n)
-    return LAUNCH_SECONDS + share * problem.flops / (SPLITTING_FLOPS * device.sms)
+def _splitting_seconds(problem: Problem, device: Device, own: Scheme) -> float:
+    """Predicts the time of one kernel that splits operands and multiplies all terms."""
+    batch, m, n, k = _sizes(problem)
+    multiply = 2 * problem.sums * batch * _in_tiles(m) * _in_tiles(n) * k
+    multiply /= SPLITTING_FLOPS[own.dtype][len(own.terms)] * device.sms
+    if own.dtype == element_types.SINGLE and not problem.transpose_b:
+        multiply *= SINGLE_TURNED
+    return LAUNCH_SECONDS + _beside_memory(multiply, problem, device)
+
+
+def _in_tiles(size: int) -> int:
+    least, most = SPLITTING_TILES
+    tile = min(most, max(least, 1 << (size - 1).bit_length()))
+    return -(-size // tile) * tile
 
 
 def _blocks_seconds(problem: Problem, device: Device) -> float:
@@ -216,14 +232,19 @@ def _sum_seconds(problem: Problem, device: Device) -> float:
     step = STEP_CYCLES + np.maximum(multiply, load)
     cycles = waves * (steps * step + STORE_CYCLES * rows * cols)
     busy = cycles / (machine.clock_hz * (1 - POWER_SHARE * used * multiply / step))
-    alone = dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
-    memory = prediction.problem_bytes(alone) / (MEMORY_SHARE * machine.dram_bytes_per_second)
-    both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+    both = _beside_memory(busy, problem, device)
     summands = pieces * batch * m * n * 4 / machine.dram_bytes_per_second
     joined = np.where(pieces > 1, JOIN_SECONDS + JOIN_PASSES * summands, 0)
     total = LAUNCH_SECONDS + float((both + joined).min())
     turned = problem.a_dtype == element_types.SINGLE and problem.transpose_a
     return total * (EIGHT_BITS if itemsize == 1 else SINGLE_TURNED if turned else 1)
+
+
+def _beside_memory(busy: Any, problem: Problem, device: Device) -> Any:
+    """Returns how long it takes to multiply, and to move operands and results meanwhile."""
+    alone = dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
+    memory = prediction.problem_bytes(alone) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
+    return (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
 
 
 _CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np.float64).T

@@ -93,10 +93,13 @@ def add_up(
         summand, slot = part(number, ring.following(plan, slot))
         return total + summand if apart is None else apart.added(total, summand), slot
 
-    total, slot = part(jnp.int32(0), steps.slot)
-    total = total if before is None else before + total
-    # In a loop: written out one after the other, four parts have more registers than there are.
-    return lax.fori_loop(1, parts, next_part, (total, slot))
+    if before is None:
+        first, total, slot = (1, *part(jnp.int32(0), steps.slot))
+    else:
+        first, total, slot = 0, before, ring.preceding(plan, steps.slot)
+    # In a loop: written out one after the other, parts have more registers than there are. So have
+    # two parts after what was before.
+    return lax.fori_loop(first, parts, next_part, (total, slot))
 
 
 def add_up_whole(
