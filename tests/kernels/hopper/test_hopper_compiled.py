@@ -126,6 +126,10 @@ MODES: dict[str, Case] = {
         dataclasses.replace(EARLY, tile=(128, 144), store_columns=16, partial_sums=64),
         products.transposed(EXACT, "NT"),
     ),
+    "split, two parts": (
+        dataclasses.replace(EARLY, tile=(128, 192), store_columns=32, partial_sums=2),
+        SPLIT,
+    ),
     "half": (dataclasses.replace(LATE, store_slots=1), HALF),
     "half, ragged": (dataclasses.replace(LATE, tile=(128, 144), store_slots=1), HALF),
     "half, early": (
