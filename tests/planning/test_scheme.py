@@ -283,6 +283,53 @@ def test_xla_splits_operands_of_small_products_within_one_kernel(
 
 
 @pytest.mark.parametrize(
+    ("size", "name", "us"),
+    [
+        *(
+            ((64, 14336, 4096), "BF16_BF16_F32_X3", 116),
+            ((64, 14336, 4096), "BF16_BF16_F32_X6", 168),
+        ),
+        *(
+            ((256, 14336, 4096), "BF16_BF16_F32_X3", 418),
+            ((256, 14336, 4096), "BF16_BF16_F32_X6", 692),
+        ),
+        *(
+            ((256, 4096, 4096), "BF16_BF16_F32_X3", 123),
+            ((256, 4096, 4096), "BF16_BF16_F32_X6", 197),
+        ),
+        *(
+            ((64, 14336, 4096), "TF32_TF32_F32_X3", 143),
+            ((256, 14336, 4096), "TF32_TF32_F32_X3", 538),
+        ),
+    ],
+    ids=str,
+)
+def test_xla_splits_few_rows_within_one_kernel(
+    size: tuple[int, int, int], name: str, us: float
+) -> None:
+    problem = Problem(*size, F32, F32, F32, transpose_b=True)
+    predicted = xla_time.seconds(problem, H200, getattr(PRESET, name))
+    assert predicted == pytest.approx(us * 1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "ours"),
+    [
+        *((rows, name, False) for rows in (1, 64) for name in ("X3", "X6")),
+        *((256, name, True) for name in ("X3", "X6")),
+        # XLA computes one product of bfloat16 for this name.
+        *((rows, "X9", True) for rows in (1, 64, 256)),
+    ],
+)
+def test_few_rows_are_xlas_where_it_computes_as_much(rows: int, name: str, ours: bool) -> None:
+    a, b = (jax.ShapeDtypeStruct(shape, F32) for shape in ((rows, 4096), (14336, 4096)))
+    multiply = functools.partial(gemm, transpose_b=True, precision=f"BF16_BF16_F32_{name}")
+    with target("h200"):
+        found = explain(multiply, a, b)
+    assert (found.implementation == "hopper") is ours
+
+
+@pytest.mark.parametrize(
     ("size", "ours"),
     [
         *(((64, 1024, 768), False), ((64, 2048, 4096), False), ((512, 512, 512), False)),

@@ -68,11 +68,6 @@ def following(plan: HopperPlan, slot: Scalar) -> Scalar:
     return lax.select(upcoming == plan.config.stages, jnp.int32(0), upcoming)
 
 
-def preceding(plan: HopperPlan, slot: Scalar) -> Scalar:
-    """The slot before a slot."""
-    return lax.select(slot == 0, jnp.int32(plan.config.stages - 1), slot - 1)
-
-
 def later(plan: HopperPlan, slot: Scalar, steps: int) -> Scalar:
     """The slot that comes a number of steps after a slot."""
     return lax.rem(slot + steps, jnp.int32(plan.config.stages))

@@ -58,12 +58,12 @@ SINGLE_FLOPS = 3.9e11
 """Of an SM, in float32 without tensor cores: 4096 cubed takes 2672 us."""
 SPLITTING_FLOPS = {
     element_types.SINGLE: {3: 4e11},
-    np.dtype(jnp.bfloat16): {3: 5.3e11, 6: 3.3e11, 9: 5e11},
+    np.dtype(jnp.bfloat16): {3: 5.3e11, 6: 3.3e11},
 }
 """The rate of an SM, by the type and number of terms, where XLA splits operands as it loads them.
 It does so for small products and few rows. X6 of 64 x 14336 x 4096 takes 168 us, and of one row 96;
-passes over all operands alone would take more than 300. 385 x 2560 x 6144 takes 175 us as X3, and
-185 as X9."""
+passes over all operands alone would take more than 300. X9 must not be here: XLA computes one
+product of bfloat16 for that name, and kernels all nine."""
 SPLITTING_TILES = (16, 64)
 """The fewest and the most rows or columns of a tile there."""
 TF32_X3 = Scheme("TF32_TF32_F32_X3", element_types.SINGLE, THREE)
@@ -147,7 +147,7 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
         added = problem.sums * len(own.terms) * np.dtype(np.float32).itemsize
         added += problem.out_dtype.itemsize
         total += pass_seconds(math.prod(problem.out_shape) * added, device)
-    if own.terms:
+    if len(own.terms) in SPLITTING_FLOPS.get(own.dtype, ()):
         total = min(total, _splitting_seconds(problem, device, own))
     if not problem.epilogue.is_identity:
         total += pass_seconds(_epilogue_bytes(problem), device)
@@ -157,8 +157,8 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
 def _splitting_seconds(problem: Problem, device: Device, own: Scheme) -> float:
     """Predicts the time of one kernel that splits operands and multiplies all terms."""
     batch, m, n, k = _sizes(problem)
-    multiply = 2 * problem.sums * batch * _in_tiles(m) * _in_tiles(n) * k
-    multiply /= SPLITTING_FLOPS[own.dtype][len(own.terms)] * device.sms
+    rate = SPLITTING_FLOPS[own.dtype][len(own.terms)] * device.sms
+    multiply = 2 * problem.sums * batch * _in_tiles(m) * _in_tiles(n) * k / rate
     if own.dtype == element_types.SINGLE and not problem.transpose_b:
         multiply *= SINGLE_TURNED
     return LAUNCH_SECONDS + _beside_memory(multiply, problem, device)

@@ -96,9 +96,10 @@ def add_up(
     if before is None:
         first, total, slot = (1, *part(jnp.int32(0), steps.slot))
     else:
-        first, total, slot = 0, before, ring.preceding(plan, steps.slot)
-    # In a loop: written out one after the other, parts have more registers than there are. So have
-    # two parts after what was before.
+        # Slot 0 follows -1, too.
+        first, total, slot = 0, before, steps.slot - 1
+    # In a loop: written out one after the other, four parts take more registers than there are, and
+    # two parts do if something was summed up before.
     return lax.fori_loop(first, parts, next_part, (total, slot))
 
 
