@@ -27,6 +27,7 @@ from tests.planning.products import (
     asked,
 )
 
+EIGHT = {"k": 16384, "a_dtype": E4M3, "b_dtype": E4M3}
 BY_64, FAR = range(64, 20000, 64), range(1024, 2**17, 512)
 
 
@@ -168,6 +169,12 @@ SWEPT: Mapping[str, Swept] = {
     "sums of 16 bits by k": Swept(_of(partial.fewest_sums, "k", H200, m=512, n=512), BY_64),
     "sums of groups by k": Swept(
         _of(partial.fewest_sums, "k", H200, m=512, n=512, out_dtype=F32, groups=4), BY_64
+    ),
+    "sums of 8 bits by k": Swept(_of(partial.fewest_sums, "k", H200, **EIGHT | {"m": 16}), BY_64),
+    "sums of 8 bits by rows": Swept(_of(partial.fewest_sums, "m", H200, **EIGHT), range(1, 200)),
+    "sums of 8 bits by columns": Swept(_of(partial.fewest_sums, "n", H200, **EIGHT), range(1, 200)),
+    "sums of 8 bits by rows of 4 groups": Swept(
+        _of(partial.fewest_sums, "m", H200, groups=4, **EIGHT), range(1, 700)
     ),
     "cut by rows": Swept(_of(cuts.may_be_cut, "m", H200, n=2880), range(1, 100)),
     "cut by columns of few rows": Swept(_of(cuts.may_be_cut, "n", H200, m=40), range(64, 4000, 16)),

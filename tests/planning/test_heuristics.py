@@ -26,6 +26,12 @@ from tests import clock
 
 HOPPER, BLACKWELL = ARCHITECTURES
 
+EIGHT_BITS = {
+    "a_dtype": jnp.float8_e4m3fn,
+    "b_dtype": jnp.float8_e4m3fn,
+    "transpose_b": True,
+}
+
 MEASURED_US = (
     # (m, n, k) and the microseconds of a burst on an H200 with tiles of 128 x 256.
     ((8192, 8192, 8192), 1316),
@@ -381,6 +387,35 @@ def test_a_float32_result_is_summed_up_in_parts_as_xla_does(
     for problem in (Problem(*size), dataclasses.replace(wide, a_dtype=np.int8, out_dtype=np.int32)):
         candidates = finished(hopper_candidates.drafts(problem, H200))
         assert all(config.partial_sums == 1 for config in candidates)
+
+
+@pytest.mark.parametrize(
+    ("size", "groups"), [((1, 4096, 16384), 0), ((4096, 128, 16384), 0), ((1024, 512, 16384), 8)]
+)
+def test_few_rows_of_8_bits_are_summed_up_in_parts(size: tuple[int, int, int], groups: int) -> None:
+    problem = dataclasses.replace(Problem(*size, groups=groups), **EIGHT_BITS)
+    configs = heuristics.rank(problem, H200, HOPPER)
+    assert configs
+    for config in configs:
+        assert isinstance(config, HopperConfig)
+        pieces = config.split_k if config.split_last is None else 1
+        assert pieces * config.partial_sums >= 4
+
+
+def test_more_rows_of_8_bits_are_summed_up_in_parts_where_that_costs_nothing() -> None:
+    problem = dataclasses.replace(Problem(1024, 2048, 16384), **EIGHT_BITS)
+    alike = dataclasses.replace(problem, a_dtype=jnp.float16, b_dtype=jnp.float16, k=8192)
+    drafts, others = (
+        {(config.tile, config.consumers, config.split_k) for config in found}
+        for found in (finished(hopper_candidates.drafts(p, H200)) for p in (problem, alike))
+    )
+    assert drafts == others
+    for config in finished(hopper_candidates.drafts(problem, H200)):
+        assert isinstance(config, HopperConfig)
+        if config.partial_sums * config.split_k >= 4 or config.late_store or config.pingpong:
+            continue
+        with pytest.raises(ValueError, match="accumulator registers"):
+            dataclasses.replace(config, partial_sums=4)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pallas_gemm.kernels.work import TABLE_BITS
 from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.planning.candidates.draft import Draft
 from pallas_gemm.planning.candidates.hopper_tiles import forms, stored_columns, widest
-from pallas_gemm.planning.candidates.partial import fewest_sums
+from pallas_gemm.planning.candidates.partial import fewest_sums, sums_of_8_bits
 from pallas_gemm.problem import Problem
 from schedules import Split
 
@@ -229,11 +229,21 @@ def _accurate(config: HopperConfig, problem: Problem, device: Device) -> HopperC
 
     Where they do not, tiles are so large that XLA leaves no SMs idle either.
     """
-    most = -(-problem.large_k // config.tile_k(problem)) // config.split_k
-    cut = 1 if config.split_last else config.split_k
-    parts = min(most, -(-fewest_sums(problem, device) // cut))
+    needed = fewest_sums(problem, device)
     if problem.parts:
-        parts = problem.parts // config.split_k
+        return _in_parts(config, problem.parts // config.split_k)
+    cut = 1 if config.split_last else config.split_k
+    most = -(-problem.large_k // config.tile_k(problem)) // config.split_k
+
+    def in_sums(count: int) -> HopperConfig | None:
+        return _in_parts(config, min(most, -(-count // cut)))
+
+    # More sums than it needs are for a config that gives nothing up for them.
+    wanted = 1 if config.late_store or config.pingpong else sums_of_8_bits(problem)
+    return in_sums(max(needed, wanted)) or in_sums(needed)
+
+
+def _in_parts(config: HopperConfig, parts: int) -> HopperConfig | None:
     if parts <= 1:
         return config
     try:
