@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
 from pallas_gemm.planning.by_xla import xla
+from pallas_gemm.planning.by_xla.precise import dot_general
 from pallas_gemm.problem import OF_UP, Epilogue
 
 Shape = tuple[int, ...]

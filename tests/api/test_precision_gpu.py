@@ -73,6 +73,23 @@ def test_what_is_infinite_stays_so(precision: str | None) -> None:
     assert np.all(np.isfinite(np.delete(found, (3, 7), 0)))
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("X3", 1e-5), ("X6", 4e-7), ("X9", 4e-7)],
+)
+@pytest.mark.parametrize("size", [(1, 504, 2992), (504, 1, 2992), (1, 1, 2992)], ids=str)
+def test_a_row_or_column_has_the_precision_that_is_asked_for(
+    size: tuple[int, int, int], name: str, share: float
+) -> None:
+    m, n, k = size
+    rng = np.random.default_rng(5)
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
+    left, right = a.astype(np.float64), b.astype(np.float64)
+    found = jax.jit(lambda a, b: gemm(a, b, precision=f"BF16_BF16_F32_{name}"))(a, b)
+    error = np.abs(np.asarray(found, np.float64) - left @ right)
+    assert np.all(error <= share * (np.abs(left) @ np.abs(right)))
+
+
 EIGHT = {"transpose_b": True, "implementation": "hopper"}
 
 
@@ -80,11 +97,11 @@ EIGHT = {"transpose_b": True, "implementation": "hopper"}
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("rows", [1, 24, 128])
 def test_few_rows_of_8_bits_show_no_long_sums(rows: int, dtype, out) -> None:
-    a = accuracy.normal(jax.random.key(rows), (rows, 16384), dtype)
+    a = accuracy.normal(jax.random.key(0), (rows, 16384), dtype)
     b = accuracy.normal(jax.random.key(1), (8192, 16384), dtype)
     found = gemm(a, b, preferred_element_type=out, **EIGHT)
     exact = accuracy.compiled_reference(lambda a, b: jnp.matmul(a, b.T, precision="highest"), a, b)
-    assert _relative(found, exact(a, b)) < 2.3e-3
+    assert _relative(found, exact(a, b)) < 2.1e-3
 
 
 def test_few_rows_of_8_bits_in_groups_show_no_long_sums() -> None:
@@ -99,7 +116,7 @@ def test_few_rows_of_8_bits_in_groups_show_no_long_sums() -> None:
         return all_of_all[each, np.arange(64)]
 
     exact = accuracy.compiled_reference(product, a, b)
-    assert _relative(found, exact(a, b)) < 2.3e-3
+    assert _relative(found, exact(a, b)) < 2.1e-3
 
 
 def _relative(found: jax.Array, exact: jax.Array) -> float:

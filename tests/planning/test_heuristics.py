@@ -399,7 +399,7 @@ def test_few_rows_of_8_bits_are_summed_up_in_parts(size: tuple[int, int, int], g
     for config in configs:
         assert isinstance(config, HopperConfig)
         pieces = config.split_k if config.split_last is None else 1
-        assert pieces * config.partial_sums >= 4
+        assert pieces * config.partial_sums >= 8
 
 
 def test_more_rows_of_8_bits_are_summed_up_in_parts_where_that_costs_nothing() -> None:
@@ -412,10 +412,10 @@ def test_more_rows_of_8_bits_are_summed_up_in_parts_where_that_costs_nothing() -
     assert drafts == others
     for config in finished(hopper_candidates.drafts(problem, H200)):
         assert isinstance(config, HopperConfig)
-        if config.partial_sums * config.split_k >= 4 or config.late_store or config.pingpong:
+        if config.partial_sums * config.split_k >= 8 or config.late_store or config.pingpong:
             continue
         with pytest.raises(ValueError, match="accumulator registers"):
-            dataclasses.replace(config, partial_sums=4)
+            dataclasses.replace(config, partial_sums=8)
 
 
 @pytest.mark.parametrize(

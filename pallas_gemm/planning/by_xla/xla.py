@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.lax import dot_general
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands
 from pallas_gemm.kernels.element_types import FLOATS_16, is_widened
+from pallas_gemm.planning.by_xla.precise import dot_general
 from pallas_gemm.problem import VALUES, Epilogue
 
 TF32_BITS = 10

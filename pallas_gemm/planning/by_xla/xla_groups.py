@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jax.lax import dot_general, ragged_dot_general
+from jax.lax import ragged_dot_general
 from jax.numpy import matmul
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, Operands
 from pallas_gemm.kernels.groups import Tiles, bounds, tiles_of
 from pallas_gemm.planning.by_xla import xla
+from pallas_gemm.planning.by_xla.precise import dot_general, enough
 from pallas_gemm.problem import KINDS, OF_FACTORS
 
 Products = Callable[..., jax.Array]
@@ -150,9 +151,11 @@ def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
     call, a, b = _contracted_first(call, a, b)
+    rows = a.shape[1 if call.contracted else 0]
+    columns = b.shape[-2 if call.transpose_b else -1]
     return ragged_dot_general(
         *(a, b, sizes, numbers(call.contracted, call.transpose_b)),
-        precision=call.precision,
+        precision=enough(call.precision, is_vector=1 in (rows, columns)),
         preferred_element_type=call.out_dtype,
     )
 

@@ -28,7 +28,7 @@ from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.planning.precision import kernel_refusal
-from pallas_gemm.planning.scheme import HIGHEST, THREE, Scheme, scheme
+from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
 from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
 
 TILES = (
@@ -62,8 +62,7 @@ SPLITTING_FLOPS = {
 }
 """The rate of an SM, by the type and number of terms, where XLA splits operands as it loads them.
 It does so for small products and few rows. X6 of 64 x 14336 x 4096 takes 168 us, and of one row 96;
-passes over all operands alone would take more than 300. X9 must not be here: XLA computes one
-product of bfloat16 for that name, and kernels all nine."""
+passes over all operands alone would take more than 300."""
 SPLITTING_TILES = (16, 64)
 """The fewest and the most rows or columns of a tile there."""
 TF32_X3 = Scheme("TF32_TF32_F32_X3", element_types.SINGLE, THREE)
@@ -125,10 +124,12 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
     """Predicts the time of a product of each term, and of the passes before and after them.
 
     Each term splits its operands for itself: 4096 cubed takes 728 us as X3 on an H200, 1502 as X6
-    and 1262 as TF32 X3, where 748, 1477 and 1294 are predicted.
+    and 1262 as TF32 X3, where 748, 1477 and 1294 are predicted. `precise.py` says what is float32.
     """
-    if own == HIGHEST:
-        return LAUNCH_SECONDS + problem.flops / (SINGLE_FLOPS * device.sms)
+    is_vector = bool(own.terms) and 1 in (problem.m, problem.n)
+    if own == HIGHEST or is_vector or len(own.terms) == len(NINE):
+        multiply = problem.flops / (SINGLE_FLOPS * device.sms)
+        return LAUNCH_SECONDS + _beside_memory(multiply, problem, device)
     cast = dataclasses.replace(
         problem,
         a_dtype=own.dtype,
