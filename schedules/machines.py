@@ -92,6 +92,7 @@ H100 = Machine(
     gpcs=8,
     dram_bytes_per_second=3.352e12,
     clock_hz=1.98e9,
+    is_measured=True,
 )
 
 # The driver of an H200 reports 60 MB of L2 (torch prints `L2_cache_size=60MB`): all twelve memory
@@ -135,20 +136,21 @@ B200 = Machine(
 # from data sheets; the H100 NVL is taken to have the clock of the H200 NVL. The H800 is an H100
 # with fewer links; the H20 does 148 TFLOP/s with 16 bits, of the 633 that its SMs and its clock
 # would allow.
+_LIKE_H100 = dataclasses.replace(H100, is_measured=False)
 H100_PCIE = dataclasses.replace(
-    H100, name="H100 PCIe", sms=114, dram_bytes_per_second=2.039e12, clock_hz=1.755e9
+    _LIKE_H100, name="H100 PCIe", sms=114, dram_bytes_per_second=2.039e12, clock_hz=1.755e9
 )
 H100_NVL = dataclasses.replace(
-    H100, name="H100 NVL", dram_bytes_per_second=3.938e12, clock_hz=1.785e9
+    _LIKE_H100, name="H100 NVL", dram_bytes_per_second=3.938e12, clock_hz=1.785e9
 )
-H800 = dataclasses.replace(H100, name="H800")
-_NOT_MEASURED = dataclasses.replace(H200, resident_clusters={}, is_measured=False)
-H200_NVL = dataclasses.replace(_NOT_MEASURED, name="H200 NVL", clock_hz=1.785e9)
+H800 = dataclasses.replace(_LIKE_H100, name="H800")
+_LIKE_H200 = dataclasses.replace(H200, resident_clusters={}, is_measured=False)
+H200_NVL = dataclasses.replace(_LIKE_H200, name="H200 NVL", clock_hz=1.785e9)
 H20 = dataclasses.replace(
-    _NOT_MEASURED, name="H20", sms=78, dram_bytes_per_second=4.0e12, tensor_share=148 / 633
+    _LIKE_H200, name="H20", sms=78, dram_bytes_per_second=4.0e12, tensor_share=148 / 633
 )
-GH200 = dataclasses.replace(_NOT_MEASURED, name="GH200", dram_bytes_per_second=4.0e12)
-GH200_144G = dataclasses.replace(_NOT_MEASURED, name="GH200 144G", dram_bytes_per_second=4.9e12)
+GH200 = dataclasses.replace(_LIKE_H200, name="GH200", dram_bytes_per_second=4.0e12)
+GH200_144G = dataclasses.replace(_LIKE_H200, name="GH200 144G", dram_bytes_per_second=4.9e12)
 GB200 = dataclasses.replace(
     B200,
     name="GB200",
