@@ -353,15 +353,15 @@ def _plan(
     plan = _with_config(call, problem, device, architecture, realigned)
     if not isinstance(plan, Plan) or plan.seconds <= halves.DECIDING_SECONDS:
         return plan
-    quick = _by_halves(call, signature, plan)
+    quick = _plan_in_float16(call, signature, plan)
     return plan if quick is None or quick.seconds > plan.seconds else quick
 
 
-def _by_halves(call: Call, signature: Signature, plan: Plan) -> Plan | None:
+def _plan_in_float16(call: Call, signature: Signature, plan: Plan) -> Plan | None:
     """Returns a plan by arrays of float16 that stands for another one; None if there is none."""
     device, architecture = plan.device, plan.architecture
     dtypes = tuple(dtype for _, dtype in signature[:2])
-    scheme = schemes.by_halves(call, plan.realigned.scheme, dtypes)
+    scheme = schemes.in_float16(call, plan.realigned.scheme, dtypes)
     if scheme is None:
         return None
     scaled = halves.scaled(call), halves.scaled_signature(call, signature)

@@ -26,7 +26,7 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
         other: Callable[..., Any] = functools.partial(xla.product, call)
         if not by_xla_otherwise(plan, call):
             other = _of_plan(decision, plan.otherwise, call)
-        return functools.partial(_by_halves, call, _is_alone(plan), quick, other)
+        return functools.partial(_as_elements_fit, call, _is_alone(plan), quick, other)
     return _of_plan(decision, plan, call)
 
 
@@ -73,7 +73,7 @@ def of_parts(decision: Decision, window: Window) -> Callable[..., Any]:
     return build(plan.realigned.problem, plan.config, plan.device, window, simulator)
 
 
-def _by_halves(
+def _as_elements_fit(
     call: Call, alone: bool, quick: Callable[..., Any], other: Callable[..., Any], *operands: Any
 ) -> Any:
     """Multiplies arrays of float16 where elements fit, which only the running program knows."""

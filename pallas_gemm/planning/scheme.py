@@ -173,7 +173,7 @@ _CASTS = {
 }
 HIGHEST = Scheme("HIGHEST", BFLOAT16, SIX, SHORTEST_SUM)
 _TF32 = Scheme("TF32_TF32_F32", SINGLE)
-_BY_HALVES: dict[str, Terms] = {
+_IN_FLOAT16: dict[str, Terms] = {
     "TF32_TF32_F32": (),
     "TF32_TF32_F32_X3": THREE,
     "BF16_BF16_F32_X6": FOUR,
@@ -229,7 +229,7 @@ def of_call(call: Call, signature: Signature) -> Scheme | None:
     return dataclasses.replace(own, apart=True) if is_split else None
 
 
-def by_halves(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Scheme | None:
+def in_float16(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Scheme | None:
     """Returns the scheme by arrays of float16 that stands for another one; None if none does.
 
     The bits of a row depend on all rows, because all decide whether elements fit. A config that is
@@ -248,11 +248,11 @@ def by_halves(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Sch
     has_more = epilogue.gated or epilogue.program is not None or bool(epilogue.blocks)
     if own is None and set(dtypes) == {SINGLE}:
         own = _TF32
-    if own is None or own.name not in _BY_HALVES or is_named or is_other or has_more:
+    if own is None or own.name not in _IN_FLOAT16 or is_named or is_other or has_more:
         return None
     if options.parts:
         return None
-    terms = _BY_HALVES[own.name]
+    terms = _IN_FLOAT16[own.name]
     return Scheme(own.name, HALF, terms, SHORTEST_SUM if terms else 0, otherwise=own)
 
 

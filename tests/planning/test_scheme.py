@@ -30,13 +30,13 @@ SPLITS = {
 LARGE = (((2048, 2048), np.dtype(np.float32)),) * 2
 
 
-def by_halves(name: str) -> Scheme:
+def in_float16(name: str) -> Scheme:
     """Returns the scheme by arrays of float16 of a large product."""
     precision = (MOST, MOST) if name == "HIGHEST" else getattr(PRESET, name)
     call = Call(F32, precision=precision)
     own = schemes.of_call(call, LARGE)
     assert own is not None
-    halved = schemes.by_halves(call, own, (F32, F32))
+    halved = schemes.in_float16(call, own, (F32, F32))
     assert halved is not None
     assert halved.otherwise == own
     assert halved.name == own.name
@@ -171,7 +171,7 @@ def _errors(result: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.abs(result - each.sum(axis=1)) / np.abs(each).sum(axis=1)
 
 
-@pytest.mark.parametrize("own", [HIGHEST, *map(by_halves, HALVED)], ids=str)
+@pytest.mark.parametrize("own", [HIGHEST, *map(in_float16, HALVED)], ids=str)
 @pytest.mark.parametrize("positive", [False, True])
 def test_highest_errs_no_more_than_float32(positive: bool, own: Scheme) -> None:
     x, y = _rows(positive)
