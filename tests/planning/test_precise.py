@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from pallas_gemm import einsum, gemm, grouped_gemm
+from pallas_gemm.call import GroupedCall
+from pallas_gemm.planning.by_xla import xla_groups
 
 F32 = jnp.float32
 NAMES = {
@@ -88,3 +92,33 @@ def test_groups_are_asked_for_likewise(name: str, columns: int, *, vector: bool)
     multiply = functools.partial(grouped_gemm, group_sizes=sizes, precision=name)
     expected = FLOAT32 if vector or name.endswith("X9") else NAMES[name]
     assert set(_asked(multiply, (8, 64), (2, 64, columns))) == {expected}
+
+
+GROUPS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, bool], bool]] = [
+    ((8, 64), (2, 64, 5), {}, False),
+    ((8, 1), (2, 1, 5), {}, False),
+    ((1, 64), (2, 64, 5), {}, True),
+    ((8, 64), (2, 64, 1), {}, True),
+    ((8, 64), (2, 1, 64), {"transpose_b": True}, True),
+    ((8, 1), (2, 5, 1), {"transpose_b": True}, False),
+    ((64, 3), (64, 5), {"contracted": True}, False),
+    ((1, 3), (1, 5), {"contracted": True}, False),
+    ((64, 1), (64, 5), {"contracted": True}, True),
+    ((64, 3), (64, 1), {"contracted": True}, True),
+    ((1, 64), (5, 64), {"contracted": True, "transpose_b": True}, True),
+    ((3, 64), (5, 64), {"contracted": True, "transpose_b": True}, False),
+]
+"""Shapes of factors of groups, how they are stored, and whether a result is a row or a column."""
+
+
+@pytest.mark.parametrize(("left", "right", "stored", "vector"), GROUPS)
+def test_one_product_of_all_groups_is_asked_for_likewise(
+    left: tuple[int, ...], right: tuple[int, ...], stored: dict[str, bool], *, vector: bool
+) -> None:
+    own = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    call = GroupedCall(np.dtype(np.float32), precision=own, **stored)
+    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in (left, right)]
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    jaxpr = jax.make_jaxpr(functools.partial(xla_groups.by_jax, call))(*shapes, sizes)
+    (found,) = (x for x in jaxpr.eqns if x.primitive.name == "ragged_dot_general")
+    assert found.params["precision"] == ((lax.Precision.HIGHEST,) * 2 if vector else own)
