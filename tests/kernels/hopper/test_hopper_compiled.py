@@ -465,6 +465,24 @@ def test_tiles_that_are_summed_up_in_parts():
     check_sound([(plain, dataclasses.replace(NT, transpose_b=False))])
 
 
+def test_few_rows_of_8_bits_that_are_cut_and_summed_up_in_parts():
+    eight = {"a_dtype": jnp.float8_e4m3fn, "b_dtype": jnp.float8_e4m3fn, "transpose_b": True}
+    batch = Problem(5, 272, 17520, batch=3, **eight)
+    single = Problem(2, 864, 16256, out_dtype=jnp.float32, **eight)
+    computed = {"late_store": False, "store_columns": 16, "consumers": 1, "stages": 11}
+    mirrored = HopperConfig(
+        (64, 16), split_k=8, mirrored=True, schedule="online_swizzle:1", ctas=120, **computed
+    )
+    upright = HopperConfig((64, 64), split_k=9, schedule="online_swizzle:1:cols", **computed)
+    check_sound(
+        [
+            (dataclasses.replace(config, partial_sums=parts), problem)
+            for config, problem in ((mirrored, batch), (upright, single))
+            for parts in (2, 3)
+        ]
+    )
+
+
 def test_pieces_of_several_promised_parts():
     computed = "online_swizzle:1:cols"
     shared = HopperConfig((128, 96), late_store=False, schedule=computed, split_k=2, partial_sums=2)

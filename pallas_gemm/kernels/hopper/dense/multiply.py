@@ -84,7 +84,10 @@ def add_up(
 
     def part(number: Any, slot: Any) -> tuple[Any, Any]:
         own = least + (number < longer).astype(jnp.int32)
-        return add_up_whole(cta, me, steps._replace(slot=slot, count=own), stores)
+        total, slot = add_up_whole(cta, me, steps._replace(slot=slot, count=own), stores)
+        # LLVM may move the sum of two parts before the wait for the second one. The assembler then
+        # makes each WGMMA wait for the one before.
+        return (total if plan.simulated else lax.optimization_barrier(total)), slot
 
     def next_part(number: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
         total, slot = done
