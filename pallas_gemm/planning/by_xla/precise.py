@@ -1,8 +1,7 @@
 """`lax.dot_general` for which XLA computes no less than the precision asks for.
 
 XLA computes a single product of bfloat16 for X9, and for X3 and X6 if the result is one row or one
-column: it has no tensor cores multiply that, and then takes the small terms for zeros. It
-multiplies float32 instead, which takes no longer for a vector, and errs less.
+column: there it takes the small terms for zeros. So it is asked for float32.
 """
 
 import math
