@@ -120,7 +120,9 @@ def test_what_xla_does_faster_is_left_to_it_unless_something_is_named() -> None:
     assert _decided(*size, config=HopperConfig()).implementation == "hopper"
 
 
-@pytest.mark.parametrize(("name", "verb"), [("h200", "is"), ("h100", "is expected to be")])
+@pytest.mark.parametrize(
+    ("name", "verb"), [("h200", "is"), ("h100", "is"), ("h20", "is expected to be")]
+)
 def test_a_reason_names_no_other_gpu_than_the_one_that_is_planned_for(name, verb):
     operands = (
         jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16),
