@@ -1,4 +1,4 @@
-"""What XLA is asked for, where it computes less for a name than the name says."""
+"""XLA is asked for float32 where it would compute less than the name of a precision says."""
 
 import functools
 import re
@@ -94,7 +94,8 @@ def test_groups_are_asked_for_likewise(name: str, columns: int, *, vector: bool)
     assert set(_asked(multiply, (8, 64), (2, 64, columns))) == {expected}
 
 
-GROUPS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, bool], bool]] = [
+Shape = tuple[int, ...]
+GROUPS: list[tuple[Shape, Shape, dict[str, bool], bool]] = [
     ((8, 64), (2, 64, 5), {}, False),
     ((8, 1), (2, 1, 5), {}, False),
     ((1, 64), (2, 64, 5), {}, True),
@@ -113,7 +114,7 @@ GROUPS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, bool], bool]] = [
 
 @pytest.mark.parametrize(("left", "right", "stored", "vector"), GROUPS)
 def test_one_product_of_all_groups_is_asked_for_likewise(
-    left: tuple[int, ...], right: tuple[int, ...], stored: dict[str, bool], *, vector: bool
+    left: Shape, right: Shape, stored: dict[str, bool], *, vector: bool
 ) -> None:
     own = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
     call = GroupedCall(np.dtype(np.float32), precision=own, **stored)

@@ -1,7 +1,7 @@
 """`lax.dot_general` for which XLA computes no less than the precision asks for.
 
 XLA computes a single product of bfloat16 for X9, and for X3 and X6 if the result is one row or one
-column: there it takes the small terms for zeros. So it is asked for float32.
+column: it takes the small terms for zeros. We ask it for float32 instead.
 """
 
 import math
