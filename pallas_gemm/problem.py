@@ -174,7 +174,9 @@ class Epilogue:
 
 
 class Blocks(NamedTuple):
-    """The blocks of the factors, each with a scale; one that is as long as the factor is one block.
+    """Blocks of the factors, whose sums are scaled and then added up in float32.
+
+    One that is as long as the factor is one block. Without scales only k is cut.
 
         sum over blocks of  left[row block, block of k] * right[block of k, column block]
                             * (a in this block @ b in this block)
@@ -195,6 +197,8 @@ class Blocks(NamedTuple):
         left = f"{self.rows} x {self.k} of a" if self.rows else ""
         right = f"{self.k} x {self.columns} of b" if self.columns else ""
         right += " with zero points" if self.zeros else ""
+        if not (left or right):
+            return f"sums of {self.k}"
         return "blocks of " + " and ".join(filter(None, (left, right)))
 
 
@@ -241,8 +245,8 @@ class Problem:
         residual_dtype: Element type of the residual, where it is not the result's; else None.
         parts: In how many parts of k, one after the other, each sum has to be made: see
             `planning/numerics.py`. 0 if any way will do.
-        blocks: The blocks of the factors that have a scale each, which come before the operands of
-            the epilogue; None if there are none.
+        blocks: The blocks of the factors whose sums are added up in float32. Their scales come
+            before the operands of the epilogue. None if there are none.
     """
 
     m: int

@@ -423,8 +423,9 @@ def _realigned(
         if why:
             return (why,)
         return _way(call, signature, lambda p: architecture.problem_refusals(p, device))
-    if scheme.terms and (asked := call.options.numerics) is not None and asked.part is not None:
-        return (f"{scheme.name} says itself in which parts its terms are summed up",)
+    says_parts = scheme.terms or scheme.longest_sum
+    if says_parts and (asked := call.options.numerics) is not None and asked.part is not None:
+        return (f"{scheme.name} says itself in which parts products are summed up",)
     return _by_scheme(call, signature, device, architecture, scheme)
 
 

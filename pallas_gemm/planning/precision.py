@@ -2,8 +2,8 @@
 
 The kernels multiply 16-bit floats and int8 exactly and add up in float32 or int32. They multiply
 float32 as TF32, as JAX documents for `Precision.DEFAULT` and `HIGH` on a GPU. They multiply 8-bit
-floats with the tensor cores' own accumulation, and so does XLA below `HIGHEST`. A product that asks
-for more, or for something else, goes to XLA.
+floats with the tensor cores' own accumulation, and so does XLA below `HIGHEST`. `scheme.py` says
+what is computed where a product asks for more. All else goes to XLA.
 """
 
 import functools
@@ -21,6 +21,8 @@ _EXACT_PRESETS = {
     lax.DotAlgorithmPreset.TF32_TF32_F32: (jnp.float32,),
     lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
+_SINGLE = np.dtype(jnp.float32)
+_FLOATS_8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
 
 def resolve(precision: Any) -> Any:
@@ -56,9 +58,10 @@ def kernel_refusal(precision: Any, operand_dtypes: tuple[Any, Any]) -> str | Non
     """Returns why the kernels do not compute what `precision` asks for, None if they do."""
     dtypes = {np.dtype(dtype) for dtype in operand_dtypes}
     if isinstance(precision, tuple):
-        narrow = dtypes & {*map(np.dtype, (jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2))}
-        if lax.Precision.HIGHEST in precision and narrow:
-            names = ", ".join(sorted(map(str, narrow)))
+        # Kernels widen 8-bit floats beside 16 bits, and multiply those.
+        is_less = _SINGLE in dtypes or dtypes <= _FLOATS_8
+        if lax.Precision.HIGHEST in precision and is_less:
+            names = ", ".join(sorted(map(str, dtypes)))
             return f"precision HIGHEST of {names} is more than the tensor cores compute"
         return None
     if precision is None or precision == lax.DotAlgorithmPreset.DEFAULT:

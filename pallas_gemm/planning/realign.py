@@ -206,7 +206,7 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
     shapes = {"a": problem.a_shape, "b": problem.b_shape, "up": problem.b_shape}
     casts, steps = [], list(realigned.steps)
     for name, dtype in types.items():
-        if dtype == scheme.dtype and not scheme.terms:
+        if scheme.dtype is None or (dtype == scheme.dtype and not scheme.terms):
             continue
         moved = _bytes(shapes[name], dtype) + scheme.parts * _bytes(shapes[name], scheme.dtype)
         steps = [dataclasses.replace(x, bytes=0) if x.operand == name else x for x in steps]

@@ -17,7 +17,8 @@ Where that is faster, arrays of float16 are multiplied in place of these (see `h
     X6, HIGHEST         2 arrays, 4 terms    to 2**-22
 
 The tensor cores cut off what a sum of float32 does not hold. So the largest term of all but X3
-of bfloat16 is summed up in float32, part by part.
+of bfloat16 is summed up in float32, part by part. They cut off more of a sum of 8-bit floats. These
+are multiplied as they are, and HIGHEST and ANY_F8_ANY_F8_F32 ask for short sums.
 
 XLA splits by cutting off, we by rounding: X3 leaves out a sixteenth of what XLA's does. The small
 terms of infinite values are no numbers and do not count, as with XLA. The last of three arrays
@@ -38,9 +39,9 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall
-from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE
+from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, SINGLE
 from pallas_gemm.planning import halves
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import Blocks, Problem
 
 Terms = tuple[tuple[int, int], ...]
 
@@ -59,6 +60,8 @@ SHORT_SUM = 256
 H200, and errs 2.4e-7 (root mean square). With sums of 64 it is 1,377 us and 1.6e-7, with one sum
 1,083 us and 4.4e-6. XLA takes 1,496 us for X6 and errs 4.4e-6 there, and 1.6e-7 in 512 x 2048 x
 8192."""
+SUM_OF_8_BITS = 128
+"""The same of 8-bit floats, as in cuBLAS."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Scheme:
 
     Attributes:
         name: The name that JAX has for it.
-        dtype: The type of the arrays.
+        dtype: The type of the arrays; None for the type of each operand.
         terms: The arrays of the left and of the right operand that are multiplied, the smallest
             term first; () if each operand is one.
         longest_sum: See `Problem`.
@@ -76,7 +79,7 @@ class Scheme:
     """
 
     name: str
-    dtype: np.dtype
+    dtype: np.dtype | None
     terms: Terms = ()
     longest_sum: int = 0
     apart: bool = False
@@ -88,6 +91,8 @@ class Scheme:
         return 1 + max(map(max, self.terms), default=0)
 
     def __str__(self) -> str:
+        if self.dtype is None:
+            return f"{self.name}: one product, in sums of {self.longest_sum} elements"
         each = "tf32" if self.dtype == SINGLE else str(self.dtype)
         how = f"one product of {each}"
         if self.terms:
@@ -100,12 +105,18 @@ class Scheme:
 
     def signature(self, call: Call, signature: Signature) -> Signature:
         """Returns the signature of a call whose operands are of the arrays' type."""
+        if self.dtype is None:
+            return signature
         count = 1 + call.problem(signature).sums
         cast = tuple((shape, self.dtype) for shape, _ in signature[:count])
         return cast + signature[count:]
 
     def whole(self, problem: Problem) -> Problem:
         """Returns the problem of all terms, of that of one."""
+        if self.dtype is None:
+            # Blocks that have scales are added up in float32 as well.
+            blocks, parts = problem.blocks or Blocks(self.longest_sum), min(1, problem.parts)
+            return dataclasses.replace(problem, blocks=blocks, parts=parts)
         if not self.terms:
             return problem
         if self.apart:
@@ -128,7 +139,7 @@ class Scheme:
     def arrays(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the arrays that an operand becomes, the largest first."""
         if not self.terms:
-            return (x.astype(self.dtype),)
+            return (x if self.dtype is None else x.astype(self.dtype),)
         if self.dtype == HALF:
             return halves.split(x)
         # What XLA takes for two casts that undo each other it leaves out, but not this.
@@ -172,6 +183,7 @@ _CASTS = {
     _PRESET.TF32_TF32_F32: SINGLE,
 }
 HIGHEST = Scheme("HIGHEST", BFLOAT16, SIX, SHORTEST_SUM)
+SHORT_SUMS = Scheme("HIGHEST", None, longest_sum=SUM_OF_8_BITS)
 _TF32 = Scheme("TF32_TF32_F32", SINGLE)
 _IN_FLOAT16: dict[str, Terms] = {
     "TF32_TF32_F32": (),
@@ -189,6 +201,11 @@ def scheme(precision: Any, dtypes: Sequence[np.dtype]) -> Scheme | None:
         dtypes: The types of the operands.
     """
     types = set(dtypes)
+    if types <= FLOATS_8:
+        if isinstance(precision, tuple):
+            return SHORT_SUMS if lax.Precision.HIGHEST in precision else None
+        is_named = precision == _PRESET.ANY_F8_ANY_F8_F32
+        return dataclasses.replace(SHORT_SUMS, name=precision.name) if is_named else None
     if not types <= FLOATS_16 | {SINGLE} or (len(types) == 1 and types != {SINGLE}):
         return None
     if isinstance(precision, tuple) and lax.Precision.HIGHEST in precision:
@@ -273,4 +290,4 @@ def multiplied(
     if isinstance(precision, tuple):
         is_named = lax.Precision.HIGHEST in precision
     own = scheme(precision, tuple(dtypes)) if len(dtypes) > 1 and (groups or is_named) else None
-    return dtypes if own is None else {own.dtype}
+    return dtypes if own is None or own.dtype is None else {own.dtype}

@@ -1,5 +1,7 @@
 """On a GPU: products of more precision, and few rows of 8 bits, err no more than they should."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,26 @@ def test_few_rows_of_8_bits_in_groups_show_no_long_sums() -> None:
 
     exact = accuracy.compiled_reference(product, a, b)
     assert _relative(found, exact(a, b)) < 2.1e-3
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("precision", ["highest", "ANY_F8_ANY_F8_F32"])
+@pytest.mark.parametrize("size", [(1, 512), (64, 1024), (2048, 2048), (1000, 1040)], ids=str)
+def test_sums_of_8_bits_are_short_where_a_precision_asks_for_it(
+    size: tuple[int, int], precision: str, out
+) -> None:
+    (m, n), k = size, 16384
+    a = accuracy.normal(jax.random.key(0), (m, k), jnp.float8_e5m2)
+    b = jnp.abs(accuracy.normal(jax.random.key(1), (n, k), jnp.float8_e4m3fn).astype(jnp.float32))
+    b = b.astype(jnp.float8_e4m3fn)
+    exact = accuracy.compiled_reference(lambda a, b: jnp.matmul(a, b.T, precision="highest"), a, b)
+    multiply = functools.partial(gemm, preferred_element_type=out, precision=precision, **EIGHT)
+    assert _relative(multiply(a, b), exact(a, b)) < (2e-3 if out == jnp.bfloat16 else 1e-3)
+    # A sum of positive elements only grows, so that one long sum loses some per cent of it.
+    exact = accuracy.compiled_reference(lambda b: jnp.matmul(b, b.T, precision="highest"), b)
+    assert _relative(multiply(b, b), exact(b)) < 2e-3
+    with pytest.raises(AssertionError):
+        assert _relative(gemm(b, b, preferred_element_type=out, **EIGHT), exact(b)) < 2e-3
 
 
 def _relative(found: jax.Array, exact: jax.Array) -> float:

@@ -22,7 +22,8 @@ from tests import reference
 
 PRESET, MOST = lax.DotAlgorithmPreset, lax.Precision.HIGHEST
 DEFAULT = (lax.Precision.DEFAULT,) * 2
-F32, BF16, F16, E4M3 = map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn))
+F32, BF16, F16 = map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16))
+E4M3, E5M2 = map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2))
 SPLITS = {
     name: schemes.scheme(getattr(PRESET, name), (F32, F32))
     for name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
@@ -55,7 +56,12 @@ HALVED = ("TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "HIGHEST")
         (DEFAULT, (F16, BF16), "TF32_TF32_F32: one product of tf32"),
         ((MOST, DEFAULT[0]), (F32, F32), "HIGHEST: 6 products of bfloat16 in one sum, smallest"),
         ((MOST, MOST), (BF16, BF16), None),
-        ((MOST, MOST), (E4M3, E4M3), None),
+        ((MOST, MOST), (E4M3, E5M2), "HIGHEST: one product, in sums of 128 elements"),
+        ((DEFAULT[0], MOST), (E4M3, E4M3), "HIGHEST: one product, in sums of 128"),
+        (PRESET.ANY_F8_ANY_F8_F32, (E4M3, E4M3), "ANY_F8_ANY_F8_F32: one product, in sums of 128"),
+        (PRESET.ANY_F8_ANY_F8_F32_FAST_ACCUM, (E4M3, E4M3), None),
+        (DEFAULT, (E4M3, E5M2), None),
+        ((MOST, MOST), (E4M3, BF16), None),
         (PRESET.BF16_BF16_F32, (F32, F32), "BF16_BF16_F32: one product of bfloat16"),
         (PRESET.BF16_BF16_F32, (BF16, F32), "BF16_BF16_F32: one product of bfloat16"),
         (PRESET.TF32_TF32_F32, (F32, F32), None),

@@ -52,6 +52,11 @@ class BlockScales(NamedTuple):
         return cls(problem.blocks, per_step, own, problem.sums, most, *groups)
 
     @property
+    def any(self) -> bool:
+        """Whether there are scales, or sums of blocks are added up as they are."""
+        return bool(self.blocks.rows or self.blocks.columns)
+
+    @property
     def part(self) -> int:
         """Columns of a consumer's tile whose block is summed up at a time."""
         columns = self.consumer[1]
@@ -85,7 +90,7 @@ class BlockScales(NamedTuple):
     @property
     def ahead(self) -> int:
         """Steps whose scales are loaded at a time."""
-        if (self.apart and not self.staged) or self.per_step > 1 or self.ragged:
+        if not self.any or (self.apart and not self.staged) or self.per_step > 1 or self.ragged:
             return 1
         return next((x for x in AHEAD if self._taken(x) <= self.most), 1)
 
@@ -101,7 +106,7 @@ class BlockScales(NamedTuple):
     @property
     def awaited(self) -> bool:
         """Whether each step waits for the scales of the next one."""
-        return self.ahead == 1 and not self.in_pairs
+        return self.any and self.ahead == 1 and not self.in_pairs
 
     @property
     def registers(self) -> int:

@@ -81,7 +81,7 @@ def _block_refusals(problem: Problem) -> Iterator[str]:
         )
     if blocks.k % FEWEST_OF_BLOCK or blocks.k & (blocks.k - 1):
         yield f"blocks of k must be powers of two from {FEWEST_OF_BLOCK} on, got {blocks.k}"
-    if problem.k % blocks.k:
+    if problem.scales and problem.k % blocks.k:
         yield f"k must be a multiple of the blocks of {blocks.k}, got {problem.k}"
     if problem.transpose_out:
         yield "a product with scales of blocks is not mirrored"

@@ -126,6 +126,8 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
     Each term splits its operands for itself: 4096 cubed takes 728 us as X3 on an H200, 1502 as X6
     and 1262 as TF32 X3, where 748, 1477 and 1294 are predicted. `precise.py` says what is float32.
     """
+    if own.dtype is None:
+        return _seconds(problem, device)
     is_vector = bool(own.terms) and 1 in (problem.m, problem.n)
     if own == HIGHEST or is_vector or len(own.terms) == len(NINE):
         multiply = problem.flops / (SINGLE_FLOPS * device.sms)
@@ -157,6 +159,7 @@ def _scheme_seconds(problem: Problem, device: Device, own: Scheme) -> float:
 
 def _splitting_seconds(problem: Problem, device: Device, own: Scheme) -> float:
     """Predicts the time of one kernel that splits operands and multiplies all terms."""
+    assert own.dtype is not None
     batch, m, n, k = _sizes(problem)
     rate = SPLITTING_FLOPS[own.dtype][len(own.terms)] * device.sms
     multiply = 2 * problem.sums * batch * _in_tiles(m) * _in_tiles(n) * k / rate

@@ -1,4 +1,4 @@
-"""Kernels whose blocks have scales, compiled ahead of time: nothing is spilled or serialized."""
+"""Kernels that add up blocks, compiled ahead of time: nothing is spilled or serialized."""
 
 import dataclasses
 import functools
@@ -41,6 +41,8 @@ PROBLEMS = {
         PROBLEM, blocks=Blocks(128, 1, 1), batch=8, shared_a=True, shared_b=True, ragged_k=True
     ),
     "few rows": dataclasses.replace(PROBLEM, m=60),
+    "no scales": dataclasses.replace(PROBLEM, blocks=Blocks(128)),
+    "no scales, groups": dataclasses.replace(PROBLEM, blocks=Blocks(128), groups=8),
 }
 
 
@@ -52,8 +54,8 @@ def _operands(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     lead = (problem.groups,) if problem.groups else ()
     sizes = (problem.batch,) if problem.ragged_k else lead
     arrays += [(sizes, jnp.int32)] * problem.in_groups
-    arrays += [((math.ceil(problem.m / r), k // g), jnp.float32)]
-    arrays += [((*lead, k // g, math.ceil(problem.n / c)), jnp.float32)] * problem.sums
+    arrays += [((math.ceil(problem.m / r), k // g), jnp.float32)] if r else []
+    arrays += [((*lead, k // g, math.ceil(problem.n / c)), jnp.float32)] * problem.sums if c else []
     shapes = {"bias": (problem.n,), "residual": problem.residual_shape}
     arrays += [(shapes[name], problem.out_dtype) for name in problem.epilogue.operands]
     return [jax.ShapeDtypeStruct(*array) for array in arrays]

@@ -1,5 +1,7 @@
 """Products whose factors have a scale for each block: each block's sum is scaled, then added.
 
+Blocks without scales make short sums of 8-bit floats: the tensor cores keep 14 bits of a long one.
+
     per k    wait full[s]; per block: WGMMA into fresh registers; wait for it; multiply and add;
              arrive empty[s]
 
