@@ -38,7 +38,10 @@ def refusals(problem: Problem, *, single: bool, blocks: bool) -> Iterator[str]:
         blocks: It scales blocks of the factors.
     """
     if problem.blocks is not None and not blocks:
-        yield f"scales of {problem.blocks} are multiplied in on Hopper alone"
+        how = f"scales of {problem.blocks} are multiplied in"
+        if not problem.scales:
+            how = f"{problem.blocks} elements are added up"
+        yield f"{how} on Hopper alone"
     a, b = problem.a_dtype, problem.b_dtype
     if not (a == b or {a, b} <= FLOATS_8):
         yield f"operands must have one dtype, or two of 8-bit floats, got {a} and {b}"

@@ -12,6 +12,8 @@ SPARE_REGISTERS = 26
 """Registers beside the sums and the scales, for addresses and counters."""
 MORE_OF_SEVERAL = 8
 """The same beyond that, where the scales of several steps are loaded at a time."""
+OF_GROUPS = 16
+"""The same beyond that, of groups. Tiles of 128 x 256 without scales spill 112 bytes else."""
 LATE = 8
 """The same beyond that, where scales are taken from shared memory as they are needed."""
 AHEAD = (4, 2, 1)
@@ -52,11 +54,6 @@ class BlockScales(NamedTuple):
         return cls(problem.blocks, per_step, own, problem.sums, most, *groups)
 
     @property
-    def any(self) -> bool:
-        """Whether there are scales, or sums of blocks are added up as they are."""
-        return bool(self.blocks.rows or self.blocks.columns)
-
-    @property
     def part(self) -> int:
         """Columns of a consumer's tile whose block is summed up at a time."""
         columns = self.consumer[1]
@@ -90,7 +87,7 @@ class BlockScales(NamedTuple):
     @property
     def ahead(self) -> int:
         """Steps whose scales are loaded at a time."""
-        if not self.any or (self.apart and not self.staged) or self.per_step > 1 or self.ragged:
+        if (self.apart and not self.staged) or self.per_step > 1 or self.ragged:
             return 1
         return next((x for x in AHEAD if self._taken(x) <= self.most), 1)
 
@@ -105,8 +102,8 @@ class BlockScales(NamedTuple):
 
     @property
     def awaited(self) -> bool:
-        """Whether each step waits for the scales of the next one."""
-        return self.any and self.ahead == 1 and not self.in_pairs
+        """Whether each step waits for the scales of the next one; groups do without scales, too."""
+        return self.ahead == 1 and not self.in_pairs
 
     @property
     def registers(self) -> int:
@@ -122,6 +119,7 @@ class BlockScales(NamedTuple):
         sums = (rows * whole + WGMMA_ROWS * self.part) // WARPGROUP_THREADS
         spare = SPARE_REGISTERS + (MORE_OF_SEVERAL if ahead > 1 else 0)
         spare += (self.part // 4 if early else LATE) if self.staged else 0
+        spare += OF_GROUPS if self.in_groups and ahead > 1 else 0
         return sums + 2 * ahead * self.per_step * scales + spare
 
 
