@@ -366,6 +366,12 @@ CASES = {
         IN_BLOCKS,
         B200,
     ),
+    "short sums on Blackwell": Case(
+        ("sums of 128 elements are added up on Hopper alone",),
+        BlackwellConfig(),
+        dataclasses.replace(IN_BLOCKS, blocks=Blocks(128)),
+        B200,
+    ),
     "blocks of 16 bits": Case(
         ("where both operands are 8-bit floats", "got bfloat16 and bfloat16"),
         problem=nt(jnp.bfloat16, blocks=Blocks(128, 1, 128)),
