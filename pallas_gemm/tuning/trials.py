@@ -25,8 +25,11 @@ def by_xla(problem: Problem, out_dtype: Any = None, precision: Any = None) -> Ru
     """Returns XLA's product of a kernel's operands.
 
     Operands may have been made longer for the kernel, which then leaves out what is too much of
-    the result. XLA, which takes any size, multiplies what they were made of.
+    the result. XLA, which takes any size, multiplies what they were made of. Where the sums of
+    8-bit floats are short, so are XLA's.
     """
+    if precision is None and problem.blocks is not None and not problem.scales:
+        precision = jax.lax.Precision.HIGHEST
     call = Call(
         problem.out_dtype if out_dtype is None else out_dtype,
         problem.transpose_a,

@@ -21,7 +21,7 @@ from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import config_json, heuristics, prediction, tables, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.by_xla import xla, xla_faster
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import Blocks, Epilogue, Problem
 from pallas_gemm.proving import products
 from pallas_gemm.tuning import accuracy, outcome, trials
 from pallas_gemm.tuning import autotune as tuning
@@ -539,3 +539,17 @@ def test_xlas_own_error_excuses_no_nan(xla_error: float) -> None:
 def test_what_is_wrong_where_xla_is_exact_is_infinitely_wrong() -> None:
     found = accuracy.worst_error(jnp.ones((4, 4)), jnp.zeros((4, 4)), jnp.zeros((1, 1)))
     assert found == math.inf
+
+
+@pytest.mark.parametrize(("blocks", "is_short"), [(None, False), (Blocks(128), True)])
+def test_xla_makes_short_sums_where_the_kernel_does(blocks: Any, is_short: bool) -> None:
+    e4m3 = jnp.float8_e4m3fn
+    problem = Problem(128, 128, 512, e4m3, e4m3, transpose_b=True, blocks=blocks)
+    operands = trials.operand_shapes(problem).present()
+    (dot,) = [
+        equation
+        for equation in jax.make_jaxpr(trials.by_xla(problem))(*operands).eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert (dot.params["precision"] == highest) is is_short
