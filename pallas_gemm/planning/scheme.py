@@ -73,7 +73,7 @@ class Scheme:
         dtype: The type of the arrays; None for the type of each operand.
         terms: The arrays of the left and of the right operand that are multiplied, the smallest
             term first; () if each operand is one.
-        longest_sum: See `Problem`.
+        longest_sum: See `Problem`. With the types of the operands, the elements of each block.
         apart: Each term is a product of its own, and XLA adds them up: those of groups.
         otherwise: The scheme of operands that do not fit in arrays of float16; None if all do.
     """

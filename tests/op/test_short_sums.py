@@ -117,6 +117,17 @@ def planned(f: Any, *shapes: Any) -> Any:
 LEFT, RIGHT = ((4096, 8192), E4M3), ((2048, 8192), E4M3)
 
 
+def test_short_sums_are_the_parts_that_are_promised() -> None:
+    multiply = functools.partial(
+        gemm, transpose_b=True, precision="highest", preferred_element_type=F32
+    )
+    with numerics(invariant="rows"):
+        own = planned(multiply, LEFT, RIGHT)
+    assert own.implementation == "hopper"
+    problem = own.plan.realigned.problem
+    assert (problem.parts, problem.blocks) == (1, Blocks(SUM_OF_8_BITS))
+
+
 @pytest.mark.parametrize(
     ("precision", "found"),
     [
