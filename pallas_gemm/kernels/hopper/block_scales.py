@@ -13,7 +13,7 @@ SPARE_REGISTERS = 26
 MORE_OF_SEVERAL = 8
 """The same beyond that, where the scales of several steps are loaded at a time."""
 OF_GROUPS = 16
-"""The same beyond that, of groups. Tiles of 128 x 256 without scales spill 112 bytes else."""
+"""The same beyond that, in groups: tiles of 128 x 256 without scales would spill 112 bytes."""
 LATE = 8
 """The same beyond that, where scales are taken from shared memory as they are needed."""
 AHEAD = (4, 2, 1)
@@ -102,7 +102,7 @@ class BlockScales(NamedTuple):
 
     @property
     def awaited(self) -> bool:
-        """Whether each step waits for the scales of the next one; groups do without scales, too."""
+        """Whether each step waits for the next one's scales; groups wait without scales, too."""
         return self.ahead == 1 and not self.in_pairs
 
     @property

@@ -46,8 +46,8 @@ AWAITED_CYCLES = 860
 """Rows in groups wait for the scales of the next step, if they are loaded step by step. Consumers
 share the wait. 16384 x 8192 x 5120 in 16 groups takes 1356 to 1471 us on an H200 in tiles of 128 x
 256, which load so. In tiles of 128 x 128, which load scales of several steps, it is 1112 to 1215.
-Without scales, 8192 x 14336 x 4096 in 8 groups takes 928 us on an H100 in the former tiles, 701 in
-the latter.
+Without scales, 8192 x 14336 x 4096 in 8 groups takes 928 us on an H100 in the former tiles, 701 to
+845 in the latter.
 """
 LOADED_CYCLES = 1000
 """A step of sums over groups takes this at least, until the scales arrive. 8 groups of
