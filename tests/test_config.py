@@ -386,7 +386,7 @@ CASES = {
         problem=dataclasses.replace(IN_BLOCKS, k=2112),
     ),
     "blocks mirrored": Case(
-        ("a product with scales of blocks is not mirrored",),
+        ("a product in blocks is not mirrored",),
         config(tile=(128, 128), mirrored=True),
         IN_BLOCKS,
     ),
@@ -395,7 +395,7 @@ CASES = {
         problem=dataclasses.replace(IN_BLOCKS, terms=(2048, 2048)),
     ),
     "blocks cut": Case(
-        ("scales of blocks need partial_sums=1, got 2",),
+        ("a product in blocks needs partial_sums=1, got 2",),
         config(tile=(128, 128), partial_sums=2),
         IN_BLOCKS,
     ),

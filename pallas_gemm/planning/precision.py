@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 from jax.lax import dot as stock_dot
 
+from pallas_gemm.kernels.element_types import FLOATS_8, SINGLE
+
 _EXACT_PRESETS = {
     lax.DotAlgorithmPreset.BF16_BF16_F32: (jnp.bfloat16,),
     lax.DotAlgorithmPreset.F16_F16_F32: (jnp.float16,),
     lax.DotAlgorithmPreset.TF32_TF32_F32: (jnp.float32,),
     lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
-_SINGLE = np.dtype(jnp.float32)
-_FLOATS_8 = frozenset(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
 
 def resolve(precision: Any) -> Any:
@@ -59,7 +59,7 @@ def kernel_refusal(precision: Any, operand_dtypes: tuple[Any, Any]) -> str | Non
     dtypes = {np.dtype(dtype) for dtype in operand_dtypes}
     if isinstance(precision, tuple):
         # Kernels widen 8-bit floats beside 16 bits, and multiply those.
-        is_less = _SINGLE in dtypes or dtypes <= _FLOATS_8
+        is_less = SINGLE in dtypes or dtypes <= FLOATS_8
         if lax.Precision.HIGHEST in precision and is_less:
             names = ", ".join(sorted(map(str, dtypes)))
             return f"precision HIGHEST of {names} is more than the tensor cores compute"

@@ -134,11 +134,10 @@ def test_sums_of_8_bits_are_short_where_a_precision_asks_for_it(
     exact = accuracy.compiled_reference(lambda a, b: jnp.matmul(a, b.T, precision="highest"), a, b)
     multiply = functools.partial(gemm, preferred_element_type=out, precision=precision, **EIGHT)
     assert _relative(multiply(a, b), exact(a, b)) < (2e-3 if out == jnp.bfloat16 else 1e-3)
-    # A sum of positive elements only grows, so that one long sum loses some per cent of it.
+    # A long sum of positive elements loses some per cent.
     exact = accuracy.compiled_reference(lambda b: jnp.matmul(b, b.T, precision="highest"), b)
     assert _relative(multiply(b, b), exact(b)) < 2e-3
-    with pytest.raises(AssertionError):
-        assert _relative(gemm(b, b, preferred_element_type=out, **EIGHT), exact(b)) < 2e-3
+    assert _relative(gemm(b, b, preferred_element_type=out, **EIGHT), exact(b)) >= 2e-3
 
 
 def _relative(found: jax.Array, exact: jax.Array) -> float:

@@ -1,4 +1,4 @@
-"""8-bit floats of which a precision asks for short sums, simulated, in all their forms."""
+"""Short sums of 8-bit floats, as a precision asks for them, simulated in all their forms."""
 
 import functools
 from typing import Any
@@ -146,7 +146,7 @@ def test_a_kernel_of_blocks_without_scales_computes_them(precision: Any, found: 
     assert not own.plan.realigned.bytes
 
 
-def test_a_stored_scale_of_blocks_is_no_other() -> None:
+def test_a_plan_keeps_the_scales_of_blocks() -> None:
     def multiply(a: Any, b: Any, row: Any) -> jax.Array:
         return gemm(a, b, row_scale=row, transpose_b=True, precision="highest")
 
@@ -155,9 +155,14 @@ def test_a_stored_scale_of_blocks_is_no_other() -> None:
     assert own.plan.realigned.problem.blocks == Blocks(128, rows=1)
 
 
-def test_other_products_of_more_precision_are_xlas() -> None:
+def test_all_of_a_symmetric_result_is_computed() -> None:
     own = planned(functools.partial(gram, precision="highest"), LEFT)
-    assert not own.plan or not own.plan.realigned.problem.symmetric
+    assert own.implementation == "hopper"
+    problem = own.plan.realigned.problem
+    assert (problem.symmetric, problem.blocks) == ("", Blocks(SUM_OF_8_BITS))
+
+
+def test_no_other_parts_can_be_named() -> None:
     multiply = functools.partial(gemm, precision="highest", transpose_b=True)
     with pytest.raises(ValueError, match="HIGHEST says itself in which parts"), numerics(part=1024):
         planned(multiply, LEFT, RIGHT)

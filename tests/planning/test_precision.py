@@ -91,6 +91,10 @@ def test_kernels_compute_exactly_what_is_asked_for_or_nothing(
     assert exact or str(np.dtype(dtype)) in str(reason)
 
 
+def test_8_bit_floats_that_are_widened_are_multiplied_exactly() -> None:
+    assert precision.kernel_refusal((HIGHEST, HIGHEST), (BF16, E4M3)) is None
+
+
 def _on_two_devices(collective: Any, first: P, second: P, out: P) -> Any:
     run = functools.partial(collective, axis_name="x", precision="highest")
 

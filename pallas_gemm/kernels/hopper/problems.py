@@ -84,7 +84,7 @@ def _block_refusals(problem: Problem) -> Iterator[str]:
     if problem.scales and problem.k % blocks.k:
         yield f"k must be a multiple of the blocks of {blocks.k}, got {problem.k}"
     if problem.transpose_out:
-        yield "a product with scales of blocks is not mirrored"
+        yield "a product in blocks is not mirrored"
     if problem.terms or problem.symmetric:
         yield "scales of blocks are those of one product of two operands, or of products of groups"
 
@@ -133,7 +133,7 @@ def cut_refusals(problem: Problem, split_k: int, partial_sums: int) -> Iterator[
             f" elements, got {partial_sums}"
         )
     if problem.blocks is not None and partial_sums > 1:
-        yield f"scales of blocks need partial_sums=1, got {partial_sums}"
+        yield f"a product in blocks needs partial_sums=1, got {partial_sums}"
     if split_k > 1 and problem.arrays:
         yield f"operands that are sums of arrays need split_k=1, got {split_k}"
     if split_k > 1 and problem.reductions:
