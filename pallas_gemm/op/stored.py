@@ -11,7 +11,7 @@ from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.dispatch import Plan
+from pallas_gemm.planning.plans import Plan
 
 
 class Turned(NamedTuple):

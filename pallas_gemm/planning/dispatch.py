@@ -7,36 +7,17 @@ refuses what a caller names and no kernel can do.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.call import (
-    NO_EPILOGUE,
-    Call,
-    Options,
-    Signature,
-    SymmetricCall,
-)
-from pallas_gemm.config import GemmConfig
-from pallas_gemm.device import Device
-from pallas_gemm.kernels.functions import activations
+from pallas_gemm.call import Call, Options, Signature, SymmetricCall
 from pallas_gemm.planning import architectures as known_kernels
-from pallas_gemm.planning import halves, heuristics, numerics, precision, prediction, proof
-from pallas_gemm.planning import scheme as schemes
+from pallas_gemm.planning import heuristics, numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
-from pallas_gemm.planning.by_xla import xla, xla_faster, xla_time
-from pallas_gemm.planning.choice import Reasons, choose
-from pallas_gemm.planning.realign import (
-    Realigned,
-    Refusals,
-    converted,
-    realign,
-    realign_groups,
-)
-from pallas_gemm.planning.scheme import Scheme
+from pallas_gemm.planning.by_xla import xla_faster, xla_time
+from pallas_gemm.planning.choice import Reasons
+from pallas_gemm.planning.plans import Plan
 from pallas_gemm.problem import Problem
 
 OTHER_GPU = "it needs compute capability"
@@ -50,33 +31,6 @@ ONE_HALF_AT_MOST = 0.9
 elements differ too much, XLA computes it after all, some passes later."""
 HALF_AT_MOST = 0.95
 """Half of a symmetric result may be predicted to take this share of the time of the whole."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a kernel computes a product.
-
-    Attributes:
-        architecture: The architecture of the kernel.
-        device: The GPU that is planned for.
-        realigned: The problem of the kernel, and the steps before and after it.
-        config: The kernel's config.
-        source: Where the config comes from.
-        seconds: The predicted time of the kernel and the steps.
-        over_xla: How much faster than XLA the kernel was when it was tuned; None if nobody looked,
-            or if there is more to do now: XLA was timed with operands as the kernel takes them.
-        otherwise: How it is computed where elements differ too much in size for this; None if any
-            may be multiplied so.
-    """
-
-    architecture: Architecture
-    device: Device
-    realigned: Realigned
-    config: GemmConfig
-    source: str
-    seconds: float
-    over_xla: float | None = None
-    otherwise: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +156,7 @@ def _plans(
     known = known_kernels.of_problem(problem)
     for architecture in known:
         if _comes_into_question(call.options, architecture, known):
-            plan = _plan(call, signature, problem, architecture)
+            plan = plans.plan(call, signature, problem, architecture)
             yield architecture, plan
             if isinstance(plan, Plan):
                 possible = True
@@ -262,7 +216,7 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     if options.implementation is not None:
         return None
     if options.target is None or not plan.architecture.fits(options.target):
-        return _wrong_capability(plan.architecture, options.target)
+        return plans.wrong_capability(plan.architecture, options.target)
     # XLA scales blocks in memory, in float32 where there are no weights of few bits.
     is_widened = plan.architecture is known_kernels.WIDENED
     in_memory = problem.blocks is not None and not is_widened
@@ -275,8 +229,9 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
     scheme = plan.realigned.scheme
-    if is_widened or plan.otherwise is not None or (scheme is not None and scheme.terms):
-        return (_why_not_widened if is_widened else _why_not_scheme)(call, problem, plan)
+    is_split = plan.otherwise is not None or (scheme is not None and bool(scheme.terms))
+    if is_widened or is_split or xla_time.turns(problem):
+        return (_why_not_widened if is_widened else _why_not_prepared)(call, problem, plan)
     problem = problem if scheme is None else plan.realigned.problem
     times = _with_passes(call, problem, plan) if plan.realigned.bytes else ()
     why = xla_faster.why_xla(problem, *times)
@@ -296,15 +251,19 @@ def _with_passes(call: Call, problem: Problem, plan: Plan) -> tuple[float, float
     return plan.seconds + heuristics.more_kernels_seconds(plan.config), at_best
 
 
-def _why_not_scheme(call: Call, problem: Problem, plan: Plan) -> str | None:
-    """Returns why XLA is predicted to compute a scheme as fast as a kernel, None if it is not."""
+def _why_not_prepared(call: Call, problem: Problem, plan: Plan) -> str | None:
+    """Returns why XLA is predicted to multiply operands as fast that are split or transposed."""
     by_xla = xla_time.seconds(problem, plan.device, call.precision)
     scheme = plan.realigned.scheme
-    most = ONE_HALF_AT_MOST if scheme is not None and not scheme.terms else 1
+    is_one = plan.otherwise is not None and scheme is not None and not scheme.terms
+    most = ONE_HALF_AT_MOST if is_one else 1
     if by_xla is None or plan.seconds < most * by_xla:
         return None
-    own = f"{plan.seconds * 1e6:.0f} us of {plan.realigned.scheme}"
-    return f"XLA is predicted to take {by_xla * 1e6:.0f} us, and {own}"
+    how = f"of {scheme}" if scheme is not None else "with what prepares operands"
+    return (
+        f"XLA is predicted to take {by_xla * 1e6:.0f} us, and the kernel"
+        f" {plan.seconds * 1e6:.0f} us {how}"
+    )
 
 
 def _why_not_widened(call: Call, problem: Problem, plan: Plan) -> str | None:
@@ -327,158 +286,7 @@ def _why_whole(call: SymmetricCall, signature: Signature, half: Plan) -> str | N
     So it is where either takes one wave. 512 and 1024 cubed take 3.3 and 5.9 us by half on an H200,
     and 3.3 and 5.4 as a whole; 2048 cubed 15.9 and 24.0.
     """
-    whole = _plan(call.whole, signature, call.whole.problem(signature), half.architecture)
+    whole = plans.plan(call.whole, signature, call.whole.problem(signature), half.architecture)
     if not isinstance(whole, Plan) or half.seconds < HALF_AT_MOST * whole.seconds:
         return None
     return f"half of it takes {half.seconds * 1e6:.0f} us, and all {whole.seconds * 1e6:.0f} us"
-
-
-def _wrong_capability(architecture: Architecture, device: Device | None) -> str:
-    if device is None:
-        return "no GPU is planned for"
-    needed = ".".join(map(str, architecture.capability))
-    return f"it {device.lacks(needed + ('.x' if len(architecture.capability) == 1 else ''))}"
-
-
-def _plan(
-    call: Call, signature: Signature, problem: Problem, architecture: Architecture
-) -> Plan | Reasons:
-    """Returns how an architecture's kernel computes a call, or why it cannot."""
-    device = _planned_device(call.options, architecture)
-    if device is None:
-        return (_wrong_capability(architecture, call.options.target),)
-    realigned = _realigned(call, signature, device, architecture)
-    if not isinstance(realigned, Realigned):
-        return realigned
-    plan = _with_config(call, problem, device, architecture, realigned)
-    if not isinstance(plan, Plan) or plan.seconds <= halves.DECIDING_SECONDS:
-        return plan
-    quick = _plan_in_float16(call, signature, plan)
-    return plan if quick is None or quick.seconds > plan.seconds else quick
-
-
-def _plan_in_float16(call: Call, signature: Signature, plan: Plan) -> Plan | None:
-    """Returns a plan by arrays of float16 that stands for another one; None if there is none."""
-    device, architecture = plan.device, plan.architecture
-    dtypes = tuple(dtype for _, dtype in signature[:2])
-    scheme = schemes.in_float16(call, plan.realigned.scheme, dtypes)
-    if scheme is None:
-        return None
-    scaled = halves.scaled(call), halves.scaled_signature(call, signature)
-    realigned = _by_scheme(*scaled, device, architecture, scheme)
-    if not isinstance(realigned, Realigned) or realigned.unfused is not None:
-        return None
-    quick = _with_config(scaled[0], scaled[0].problem(scaled[1]), device, architecture, realigned)
-    if not isinstance(quick, Plan):
-        return None
-    seconds = quick.seconds + halves.DECIDING_SECONDS
-    return dataclasses.replace(quick, seconds=seconds, otherwise=plan)
-
-
-def _with_config(
-    call: Call,
-    problem: Problem,
-    device: Device,
-    architecture: Architecture,
-    realigned: Realigned,
-) -> Plan | Reasons:
-    """Returns how a kernel computes what is done beside it, or why it cannot."""
-    chosen = choose(call.options, realigned.problem, device, architecture)
-    config = chosen.config
-    if not isinstance(config, GemmConfig):
-        return config
-    # Without the epilogue, a gated product is two.
-    runs = (problem.sums if realigned.unfused else 1) * realigned.kernels
-    seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
-    seconds += runs * prediction.pass_seconds(realigned, device)
-    seconds += prediction.epilogue_seconds(problem, realigned, device)
-    as_timed = not (realigned.passes or realigned.unfused or problem.terms)
-    over_xla = chosen.over_xla if as_timed else None
-    return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
-
-
-def _planned_device(options: Options, architecture: Architecture) -> Device | None:
-    """Returns the GPU to plan for: an example where another decides whether a kernel runs at all.
-
-    None if the kernel is out of the question because the GPU is of another generation.
-    """
-    if options.target is not None and architecture.fits(options.target):
-        return options.target
-    if options.target is None or (
-        options.names_something and options.implementation in (None, "interpret")
-    ):
-        return architecture.example
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _realigned(
-    call: Call, signature: Signature, device: Device, architecture: Architecture
-) -> Realigned | Reasons:
-    """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
-    (_, a_dtype), (_, b_dtype), *_ = signature
-    scheme = schemes.of_call(call, signature)
-    if scheme is None:
-        why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
-        if why:
-            return (why,)
-        return _way(call, signature, lambda p: architecture.problem_refusals(p, device))
-    says_parts = scheme.terms or scheme.longest_sum
-    if says_parts and (asked := call.options.numerics) is not None and asked.part is not None:
-        return (f"{scheme.name} says itself in which parts products are summed up",)
-    return _by_scheme(call, signature, device, architecture, scheme)
-
-
-def _by_scheme(
-    call: Call, signature: Signature, device: Device, architecture: Architecture, scheme: Scheme
-) -> Realigned | Reasons:
-    """Returns the same of operands that become arrays of another type first."""
-    way = _way(
-        call,
-        scheme.signature(call, signature),
-        lambda p: architecture.problem_refusals(scheme.whole(p), device),
-    )
-    if not isinstance(way, Realigned):
-        return way
-    named = call.unpack(signature)._asdict()
-    types = {name: named[name][1] for name in ("a", "b", "up") if named[name] is not None}
-    return converted(way, scheme, types)
-
-
-def _way(call: Call, signature: Signature, refusals: Refusals) -> Realigned | Reasons:
-    """Returns what a kernel that says what it refuses computes of a call, or why it cannot."""
-    unfused = activations.kernel_refusal(call.epilogue.activation)
-    problem = call.problem(signature)
-    if problem.in_groups:
-        sums = {"epilogue": NO_EPILOGUE, "out_dtype": _sums(call, signature)}
-        has_program = call.epilogue.program is not None
-        bare = None if has_program else dataclasses.replace(problem, **sums)
-        return realign_groups(problem, bare, unfused, refusals)
-    if call.epilogue.program is not None:
-        return tuple(refusals(problem)) or Realigned(problem)
-    reasons: list[str] = []
-    for fused in (True, False):
-        # A sum of products has no epilogue.
-        if (fused and unfused) or (not fused and problem.terms):
-            continue
-        variant, own = (call, signature)
-        if not fused:
-            variant, given = sums_only(call, signature), call.unpack(signature)
-            scales = (getattr(given, name) for name in variant.epilogue.blocks)
-            own = (*signature[:2], *scales)
-        realigned = realign(variant, own, refusals)
-        if realigned is not None:
-            why = None if fused else unfused or "; ".join(dict.fromkeys(reasons))
-            return dataclasses.replace(realigned, unfused=why)
-        reasons += refusals(variant.problem(own))
-    return tuple(dict.fromkeys(reasons))
-
-
-def sums_only(call: Call, signature: Signature) -> Call:
-    """Returns the call for the sums that XLA applies an epilogue to."""
-    return call.sums(_sums(call, signature))
-
-
-def _sums(call: Call, signature: Signature) -> np.dtype:
-    blocks = bool(call.epilogue.blocks)
-    return xla.wide_dtype(signature[0][1], signature[1][1], call.out_dtype, blocks=blocks)

@@ -11,9 +11,13 @@ from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.planning import halves, numerics
 from pallas_gemm.planning.by_xla import xla, xla_groups
-from pallas_gemm.planning.dispatch import Decision, Plan
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.plans import Plan
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
+
+FACTORS = ("a", "b", "up")
+"""The operands that are multiplied, in their order."""
 
 
 def of(decision: Decision, call: Call) -> Callable[..., Any]:
@@ -52,12 +56,13 @@ def _of_plan(decision: Decision, plan: Plan, call: Call) -> Callable[..., Any]:
     if realigned.scheme is not None:
         dtype = realigned.problem.out_dtype if realigned.unfused else call.out_dtype
         kernel = functools.partial(_converted, realigned, dtype, kernel)
-    if isinstance(call, GroupedCall):
+    if isinstance(call, GroupedCall) or call.epilogue.program is not None:
         if realigned.steps:
             kernel = functools.partial(_turned, realigned, kernel)
-        whole = realigned.unfused is None
-        return kernel if whole else functools.partial(_unfused_groups, call, kernel)
-    if decision.problem.terms or call.epilogue.program is not None:
+        if isinstance(call, GroupedCall) and realigned.unfused is not None:
+            return functools.partial(_unfused_groups, call, kernel)
+        return kernel
+    if decision.problem.terms:
         return kernel
     run = _fused if realigned.unfused is None else _unfused
     return functools.partial(run, call, realigned, kernel)
@@ -92,9 +97,12 @@ def _as_elements_fit(
 
 
 def _turned(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
-    """Turns the matrices of groups, which come after the rows."""
-    turned = [step.apply(x) for step, x in zip(realigned.steps, operands[1:], strict=False)]
-    return kernel(operands[0], *turned, *operands[1 + len(turned) :])
+    """Turns factors, which come first."""
+    ready = list(operands)
+    for step in realigned.steps:
+        place = FACTORS.index(step.operand)
+        ready[place] = step.apply(ready[place])
+    return kernel(*ready)
 
 
 def _converted(realigned: Realigned, dtype: Any, kernel: Callable[..., Any], *operands: Any) -> Any:

@@ -154,6 +154,24 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
     return min(ways, key=lambda way: (way.cost, way.problem.batch, len(way.steps)), default=None)
 
 
+def realign_function(problem: Problem, refusals: Refusals) -> Realigned | None:
+    """Returns the cheapest way to a problem without refusals whose result a function is applied to.
+
+    Only factors may be turned: the function reads and returns arrays as they are.
+    """
+    ways = []
+    for left, right in itertools.product((False, True), repeat=2):
+        turned = dataclasses.replace(
+            problem,
+            transpose_a=problem.transpose_a != left,
+            transpose_b=problem.transpose_b != right,
+        )
+        may_turn = not problem.symmetric or not (left or right)
+        if may_turn and not tuple(refusals(turned)):
+            ways.append(Realigned(turned, tuple(_remedy_steps(problem, turned)[0])))
+    return min(ways, key=lambda way: way.cost, default=None)
+
+
 def realign_groups(
     problem: Problem, bare: Problem | None, unfused: str | None, refusals: Refusals
 ) -> Realigned | tuple[str, ...]:

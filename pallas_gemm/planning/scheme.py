@@ -74,6 +74,7 @@ class Scheme:
         terms: The arrays of the left and of the right operand that are multiplied, the smallest
             term first; () if each operand is one.
         longest_sum: See `Problem`. With the types of the operands, the elements of each block.
+        of_left: Only the left operand becomes an array of that type.
         apart: Each term is a product of its own, and XLA adds them up: those of groups.
         otherwise: The scheme of operands that do not fit in arrays of float16; None if all do.
     """
@@ -82,6 +83,7 @@ class Scheme:
     dtype: np.dtype | None
     terms: Terms = ()
     longest_sum: int = 0
+    of_left: bool = False
     apart: bool = False
     otherwise: "Scheme | None" = None
 
@@ -93,6 +95,9 @@ class Scheme:
     def __str__(self) -> str:
         if self.dtype is None:
             return f"{self.name}: one product, in sums of {self.longest_sum} elements"
+        if self.of_left:
+            how = f"the left operand in {self.dtype}, the right one widened in registers"
+            return f"{self.name}: {how}"
         each = "tf32" if self.dtype == SINGLE else str(self.dtype)
         how = f"one product of {each}"
         if self.terms:
@@ -107,7 +112,7 @@ class Scheme:
         """Returns the signature of a call whose operands are of the arrays' type."""
         if self.dtype is None:
             return signature
-        count = 1 + call.problem(signature).sums
+        count = 1 if self.of_left else 1 + call.problem(signature).sums
         cast = tuple((shape, self.dtype) for shape, _ in signature[:count])
         return cast + signature[count:]
 
@@ -156,6 +161,7 @@ class Scheme:
 
     def ready(self, operands: Sequence[jax.Array], factors: int) -> tuple[jax.Array, ...]:
         """Returns the operands of a kernel; the first ones, `factors` of them, are multiplied."""
+        factors = 1 if self.of_left else factors
         each = map(self.arrays, operands[:factors])
         return (*itertools.chain.from_iterable(zip(*each, strict=True)), *operands[factors:])
 
@@ -271,6 +277,20 @@ def in_float16(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Sc
         return None
     terms = _IN_FLOAT16[own.name]
     return Scheme(own.name, HALF, terms, SHORTEST_SUM if terms else 0, otherwise=own)
+
+
+def beside_16_bits(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
+    """Returns the scheme that multiplies 8-bit floats as weights of few bits; None if none does.
+
+    float16 holds them as they are, and the sums err less. The bits of a row depend on how many rows
+    there are, because they decide whether this is faster.
+    """
+    options = call.options
+    is_named = (options.config, options.schedule, options.numerics) != (None, None, None)
+    is_other = isinstance(call, SumCall | SymmetricCall) or bool(call.epilogue.blocks)
+    if is_named or is_other or not set(dtypes) <= FLOATS_8:
+        return None
+    return Scheme("FLOAT16", HALF, of_left=True)
 
 
 def multiplied(

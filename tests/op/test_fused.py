@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import explain, gated_gemm, gemm, target
 from pallas_gemm.op import function_of_sums, linear
+from tests import reference
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 M, N, K = 24, 40, 32
@@ -253,3 +254,31 @@ def test_a_kernel_that_needs_operands_realigned_leaves_the_function_to_xla(k: in
     assert bool(product.plan.realigned.steps) == is_odd
     assert (product.problem.epilogue.program is None) == is_odd
     assert ("the rest of the epilogue by XLA" in str(explained)) == is_odd
+
+
+@pytest.mark.parametrize("layout", ["NN", "TN", "TT", "NT"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8, jnp.float32])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_factors_may_be_stored_in_any_layout(batch: Any, dtype: Any, layout: str) -> None:
+    m, n, k = 40, 48, 80
+    left, right = (side == "T" for side in layout)
+    rng = np.random.default_rng(0)
+    a = reference.integers(rng, (*batch, *((k, m) if left else (m, k))), dtype)
+    b = reference.integers(rng, (*batch, *((n, k) if right else (k, n))), dtype)
+    x = reference.integers(rng, (n,), jnp.float32)
+    # Sums of int8 are not reduced.
+    second = (lambda s: 2 * s) if dtype == jnp.int8 else (lambda s: jnp.max(s, -1))
+    found, other = gemm(
+        *(a, b),
+        epilogue=lambda s, x: (s + jnp.broadcast_to(x, s.shape), second(s)),
+        operands=(x,),
+        transpose_a=left,
+        transpose_b=right,
+        implementation="interpret",
+    )
+    wide_a, wide_b = map(reference.wide, (a, b))
+    exact = (np.swapaxes(wide_a, -1, -2) if left else wide_a) @ (
+        np.swapaxes(wide_b, -1, -2) if right else wide_b
+    )
+    reference.assert_exact(found, exact + np.asarray(x))
+    reference.assert_exact(other, 2 * exact if dtype == jnp.int8 else exact.max(-1))

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_gemm import HopperConfig
 from pallas_gemm.call import Call, GroupedCall, Numerics, Options
 from pallas_gemm.device import B200, H100, H200
-from pallas_gemm.planning import dispatch, numerics, tables
+from pallas_gemm.planning import dispatch, numerics, plans, tables
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.candidates import cuts
 from pallas_gemm.planning.sums import Sums
@@ -230,7 +230,7 @@ def test_a_gpu_without_a_kernel_that_is_trusted_is_an_error() -> None:
     assert sums(call(512, 512).with_target(H100), 64, 512, 512).device == H100.kind
 
 
-def _planned(own: Call, signature: Any) -> dispatch.Plan:
+def _planned(own: Call, signature: Any) -> plans.Plan:
     plan = dispatch.decide(own, signature).plan
     assert plan is not None
     return plan

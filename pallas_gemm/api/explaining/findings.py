@@ -9,7 +9,8 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.api.explaining.passes import Pass
 from pallas_gemm.device import Device
 from pallas_gemm.planning.by_xla import xla_time
-from pallas_gemm.planning.dispatch import Decision, Plan
+from pallas_gemm.planning.dispatch import Decision
+from pallas_gemm.planning.plans import Plan
 from pallas_gemm.rewriting.walk import Found
 
 UNKNOWN = "an unknown line"

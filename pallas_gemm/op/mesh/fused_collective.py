@@ -31,7 +31,7 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.parts import note
 from pallas_gemm.op.product import equally_varying, product_of_matrices
-from pallas_gemm.planning import dispatch, heuristics, prediction, targeting
+from pallas_gemm.planning import dispatch, heuristics, plans, prediction, targeting
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.problem import Problem
 
@@ -171,7 +171,7 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[
     )
 
 
-def _planned(call: Call, whole: Signature, exchange: Exchange) -> dispatch.Plan | str:
+def _planned(call: Call, whole: Signature, exchange: Exchange) -> plans.Plan | str:
     """Returns how a kernel computes a product and exchanges its rows, or why none does."""
     if exchange.size == 1:
         return "there is one device"
@@ -241,7 +241,7 @@ def _why_apart(devices: Iterable[jax.Device]) -> str | None:
     return None if near else "the GPUs do not reach each other's memory"
 
 
-def _candidates(call: Call, plan: dispatch.Plan) -> Iterator[dispatch.Plan]:
+def _candidates(call: Call, plan: plans.Plan) -> Iterator[plans.Plan]:
     """Yields the plan of the product alone, and others if it may be another one."""
     yield plan
     if not call.options.names_something:

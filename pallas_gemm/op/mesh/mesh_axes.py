@@ -13,7 +13,7 @@ from pallas_gemm.call import OF_RESULT, Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh.reduction import travelling_dtype
 from pallas_gemm.op.mesh.resharding import Axes, Placement
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import plans
 
 
 def sharding_rule(call: Call, contraction: Contraction) -> str:
@@ -37,7 +37,7 @@ def _factors(contraction: Contraction, letters: str) -> list[str]:
 
 def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     """Returns the type in which partial sums of a product travel."""
-    wide = dispatch.sums_only(call, signature).out_dtype
+    wide = plans.sums_only(call, signature).out_dtype
     # What follows the sum is computed in float32.
     result = call.out_dtype if call.epilogue.of_whole_sums.is_identity else wide
     return travelling_dtype(wide, result, call.options.reduced)

@@ -32,7 +32,7 @@ from pallas_gemm.op.mesh import fused_collective, mesh_axes, resharding, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
 from pallas_gemm.op.mesh.parts import Shared, note, part_p, share_p, told_apart
 from pallas_gemm.op.mesh.resharding import Placement, Step
-from pallas_gemm.planning import dispatch, numerics, targeting
+from pallas_gemm.planning import dispatch, numerics, plans, targeting
 
 
 def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ class _Share:
             name: self._without_padding(getattr(given, name), getattr(dims, name))
             for name in call.epilogue.blocks
         }
-        plain = dispatch.sums_only(call, self.whole.signature)
+        plain = plans.sums_only(call, self.whole.signature)
         dtype = mesh_axes.sums_dtype(call, self.whole.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
         sums = []

@@ -17,7 +17,7 @@ from pallas_gemm._version import __version__
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import plans
 
 part_p = core.Primitive("pallas_gemm_part")
 """The product that one device computes; `lowering` says what becomes of it."""
@@ -59,7 +59,7 @@ class Part(NamedTuple):
     call: Call
     signature: Signature
     split: str
-    plan: dispatch.Plan | None = None
+    plan: plans.Plan | None = None
     whole: Shared | None = None
 
 
@@ -92,7 +92,7 @@ def _parts_of(whole: Shared | None) -> Iterator[None]:
         noted.whole = None
 
 
-def note(call: Call, signature: Signature, split: str, plan: dispatch.Plan | None = None) -> None:
+def note(call: Call, signature: Signature, split: str, plan: plans.Plan | None = None) -> None:
     """Lets `explain_on_mesh` know what one device computes, if it asks: see `Part`."""
     if (noted := _NOTED.value) is not None:
         noted.found.append(Part(call, signature, split, plan, noted.whole))

@@ -20,7 +20,7 @@ from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.devices import collective, send_rows
 from pallas_gemm.op.mesh import fused_collective
-from pallas_gemm.planning import dispatch
+from pallas_gemm.planning import plans
 from pallas_gemm.problem import Problem
 
 MESH = (("data", 2), ("model", 4))
@@ -164,7 +164,7 @@ def test_what_no_kernel_computes_has_a_reason(dtype: Any, rows: int, why: str | 
     call = Call(np.dtype(dtype), options=Options(target=H200))
     whole = tuple((shape, np.dtype(dtype)) for shape in ((rows, 1024), (1024, 1024)))
     found = fused_collective._planned(call, whole, LINE)
-    assert isinstance(found, dispatch.Plan) if why is None else found == why
+    assert isinstance(found, plans.Plan) if why is None else found == why
 
 
 @pytest.mark.parametrize(("devices", "why"), [(1, "there is one device"), (2, None)])
@@ -173,4 +173,4 @@ def test_two_devices_are_enough_to_exchange_rows(devices: int, why: str | None) 
     whole = tuple((shape, BF16) for shape in ((2048, 1024), (1024, 1024)))
     line = dataclasses.replace(LINE, mesh=(("model", devices),))
     found = fused_collective._planned(call, whole, line)
-    assert isinstance(found, dispatch.Plan) if why is None else found == why
+    assert isinstance(found, plans.Plan) if why is None else found == why

@@ -1,0 +1,148 @@
+"""8-bit floats, the right ones stored [k, n], by the kernel for weights of few bits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import explain, gated_gemm, gemm, grouped_gemm, numerics, target
+from pallas_gemm.kernels.hopper.config import HopperConfig
+from pallas_gemm.planning import prediction
+from tests import reference
+from tests.reference import Formula
+
+E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+M, N, K = 24, 192, 272
+SIMULATED: Any = {"implementation": "interpret", "preferred_element_type": F32}
+
+
+def drawn(*shape: int, seed: int = 0, dtype: Any = E4M3) -> jax.Array:
+    return reference.integers(np.random.default_rng(seed), shape, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _transposing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is small enough to be simulated would be transposed otherwise."""
+    real = prediction.pass_seconds
+
+    def slow(realigned: Any, device: Any) -> float:
+        turned = any(own.operand == "b" and own.bytes for own in realigned.passes)
+        return real(realigned, device) + turned
+
+    monkeypatch.setattr(prediction, "pass_seconds", slow)
+
+
+def assert_widened(product: Any, *operands: Any, **named: Any) -> None:
+    """Asserts that a product is computed so."""
+    planned = explain(functools.partial(product, **SIMULATED), *operands, **named)
+    text = " ".join(str(planned).split())
+    assert "WidenedConfig" in text
+    assert "the left operand in float16, the right one widened in registers" in text
+    assert "transpose b" not in text
+
+
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_all_types(types: tuple[Any, Any], transpose_a: bool) -> None:
+    a = drawn(*((K, M) if transpose_a else (M, K)), dtype=types[0])
+    b = drawn(K, N, seed=1, dtype=types[1])
+    assert_widened(functools.partial(gemm, transpose_a=transpose_a), a, b)
+    result = gemm(a, b, transpose_a=transpose_a, **SIMULATED)
+    reference.assert_exact(result, Formula(transpose_a=transpose_a)(a, b))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_float16_holds_all_numbers(dtype: Any) -> None:
+    every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
+    finite = every[np.isfinite(np.asarray(every, np.float32))]
+    assert np.array_equal(finite.astype(jnp.float16).astype(F32), finite.astype(F32))
+    # Each number meets a 1 alone.
+    b = jnp.zeros((finite.size, 32), E4M3).at[:, 0].set(1)
+    a = jnp.diag(finite.astype(F32)).astype(dtype)
+    size = (-finite.size) % 16
+    a, b = jnp.pad(a, ((0, 0), (0, size))), jnp.pad(b, ((0, size), (0, 0)))
+    assert_widened(gemm, a, b)
+    assert np.array_equal(gemm(a, b, **SIMULATED)[:, 0], finite.astype(F32))
+
+
+def test_an_epilogue_follows() -> None:
+    a, b = drawn(M, K), drawn(K, N, seed=1)
+    extras: Any = {"bias": drawn(N, seed=2, dtype=F32), "residual": drawn(M, N, seed=3, dtype=F32)}
+    extras["col_scale"] = jnp.full(N, 2, F32)
+    product = functools.partial(gemm, activation="relu")
+    assert_widened(product, a, b, **extras)
+    exact = reference.wide(a) @ reference.wide(b) * 2 + np.asarray(extras["bias"])
+    expected = np.maximum(exact, 0) + reference.wide(extras["residual"])
+    reference.assert_exact(product(a, b, **extras, **SIMULATED), expected)
+
+
+def test_a_function_follows() -> None:
+    a, b = drawn(M, K), drawn(K, N, seed=1)
+    found, doubled = gemm(a, b, epilogue=lambda s: (s, 2 * s), implementation="interpret")
+    exact = reference.wide(a) @ reference.wide(b)
+    reference.assert_exact(found, exact)
+    reference.assert_exact(doubled, 2 * exact)
+
+
+def test_two_products_are_gated() -> None:
+    a, b, up = drawn(M, K), drawn(K, N, seed=1), drawn(K, N, seed=2)
+    product = functools.partial(gated_gemm, activation="relu")
+    assert_widened(product, a, b, up)
+    expected = np.maximum(reference.wide(a) @ reference.wide(b), 0)
+    expected = expected * (reference.wide(a) @ reference.wide(up))
+    reference.assert_exact(product(a, b, up, **SIMULATED), expected)
+
+
+def test_each_product_of_a_batch() -> None:
+    a, b = drawn(3, M, K), drawn(3, K, N, seed=1)
+    assert_widened(gemm, a, b)
+    reference.assert_exact(gemm(a, b, **SIMULATED), reference.wide(a) @ reference.wide(b))
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 19), (24, 0, 0), (3, 4, 2)])
+def test_rows_in_groups(sizes: tuple[int, ...]) -> None:
+    a, b, given = drawn(M, K), drawn(len(sizes), K, N, seed=1), jnp.array(sizes, jnp.int32)
+    assert_widened(grouped_gemm, a, b, given)
+    expected, first = np.zeros((M, N)), 0
+    for size, matrix in zip(sizes, reference.wide(b), strict=True):
+        rows = slice(first, first + size)
+        expected[rows], first = reference.wide(a)[rows] @ matrix, first + size
+    reference.assert_exact(grouped_gemm(a, b, given, **SIMULATED), expected)
+
+
+def test_short_sums_are_those_of_float16() -> None:
+    a, b = drawn(M, K), drawn(K, N, seed=1)
+    product = functools.partial(gemm, precision="highest")
+    assert_widened(product, a, b)
+    reference.assert_exact(product(a, b, **SIMULATED), reference.wide(a) @ reference.wide(b))
+
+
+@pytest.mark.parametrize(
+    ("named", "types"),
+    [
+        ({"config": HopperConfig(tile=(64, 64), stages=2, consumers=1)}, (E4M3, E4M3)),
+        ({"schedule": "raster"}, (E4M3, E4M3)),
+        ({"numerics": numerics()}, (E4M3, E4M3)),
+        ({}, (jnp.int8, jnp.int8)),
+    ],
+    ids=["config", "schedule", "numerics", "int8"],
+)
+def test_others_are_transposed(named: Any, types: tuple[Any, Any]) -> None:
+    a = jax.ShapeDtypeStruct((M, K), types[0])
+    b = jax.ShapeDtypeStruct((K, N), types[1])
+    with target("h200"):
+        text = str(explain(functools.partial(gemm, implementation="hopper", **named), a, b))
+    assert "transpose b" in text
+    assert "HopperConfig" in text
+
+
+def test_a_right_operand_stored_with_k_last_is_multiplied_as_it_is() -> None:
+    a, b = (jax.ShapeDtypeStruct(own, E4M3) for own in ((M, K), (N, K)))
+    with target("h200"):
+        text = str(
+            explain(functools.partial(gemm, implementation="hopper", transpose_b=True), a, b)
+        )
+    assert "HopperConfig" in text
