@@ -90,7 +90,7 @@ def _widened(call: Call, signature: Signature, other: Plan) -> Plan | None:
     if scheme is None or "b" not in turned or not widened.fits(device):
         return None
     realigned = _by_scheme(call, signature, device, widened, scheme)
-    if not isinstance(realigned, Realigned) or realigned.unfused is not None:
+    if not isinstance(realigned, Realigned):
         return None
     found = _with_config(call, call.problem(signature), device, widened, realigned)
     return found if isinstance(found, Plan) else None

@@ -166,8 +166,7 @@ def realign_function(problem: Problem, refusals: Refusals) -> Realigned | None:
             transpose_a=problem.transpose_a != left,
             transpose_b=problem.transpose_b != right,
         )
-        may_turn = not problem.symmetric or not (left or right)
-        if may_turn and not tuple(refusals(turned)):
+        if not tuple(refusals(turned)):
             ways.append(Realigned(turned, tuple(_remedy_steps(problem, turned)[0])))
     return min(ways, key=lambda way: way.cost, default=None)
 

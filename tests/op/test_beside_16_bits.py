@@ -1,6 +1,7 @@
 """8-bit floats, the right ones stored [k, n], by the kernel for weights of few bits."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -77,6 +78,20 @@ def test_an_epilogue_follows() -> None:
     exact = reference.wide(a) @ reference.wide(b) * 2 + np.asarray(extras["bias"])
     expected = np.maximum(exact, 0) + reference.wide(extras["residual"])
     reference.assert_exact(product(a, b, **extras, **SIMULATED), expected)
+
+
+def test_xla_applies_what_no_kernel_can() -> None:
+    a, b, up = drawn(M, K), drawn(K, N, seed=1), drawn(K, N, seed=2)
+    for product, given in ((gemm, (a, b)), (gated_gemm, (a, b, up))):
+        own = functools.partial(product, activation=_rounded)
+        assert_widened(own, *given)
+        sums = [reference.wide(a) @ reference.wide(right) for right in given[1:]]
+        expected = np.round(sums[0] / 4) * math.prod(sums[1:])
+        reference.assert_exact(own(*given, **SIMULATED), expected)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return jnp.round(x / 4)
 
 
 def test_a_function_follows() -> None:

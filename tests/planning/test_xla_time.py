@@ -92,6 +92,13 @@ def test_8_bits_stored_in_other_layouts_are_predicted_as_the_docstring_says() ->
     assert max(errors) < 0.36
 
 
+def test_8_bits_in_groups_are_predicted_alike_in_all_layouts() -> None:
+    e4m3 = np.dtype(jnp.float8_e4m3fn)
+    own = Problem(512, 4096, 4096, e4m3, e4m3, groups=8)
+    other = dataclasses.replace(own, transpose_b=True)
+    assert xla_time.seconds(own, H200) == xla_time.seconds(other, H200)
+
+
 def _stored_so(row: dict[str, str]) -> Problem:
     """The product of a row that says how both operands are stored."""
     sizes = {name: int(row[name]) for name in ("m", "n", "k", "batch")}

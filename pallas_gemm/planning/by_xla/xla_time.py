@@ -47,8 +47,8 @@ TURNED_BYTES_LIKE, TURNED_BYTES = 2.4e9, 1.7e10
 """Bytes in a second that an SM reads and writes to transpose an 8-bit operand, where both are of
 one type, and where they differ: 8192 x 8192 takes 425 us, and 4096 x 8192 takes 30 us."""
 AS_STORED_FLOPS = 2.3e12
-"""An SM does this number of operations in XLA's kernel by Triton, which takes 8-bit operands as they
-are stored."""
+"""An SM does this number of operations in a second in XLA's kernel by Triton, which takes 8-bit
+operands as they are stored."""
 SINGLE_TURNED = 1.5
 """A product of TF32 takes longer by this factor if its left operand is stored [k, m]. 4096 cubed
 takes 525 us so, and 344 otherwise; 8192 x 4096 x 4096 takes 1030 and 667."""
