@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.call import Call, GroupedCall, Signature, SumCall, SymmetricCall
-from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, SINGLE
+from pallas_gemm.kernels.element_types import FLOATS_8, FLOATS_16, INT8, SINGLE
 from pallas_gemm.planning import halves
 from pallas_gemm.problem import Blocks, Problem
 
@@ -280,17 +280,18 @@ def in_float16(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Sc
 
 
 def beside_16_bits(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
-    """Returns the scheme that multiplies 8-bit floats as weights of few bits; None if none does.
+    """Returns the scheme that multiplies 8 bits as weights of few bits; None if none does.
 
-    float16 holds them as they are, and the sums err less. The bits of a row depend on how many rows
-    there are, because they decide whether this is faster.
+    float16 holds them as they are, and sums of floats err less. float32 does not hold all sums of
+    int8, so that results have 16 bits. The bits of a row depend on how many rows there are, because
+    they decide whether this is faster.
     """
     options = call.options
     is_named = (options.config, options.schedule, options.numerics) != (None, None, None)
     is_other = isinstance(call, SumCall | SymmetricCall) or bool(call.epilogue.blocks)
-    if is_named or is_other or not set(dtypes) <= FLOATS_8:
-        return None
-    return Scheme("FLOAT16", HALF, of_left=True)
+    is_short = call.out_dtype in FLOATS_16 and call.epilogue.program is None
+    is_held = set(dtypes) <= FLOATS_8 or (set(dtypes) == {INT8} and is_short)
+    return Scheme("FLOAT16", HALF, of_left=True) if is_held and not (is_named or is_other) else None
 
 
 def multiplied(

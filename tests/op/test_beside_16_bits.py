@@ -1,4 +1,4 @@
-"""8-bit floats, the right ones stored [k, n], by the kernel for weights of few bits."""
+"""8 bits, the right ones stored [k, n], by the kernel for weights of few bits."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ def _transposing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_widened(product: Any, *operands: Any, **named: Any) -> None:
     """Asserts that a product is computed so."""
-    planned = explain(functools.partial(product, **SIMULATED), *operands, **named)
+    planned = explain(functools.partial(product, **{**SIMULATED, **named}), *operands)
     text = " ".join(str(planned).split())
     assert "WidenedConfig" in text
     assert "the left operand in float16, the right one widened in registers" in text
@@ -69,12 +69,32 @@ def test_float16_holds_all_numbers(dtype: Any) -> None:
     assert np.array_equal(gemm(a, b, **SIMULATED)[:, 0], finite.astype(F32))
 
 
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_int8_where_the_result_has_16_bits(dtype: Any) -> None:
+    a, b = drawn(M, K, dtype=jnp.int8), drawn(K, N, seed=1, dtype=jnp.int8)
+    assert_widened(gemm, a, b, preferred_element_type=dtype)
+    result = gemm(a, b, **{**SIMULATED, "preferred_element_type": dtype})
+    exact = reference.wide(a) @ reference.wide(b)
+    reference.assert_exact(result, np.asarray(jnp.asarray(exact, F32).astype(dtype), np.float64))
+
+
+def test_sums_of_int8_that_float32_does_not_hold() -> None:
+    k = 2064
+    a = jnp.full((8, k), -128, jnp.int8).at[:, ::2].set(127)
+    b = jnp.full((k, 32), -127, jnp.int8).at[::2].set(126)
+    result = gemm(a, b, **{**SIMULATED, "preferred_element_type": BF16})
+    assert_widened(gemm, a, b, preferred_element_type=BF16)
+    exact = reference.wide(a) @ reference.wide(b)
+    assert exact.min() > 2**24
+    assert np.array_equal(result, jnp.asarray(exact, F32).astype(BF16))
+
+
 def test_an_epilogue_follows() -> None:
     a, b = drawn(M, K), drawn(K, N, seed=1)
     extras: Any = {"bias": drawn(N, seed=2, dtype=F32), "residual": drawn(M, N, seed=3, dtype=F32)}
     extras["col_scale"] = jnp.full(N, 2, F32)
     product = functools.partial(gemm, activation="relu")
-    assert_widened(product, a, b, **extras)
+    assert_widened(functools.partial(product, **extras), a, b)
     exact = reference.wide(a) @ reference.wide(b) * 2 + np.asarray(extras["bias"])
     expected = np.maximum(exact, 0) + reference.wide(extras["residual"])
     reference.assert_exact(product(a, b, **extras, **SIMULATED), expected)
@@ -142,8 +162,10 @@ def test_short_sums_are_those_of_float16() -> None:
         ({"schedule": "raster"}, (E4M3, E4M3)),
         ({"numerics": numerics()}, (E4M3, E4M3)),
         ({}, (jnp.int8, jnp.int8)),
+        ({"preferred_element_type": F32}, (jnp.int8, jnp.int8)),
+        ({"epilogue": lambda s: (s.astype(BF16), s)}, (jnp.int8, jnp.int8)),
     ],
-    ids=["config", "schedule", "numerics", "int8"],
+    ids=["config", "schedule", "numerics", "int8", "int8 to float32", "a function of int8"],
 )
 def test_others_are_transposed(named: Any, types: tuple[Any, Any]) -> None:
     a = jax.ShapeDtypeStruct((M, K), types[0])

@@ -257,7 +257,7 @@ def test_a_kernel_that_needs_operands_realigned_leaves_the_function_to_xla(k: in
 
 
 @pytest.mark.parametrize("layout", ["NN", "TN", "TT", "NT"])
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_factors_may_be_stored_in_any_layout(batch: Any, dtype: Any, layout: str) -> None:
     m, n, k = 40, 48, 80

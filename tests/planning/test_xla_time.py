@@ -85,11 +85,11 @@ def test_8_bits_stored_in_other_layouts_are_predicted_as_the_docstring_says() ->
     ]
     measured = [(_stored_so(row), float(row["us"])) for row in rows]
     errors = _errors(measured)
-    assert len(errors) == 57
+    assert len(errors) == 63
     assert np.median(np.abs(errors)) < 0.13
     # XLA is seldom faster than predicted.
     assert np.quantile(errors, 0.9) < 0.14
-    assert max(errors) < 0.36
+    assert max(errors) < 0.4
 
 
 def test_8_bits_in_groups_are_predicted_alike_in_all_layouts() -> None:
