@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Call, Options, Signature, SymmetricCall
+from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import heuristics, numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
@@ -76,7 +77,9 @@ def decide(call: Call, signature: Signature) -> Decision:
         elif untrusted := _why_untrusted(options, plan):
             why = "the kernel for this GPU is not trusted"
             refused.append((architecture.name, (untrusted,)))
-        elif slower := _why_not(call, signature, problem, plan):
+        elif slower := (
+            _why_not(call, signature, problem, plan) or _why_apart(call, signature, problem, plan)
+        ):
             why = "no kernel is as fast"
             refused.append((architecture.name, (slower,)))
         else:
@@ -277,6 +280,26 @@ def _why_not_widened(call: Call, problem: Problem, plan: Plan) -> str | None:
     return (
         f"XLA is predicted to take {by_xla * 1e6:.0f} us, of which it widens weights in memory for"
         f" {widening * 1e6:.0f} us, and the kernel that widens them {plan.seconds * 1e6:.0f} us"
+    )
+
+
+def _why_apart(call: Call, signature: Signature, problem: Problem, plan: Plan) -> str | None:
+    """Returns why XLA applies a function to a product of float32; None if the kernel does.
+
+    The product is multiplied in arrays of float16 then, which takes no function.
+    """
+    is_named = call.options.names_something or call.options.numerics is not None
+    if call.epilogue.program is None or problem.a_dtype != SINGLE or is_named:
+        return None
+    alone = decide(plans.sums_only(call, signature), signature[: 1 + problem.sums]).plan
+    if alone is None or alone.otherwise is None:
+        return None
+    apart = alone.seconds + prediction.program_seconds(problem, plan.device)
+    if plan.seconds <= apart:
+        return None
+    return (
+        f"the product in arrays of float16 takes {apart * 1e6:.0f} us with the function by XLA, and"
+        f" the kernel {plan.seconds * 1e6:.0f} us"
     )
 
 

@@ -248,6 +248,31 @@ def test_xla_computes_one_product_that_does_not_fit_unless_a_kernel_has_to(
     assert implementation.by_xla_otherwise(decision.plan, call) is by_xla
 
 
+@pytest.mark.parametrize(
+    ("size", "how", "apart"),
+    [
+        (8192, {}, True),
+        (1024, {}, False),
+        (8192, {"implementation": "hopper"}, False),
+        (8192, {"numerics": numerics("run")}, False),
+    ],
+    ids=["large", "small", "named", "promised"],
+)
+def test_xla_applies_a_function_to_a_large_product(
+    size: int, how: dict[str, Any], apart: bool
+) -> None:
+    x = SINGLE((size, size))
+
+    def both(a: Any, b: Any) -> Any:
+        return gemm(a, b, transpose_b=True, epilogue=lambda s: (s, jnp.tanh(s)), **how)
+
+    with target("h200"):
+        (decision,) = explain(both, x, x).products
+    assert decision.plan is not None
+    assert (decision.problem.epilogue.program is None) == apart
+    assert (decision.plan.otherwise is not None) == apart
+
+
 def test_both_ways_are_explained() -> None:
     x = SINGLE((4096, 4096))
     with target("h200"):
