@@ -288,10 +288,9 @@ def beside_16_bits(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
     """
     options = call.options
     is_named = (options.config, options.schedule, options.numerics) != (None, None, None)
-    is_other = isinstance(call, SumCall | SymmetricCall) or bool(call.epilogue.blocks)
     is_short = call.out_dtype in FLOATS_16 and call.epilogue.program is None
     is_held = set(dtypes) <= FLOATS_8 or (set(dtypes) == {INT8} and is_short)
-    return Scheme("FLOAT16", HALF, of_left=True) if is_held and not (is_named or is_other) else None
+    return Scheme("FLOAT16", HALF, of_left=True) if is_held and not is_named else None
 
 
 def multiplied(

@@ -148,6 +148,15 @@ def test_rows_in_groups(sizes: tuple[int, ...]) -> None:
     reference.assert_exact(grouped_gemm(a, b, given, **SIMULATED), expected)
 
 
+def test_groups_of_k_may_have_scales_on_the_right() -> None:
+    a, b = drawn(M, 256), drawn(256, N, seed=1)
+    scales = jnp.asarray(2.0 ** np.random.default_rng(2).integers(-2, 3, (2, N)), F32)
+    product = functools.partial(gemm, col_scale=scales)
+    assert_widened(product, a, b)
+    wide = reference.wide(b) * np.repeat(np.asarray(scales), 128, axis=0)
+    reference.assert_exact(product(a, b, **SIMULATED), reference.wide(a) @ wide)
+
+
 def test_short_sums_are_those_of_float16() -> None:
     a, b = drawn(M, K), drawn(K, N, seed=1)
     product = functools.partial(gemm, precision="highest")
