@@ -62,6 +62,8 @@ class Operands(NamedTuple):
         return Operands(self.a, self.up if up else self.b, **taken)
 
 
+FACTORS = ("a", "b", "up")
+"""Names of the operands that are multiplied; a product that is not gated has two of them."""
 DIMENSIONS = MappingProxyType({"a": "mk", "b": "kn", "up": "kn", **KINDS})
 """The dimensions of each operand if all products of a batch share it; if each product has its own,
 there is one more."""
@@ -166,7 +168,7 @@ class Call:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its operands, but for those of a program."""
-        factors = ("a", "b", "up") if self.epilogue.gated else ("a", "b")
+        factors = FACTORS if self.epilogue.gated else FACTORS[:2]
         return (*factors, *self.epilogue.operands)
 
     def unpack(self, operands: Sequence[Any]) -> Operands:
@@ -394,7 +396,7 @@ def signature_of(operands: tuple[Any, ...]) -> Signature:
     return tuple((tuple(x.shape), np.dtype(x.dtype)) for x in operands)
 
 
-EXTRAS = tuple(name for name in DIMENSIONS if name not in ("a", "b", "up"))
+EXTRAS = tuple(name for name in DIMENSIONS if name not in FACTORS)
 """Names of the operands that the epilogue takes."""
 OF_RESULT = tuple(name for name in EXTRAS if name not in OF_FACTORS)
 """Names of those whose dimensions are the result's."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import lax
 
-from pallas_gemm.call import Call, GroupedCall, Operands
+from pallas_gemm.call import FACTORS, Call, GroupedCall, Operands
 from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.planning import halves, numerics
@@ -15,9 +15,6 @@ from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.plans import Plan
 from pallas_gemm.planning.realign import Realigned
 from pallas_gemm.problem import Problem
-
-FACTORS = ("a", "b", "up")
-"""The operands that are multiplied, in their order."""
 
 
 def of(decision: Decision, call: Call) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from pallas_gemm.call import NO_EPILOGUE, Call, Options, Signature
+from pallas_gemm.call import FACTORS, NO_EPILOGUE, Call, Options, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import activations
@@ -182,7 +182,7 @@ def _by_scheme(
     if not isinstance(way, Realigned):
         return way
     named = call.unpack(signature)._asdict()
-    names = ("a",) if scheme.of_left else ("a", "b", "up")
+    names = FACTORS[:1] if scheme.of_left else FACTORS
     types = {name: named[name][1] for name in names if named[name] is not None}
     return converted(way, scheme, types)
 

@@ -158,11 +158,12 @@ def realign(call: Call, signature: Signature, refusals: Refusals) -> Realigned |
 def realign_function(problem: Problem, refusals: Refusals) -> Realigned | None:
     """Returns the cheapest way to a problem without refusals whose result a function is applied to.
 
-    Only factors may be turned: the function reads and returns arrays as they are. Float32
-    stays, because XLA need not turn it: 4096 cubed with GELU and the largest of each row takes
-    378 us so on an H200 (NN), and 374 by XLA.
+    Only factors may be turned: the function reads and returns arrays as they are. Float32 stays,
+    because XLA need not turn it: 4096 cubed with GELU and each row's largest value takes 377 us so
+    on an H200 (NN), and 374 by XLA.
     """
-    ways, may_turn = [], (False, True) if problem.a_dtype != SINGLE else (False,)
+    ways: list[Realigned] = []
+    may_turn = (False, True) if problem.a_dtype != SINGLE else (False,)
     for left, right in itertools.product(may_turn, repeat=2):
         turned = dataclasses.replace(
             problem,

@@ -247,9 +247,9 @@ def _sum_seconds(problem: Problem, device: Device) -> float:
 def _turned_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of one sum of 8-bit operands, some of which are transposed before.
 
-    Half of the predictions of 63 products, NN, TN and TT, are within 13% on an H200.
-    Where they are far off, XLA takes longer: it transposes 512 x 2048 x 7168 of float8_e4m3fn in
-    88 us (NN), and its kernel for int8 takes 53. 16 x 14336 x 4096 takes 392 us so, and int8 26.
+    Half of the predictions of 63 products, NN, TN and TT, are within 13% on an H200. Where they are
+    far off, XLA takes longer: it transposes 512 x 2048 x 7168 of float8_e4m3fn in 88 us (NN), and
+    its kernel for int8 takes 53. 16 x 14336 x 4096 takes 392 us so, and int8 26.
     """
     turned = dataclasses.replace(problem, transpose_a=False, transpose_b=True)
     rate = TURNED_BYTES_LIKE if problem.a_dtype == problem.b_dtype else TURNED_BYTES
