@@ -116,7 +116,9 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 def test_a_function_follows() -> None:
     a, b = drawn(M, K), drawn(K, N, seed=1)
-    found, doubled = gemm(a, b, epilogue=lambda s: (s, 2 * s), implementation="interpret")
+    product = functools.partial(gemm, epilogue=lambda s: (s, 2 * s), implementation="interpret")
+    assert "WidenedConfig" in str(explain(product, a, b))
+    found, doubled = product(a, b)
     exact = reference.wide(a) @ reference.wide(b)
     reference.assert_exact(found, exact)
     reference.assert_exact(doubled, 2 * exact)
@@ -146,6 +148,19 @@ def test_rows_in_groups(sizes: tuple[int, ...]) -> None:
         rows = slice(first, first + size)
         expected[rows], first = reference.wide(a)[rows] @ matrix, first + size
     reference.assert_exact(grouped_gemm(a, b, given, **SIMULATED), expected)
+
+
+def test_a_function_of_rows_in_groups_follows() -> None:
+    a, b, sizes = drawn(M, K), drawn(2, K, N, seed=1), jnp.array((5, 19), jnp.int32)
+    product = functools.partial(grouped_gemm, epilogue=lambda s: (s, 2 * s))
+    with target("h200"):
+        text = str(explain(functools.partial(product, implementation="hopper"), a, b, sizes))
+    assert "WidenedConfig" in text
+    found, doubled = product(a, b, sizes, implementation="interpret")
+    wide = reference.wide(a), reference.wide(b)
+    exact = np.concatenate([wide[0][:5] @ wide[1][0], wide[0][5:] @ wide[1][1]])
+    reference.assert_exact(found, exact)
+    reference.assert_exact(doubled, 2 * exact)
 
 
 def test_groups_of_k_may_have_scales_on_the_right() -> None:
