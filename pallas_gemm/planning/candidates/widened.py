@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.element_types import BITS, FLOATS_8
 from pallas_gemm.kernels.hardware import (
     MAX_BARRIERS,
     WARPGROUP_THREADS,
@@ -34,6 +34,13 @@ on an H200 instead of 4.8, and 1 x 2048 x 2048 4.1 instead of 3.6. Fewer were no
 """
 MOST_SHARED = 96
 """Registers of sums of a warpgroup, of tiles that CTAs may share: with 128 some are spilled."""
+MOST_SUMS = 160
+"""Registers of sums of a warpgroup. With 168, 16 to 96 bytes are spilled; with 176, WGMMAs wait for
+each other."""
+MOST_OF_FLOATS, MOST_OF_GATED_FLOATS = 40, 16
+"""The most columns of a tile of 8-bit floats that a cluster shares, of 128 rows of sums for each
+warpgroup: stored [k, n] by four CTAs and more; gated, in turns of four, by three and more. With 48
+and 24 columns, 128 to 1428 bytes and 152 to 640 are spilled."""
 JOINED_CYCLES = 2950
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
 LEFT_CYCLES, LEFT_ELEMENT_CYCLES, FLAGS_SECONDS = 7000, 0.05, 2.5e-6
@@ -105,8 +112,12 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
             tile = rows * problem.sums, cols
             if tile[0] // consumers > _most_rows(problem, cols, (consumers, along_k), step):
                 continue
+            if tile[0] // consumers * cols // WARPGROUP_THREADS > MOST_SUMS:
+                continue
             share = _may_share(tile, consumers)
             for ctas in _ctas(problem, device, tile) if share else (1,):
+                if ctas > 1 and not _may_join(problem, tile, (consumers, along_k), ctas):
+                    continue
                 config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
                 if config is not None:
                     yield config
@@ -139,6 +150,18 @@ def _shared_by_all(
 def _may_share(tile: tuple[int, int], consumers: int) -> bool:
     """Whether CTAs may share tiles."""
     return tile[0] // consumers * tile[1] // WARPGROUP_THREADS <= MOST_SHARED
+
+
+def _may_join(
+    problem: Problem, tile: tuple[int, int], warpgroups: tuple[int, int], ctas: int
+) -> bool:
+    """Whether a cluster has enough registers to share a tile, beside those that widen floats."""
+    consumers, along_k = warpgroups
+    if problem.b_dtype not in FLOATS_8 or tile[0] // consumers < MOST_ROWS:
+        return True
+    if problem.sums > 1 and along_k == WARPGROUPS and ctas > 2:
+        return tile[1] <= MOST_OF_GATED_FLOATS
+    return problem.transpose_b or ctas < 4 or tile[1] <= MOST_OF_FLOATS
 
 
 def _ctas(problem: Problem, device: Device, tile: tuple[int, int]) -> Iterator[int]:

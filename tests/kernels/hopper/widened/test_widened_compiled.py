@@ -107,6 +107,27 @@ def test_narrow_tiles_spill_nothing(
     assert (found.spill_bytes, found.serialized) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "kind", "gated"),
+    [
+        (56, 2192, 5760, jnp.float8_e5m2, False),
+        (64, 5440, 3760, jnp.float8_e4m3fn, False),
+        (24, 9136, 1312, jnp.float8_e4m3fn, True),
+        (176, 8816, 7472, jnp.float8_e4m3fn, True),
+    ],
+)
+def test_8_bit_floats_spill_nothing(
+    rows: int, columns: int, k: int, kind: Any, gated: bool
+) -> None:
+    epilogue = Epilogue(gated=gated, activation=jax.nn.silu)
+    problem = Problem(rows, columns, k, b_dtype=kind, transpose_b=False, epilogue=epilogue)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    run, operands = program(problem, config, None)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+
+
 @pytest.mark.parametrize("columns", [64, 96, 1024])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 @pytest.mark.parametrize("group", [32, 64])
