@@ -69,7 +69,7 @@ class Scheme:
     """How operands become arrays of a type that a kernel multiplies.
 
     Attributes:
-        name: The name that JAX has for it.
+        name: The name that JAX has for it, or the type of the left operand if only that changes.
         dtype: The type of the arrays; None for the type of each operand.
         terms: The arrays of the left and of the right operand that are multiplied, the smallest
             term first; () if each operand is one.
