@@ -208,9 +208,7 @@ def realign_groups(
 def _turned_matrices(problem: Problem) -> Realigned:
     """Returns the way to a product of groups whose matrices are stored the other way round."""
     turned = dataclasses.replace(problem, transpose_b=not problem.transpose_b)
-    moved = 2 * _bytes(problem.b_shape, problem.b_dtype)
-    names = ("b", "up")[: problem.sums]
-    return Realigned(turned, tuple(Step(x, "transpose", turned.b_shape, moved) for x in names))
+    return Realigned(turned, tuple(_remedy_steps(problem, turned)[0]))
 
 
 def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype]) -> Realigned:

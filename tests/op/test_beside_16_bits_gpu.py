@@ -74,7 +74,6 @@ def test_a_function_takes_factors_in_any_layout(types: tuple[Any, Any], layout: 
         transpose_b=right,
         implementation="hopper",
     )
-    wide_a, wide_b = reference.wide(a), reference.wide(b)
-    exact = (wide_a.T if left else wide_a) @ (wide_b.T if right else wide_b)
+    exact = reference.Formula(transpose_a=left, transpose_b=right)(a, b)
     reference.assert_exact(found, rounded(2 * exact))
     reference.assert_exact(largest, exact.max(-1))

@@ -276,9 +276,6 @@ def test_factors_may_be_stored_in_any_layout(batch: Any, dtype: Any, layout: str
         transpose_b=right,
         implementation="interpret",
     )
-    wide_a, wide_b = map(reference.wide, (a, b))
-    exact = (np.swapaxes(wide_a, -1, -2) if left else wide_a) @ (
-        np.swapaxes(wide_b, -1, -2) if right else wide_b
-    )
+    exact = reference.Formula(transpose_a=left, transpose_b=right)(a, b)
     reference.assert_exact(found, exact + np.asarray(x))
     reference.assert_exact(other, 2 * exact if dtype == jnp.int8 else exact.max(-1))

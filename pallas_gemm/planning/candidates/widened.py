@@ -39,8 +39,8 @@ MOST_SUMS = 160
 each other."""
 MOST_OF_FLOATS, MOST_OF_GATED_FLOATS = 40, 16
 """The most columns of a tile of 8-bit floats that a cluster shares, of 128 rows of sums for each
-warpgroup: stored [k, n] by four CTAs and more; gated, in turns of four, by three and more. With 48
-and 24 columns, 128 to 1428 bytes and 152 to 640 are spilled."""
+warpgroup: stored [k, n] by four CTAs and more; gated, in turns of four, by three and more. From 48
+and 24 columns on, 128 to 1428 bytes and 152 to 640 are spilled."""
 JOINED_CYCLES = 2950
 """CTAs of a cluster take these to wait for each other, and to hand over their sums."""
 LEFT_CYCLES, LEFT_ELEMENT_CYCLES, FLAGS_SECONDS = 7000, 0.05, 2.5e-6
@@ -112,11 +112,11 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
             tile = rows * problem.sums, cols
             if tile[0] // consumers > _most_rows(problem, cols, (consumers, along_k), step):
                 continue
-            if tile[0] // consumers * cols // WARPGROUP_THREADS > MOST_SUMS:
+            sums = tile[0] // consumers * cols // WARPGROUP_THREADS
+            if sums > MOST_SUMS:
                 continue
-            share = _may_share(tile, consumers)
-            for ctas in _ctas(problem, device, tile) if share else (1,):
-                if ctas > 1 and not _may_join(problem, tile, (consumers, along_k), ctas):
+            for ctas in _ctas(problem, device, tile) if sums <= MOST_SHARED else (1,):
+                if not _may_join(problem, tile, (consumers, along_k), ctas):
                     continue
                 config = _deepest(problem, device, tile, (consumers, along_k), ctas, step)
                 if config is not None:
@@ -145,11 +145,6 @@ def _shared_by_all(
         return
     if tiles * config.steps(problem) >= FEWEST_STEPS * ctas:
         yield dataclasses.replace(config, shares_all=True, persistence="static")
-
-
-def _may_share(tile: tuple[int, int], consumers: int) -> bool:
-    """Whether CTAs may share tiles."""
-    return tile[0] // consumers * tile[1] // WARPGROUP_THREADS <= MOST_SHARED
 
 
 def _may_join(
