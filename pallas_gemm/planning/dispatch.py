@@ -16,7 +16,7 @@ from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import heuristics, numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
-from pallas_gemm.planning.by_xla import xla_faster, xla_time
+from pallas_gemm.planning.by_xla import odd_sizes, xla_faster, xla_time
 from pallas_gemm.planning.choice import Reasons
 from pallas_gemm.planning.plans import Plan
 from pallas_gemm.problem import Problem
@@ -231,36 +231,28 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
         return f"XLA was {1 / plan.over_xla:.3f} times as fast as what is {plan.source}"
     if isinstance(call, SymmetricCall):
         return _why_whole(call, signature, plan)
-    scheme = plan.realigned.scheme
-    is_split = plan.otherwise is not None or (scheme is not None and bool(scheme.terms))
-    if is_widened or is_split or xla_time.turns(problem):
-        return (_why_not_widened if is_widened else _why_not_prepared)(call, problem, plan)
-    problem = problem if scheme is None else plan.realigned.problem
-    times = _with_passes(call, problem, plan) if plan.realigned.bytes else ()
-    why = xla_faster.why_xla(problem, *times)
+    return (_why_not_widened if is_widened else _why_xla)(call, problem, plan)
+
+
+def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
+    """Returns why XLA is as fast: as predicted where either prepares operands, else as measured."""
+    by_xla = xla_time.seconds(problem, plan.device, call.precision)
+    # Both cast alike.
+    prepares = any(step.bytes and step.action != "cast" for step in plan.realigned.passes)
+    prepares = prepares or xla_time.turns(problem) or odd_sizes.is_slow(problem)
+    if by_xla is not None and prepares:
+        return _why_not_prepared(plan, by_xla)
+    why = xla_faster.why_xla(problem if plan.realigned.scheme is None else plan.realigned.problem)
     known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
     return f"XLA {known}: {why}" if why else None
 
 
-def _with_passes(call: Call, problem: Problem, plan: Plan) -> tuple[float, float]:
-    """Returns the predicted times of a kernel with passes around it, and with all SMs busy."""
-    at_best = prediction.at_best(problem, plan.device, plan.architecture)
-    # XLA makes these passes as well.
-    casts = dataclasses.replace(plan.realigned, steps=())
-    at_best += prediction.pass_seconds(casts, plan.device)
-    at_best += prediction.epilogue_seconds(problem, plan.realigned, plan.device)
-    if call.epilogue.program is not None:
-        at_best += prediction.program_seconds(problem, plan.device)
-    return plan.seconds + heuristics.more_kernels_seconds(plan.config), at_best
-
-
-def _why_not_prepared(call: Call, problem: Problem, plan: Plan) -> str | None:
-    """Returns why XLA is predicted to be as fast where operands are split or transposed."""
-    by_xla = xla_time.seconds(problem, plan.device, call.precision)
+def _why_not_prepared(plan: Plan, by_xla: float) -> str | None:
+    """Returns why XLA is predicted to be as fast as a kernel with what is done around it."""
     scheme = plan.realigned.scheme
     is_one = plan.otherwise is not None and scheme is not None and not scheme.terms
     most = ONE_HALF_AT_MOST if is_one else 1
-    if by_xla is None or plan.seconds < most * by_xla:
+    if plan.seconds + heuristics.more_kernels_seconds(plan.config) < most * by_xla:
         return None
     how = f"of {scheme}" if scheme is not None else "with what prepares operands"
     return (

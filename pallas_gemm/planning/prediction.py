@@ -205,23 +205,6 @@ def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Devi
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands
 
 
-def at_best(problem: Problem, device: Device, architecture: Architecture) -> float:
-    """Predicts the time of a kernel that keeps all SMs and the memory busy, however few tiles.
-
-    It is infinite where predictions were not fitted: they choose among configs there, and say
-    nothing beside XLA.
-    """
-    if not architecture.costs.fitted:
-        return math.inf
-    machine = device.machine
-    # 820 TFLOP/s on an H200, as cuBLAS and our kernel reach in bursts of large products.
-    per_cycle = architecture.flops_per_cycle * machine.tensor_share
-    flops = 0.77 * per_cycle * machine.sms * machine.clock_hz
-    busy = problem.flops * problem.a_dtype.itemsize / 2 / flops
-    memory = problem_bytes(problem) / (0.9 * machine.dram_bytes_per_second)
-    return LAUNCH_SECONDS + math.hypot(busy, memory)
-
-
 def pass_seconds(realigned: Realigned, device: Device) -> float:
     """Predicts the time of the passes over operands and result around a kernel."""
     bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second

@@ -117,8 +117,7 @@ def predicted(own: Predicted) -> list[str]:
             numbers += [bands.rows_of_neighbours(problem, config, device)]
         said = "".join(f"{_digits(number):<9}" for number in numbers)
         lines.append(f"{said}{_config(config)}")
-    best = prediction.at_best(problem, device, architecture)
-    return [f"with all SMs busy {_us(best)}, for {device.kind}", *lines]
+    return [f"for {device.kind}", *lines]
 
 
 def decided(own: Asked) -> list[str]:
@@ -183,7 +182,6 @@ def _lines(own: Asked, decision: Decision) -> Iterator[str]:
         "kernel": prediction.seconds(
             realigned.problem, plan.config, plan.device, plan.architecture
         ),
-        "with all SMs busy": prediction.at_best(problem, plan.device, plan.architecture),
     }
     yield ", ".join(f"{name} {_us(seconds)}" for name, seconds in parts.items() if seconds)
     yield f"moves {prediction.problem_bytes(problem)} bytes at least, {realigned.bytes} in passes"

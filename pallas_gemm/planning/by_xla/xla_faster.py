@@ -10,7 +10,8 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.problem import ROW_BYTES, Problem
+from pallas_gemm.planning.by_xla import odd_sizes
+from pallas_gemm.problem import Problem
 from schedules.model import SECTOR_BYTES
 
 SHORT_ROW = 1024
@@ -28,10 +29,6 @@ SMALL, SMALL_BATCH = 128, 2**15
 """XLA computes a batch of at least this number of matrices, if no side is longer."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
-PASSES_SHARE, PASSES_SECONDS = 1.4, 5e-6
-"""Where passes prepare operands for the kernel, XLA is taken to need the time with all SMs busy
-times the first, plus the second. It was not measured: XLA makes some of the same passes, and takes
-longer where it makes none."""
 
 
 def short_rows(problem: Problem) -> str | None:
@@ -133,12 +130,6 @@ def vector(problem: Problem) -> str | None:
     return None
 
 
-def single_precision(problem: Problem) -> str | None:
-    """4096 cubed in float32 (tf32), NT, reaches 0.88 of XLA's speed on an H200, 8192 cubed 0.98."""
-    wide = problem.a_dtype == np.dtype(np.float32) and problem.epilogue.is_identity
-    return "float32 results take too long to store" if wide else None
-
-
 def small_matrices(problem: Problem) -> str | None:
     """A large batch of matrices, each of a tile and two steps of k, is bound by memory.
 
@@ -155,31 +146,21 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
     short_rows,
     misaligned,
     short,
-    single_precision,
     tiny,
     vector,
     small_matrices,
 )
 
 
-def why_xla(problem: Problem, seconds: float = 0.0, at_best: float = 0.0) -> str | None:
+def why_xla(problem: Problem) -> str | None:
     """Returns why XLA is faster at a problem, None if no measurement says so.
 
     Problems whose rows are not a multiple of 16 bytes are never left to XLA for that reason: at
     8191 cubed it computes 165 TFLOP/s on an H200 where aligned rows give it 820.
-
-    Args:
-        problem: The product.
-        seconds: The predicted time of the kernel and of the passes around it, if there are any.
-        at_best: The predicted time of a kernel that keeps all SMs busy.
     """
-    if not _rows_are_aligned(problem) and min(problem.m, problem.n, problem.k) >= 512:
+    if odd_sizes.has_odd_rows(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    if why := next((why for rule in RULES if (why := rule(problem))), None):
-        return why
-    if seconds <= PASSES_SHARE * at_best + PASSES_SECONDS:
-        return None
-    return f"{seconds * 1e6:.0f} us with passes against {at_best * 1e6:.0f} us with all SMs busy"
+    return next((why for rule in RULES if (why := rule(problem))), None)
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -188,12 +169,3 @@ def _is_wide(problem: Problem) -> bool:
     is_alone = problem.epilogue.is_identity and problem.batch == 1 and not problem.in_groups
     large = problem.m * problem.n >= MANY_RESULTS
     return widths == (2, 4) and is_alone and large and not problem.transpose_b
-
-
-def _rows_are_aligned(problem: Problem) -> bool:
-    rows = (
-        (problem.a_shape[-1], problem.a_dtype),
-        (problem.b_shape[-1], problem.b_dtype),
-        (problem.out_shape[-1], problem.out_dtype),
-    )
-    return not any(size * np.dtype(dtype).itemsize % ROW_BYTES for size, dtype in rows)

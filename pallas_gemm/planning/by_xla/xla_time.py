@@ -23,13 +23,14 @@ import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 
-from pallas_gemm.device import Device
+from pallas_gemm.device import LINE_BYTES, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
+from pallas_gemm.planning.by_xla import odd_sizes
 from pallas_gemm.planning.precision import kernel_refusal
 from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
-from pallas_gemm.problem import ROW_BYTES, Epilogue, Problem
+from pallas_gemm.problem import Epilogue, Problem
 
 TILES = (
     *((64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64)),
@@ -75,9 +76,6 @@ TF32_X3 = Scheme("TF32_TF32_F32_X3", element_types.SINGLE, THREE)
 """XLA multiplies TF32 for this name; kernels multiply other types."""
 WIDENING_SHARE = {4: 0.6, 8: 0.5}
 """Shares of the bandwidth of memory, by the bits of weights that are widened with their scales."""
-MISALIGNED_FLOPS = 1.29e12
-"""Of an SM, and of tiles of 128 x 128, where rows are no multiple of 16 bytes: 8191, 4095 and 1001
-cubed take 6,652, 832 and 30 us; they are predicted within 13%."""
 
 
 def seconds(problem: Problem, device: Device, precision: Any = None) -> float | None:
@@ -232,7 +230,7 @@ def turns(problem: Problem) -> bool:
     """
     is_short = max(problem.a_dtype.itemsize, problem.b_dtype.itemsize) == 1
     is_turned = problem.transpose_a or not problem.transpose_b
-    return is_short and is_turned and not problem.in_groups and not _is_misaligned(problem)
+    return is_short and is_turned and not problem.in_groups and not odd_sizes.is_slow(problem)
 
 
 def _sum_seconds(problem: Problem, device: Device) -> float:
@@ -262,9 +260,8 @@ def _cublas_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of one sum of operands as cuBLAS takes them."""
     machine, itemsize = device.machine, max(problem.a_dtype.itemsize, problem.b_dtype.itemsize)
     batch, m, n, k = _sizes(problem)
-    if _is_misaligned(problem):
-        waves = math.ceil(batch * math.ceil(m / 128) * math.ceil(n / 128) / machine.sms)
-        return LAUNCH_SECONDS + waves * 2 * 128 * 128 * k / MISALIGNED_FLOPS
+    if odd_sizes.is_slow(problem):
+        return odd_sizes.seconds(_alone(problem), device)
     rows, cols, pieces = _CHOICES
     per_cycle = FLOPS_PER_CYCLE * machine.tensor_share
     waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / machine.sms)
@@ -285,9 +282,15 @@ def _cublas_seconds(problem: Problem, device: Device) -> float:
 
 def _beside_memory(busy: Any, problem: Problem, device: Device) -> Any:
     """Returns how long it takes to multiply, and to move operands and results meanwhile."""
-    alone = dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
-    memory = prediction.problem_bytes(alone) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
+    memory = prediction.problem_bytes(_alone(problem)) / (
+        MEMORY_SHARE * device.machine.dram_bytes_per_second
+    )
     return (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def _alone(problem: Problem) -> Problem:
+    """Returns the problem of one sum, all of which is computed."""
+    return dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
 
 
 _CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np.float64).T
@@ -303,18 +306,5 @@ def _sizes(problem: Problem) -> tuple[int, int, int, int]:
     return max(problem.batch, problem.groups, 1), problem.m, problem.n, problem.k
 
 
-def _rows(problem: Problem) -> tuple[int, ...]:
-    """Bytes of the rows of both operands and of the result as they are stored."""
-    return (
-        problem.a_shape[-1] * problem.a_dtype.itemsize,
-        problem.b_shape[-1] * problem.b_dtype.itemsize,
-        problem.out_shape[-1] * problem.out_dtype.itemsize,
-    )
-
-
-def _is_misaligned(problem: Problem) -> bool:
-    return min(_sizes(problem)[1:]) > 1 and any(row % ROW_BYTES for row in _rows(problem))
-
-
 def _has_parts_of_lines(problem: Problem) -> bool:
-    return any(row % 128 for row in _rows(problem)[:2])
+    return any(row % LINE_BYTES for row in odd_sizes.rows(problem)[:2])

@@ -1,0 +1,74 @@
+"""How long XLA takes where rows are no multiple of 16 bytes, which TMA asks for.
+
+Older kernels of cuBLAS, and one by Triton, compute such products. The constants are a fit to 139
+products of 16 bits and of float32, drawn at random (`h200_odd_sizes.csv`, seeds 5 and 6). 8191,
+4095 and 1001 cubed, which take 6,652, 832 and 30 us, count as well. Half of the predictions are
+within 22%. With 73 others (seed 7) half are within 24%, and nine of ten are at most 27% too long.
+With few rows they are too short more often than too long: a kernel is taken where it is sure to be
+faster. Nobody has measured 8 bits.
+"""
+
+import itertools
+import math
+
+from pallas_gemm.device import Device
+from pallas_gemm.kernels.element_types import SINGLE
+from pallas_gemm.planning import prediction
+from pallas_gemm.problem import ROW_BYTES, Problem
+
+TILES = ((16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
+PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""Into how many a product may be cut along k."""
+LEAST_SECONDS, JOIN_SECONDS = 4.5e-6, 5e-6
+"""Each product takes the first, and the second more if it is cut."""
+FLOPS, MEMORY_BYTES = 1.72e12, 1.31e12
+"""In a second: of an SM that computes tiles of 128 x 128, and of memory."""
+TILE_POWER = 0.24
+"""A tile with half of the elements is computed at 0.5 to this power of the rate."""
+SINGLE_SHARE = 0.38
+"""The share of the rate that float32 reaches."""
+ODD_FLOPS, ODD_BYTES = 0.7, 0.84
+"""Shares of the rate and of the bytes where a row is no multiple of 4 bytes."""
+FEW_ROWS, FEW_SECONDS = 64, 2.5e-6
+"""Up to the first, the kernel by Triton may be taken, which takes the second."""
+FEW_BYTES = {2: 1.33e12, 4: 1.9e12, 8: 2.5e12}
+"""Bytes that it moves in a second, by the number that divides each row of the right operand."""
+
+
+def rows(problem: Problem) -> tuple[int, int, int]:
+    """Returns the bytes of a row of both operands and of the result as they are stored."""
+    return (
+        problem.a_shape[-1] * problem.a_dtype.itemsize,
+        problem.b_shape[-1] * problem.b_dtype.itemsize,
+        problem.out_shape[-1] * problem.out_dtype.itemsize,
+    )
+
+
+def has_odd_rows(problem: Problem) -> bool:
+    """Whether some rows are no multiple of 16 bytes."""
+    return any(row % ROW_BYTES for row in rows(problem))
+
+
+def is_slow(problem: Problem) -> bool:
+    """Whether XLA takes longer for that; a vector it multiplies in another way."""
+    return min(problem.m, problem.n, problem.k) > 1 and has_odd_rows(problem)
+
+
+def seconds(problem: Problem, device: Device) -> float:
+    """Predicts the time of one sum, whatever follows it."""
+    is_odd = any(row % 4 for row in rows(problem)[:2])
+    flops = FLOPS * (ODD_FLOPS if is_odd else 1)
+    flops *= SINGLE_SHARE if problem.a_dtype == SINGLE else 1
+    batch, ways = max(problem.batch, problem.groups, 1), []
+    for (height, width), pieces in itertools.product(TILES, PIECES):
+        tiles = batch * math.ceil(problem.m / height) * math.ceil(problem.n / width) * pieces
+        rate = flops * (height * width / (128 * 128)) ** TILE_POWER
+        each = 2 * height * width * math.ceil(problem.k / pieces) / rate
+        ways.append(math.ceil(tiles / device.sms) * each + (JOIN_SECONDS if pieces > 1 else 0))
+    moved = prediction.problem_bytes(problem)
+    memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
+    total = LEAST_SECONDS + max(min(ways), memory)
+    if problem.m > FEW_ROWS:
+        return total
+    divides = max(size for size in (1, *FEW_BYTES) if rows(problem)[1] % size == 0)
+    return min(total, FEW_SECONDS + moved / FEW_BYTES[max(2, divides)])
