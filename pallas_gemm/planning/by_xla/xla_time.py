@@ -47,9 +47,9 @@ EIGHT_BITS = 1.12
 TURNED_BYTES_LIKE, TURNED_BYTES = 2.4e9, 1.7e10
 """Bytes in a second that an SM reads and writes to transpose an 8-bit operand, where both are of
 one type, and where they differ: 8192 x 8192 takes 425 us, and 4096 x 8192 takes 30 us."""
-AS_STORED_FLOPS = 2.3e12
-"""An SM does this number of operations in a second in XLA's kernel by Triton, which takes 8-bit
-operands as they are stored."""
+AS_STORED_FLOPS, AS_STORED_BYTES = 2.3e12, 2.5e12
+"""In a second, of an SM and of memory, in XLA's kernel by Triton, which takes 8-bit operands as
+they are stored."""
 SINGLE_TURNED = 1.5
 """A product of TF32 takes longer by this factor if its left operand is stored [k, m]. 4096 cubed
 takes 525 us so, and 344 otherwise; 8192 x 4096 x 4096 takes 1030 and 667."""
@@ -237,9 +237,10 @@ def _sum_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of one sum, whatever follows it."""
     if not turns(problem):
         return _cublas_seconds(problem, device)
-    as_stored = problem.flops / problem.sums / (AS_STORED_FLOPS * device.sms)
-    as_stored = _beside_memory(as_stored, problem, device)
-    return min(_turned_seconds(problem, device), LAUNCH_SECONDS + JOIN_SECONDS + as_stored)
+    multiply = problem.flops / problem.sums / (AS_STORED_FLOPS * device.sms)
+    memory = prediction.problem_bytes(_alone(problem)) / AS_STORED_BYTES
+    as_stored = LAUNCH_SECONDS + _norm(multiply, memory)
+    return min(_turned_seconds(problem, device), as_stored)
 
 
 def _turned_seconds(problem: Problem, device: Device) -> float:
@@ -282,9 +283,12 @@ def _cublas_seconds(problem: Problem, device: Device) -> float:
 
 def _beside_memory(busy: Any, problem: Problem, device: Device) -> Any:
     """Returns how long it takes to multiply, and to move operands and results meanwhile."""
-    memory = prediction.problem_bytes(_alone(problem)) / (
-        MEMORY_SHARE * device.machine.dram_bytes_per_second
-    )
+    bandwidth = MEMORY_SHARE * device.machine.dram_bytes_per_second
+    return _norm(busy, prediction.problem_bytes(_alone(problem)) / bandwidth)
+
+
+def _norm(busy: Any, memory: float) -> Any:
+    """Returns how long two things take that hold each other up a little."""
     return (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
 
 
