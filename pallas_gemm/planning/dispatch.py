@@ -14,7 +14,7 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import Call, Options, Signature, SymmetricCall
 from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning import architectures as known_kernels
-from pallas_gemm.planning import heuristics, numerics, plans, prediction, proof
+from pallas_gemm.planning import numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.by_xla import odd_sizes, xla_faster, xla_time
 from pallas_gemm.planning.choice import Reasons
@@ -252,7 +252,7 @@ def _why_not_prepared(plan: Plan, by_xla: float) -> str | None:
     scheme = plan.realigned.scheme
     is_one = plan.otherwise is not None and scheme is not None and not scheme.terms
     most = ONE_HALF_AT_MOST if is_one else 1
-    if plan.seconds + heuristics.more_kernels_seconds(plan.config) < most * by_xla:
+    if plan.seconds < most * by_xla:
         return None
     how = f"of {scheme}" if scheme is not None else "with what prepares operands"
     return (

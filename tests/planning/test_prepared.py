@@ -55,6 +55,8 @@ def _begins_in_a_line(row: dict[str, str]) -> bool:
         ((17, 6222, 3584), "NN", "xla"),
         ((2398, 2560, 1563), "NT", "hopper"),
         ((14, 788, 1024), "NN", "xla"),
+        # Its result alone is odd, and nothing is prepared.
+        ((384, 1731, 2216), "NT", "hopper"),
     ],
 )
 def test_odd_sizes_are_judged_by_the_time_with_passes(
@@ -99,7 +101,18 @@ def test_groups_of_float32_are_rounded_with_all_their_matrices() -> None:
         found = explain(lambda a, b, s: grouped_gemm(a, b, s, transpose_b=True), a, b, sizes)
     assert found.plan is not None
     assert found.plan.realigned.bytes == 8 * (512 * 1024 + 8 * 2048 * 1024)
-    assert not any("store b" in hint for hint in str(found).splitlines())
+
+
+def test_nothing_is_saved_where_what_is_turned_is_rounded_as_well() -> None:
+    hints = []
+    for dtype in (jnp.float32, jnp.float8_e4m3fn):
+        a, b = (jax.ShapeDtypeStruct(x, dtype) for x in ((512, 1024), (8, 1024, 2048)))
+        with target("h200"):
+            found = explain(grouped_gemm, a, b, jax.ShapeDtypeStruct((8,), jnp.int32))
+        assert found.plan is not None
+        assert "transpose" in [step.action for step in found.plan.realigned.passes]
+        hints.append("store b" in str(found))
+    assert hints == [False, True]
 
 
 @pytest.mark.parametrize(("over_xla", "taken"), [(1.1, "hopper"), (0.9, "xla")])
