@@ -137,6 +137,10 @@ def test_weights_on_the_left_are_xlas() -> None:
         ({"tile": (96, 16)}, "a multiple of 64 for each consumer"),
         ({"tile": (128, 12)}, "a multiple of 8, got"),
         ({"tile": (256, 64)}, "a warpgroup holds at most 60 registers of sums, got 128"),
+        (
+            {"tile": (128, 168), "along_k": 1},
+            "a warpgroup holds at most 160 registers of sums, got 168",
+        ),
         # A consumer frees a slot when it has its next one: with four all would wait for ever.
         ({"stages": 4}, "from twice as many to 32, got 4"),
         ({"persistence": "dynamic"}, "persistence must be 'none' or 'static', got 'dynamic'"),

@@ -17,7 +17,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_DEPTH,
     WGMMA_ROWS,
 )
-from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.kernels.hopper.widened.config import MOST_SUMS, WidenedConfig
 from pallas_gemm.problem import Problem
 
 NARROW = 32
@@ -34,9 +34,6 @@ on an H200 instead of 4.8, and 1 x 2048 x 2048 4.1 instead of 3.6. Fewer were no
 """
 MOST_SHARED = 96
 """Registers of sums of a warpgroup, of tiles that CTAs may share: with 128 some are spilled."""
-MOST_SUMS = 160
-"""Registers of sums of a warpgroup. With 168, 16 to 96 bytes are spilled; with 176, WGMMAs wait for
-each other."""
 MOST_OF_FLOATS, MOST_OF_GATED_FLOATS = 40, 16
 """The most columns of a tile of 8-bit floats that a cluster shares, of 128 rows of sums for each
 warpgroup: stored [k, n] by four CTAs and more; gated, in turns of four, by three and more. From 48

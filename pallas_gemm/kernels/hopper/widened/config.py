@@ -29,6 +29,9 @@ ALIGNED = 1024
 """Bytes of which Mosaic begins each buffer at a multiple."""
 SPARE_REGISTERS = 52
 """For addresses, scales, and the weights of a step on their way."""
+MOST_SUMS = 160
+"""Registers of sums of a warpgroup. With 168, 16 to 96 bytes are spilled; with 176, WGMMAs wait for
+each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +263,8 @@ class WidenedConfig(GemmConfig):
             yield f"tile[0] must be a multiple of 64 for each consumer, got tile={self.tile}"
         if cols % WGMMA_COLUMNS:
             yield f"tile[1] must be a multiple of {WGMMA_COLUMNS}, got tile={self.tile}"
-        most = (self.registers.consumer if self.registers else 255) - SPARE_REGISTERS
+        spare = (self.registers.consumer if self.registers else 255) - SPARE_REGISTERS
+        most = min(spare, MOST_SUMS)
         if self.sum_registers > most:
             yield f"a warpgroup holds at most {most} registers of sums, got {self.sum_registers}"
         # A consumer frees a slot when it has its next one.
