@@ -36,8 +36,7 @@ TILES = (
     *((64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64)),
     *((128, 192), (192, 128), (128, 256), (256, 128)),
 )
-PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-"""What a product may be made of: cuBLAS has more, and tells nobody which it takes."""
+"""Tiles of the result: cuBLAS has more, and tells nobody which it takes."""
 FLOPS_PER_CYCLE = 4096
 """An SM of Hopper does this number of operations with 16-bit operands."""
 LAUNCH_SECONDS = 2.08e-6
@@ -297,7 +296,9 @@ def _alone(problem: Problem) -> Problem:
     return dataclasses.replace(problem, epilogue=Epilogue(), symmetric="")
 
 
-_CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np.float64).T
+_CHOICES = np.array(
+    [(*tile, pieces) for tile in TILES for pieces in odd_sizes.PIECES], np.float64
+).T
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int, int]:
