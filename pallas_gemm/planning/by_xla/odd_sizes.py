@@ -2,10 +2,10 @@
 
 Older kernels of cuBLAS, and one by Triton, compute such products. The constants are a fit to 139
 products of 16 bits and of float32, drawn at random (`h200_odd_sizes.csv`, seeds 5 and 6). 8191,
-4095 and 1001 cubed, which take 6,652, 832 and 30 us, count as well. Half of the predictions are
-within 22%. With 73 others (seed 7) half are within 24%, and nine of ten are at most 27% too long.
-With few rows they are too short more often than too long: a kernel is taken where it is sure to be
-faster. Nobody has measured 8 bits.
+4095 and 1001 cubed, which take 6,652, 832 and 30 us, count as well; 21 us are predicted for the
+last. Half of the predictions are within 22%. With 73 others (seed 7) half are within 24%, and nine
+of ten are at most 27% too long. With few rows they are too short more often than too long, so that
+XLA computes some products that a kernel would compute sooner. Nobody has measured 8 bits.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from pallas_gemm.problem import ROW_BYTES, Problem
 
 TILES = ((16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 PIECES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-"""Into how many a product may be cut along k, whatever its sizes."""
+"""The numbers of pieces along k, of odd and of other sizes."""
 LEAST_SECONDS, JOIN_SECONDS = 4.5e-6, 5e-6
 """Each product takes the first, and the second more if it is cut."""
 FLOPS, MEMORY_BYTES = 1.72e12, 1.31e12
