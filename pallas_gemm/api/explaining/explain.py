@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api import arguments
-from pallas_gemm.api.explaining.asked import Asked, last_layers, products, quantized
+from pallas_gemm.api.explaining.asked import Asked, for_gpu, last_layers, products, quantized
 from pallas_gemm.api.explaining.explanation import Explanation
 from pallas_gemm.api.explaining.findings import Entry
 from pallas_gemm.api.explaining.passes import passes_of
@@ -81,7 +81,7 @@ def _explained(program: Trace, outside: list[Outside]) -> Explanation:
     gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
     device = targeting.known_target() or gpu
     asked = list(_with_reasons(products(program, gpu), outside))
-    entries = [list(_entries(own, gpu, device)) for own in asked]
+    entries = [list(_entries(own, device)) for own in asked]
     # What is copied is copied once, however many products read it; XLA's own read what is stored.
     by_kernels = [
         own
@@ -162,7 +162,7 @@ def _with_reasons(found: Iterable[Asked], outside: list[Outside]) -> Iterator[As
             yield own
 
 
-def _entries(asked: Asked, gpu: Any, device: Device | None) -> Iterator[Entry]:
+def _entries(asked: Asked, device: Device | None) -> Iterator[Entry]:
     """Yields what is said of a product; of each of a sum that no kernel computes at once."""
     common = {"origin": asked.origin, "times": asked.times, "is_ours": asked.is_ours}
     if asked.outside is not None:
@@ -171,9 +171,8 @@ def _entries(asked: Asked, gpu: Any, device: Device | None) -> Iterator[Entry]:
         yield Entry(Decision("xla", problem, why), seconds, **common, is_outside=asked.is_ours)
     if asked.call is None:
         return
-    call = _for_gpu(asked.call, gpu)
-    for decision in _decided(call, asked):
-        yield Entry(decision, _by_xla(call, decision, device), **common)
+    for decision in _decided(asked.call, asked):
+        yield Entry(decision, _by_xla(asked.call, decision, device), **common)
 
 
 def _by_xla(call: Call, decision: Decision, device: Device | None) -> float | None:
@@ -210,7 +209,7 @@ def _decided_alone(call: Call, signature: Signature, meshes: tuple[AbstractMesh,
 
 
 def _decided_part(part: Part, gpu: Any) -> Decision:
-    decision = dispatch.decide(_for_gpu(part.call, gpu), part.signature)
+    decision = dispatch.decide(for_gpu(part.call, gpu), part.signature)
     text = f"one device's part; the mesh splits {part.split}"
     if not isinstance(part.call, GroupedCall):
         text = f"{text}; {_traffic_text(part.whole)}"
@@ -244,10 +243,6 @@ def _received_by_xla(whole: Shared) -> float:
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:.3g} MB"
-
-
-def _for_gpu(call: Call, gpu: Any) -> Call:
-    return call.with_target(gpu) if call.options.target is None else call
 
 
 def _mesh_text(mesh: Any) -> str:

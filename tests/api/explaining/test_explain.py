@@ -19,6 +19,8 @@ from pallas_gemm import (
     explain,
     gated_gemm,
     gemm,
+    grouped_gemm,
+    linear_cross_entropy,
     matmul,
     ragged_dot,
     round_once,
@@ -26,6 +28,7 @@ from pallas_gemm import (
 )
 from pallas_gemm.api.explaining import explanation
 from pallas_gemm.kernels.hopper import kernel as hopper
+from pallas_gemm.planning import targeting
 from pallas_gemm.planning.realign import Step
 from pallas_gemm.problem import Problem
 
@@ -196,7 +199,7 @@ TURNED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
         [],
     ),
     "a product": (
-        lambda a, b: gemm(a, gemm(a, b).T),
+        lambda a, b: gemm(gemm(a, b).T, a),
         ((256, 256), (256, 256)),
         [],
     ),
@@ -547,3 +550,42 @@ def test_the_rest_of_an_epilogue_is_no_reason_to_store_an_operand_otherwise() ->
     assert "after it the rest of the epilogue by XLA: " in text
     assert "side by side" not in text
     assert [copy.is_epilogue for copy in explained.copies] == [True]
+
+
+def _squares(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return s.astype(jnp.bfloat16), jnp.sum(s * s, -1)
+
+
+def _of_groups(a: Any, b: Any) -> Any:
+    sizes = jnp.asarray([512, 1536], jnp.int32)
+    return grouped_gemm(a, jnp.stack([b, b]), sizes, epilogue=_squares)
+
+
+def _last_layer(a: Any, b: Any) -> Any:
+    return linear_cross_entropy(a, b, jnp.zeros(len(a), int))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        gemm,
+        functools.partial(gemm, epilogue=_squares),
+        _of_groups,
+        lambda a, b: gated_gemm(a, b, b, epilogue=lambda gate, up: gate * up),
+        jax.grad(lambda a, b: _last_layer(a, b).sum()),
+        lambda a, b: gemm(gemm(a, b).T, a),
+        lambda a, b: jnp.tanh(a @ b),
+        pallas_gemm.accelerate(lambda a, b: jnp.tanh(a @ b)),
+    ],
+    ids=("plain", "function", "groups", "gated", "last", "turned", "jax", "accelerated"),
+)
+def test_a_gpu_that_is_here_is_planned_for_like_one_that_is_named(
+    f: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = _shape(2048, 1024), _shape(1024, 4096)
+    with target("h200") as device:
+        named = str(explain(f, *operands))
+    assert "no GPU" not in named
+    monkeypatch.setattr(targeting, "first_gpu", lambda: device)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert str(explain(f, *operands)) == named
