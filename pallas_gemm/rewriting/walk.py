@@ -209,15 +209,29 @@ class Rewriter:
             return own
         for name, x in zip(("lhs", "rhs"), own.factors, strict=True):
             own = self._of_stored(own, name, level.maker(x), level, unread)
-        turn = level.only_reader(own.out)
-        if turn is not None and turn.primitive.name == "transpose":
-            letters = "".join(own.dims.out[i] for i in turn.params["permutation"])
-            new = products.turned(own, self._how, out=(letters, turn.outvars[0]))
-            if new is not None:
-                # The product is its own transposition.
-                own = new
-                level.remove(turn)
+        own = self._as_wanted(own, level)
         level.replace(equation, products.equation_of(own, equation))
+        return own
+
+    def _as_wanted(self, own: Dense, level: Level) -> Dense:
+        """Returns a product without the transpositions of its result, if it can do without.
+
+        There may be two that cancel: the gradient of `w` in `x @ w.T` has them.
+        """
+        turns: list[Any] = []
+        ways: list[str] = [own.dims.out]
+        while (turn := level.only_reader(turns[-1].outvars[0] if turns else own.out)) is not None:
+            if turn.primitive.name != "transpose":
+                break
+            turns.append(turn)
+            ways.append("".join(ways[-1][i] for i in turn.params["permutation"]))
+        while turns:
+            new = products.turned(own, self._how, out=(ways.pop(), turns[-1].outvars[0]))
+            if new is not None:
+                for turn in turns:
+                    level.remove(turn)
+                return new
+            turns.pop()
         return own
 
     def _of_stored(

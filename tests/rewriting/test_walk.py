@@ -98,6 +98,26 @@ def test_transpositions_around_a_product_are_read_as_stored() -> None:
     assert "transpose" not in names(program) + names(gradients)
 
 
+@pytest.mark.parametrize(
+    ("f", "left"),
+    [
+        # The gradient of w is transposed twice.
+        (lambda x, w: jax.vjp(lambda w: x @ w.T, w)[1](x), 0),
+        (lambda x, w: (x @ w).T.T, 0),
+        (lambda x, w: (x.reshape(2, -1, N) @ w).transpose(1, 2, 0).transpose(2, 0, 1), 0),
+        # One of two can be left out.
+        (lambda x, w: (x.reshape(2, -1, N) @ jnp.stack([w, w])).mT.transpose(2, 1, 0), 1),
+    ],
+    ids=("gradient", "twice", "around", "one"),
+)
+def test_a_product_is_stored_as_several_transpositions_leave_it(f: Any, left: int) -> None:
+    args = operands()
+    program, found = _accelerated(f, *args)
+    assert_same(found, jax.jit(f)(*args))
+    assert names(program).count("transpose") == left
+    assert not [x for x in names(program) if x in DOTS]
+
+
 def test_a_transposition_that_others_read_stays() -> None:
     def f(x: Any, w: Any) -> Any:
         product = x @ w
