@@ -25,7 +25,7 @@ class Smem(NamedTuple):
         b: Slots of the right operand.
         out: Store slots for TMA of each result, for each width of a chunk; none if threads store
             the result and no operand of its type is loaded.
-        lines: Store slots for threads, or None.
+        lines: Store slots of each result for threads; none if TMA stores them.
         mirrored: Store slots for what is stored a second time, on the other side of the diagonal.
         loaded: Slots of operands of the epilogue that have their own, like `out`.
         columns: The columns of a tile as each warp has reduced them, or None.
@@ -36,7 +36,7 @@ class Smem(NamedTuple):
     a: Any = None
     b: Any = None
     out: Any = ()
-    lines: Any = None
+    lines: Any = ()
     mirrored: Any = None
     loaded: Any = ()
     columns: Any = None
@@ -134,7 +134,9 @@ def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
     buffers = Smem(
         columns=plgpu.SMEM(columns, jnp.float32) if columns else None,
         out=tuple(boxed(by_tma, dtype) for dtype in problem.result_dtypes) if uses_out else (),
-        lines=None if plan.stored_by_tma else plgpu.SMEM(plan.line_slots_shape, problem.out_dtype),
+        lines=()
+        if plan.stored_by_tma
+        else tuple(plgpu.SMEM(plan.line_slots_shape, dtype) for dtype in problem.result_dtypes),
         mirrored=boxed(mirrored, problem.out_dtype) if problem.symmetric else None,
         loaded=tuple(boxed(by_tma, dtype) for dtype in problem.own_dtypes),
     )

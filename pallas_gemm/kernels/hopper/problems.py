@@ -23,7 +23,7 @@ MOST_ARRAYS = 6
 
 
 def stored_by_tma(problem: Problem) -> bool:
-    """Whether TMA stores the result; else its rows are of an odd length, and threads store it."""
+    """Whether TMA stores the results; else rows of one are of an odd length, and threads do."""
     lengths = [problem.out_shape[-1] * dtype.itemsize for dtype in problem.result_dtypes]
     return all(size % ROW_BYTES == 0 for size in lengths)
 
@@ -114,7 +114,7 @@ def _program_refusals(problem: Problem) -> Iterator[str]:
         )
     if problem.reductions and problem.accumulator_dtype != np.float32:
         yield f"sums of {problem.a_dtype} are not reduced"
-    for dtype in {*arrays, *loaded}:
+    for dtype in {*arrays, *loaded} if loaded else ():
         if problem.out_shape[-1] * dtype.itemsize % ROW_BYTES:
             yield (
                 "results and operands of a function need rows of a multiple of 16 bytes, got"

@@ -263,7 +263,7 @@ def _store_twice(cta: Cta, me: Scalar, at: place.Where, number: int, values: Val
         arrays.store_if(plan, made, view.box, target)
 
 
-def _store_by_threads(cta: Cta, me: Scalar, at: place.Where, number: int, values: Values) -> None:
+def _store_by_threads(cta: Cta, me: Scalar, at: place.Where, number: int, *values: Values) -> None:
     """Here, `commit_smem` is a barrier of the consumer's threads.
 
     A thread that is through the barrier of one chunk has read all that it stores of the chunk
@@ -273,13 +273,15 @@ def _store_by_threads(cta: Cta, me: Scalar, at: place.Where, number: int, values
     first, shape = (at.row + chunk.row, at.col + chunk.col), (chunk.rows, chunk.cols)
     if plan.problem.transpose_out:
         first, shape = first[::-1], shape[::-1]
-    slot = cta.slots.lines.at[me, number % plan.config.store_slots, : shape[0], : shape[1]]
+    here = me, number % plan.config.store_slots, slice(shape[0]), slice(shape[1])
+    slots = [slots.at[here] for slots in cta.slots.lines]
     if plan.stores_in_flight(number) == 0:
         plgpu.commit_smem()
-    arrays.write_lines(plan, slot, values, transposed=plan.problem.transpose_out)
+    for slot, x in zip(slots, values, strict=True):
+        arrays.write_lines(plan, slot, x, transposed=plan.problem.transpose_out)
     plgpu.commit_smem()
-    result = place.matrix(cta.out[0], at.batch)
-    lines.store(plan, slot, result, first, plan.clipped_length(number))
+    for slot, out in zip(slots, cta.out, strict=True):
+        lines.store(plan, slot, place.matrix(out, at.batch), first, plan.clipped_length(number))
 
 
 def fetch(cta: Cta, me: Scalar, at: place.Where, chunks: Iterable[int]) -> None:
