@@ -81,15 +81,23 @@ class Taken(NamedTuple):
     columns: list[Any]
 
 
-def either_way(plan: HopperPlan, at: place.Where, run: Callable[[bool], Any]) -> Any:
+def edges(plan: HopperPlan) -> list[int]:
+    """Returns the axes along which a tile may hold what no reduction may count.
+
+    What is reduced along columns leaves out rows beyond the last one, and the other way round.
+    """
+    sizes, kinds = (plan.problem.m, plan.problem.n), [own.kind for own in plan.problem.reductions]
+    return [i for i, kind in enumerate("nm") if kind in kinds and sizes[i] != plan.reach[i]]
+
+
+def either_way(plan: HopperPlan, at: place.Where, run: Callable[[bool], Rows]) -> Rows:
     """Runs `run(reaches)`, where `reaches` is whether the tile may reach beyond an edge.
 
     It is in the kernel twice then: most tiles have nothing to compare. Where strips choose for
     themselves, each has registers for both.
     """
-    sizes = plan.problem.m, plan.problem.n
-    beyond = [i for i, size in enumerate(sizes) if size != plan.reach[i]]
-    if not plan.problem.reductions or not beyond:
+    sizes, beyond = (plan.problem.m, plan.problem.n), edges(plan)
+    if not beyond:
         return run(False)
     ends = [first + size for first, size in zip(at[1:3], plan.consumer_out_tile, strict=True)]
     reaches = functools.reduce(jnp.logical_or, [ends[i] > sizes[i] for i in beyond])

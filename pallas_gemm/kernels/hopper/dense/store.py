@@ -69,22 +69,16 @@ def store_finished(cta: Cta, me: Scalar, tile: Tile, number: int) -> None:
 def finish(cta: Cta, me: Scalar, total: Values, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
-    Returns its chunks; what is reduced is stored.
+    Returns its chunks; what is reduced is stored. All tiles compare where they end, if one may
+    reach beyond an edge: from two branches, a whole tile comes only through memory.
     """
-    chunks = reduce.either_way(cta.plan, at, functools.partial(_finish, cta, me, total, at))
-    reduce.leave_columns(cta, me, at)
-    return chunks
-
-
-def _finish(cta: Cta, me: Scalar, total: Values, at: place.Where, reaches: bool) -> list[Any]:
     plan = cta.plan
     height, width = plan.consumer_out_tile
-    whole = Chunk(0, height, 0, width)
-    columns = plan.strips(width, reaches=reaches)
+    whole, reaches = Chunk(0, height, 0, width), bool(reduce.edges(plan))
+    columns = plan.strips(width)
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else columns
     sums = _sums(plan, total, whole, columns)
     strips: list[Any] = []
-    reduced: list[Any] = []
     rows: reduce.Rows = ()
     picked = _pick(cta, Tile(total, at, reaches), whole, rows)
     for own, x in zip(columns, sums, strict=True):
@@ -93,9 +87,10 @@ def _finish(cta: Cta, me: Scalar, total: Values, at: place.Where, reaches: bool)
         taken = reduce.take(cta, strip, values, rows, picked)
         (value,), rows = taken.whole, taken.rows
         strips.append(value)
-        reduced.append(taken.columns)
-    reduce.keep_columns(cta, me, 0, reduced)
+        # Registers hold no columns of all strips beside the sums.
+        reduce.keep_columns(cta, me, own.start, [taken.columns])
     reduce.leave_rows(cta, at, rows)
+    reduce.leave_columns(cta, me, at)
     return taken_apart(plan, _side_by_side(strips), plan.chunks)
 
 
