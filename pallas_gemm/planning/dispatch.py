@@ -278,10 +278,11 @@ def _why_not_widened(call: Call, problem: Problem, plan: Plan) -> str | None:
 def _why_apart(call: Call, signature: Signature, problem: Problem, plan: Plan) -> str | None:
     """Returns why XLA applies a function to a product of float32; None if the kernel does.
 
-    The product is multiplied in arrays of float16 then, which takes no function.
+    The product is multiplied in arrays of float16 then, which takes no function, and no groups.
     """
     is_named = call.options.names_something or call.options.numerics is not None
-    if call.epilogue.program is None or problem.a_dtype != SINGLE or is_named:
+    is_one = problem.a_dtype == SINGLE and not problem.in_groups
+    if call.epilogue.program is None or not is_one or is_named:
         return None
     alone = decide(plans.sums_only(call, signature), signature[: 1 + problem.sums]).plan
     if alone is None or alone.otherwise is None:

@@ -94,6 +94,16 @@ def test_explain_says_which_part_is_xlas() -> None:
     assert "the rest of the epilogue by XLA: the function computes nothing" in str(nothing)
 
 
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16, F32])
+def test_a_function_of_each_type_is_planned(dtype: Any) -> None:
+    a, b = (jax.ShapeDtypeStruct(x, dtype) for x in ((1024, 3072), (4, 3072, 704)))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    with target("h200"):
+        found = explain(lambda *x: grouped_gemm(*x, epilogue=jnp.tanh), a, b, sizes)
+    assert found.implementation == "hopper"
+    assert not found.copies
+
+
 def test_a_promise_holds_of_what_a_kernel_computes() -> None:
     a, b = _drawn((M, K), (GROUPS, K, N))
     how = {"implementation": "interpret", "config": SMALL, "numerics": numerics(invariant="rows")}

@@ -117,7 +117,7 @@ def products(program: Trace, gpu: Any = None) -> Iterator[Asked]:
             yield _of_jax(operation, gpu)
 
 
-def for_gpu(call: Call, gpu: Any) -> Call:
+def for_gpu[C: Call](call: C, gpu: Any) -> C:
     """Returns a call with a GPU to plan for, unless it names one."""
     return call.with_target(gpu) if call.options.target is None else call
 
@@ -213,10 +213,10 @@ def _of_ours(operation: Operation, turned: list[Turned | None], gpu: Any) -> Ite
         every = waiting_kernels(avals) if waits else [(avals, keep)]
         for types, keep in every:
             function, own = function_of(layer, keep, types), signature_of(tuple(types))
-            call = for_gpu(layer.call, gpu)
-            yield _of_dense_function(equation, call, layer.contraction, function, own, common)
+            own_call = for_gpu(layer.call, gpu)
+            yield _of_dense_function(equation, own_call, layer.contraction, function, own, common)
         return
-    call = for_gpu(equation.params["call"], gpu)
+    call: Any = for_gpu(equation.params["call"], gpu)
     if equation.primitive is fused_p:
         dims, function = (equation.params[x] for x in ("contraction", "function"))
         yield _of_dense_function(equation, call, dims, function, given, common)

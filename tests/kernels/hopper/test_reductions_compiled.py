@@ -68,18 +68,27 @@ def _both(s: Any) -> Any:
     return z, largest, jnp.sum(jax.nn.gelu(s), 0)
 
 
-@pytest.mark.parametrize("function", [_largest, _columns, _both])
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (4096, 4088), (4088, 4096)])
-def test_no_tile_that_is_stored_late_spills(function: Any, rows: int, columns: int) -> None:
-    """Wherever the result ends: the last tiles reach beyond the last row, or the last column."""
-    shapes = (rows, 1024), (columns, 1024)
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    stages = 4 if function is _largest else 3
-    config = HopperConfig(tile=(128, 256), stages=stages, late_store=True)
+def _late(function: Any, columns: int, stages: int, *shapes: tuple[int, int]) -> Any:
+    """Compiles a kernel of tiles of some columns that are stored late."""
+    config = HopperConfig(tile=(128, columns), stages=stages, late_store=True)
 
     def run(a: Any, b: Any) -> Any:
         with target(H200):
             return gemm(a, b, epilogue=function, config=config, transpose_b=True)
 
-    (found,) = summaries.KEPT.of(run, a, b, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    return found.spill_bytes, found.serialized
+
+
+@pytest.mark.parametrize("function", [_largest, _columns, _both])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (4096, 4088), (4088, 4096)])
+def test_no_tile_that_is_stored_late_spills(function: Any, rows: int, columns: int) -> None:
+    """Wherever the result ends: the last tiles reach beyond the last row, or the last column."""
+    stages = 4 if function is _largest else 3
+    assert _late(function, 256, stages, (rows, 1024), (columns, 1024)) == (0, "")
+
+
+@pytest.mark.parametrize("columns", [144, 160, 176, 208, 224])
+def test_columns_are_reduced_in_tiles_of_any_width(columns: int) -> None:
+    assert _late(_columns, columns, 3, (4096, 1024), (4000, 1024)) == (0, "")

@@ -84,7 +84,7 @@ class Taken(NamedTuple):
 def edges(plan: HopperPlan) -> list[int]:
     """Returns the axes along which a tile may hold what no reduction may count.
 
-    What is reduced along columns leaves out rows beyond the last one, and the other way round.
+    Reductions along columns leave out rows beyond the last one, and the other way round.
     """
     sizes, kinds = (plan.problem.m, plan.problem.n), [own.kind for own in plan.problem.reductions]
     return [i for i, kind in enumerate("nm") if kind in kinds and sizes[i] != plan.reach[i]]
