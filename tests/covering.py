@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 Case = dict[str, Any]
+TRIES = 8
+"""How often cases are chosen, equally good ones in another order; the fewest are taken."""
 
 
 def pairs(
@@ -45,13 +47,25 @@ def pairs(
     meetings = np.ravel_multi_index(
         tuple(numbers[:, together].swapaxes(0, 1)), (sizes.sum(),) * strength
     )
-    is_new = np.zeros(sizes.sum() ** strength, bool)
-    is_new[meetings] = True
-    chosen: list[Case] = []
-    while True:
+    there, numbered = np.unique(meetings, return_inverse=True)
+    numbered = numbered.reshape(meetings.shape)
+    tries = [_chosen(numbered, len(there), rng) for _ in range(TRIES)]
+    return [cases[number] for number in min(tries, key=len)]
+
+
+def _chosen(meetings: np.ndarray, count: int, rng: np.random.Generator) -> list[int]:
+    """Returns cases that hold each of `count` meetings.
+
+    Args:
+        meetings: The numbers of the meetings in each case.
+        count: How many there are.
+        rng: Chooses among equally good cases.
+    """
+    is_new = np.ones(count, bool)
+    chosen: list[int] = []
+    while is_new.any():
         news = is_new[meetings].sum(axis=1)
-        best = int(np.argmax(news))
-        if not news[best]:
-            return chosen
+        best = int(rng.choice(np.flatnonzero(news == news.max())))
         is_new[meetings[best]] = False
-        chosen.append(cases[best])
+        chosen.append(best)
+    return chosen

@@ -242,18 +242,19 @@ def test_in_shard_map() -> None:
 
 
 @pytest.mark.parametrize(("k", "n"), [(1024, 1024), (1023, 1024), (1024, 1001)], ids=str)
-def test_a_kernel_that_needs_operands_realigned_leaves_the_function_to_xla(k: int, n: int) -> None:
+def test_a_kernel_that_needs_operands_padded_leaves_the_function_to_xla(k: int, n: int) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((2048, k), (k, n))]
     bias = jax.ShapeDtypeStruct((n,), F32)
     with target("h200"):
         explained = explain(_ours(_kept), *shapes, bias)
     [product] = explained.products
     assert product.implementation == "hopper"
-    is_odd = (k, n) != (1024, 1024)
     assert product.plan is not None
-    assert bool(product.plan.realigned.steps) == is_odd
-    assert (product.problem.epilogue.program is None) == is_odd
-    assert ("the rest of the epilogue by XLA" in str(explained)) == is_odd
+    assert bool(product.plan.realigned.steps) == ((k, n) != (1024, 1024))
+    # A factor may be turned, and is not padded. Results may have any length.
+    is_apart = k % 8 > 0
+    assert (product.problem.epilogue.program is None) == is_apart
+    assert ("the rest of the epilogue by XLA" in str(explained)) == is_apart
 
 
 @pytest.mark.parametrize("layout", ["NN", "TN", "TT", "NT"])
