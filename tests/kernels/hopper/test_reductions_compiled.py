@@ -1,4 +1,4 @@
-"""Compiled for an H200: no tile spills registers that is reduced, wherever it ends."""
+"""Compiled for an H200: kernels that reduce spill no registers, wherever the result ends."""
 
 import functools
 from typing import Any

@@ -87,7 +87,7 @@ def finish(cta: Cta, me: Scalar, total: Values, at: place.Where) -> list[Any]:
         taken = reduce.take(cta, strip, values, rows, picked)
         (value,), rows = taken.whole, taken.rows
         strips.append(value)
-        # Registers hold no columns of all strips beside the sums.
+        # Registers cannot hold the columns of all strips beside the sums.
         reduce.keep_columns(cta, me, own.start, [taken.columns])
     reduce.leave_rows(cta, at, rows)
     reduce.leave_columns(cta, me, at)
