@@ -15,12 +15,14 @@ choose are 1% slower than the fastest that were tried.
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.costs import Costs
-from pallas_gemm.planning.realign import Realigned
+from pallas_gemm.planning.realign import Realigned, Step
 from pallas_gemm.problem import Problem
 
 LAUNCH_SECONDS = 1.95e-6
@@ -211,13 +213,16 @@ def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Devi
 def pass_seconds(realigned: Realigned, device: Device) -> float:
     """Predicts the time of the passes over operands and result around a kernel."""
     bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
-    is_narrow, total = realigned.problem.a_dtype.itemsize == 1, 0.0
-    for step in realigned.passes:
-        if step.bytes:
-            turned = step.bytes if is_narrow and step.action == "transpose" else 0
-            more = TURNED_MORE * max(0.0, turned - TURNED_IN_CACHE)
-            total += LAUNCH_SECONDS + (step.bytes + more) / bandwidth
-    return total
+    dtype = realigned.problem.a_dtype
+    counted = (_pass_bytes(step, dtype) for step in realigned.passes if step.bytes)
+    return sum(LAUNCH_SECONDS + count / bandwidth for count in counted)
+
+
+def _pass_bytes(step: Step, dtype: np.dtype) -> float:
+    """Returns the bytes of a pass; more than it moves where a transposition is slower than that."""
+    if step.action != "transpose" or dtype.itemsize > 1:
+        return step.bytes
+    return step.bytes + TURNED_MORE * max(0.0, step.bytes - TURNED_IN_CACHE)
 
 
 def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> float:

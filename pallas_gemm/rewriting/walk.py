@@ -219,19 +219,17 @@ class Rewriter:
         There may be two that cancel: the gradient of `w` in `x @ w.T` has them.
         """
         turns: list[Any] = []
-        ways: list[str] = [own.dims.out]
-        while (turn := level.only_reader(turns[-1].outvars[0] if turns else own.out)) is not None:
-            if turn.primitive.name != "transpose":
-                break
+        stored = [(own.dims.out, own.out)]
+        while (turn := level.only_reader(stored[-1][1])) and turn.primitive.name == "transpose":
+            letters = "".join(stored[-1][0][i] for i in turn.params["permutation"])
             turns.append(turn)
-            ways.append("".join(ways[-1][i] for i in turn.params["permutation"]))
-        while turns:
-            new = products.turned(own, self._how, out=(ways.pop(), turns[-1].outvars[0]))
+            stored.append((letters, turn.outvars[0]))
+        for count in range(len(turns), 0, -1):
+            new = products.turned(own, self._how, out=stored[count])
             if new is not None:
-                for turn in turns:
+                for turn in turns[:count]:
                     level.remove(turn)
                 return new
-            turns.pop()
         return own
 
     def _of_stored(

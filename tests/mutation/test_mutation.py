@@ -182,7 +182,7 @@ print(json.dumps(found), file=open(OUT, "w"))
 
 def test_mistakes_are_told_from_what_changes_nothing(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "found.json"
-    # One that draws nothing: a test that draws its cases was seen to fail in a fork of a busy run.
+    # This test draws nothing. One that draws its cases failed in a fork, in two runs of all tests.
     test = (
         "tests/schedules/test_schedules_orders.py::test_drawings_in_the_docstrings_are_true[.table]"
     )

@@ -98,28 +98,19 @@ class Asked:
     turned: tuple[Turned, ...] = ()
 
 
-def products(program: Trace, gpu: Any = None) -> Iterator[Asked]:
+def products(program: Trace) -> Iterator[Asked]:
     """Yields each product of a program.
 
     An operand that is read as it is stored is one of its operation afterwards.
-
-    Args:
-        program: The program.
-        gpu: The GPU to plan for where none is targeted; None if there is none.
     """
     users = program.users()
     for operation in program.operations:
         if operation.equation.primitive is product_p:
-            yield _of_product(operation, [_turned(x, users) for x in _inputs(operation)], gpu)
+            yield _of_product(operation, [_turned(x, users) for x in _inputs(operation)])
         elif operation.equation.primitive in _OURS:
-            yield from _of_ours(operation, [_turned(x, users) for x in _inputs(operation)], gpu)
+            yield from _of_ours(operation, [_turned(x, users) for x in _inputs(operation)])
         elif operation.name in _OF_JAX:
-            yield _of_jax(operation, gpu)
-
-
-def for_gpu[C: Call](call: C, gpu: Any) -> C:
-    """Returns a call with a GPU to plan for, unless it names one."""
-    return call.with_target(gpu) if call.options.target is None else call
+            yield _of_jax(operation)
 
 
 def last_layers(program: Trace) -> tuple[str, ...]:
@@ -177,10 +168,10 @@ def _common(operation: Operation) -> dict[str, Any]:
     return {"meshes": meshes, "origin": origin, "times": operation.times}
 
 
-def _of_product(operation: Operation, turned: list[Turned | None], gpu: Any) -> Asked:
+def _of_product(operation: Operation, turned: list[Turned | None]) -> Asked:
     """Returns one product, of operands as they are stored where it is lowered so."""
     equation = operation.equation
-    call, dims = for_gpu(equation.params["call"], gpu), equation.params["contraction"]
+    call, dims = (equation.params[x] for x in ("call", "contraction"))
     given = signature_of(tuple(v.aval for v in equation.invars))
     common = _common(operation)
     if not common["meshes"]:
@@ -202,7 +193,7 @@ def _of_product(operation: Operation, turned: list[Turned | None], gpu: Any) -> 
     return Asked(*own, **common, copies=copies, turned=needless)
 
 
-def _of_ours(operation: Operation, turned: list[Turned | None], gpu: Any) -> Iterator[Asked]:
+def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Asked]:
     """Yields the products of one primitive of ours."""
     equation, common = operation.equation, _common(operation)
     given = signature_of(tuple(v.aval for v in equation.invars))
@@ -213,10 +204,9 @@ def _of_ours(operation: Operation, turned: list[Turned | None], gpu: Any) -> Ite
         every = waiting_kernels(avals) if waits else [(avals, keep)]
         for types, keep in every:
             function, own = function_of(layer, keep, types), signature_of(tuple(types))
-            own_call = for_gpu(layer.call, gpu)
-            yield _of_dense_function(equation, own_call, layer.contraction, function, own, common)
+            yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)
         return
-    call: Any = for_gpu(equation.params["call"], gpu)
+    call = equation.params["call"]
     if equation.primitive is fused_p:
         dims, function = (equation.params[x] for x in ("contraction", "function"))
         yield _of_dense_function(equation, call, dims, function, given, common)
@@ -293,12 +283,12 @@ def _why_apart(decision: Decision) -> str:
     return "; ".join((decision.reason, *reasons[:1]))
 
 
-def _of_jax(operation: Operation, gpu: Any) -> Asked:
+def _of_jax(operation: Operation) -> Asked:
     """Returns a product of JAX's own as it would be if it were asked of this package."""
     equation = operation.equation
     common = _common(operation) | {"is_ours": lines.is_ours(equation.source_info)}
     given = signature_of(tuple(v.aval for v in equation.invars))
-    own = (_grouped if len(given) > 2 else _dense)(equation, given, known_target() or gpu)
+    own = _grouped(equation, given) if len(given) > 2 else _dense(equation, given)
     dtype = np.dtype(equation.outvars[0].aval.dtype)
     types = {kind for _, kind in given[:2]}
     precision = rewriting.precision_of(equation)
@@ -314,18 +304,18 @@ def _of_jax(operation: Operation, gpu: Any) -> Asked:
     return Asked(call, signature, **common)
 
 
-def _dense(equation: Any, given: Signature, gpu: Any) -> tuple[Call, Signature]:
+def _dense(equation: Any, given: Signature) -> tuple[Call, Signature]:
     """Returns what a `lax.dot_general` is as a product of matrices."""
     call, dims = rewriting.dense_of(equation)
-    return merged(call.with_target(gpu), dims, given)[:2]
+    return merged(call.with_target(known_target()), dims, given)[:2]
 
 
-def _grouped(equation: Any, given: Signature, gpu: Any) -> tuple[Call, Signature] | Problem:
+def _grouped(equation: Any, given: Signature) -> tuple[Call, Signature] | Problem:
     """Returns what a `lax.ragged_dot_general` is; its size if it is no product of matrices."""
     call = rewriting.groups_of(equation)
     if isinstance(call, Problem):
         return call
-    return call.with_target(gpu), given[:3]
+    return call.with_target(known_target()), given[:3]
 
 
 def _needless(

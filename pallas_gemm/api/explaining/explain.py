@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_gemm.api import arguments
-from pallas_gemm.api.explaining.asked import Asked, for_gpu, last_layers, products, quantized
+from pallas_gemm.api.explaining.asked import Asked, last_layers, products, quantized
 from pallas_gemm.api.explaining.explanation import Explanation
 from pallas_gemm.api.explaining.findings import Entry
 from pallas_gemm.api.explaining.passes import passes_of
@@ -78,9 +78,8 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
 
 def _explained(program: Trace, outside: list[Outside]) -> Explanation:
     """Explains a program of which some calls are known to be XLA's."""
-    gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
-    device = targeting.known_target() or gpu
-    asked = list(_with_reasons(products(program, gpu), outside))
+    device = targeting.known_target()
+    asked = list(_with_reasons(products(program), outside))
     entries = [list(_entries(own, device)) for own in asked]
     # What is copied is copied once, however many products read it; XLA's own read what is stored.
     by_kernels = [
@@ -121,7 +120,6 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
         Exception: A kernel or config that a call names cannot compute a device's part; the message
             says which axes of the mesh split what.
     """
-    gpu = targeting.first_gpu() if jax.default_backend() == "gpu" else None
 
     def anew(*args: Any) -> Any:
         return f(*args)
@@ -131,14 +129,20 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     with noted() as parts:
         jax.jit(anew).lower(*args).compile()
     nothing = "no product that a mesh splits; explain has what each device computes for itself"
-    entries = tuple(Entry(_decided_part(part, gpu)) for part in parts.found)
+    entries = tuple(Entry(_decided_part(part)) for part in parts.found)
     return Explanation(entries, nothing=nothing)
 
 
 def _target_of(leaves: list[Any]) -> Any:
-    """Plans for the GPU that the arguments are on, which tracing them would forget."""
+    """Plans for the GPU that the arguments are on, which tracing them would forget, or for ours."""
     known = targeting.known_target(*(leaf for leaf in leaves if arguments.is_array(leaf)))
+    known = known or _own_gpu()
     return contextlib.nullcontext() if known is None else targeting.target(known)
+
+
+def _own_gpu() -> Device | None:
+    """Returns the first GPU of a process that computes on GPUs."""
+    return targeting.first_gpu() if jax.default_backend() == "gpu" else None
 
 
 def _with_reasons(found: Iterable[Asked], outside: list[Outside]) -> Iterator[Asked]:
@@ -208,8 +212,9 @@ def _decided_alone(call: Call, signature: Signature, meshes: tuple[AbstractMesh,
     return dataclasses.replace(decision, mesh=text)
 
 
-def _decided_part(part: Part, gpu: Any) -> Decision:
-    decision = dispatch.decide(for_gpu(part.call, gpu), part.signature)
+def _decided_part(part: Part) -> Decision:
+    call = part.call if part.call.options.target else part.call.with_target(_own_gpu())
+    decision = dispatch.decide(call, part.signature)
     text = f"one device's part; the mesh splits {part.split}"
     if not isinstance(part.call, GroupedCall):
         text = f"{text}; {_traffic_text(part.whole)}"

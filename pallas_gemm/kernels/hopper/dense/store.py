@@ -69,8 +69,8 @@ def store_finished(cta: Cta, me: Scalar, tile: Tile, number: int) -> None:
 def finish(cta: Cta, me: Scalar, total: Values, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
-    Returns its chunks; what is reduced is stored. All tiles compare where they end, if one may
-    reach beyond an edge: from two branches, a whole tile comes only through memory.
+    Returns its chunks; what is reduced is stored. If a tile may reach beyond an edge, all tiles
+    compare where the result ends: two branches that return a whole tile spill it.
     """
     plan = cta.plan
     height, width = plan.consumer_out_tile
