@@ -26,14 +26,14 @@ class Strip(NamedTuple):
             columns.
         cols: (first column of the result, how many).
         layout: How its values lie in registers.
-        reaches: Whether it may reach beyond an edge of the result.
+        start: The first column, counted from the first of the tile.
     """
 
     batch: Any
     rows: tuple[Any, int]
     cols: tuple[Any, int]
     layout: Any
-    reaches: bool = False
+    start: int = 0
 
 
 ReadLoaded = Callable[[int], Any]

@@ -10,7 +10,7 @@ import jax
 from pallas_gemm.kernels import protocol, work
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.functions import shorter, words
-from pallas_gemm.kernels.hardware import WARPS, WGMMA_COLUMNS, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import is_narrow, stored_by_tma
@@ -245,6 +245,16 @@ class HopperPlan(KernelPlan):
         return rows, cols
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """Where in a consumer's tile the result ends, downwards and along; 0 if only at its end.
+
+        All tiles begin at multiples of their size: no other place is possible.
+        """
+        sizes = (self.problem.m, self.problem.n), self.consumer_out_tile
+        rows, cols = (size % own for size, own in zip(*sizes, strict=True))
+        return rows, cols
+
+    @property
     def left_of_tiles(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What tiles leave of results that are reduced: vectors of each tile beside another.
 
@@ -313,14 +323,9 @@ class HopperPlan(KernelPlan):
         widths = {chunk.cols for chunk in self.chunks}
         return tuple(sorted(widths, reverse=True))
 
-    def strips(self, columns: int, *, reaches: bool = False) -> list[slice]:
-        """The parts of these columns that an epilogue is applied to, one after the other.
-
-        If some may reach beyond the edge, they are as narrow as can be: to replace what is beyond
-        takes registers. But where the order of sums along rows is promised, all are as wide.
-        """
-        narrow = reaches and not self.problem.adds_rows_in_order
-        width = WGMMA_COLUMNS if narrow else self.config.finished_columns(self.problem)
+    def strips(self, columns: int) -> list[slice]:
+        """The parts of these columns that an epilogue is applied to, one after the other."""
+        width = self.config.finished_columns(self.problem)
         return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
 
     @property

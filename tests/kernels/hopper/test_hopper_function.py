@@ -32,12 +32,12 @@ def _kept(s: Any, bias: Any) -> Any:
 
 def _rows(s: Any, residual: Any) -> Any:
     z = s + residual.astype(F32)
-    return z.astype(BF16), jnp.sum(jnp.abs(z), -1), jnp.min(z, -1)
+    return z.astype(BF16), jnp.sum(jnp.abs(z) + 1, -1), jnp.min(z, -1)
 
 
 def _columns(s: Any, residual: Any) -> Any:
     z = s - residual.astype(F32)
-    return jnp.max(z, -2), z.astype(BF16), jnp.sum(z, -2)
+    return jnp.max(z, -2), z.astype(BF16), jnp.sum(jnp.abs(z) + 1, -2)
 
 
 def _loaded(s: Any, x: Any, y: Any, scale: Any) -> Any:
@@ -47,7 +47,7 @@ def _loaded(s: Any, x: Any, y: Any, scale: Any) -> Any:
 
 def _reduced(s: Any, bias: Any) -> Any:
     z = s + bias
-    return z.astype(BF16), jnp.max(jnp.abs(z), -1), jnp.sum(z, -2)
+    return z.astype(BF16), jnp.sum(jnp.abs(z) + 1, -1), jnp.sum(jnp.abs(z) + 1, -2)
 
 
 def _picked(s: Any, label: Any) -> Any:
@@ -55,6 +55,7 @@ def _picked(s: Any, label: Any) -> Any:
     return jnp.sum(jnp.where(hit, s, 0.0), -1), jnp.max(s, -1)
 
 
+# What lies beyond an edge is 0, and would add 1 to each of those sums.
 FUNCTIONS: dict[str, tuple[Any, tuple[tuple[str, Any], ...]]] = {
     "kept": (_kept, (("n", F32),)),
     "rows": (_rows, (("mn", BF16),)),
@@ -74,7 +75,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "layout": ("NN", "NT", "TN"),
     "batch": ((), (2,)),
     # How far the result reaches into its last tiles.
-    "edge": ((0, 0), (8, 16), (24, 8), (8, 5)),
+    "edge": ((0, 0), (8, 16), (24, 40), (8, 5)),
 }
 
 
@@ -157,6 +158,25 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = function(jnp.asarray(left @ right), *operands)
     for x, y in zip(found, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
+
+
+@pytest.mark.parametrize("late_store", [False, True])
+@pytest.mark.parametrize("cluster", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("rows", "columns"), [(192, 160), (264, 104), (320, 64), (64, 264)])
+def test_nothing_beyond_the_result_is_counted(
+    rows: int, columns: int, cluster: tuple[int, int], late_store: bool
+) -> None:
+    """The result ends within a strip, between two, or between tiles of a cluster."""
+    form: Any = {"cluster": cluster, "late_store": late_store, "stages": 2, "ctas": 2}
+    config = HopperConfig((128, 64), consumers=2, store_columns=32, store_slots=2, **form)
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-3, 4, (size, 72)), BF16) for size in (rows, columns))
+    bias = jnp.asarray(rng.integers(4, 9, columns), F32)
+    how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
+    found = gemm(a, b, epilogue=_reduced, operands=(bias,), **how)
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
+    for x, y in zip(found, _reduced(jnp.asarray(product), bias), strict=True):
         np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
 
 

@@ -13,8 +13,7 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.problem import Epilogue, Problem
-from pallas_gemm.program import Program, Result
+from pallas_gemm.problem import Problem
 from schedules import Pieces
 
 
@@ -111,13 +110,11 @@ def test_devices_that_gather_rows_refuse_workers_that_might_not_run(persistence)
     HopperPlan(problem, config, H200, dataclasses.replace(exchange, gathers=False))
 
 
-@pytest.mark.parametrize(("parts", "widths"), [(1, {16}), (0, {8})])
-def test_strips_at_the_edge_are_as_wide_as_others_where_sums_have_a_promised_order(parts, widths):
-    own = (Result(0, np.dtype(np.float32), "m", "sum"),)
-    program = Program(1, np.dtype(np.float32), (), (), own)
-    epilogue = Epilogue(program=program)
-    problem = Problem(4096, 4104, 4096, transpose_b=True, epilogue=epilogue, parts=parts)
-    plan = HopperPlan(problem, HopperConfig(tile=(128, 128), late_store=False), H200)
-    assert {strip.stop - strip.start for strip in plan.strips(64, reaches=True)} == widths
-    within = {strip.stop - strip.start for strip in plan.strips(64)}
-    assert (within == widths) == bool(parts)
+@pytest.mark.parametrize(
+    ("rows", "columns", "ends"), [(4096, 4096, (0, 0)), (4100, 4104, (4, 8)), (64, 4224, (0, 128))]
+)
+def test_a_result_ends_in_one_place_of_all_tiles(rows: int, columns: int, ends: tuple[int, int]):
+    # Two consumers share a tile of 128 rows. Clusters of two may lie beyond the result in part.
+    config = HopperConfig(tile=(128, 256), cluster=(1, 2), late_store=False)
+    plan = HopperPlan(Problem(rows, columns, 4096, transpose_b=True), config, H200)
+    assert plan.ends == ends

@@ -68,9 +68,16 @@ def _both(s: Any) -> Any:
     return z, largest, jnp.sum(jax.nn.gelu(s), 0)
 
 
-def _late(function: Any, columns: int, stages: int, *shapes: tuple[int, int]) -> Any:
-    """Compiles a kernel of tiles of some columns that are stored late."""
-    config = HopperConfig(tile=(128, columns), stages=stages, late_store=True)
+def _two(s: Any) -> Any:
+    return s.astype(jnp.bfloat16), *_largest(s)
+
+
+def _two_columns(s: Any) -> Any:
+    return s.astype(jnp.bfloat16), *_columns(s)
+
+
+def _compiled(function: Any, config: HopperConfig, *shapes: tuple[int, int]) -> Any:
+    """Compiles a kernel for an H200, and says what it spills and which WGMMAs wait."""
 
     def run(a: Any, b: Any) -> Any:
         with target(H200):
@@ -87,11 +94,25 @@ def test_no_tile_that_is_stored_late_spills(
     function: Any, stages: int, rows: int, columns: int
 ) -> None:
     """The last tiles reach beyond the last row, or the last column."""
-    found = _late(function, 256, stages, (rows, 1024), (columns, 1024))
+    config = HopperConfig(tile=(128, 256), stages=stages, late_store=True)
+    found = _compiled(function, config, (rows, 1024), (columns, 1024))
     assert found == (0, "")
 
 
 @pytest.mark.parametrize("columns", [144, 160, 176, 208, 224])
 def test_columns_are_reduced_in_tiles_of_any_width(columns: int) -> None:
-    found = _late(_columns, columns, 3, (4096, 1024), (4000, 1024))
+    config = HopperConfig(tile=(128, columns), stages=3, late_store=True)
+    found = _compiled(_columns, config, (4096, 1024), (4000, 1024))
     assert found == (0, "")
+
+
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("function", [_two, _two_columns])
+def test_two_results_spill_little_wherever_the_result_ends(function: Any, pingpong: bool) -> None:
+    """A branch for tiles that reach beyond the result took up to 3,636 bytes."""
+    tile = (128, 128) if pingpong else (128, 256)
+    form: Any = {"pingpong": pingpong, "store_slots": 1, "late_store": False}
+    config = HopperConfig(tile=tile, stages=3, store_columns=64, **form)
+    spilled, waiting = _compiled(function, config, (4088, 1024), (2728, 1024))
+    assert spilled <= 128
+    assert not waiting

@@ -6,12 +6,13 @@
                       chunk, then by the warps, once for a tile: a value for each column of the tile
 
 XLA reduces what all tiles leave, in a fixed order. A value that changes nothing replaces what lies
-beyond the edges of the result.
+beyond the edges of the result. Where in a tile the last column may lie is known when the kernel is
+built: strips before it compare nothing, and strips behind it are left out as a whole.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -46,10 +47,13 @@ Rows = tuple[Vectors, ...]
 def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
     """Reduces what all tiles have left, without what lies beyond the edges of the result."""
     sizes = {"m": plan.problem.m, "n": plan.problem.n}
+    height, width = plan.consumer_out_tile
+    # Tiles of a cluster may lie beyond the result as a whole.
+    beside = {"m": pl.cdiv(plan.problem.n, width), "n": pl.cdiv(plan.problem.m, height)}
     found: list[Any] = []
     largest = {}
     for own, vectors in zip(plan.problem.reductions, _of_each(plan, left), strict=True):
-        within = tuple(x[..., : sizes[own.kind]] for x in vectors)
+        within = tuple(x[: beside[own.kind], ..., : sizes[own.kind]] for x in vectors)
         in_order = plan.problem.adds_rows_in_order and own.reduction in ADDING
         how = (exponentials.in_pairs,) if in_order else ()
         # The largest values that stand beside sums of exp are not left once more.
@@ -79,29 +83,6 @@ class Taken(NamedTuple):
     whole: list[Any]
     rows: Rows
     columns: list[Any]
-
-
-def edges(plan: HopperPlan) -> list[int]:
-    """Returns the axes along which a tile may hold what no reduction may count.
-
-    Reductions along columns leave out rows beyond the last one, and the other way round.
-    """
-    sizes, kinds = (plan.problem.m, plan.problem.n), [own.kind for own in plan.problem.reductions]
-    return [i for i, kind in enumerate("nm") if kind in kinds and sizes[i] != plan.reach[i]]
-
-
-def either_way(plan: HopperPlan, at: place.Where, run: Callable[[bool], Rows]) -> Rows:
-    """Runs `run(reaches)`, where `reaches` is whether the tile may reach beyond an edge.
-
-    It is in the kernel twice then: most tiles have nothing to compare. Where strips choose for
-    themselves, each has registers for both.
-    """
-    sizes, beyond = (plan.problem.m, plan.problem.n), edges(plan)
-    if not beyond:
-        return run(False)
-    ends = [first + size for first, size in zip(at[1:3], plan.consumer_out_tile, strict=True)]
-    reaches = functools.reduce(jnp.logical_or, [ends[i] > sizes[i] for i in beyond])
-    return lax.cond(reaches, functools.partial(run, True), functools.partial(run, False))
 
 
 def take(cta: Cta, strip: Strip, values: Sequence[Any], rows: Rows, picked: Sequence[Any]) -> Taken:
@@ -141,7 +122,7 @@ class _Reduced:
         self._masked: dict[Any, Any] = {}
 
     def masked(self, result: Result, x: Any) -> Any:
-        """Replaces what lies beyond the edge of the result, if tiles reach beyond it."""
+        """Replaces what lies beyond the edge of the result, if that may lie in the strip."""
         key = (result.value, result.kind, REDUCTIONS[result.reduction].neutral)
         if key not in self._masked:
             self._masked[key] = _masked(self._plan, self._strip, x, result)
@@ -150,17 +131,15 @@ class _Reduced:
     def along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
         """Reduces values along rows, and what is left of the strips before.
 
-        A strip beyond the edge is left out where some may be. Its branch also keeps the assembler
-        from preparing the values of all strips at once, for which there are no registers.
+        A strip beyond the edge is left out.
         """
-        if not words.program(self._plan.problem).vectors(result):
+        plan, strip = self._plan, self._strip
+        if not words.program(plan.problem).vectors(result):
             return ()
-        x = self.masked(result, x)
-        run = functools.partial(self._along_rows, result, x, before)
-        if not before or not _reaches(self._plan, self._strip, 1):
-            return run()
-        is_inside = self._strip.cols[0] < self._plan.problem.n
-        return lax.cond(is_inside, run, lambda: before)
+        run = functools.partial(self._along_rows, result, self.masked(result, x), before)
+        if plan.ends[1] and strip.start >= plan.ends[1]:
+            return lax.cond(strip.cols[0] < plan.problem.n, run, lambda: before)
+        return run()
 
     def _along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
         if result.reduction == LOGSUMEXP:
@@ -176,7 +155,7 @@ def pick(cta: Cta, strip: Strip, sums: Sequence[Any], rows: Rows) -> list[Any]:
     """
     plan, (first, limit) = cta.plan, strip.cols
     limit = jnp.int32(limit)
-    if strip.reaches:
+    if plan.ends[1]:
         limit = jnp.minimum(limit, plan.problem.n - first)
     nothing = plgpu.layout_cast(jnp.zeros(strip.rows[1]), plgpu.Layout.WGMMA.reduce(1))
     found = []
@@ -217,19 +196,15 @@ def _ended(plan: HopperPlan, name: str, own: Vectors) -> Vectors:
 
 
 def _masked(plan: HopperPlan, strip: Strip, x: Any, result: Result) -> Any:
-    """Replaces what lies beyond the edge of the result, if the tile may reach beyond it."""
+    """Replaces what lies beyond the edge of the result, if that may lie in the strip."""
     axis = 1 if result.kind == "m" else 0
-    if not _reaches(plan, strip, axis):
+    end = plan.ends[axis]
+    if not (strip.start < end < strip.start + strip.cols[1] if axis else end):
         return x
     size, first = (plan.problem.m, plan.problem.n)[axis], (strip.rows, strip.cols)[axis][0]
     counted = arrays.counted(plan, jnp.int32, x.shape, axis, plgpu.Layout.WGMMA)
     neutral = jnp.full_like(x, REDUCTIONS[result.reduction].neutral)
     return jnp.where(counted < size - first, x, neutral)
-
-
-def _reaches(plan: HopperPlan, strip: Strip, axis: int) -> bool:
-    """Whether a strip may reach beyond the last row, or the last column."""
-    return strip.reaches and (plan.problem.m, plan.problem.n)[axis] != plan.reach[axis]
 
 
 def leave_rows(cta: Cta, at: place.Where, rows: Rows) -> None:

@@ -31,12 +31,10 @@ class Tile(NamedTuple):
         values: Sums in registers, or what adds them up where they are asked for (`join.Summands`);
             of a tile that is finished, its chunks.
         at: Where it lies.
-        reaches: Whether it may reach beyond an edge of the result.
     """
 
     values: Values
     at: place.Where
-    reaches: bool = False
 
 
 def store_sums(cta: Cta, me: Scalar, tile: Tile, number: int, rows: reduce.Rows) -> reduce.Rows:
@@ -69,20 +67,19 @@ def store_finished(cta: Cta, me: Scalar, tile: Tile, number: int) -> None:
 def finish(cta: Cta, me: Scalar, total: Values, at: place.Where) -> list[Any]:
     """Finishes a whole tile, some columns at a time where the epilogue takes registers.
 
-    Returns its chunks; what is reduced is stored. If a tile may reach beyond an edge, all tiles
-    compare where the result ends: two branches that return a whole tile spill it.
+    Returns its chunks; what is reduced is stored.
     """
     plan = cta.plan
     height, width = plan.consumer_out_tile
-    whole, reaches = Chunk(0, height, 0, width), bool(reduce.edges(plan))
+    whole = Chunk(0, height, 0, width)
     columns = plan.strips(width)
     columns = [slice(0, width)] if plan.problem.epilogue.is_identity else columns
     sums = _sums(plan, total, whole, columns)
     strips: list[Any] = []
     rows: reduce.Rows = ()
-    picked = _pick(cta, Tile(total, at, reaches), whole, rows)
+    picked = _pick(cta, Tile(total, at), whole, rows)
     for own, x in zip(columns, sums, strict=True):
-        strip = _strip(at, whole, own, reaches=reaches)
+        strip = _strip(at, whole, own)
         values = epilogue.finish(plan, cta.gmem, strip, x, _nothing_to_read)
         taken = reduce.take(cta, strip, values, rows, picked)
         (value,), rows = taken.whole, taken.rows
@@ -112,7 +109,7 @@ def _finish_chunk(
     columns is stored.
     """
     plan, chunk, at = cta.plan, cta.plan.chunks[number], tile.at
-    strips = plan.strips(chunk.cols, reaches=tile.reaches)
+    strips = plan.strips(chunk.cols)
     loaded: dict[int, list[Any]] = {}
 
     def read(strip: int, operand: int) -> Any:
@@ -128,7 +125,7 @@ def _finish_chunk(
     sums = _sums(plan, tile.values, chunk, strips)
     picked = _pick(cta, tile, chunk, rows)
     for i, (own, x) in enumerate(zip(strips, sums, strict=True)):
-        strip = _strip(at, chunk, own, reaches=tile.reaches)
+        strip = _strip(at, chunk, own)
         values = epilogue.finish(plan, cta.gmem, strip, x, functools.partial(read, i))
         taken = reduce.take(cta, strip, values, rows, picked)
         rows = taken.rows
@@ -146,7 +143,7 @@ def _pick(cta: Cta, tile: Tile, chunk: Chunk, rows: reduce.Rows) -> list[Any]:
         return []
     columns = slice(0, chunk.cols)
     ((*sums,),) = _sums(cta.plan, tile.values, chunk, [columns])
-    return reduce.pick(cta, _strip(tile.at, chunk, columns, reaches=tile.reaches), sums, rows)
+    return reduce.pick(cta, _strip(tile.at, chunk, columns), sums, rows)
 
 
 def _sums(
@@ -183,16 +180,15 @@ def taken_apart(plan: HopperPlan, values: Values, parts: Sequence[Chunk]) -> lis
     return arrays.taken_apart(plan, values, places, plgpu.Layout.WGMMA)
 
 
-def _strip(
-    at: place.Where, chunk: Chunk, columns: slice, *, reaches: bool = False
-) -> epilogue.Strip:
+def _strip(at: place.Where, chunk: Chunk, columns: slice) -> epilogue.Strip:
     """Some columns of a chunk of a consumer's tile."""
+    start = chunk.col + columns.start
     return epilogue.Strip(
         at.batch,
         (at.row + chunk.row, chunk.rows),
-        (at.col + (chunk.col + columns.start), columns.stop - columns.start),
+        (at.col + start, columns.stop - columns.start),
         plgpu.Layout.WGMMA,
-        reaches,
+        start,
     )
 
 

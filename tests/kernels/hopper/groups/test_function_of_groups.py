@@ -115,6 +115,21 @@ def _spread(x: Any, kind: str, groups: Any) -> Any:
     return x[groups] if kind.startswith("g") else x
 
 
+def test_no_column_beyond_the_last_is_picked() -> None:
+    config = HopperConfig((64, 64), consumers=1, late_store=False, stages=2, ctas=2)
+    # What lies beyond the result is no number in this row.
+    x, w = jnp.ones((64, 64), BF16).at[3].set(jnp.inf), jnp.ones((2, 104, 64), BF16)
+    labels, sizes = jnp.full((64, 1), 106, jnp.int32), jnp.asarray([30, 34])
+
+    def picked(s: Any, label: Any) -> Any:
+        return jnp.sum(jnp.where(jnp.arange(104) == label, s, 0.0), -1), jnp.max(s, -1)
+
+    how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
+    found, largest = grouped_gemm(x, w, sizes, epilogue=picked, operands=(labels,), **how)
+    np.testing.assert_array_equal(found, jnp.zeros(64))
+    assert largest[3] == jnp.inf
+
+
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 2000), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)
