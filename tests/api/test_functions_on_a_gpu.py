@@ -144,6 +144,33 @@ def test_sums_of_exp_and_picked_values(
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.parametrize("mask", [-1e9, -1e30, float(np.finfo(np.float32).min), -np.inf])
+@pytest.mark.parametrize("name", ["chosen", "early", "in turns", "one"])
+def test_rows_and_tiles_that_are_masked_as_a_whole(name: str, mask: float) -> None:
+    m, n, k = 392, 1048, 192
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((size, k)) / 4, BF16) for size in (m, n))
+    # Of a causal mask, most tiles are masked. Of one row, all are.
+    keep = jnp.asarray(np.tril(np.ones((m, n), bool), 0)).at[5].set(False)
+
+    def softmax(s: Any, keep: Any) -> Any:
+        z = jnp.where(keep, s, mask)
+        largest = jnp.max(z, -1)
+        return z, largest, jnp.sum(jnp.exp(z - largest[:, None]), -1)
+
+    def run(a: Any, b: Any, keep: Any) -> Any:
+        how: Any = {"operands": (keep,), "config": CONFIGS[name]}
+        return gemm(a, b, transpose_b=True, epilogue=softmax, **how)
+
+    found = _in_a_kernel(run, a, b, keep)
+    if found is None:
+        pytest.skip("this config has no room for it")
+    sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
+    _, largest, total = softmax(jnp.asarray(sums), keep)
+    np.testing.assert_allclose(found[1], largest, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[2], total, rtol=2e-5)
+
+
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30, -1e30, -100.0])
 @pytest.mark.parametrize("column", [0, 1])
 def test_a_tangent_leaves_its_neighbour_alone(column: int, odd: float) -> None:

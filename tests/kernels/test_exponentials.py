@@ -11,7 +11,7 @@ import pytest
 
 from pallas_gemm.kernels.functions import exponentials
 
-ODD = (-np.inf, np.inf, np.nan, -1e30, 1e30, -200.0, 200.0, 0.0)
+ODD = (-np.inf, np.inf, np.nan, np.finfo(np.float32).min, -1e30, 1e30, -200.0, 200.0, 0.0)
 
 
 def _logsumexp(pair: Any) -> Any:

@@ -33,6 +33,7 @@ def _run(text: str, units: float, *given: Floats) -> Floats:
         "neg.f32": lambda x: -x,
         "mul.f32": lambda x, y: x * y,
         "add.f32": lambda x, y: x + y,
+        "sub.f32": lambda x, y: x - y,
         "fma.rn.f32": lambda x, y, z: x * y + z,
         "ex2.approx.ftz.f32": lambda x: _flushed(np.exp2(_flushed(x)) * off),
         "rcp.approx.ftz.f32": lambda x: _flushed(1 / x * off),
@@ -80,6 +81,12 @@ def test_one_plus_tanh_is_precise_where_it_is_small(scale: float, times: float) 
 def test_exp_beside_the_largest_of_several() -> None:
     x = GIVEN[np.isfinite(GIVEN) & (np.abs(GIVEN) < 1e4)].astype(np.float32).astype(np.float64)
     largest = x.max()
-    beside = np.full_like(x, np.float32(largest * math.log2(math.e)))
-    found = _run(quick.EXP_BESIDE, 0, x, beside)
+    found = _run(quick.EXP_BESIDE, 0, x, np.full_like(x, largest))
     np.testing.assert_allclose(found, np.exp(x - largest), rtol=3e-5, atol=SMALLEST)
+
+
+@pytest.mark.parametrize("mask", [1.0, 1e4, 1e9, 1e30, np.finfo(np.float32).max])
+def test_exp_beside_a_number_is_one_for_that_number(mask: float) -> None:
+    """So it is with each value of a row that is masked as a whole."""
+    x = np.array([mask, -mask], np.float32).astype(np.float64)
+    np.testing.assert_array_equal(_run(quick.EXP_BESIDE, 0, x, x), 1)

@@ -3,7 +3,8 @@
     left of values    largest, sum(exp(x - largest))
 
 Where the largest value is infinite or no number, 0 is in its place, as in JAX's `logsumexp`. A
-kernel has a number of 38 digits there, which takes fewer instructions: the sum is 0 or infinite.
+kernel has the largest number of float32 there, which takes fewer instructions: the sum is 0 or
+infinite.
 """
 
 import math
@@ -11,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Pair = tuple[Any, Any]
 """The largest values, and the sums of exp beside them."""
 
-
-LARGEST = 2e38
-"""A number of float32 that still is one when it is multiplied by the logarithm of e to base 2."""
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def along(x: Any, axis: int) -> Pair:

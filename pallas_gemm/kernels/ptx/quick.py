@@ -28,12 +28,13 @@ _EXP = f"""{{
     ex2.approx.ftz.f32 $0, x;
 }}"""
 EXP_BESIDE = f"""{{
-    .reg .f32 x, y;
-    neg.f32 y, $2;
-    fma.rn.f32 x, $1, {LOG2_E}, y;
+    .reg .f32 x;
+    sub.f32 x, $1, $2;
+    mul.f32 x, x, {LOG2_E};
     ex2.approx.ftz.f32 $0, x;
 }}"""
-"""exp(x - y), of x and of y times the logarithm of e to base 2."""
+"""exp(x - y). The difference comes first: of equal numbers it is 0, however large they are. A mask
+may put -1e30 in the place of each value of a row."""
 _SIGMOID = f"""{{
     .reg .f32 x;
     mul.f32 x, $1, {MINUS_LOG2_E};

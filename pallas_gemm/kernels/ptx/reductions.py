@@ -126,8 +126,7 @@ def exp_in_threads(values: Values, beside: Values) -> Any:
     """Adds up `exp(values - beside)` likewise; `beside` has one value for each row."""
 
     def of_row(registers: Sequence[Any], beside: Any) -> Any:
-        less = arith.mulf(_number(beside), utils.c(math.log2(math.e), ir.F32Type.get()))
-        pair = vector.broadcast(registers[0].type, less)
+        pair = vector.broadcast(registers[0].type, _number(beside))
         each = (quick.of_register(quick.EXP_BESIDE, [x, pair]) for x in registers)
         return functools.reduce(arith.addf, each)
 
