@@ -101,6 +101,25 @@ def test_odd_sizes_that_judge_are_predicted_within_a_quarter() -> None:
     assert np.quantile(errors, 0.9) < 0.3
 
 
+def test_batches_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
+    for half, most in (("fitted", 0.08), ("judged", 0.14)):
+        measured = [(p, us) for part, p, us in _odd_batches() if part == half]
+        errors = _errors(measured)
+        assert len(errors) == 20
+        assert all(odd_sizes.is_slow(problem) for problem, _ in measured)
+        assert np.median(np.abs(errors)) < most
+        assert np.quantile(errors, 0.1) > -0.25
+        assert np.quantile(errors, 0.9) < 0.35
+
+
+def _odd_batches() -> Iterator[tuple[str, Problem, float]]:
+    for row in _rows("h200_odd_batches"):
+        sizes = {name: int(row[name]) for name in ("batch", "m", "n", "k")}
+        out, transposed = np.dtype(row["out"]), row["layout"] == "NT"
+        problem = Problem(**sizes, out_dtype=out, transpose_b=transposed)
+        yield row["half"], problem, float(row["xla_us"])
+
+
 def _odd_sizes(seeds: tuple[str, ...]) -> Iterator[tuple[Problem, float]]:
     for row in _rows("h200_odd_sizes"):
         if row["seed"] in seeds:
