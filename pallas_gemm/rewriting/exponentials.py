@@ -25,16 +25,24 @@ class SumOfExp(NamedTuple):
     """A sum of exponentials.
 
     Attributes:
+        largest: The largest values of rows.
         z: The values, each of which is an exponent but for what is subtracted.
         exp: The equation of the exponentials.
         total: The equation that adds them up.
         before: The equations before both: those of the value that is subtracted, the subtraction.
     """
 
+    largest: Any
     z: Any
     exp: Any
     total: Any
     before: tuple[Any, ...]
+
+    @property
+    def columns(self) -> int:
+        """How many exponentials are added up for each row."""
+        shape = self.exp.outvars[0].aval.shape
+        return math.prod(shape[axis] for axis in self.total.params["axes"])
 
     def read_at(self, level: Level) -> list[int]:
         """Returns how deep the others are that read exponents or exponentials."""
@@ -71,7 +79,8 @@ def sums_of_exp(
             for exp in level.readers(less.outvars[0]):
                 if exp.primitive.name == "exp":
                     totals = filter(is_total, level.readers(exp.outvars[0]))
-                    found += [SumOfExp(z, exp, total, before) for total in totals]
+                    (top,) = largest.outvars
+                    found += [SumOfExp(top, z, exp, total, before) for total in totals]
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from pallas_gemm.call import Call, Signature, signature_of
@@ -34,7 +35,7 @@ from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of
 from pallas_gemm.rewriting.inside import Inside
 from pallas_gemm.rewriting.level import Level, called
-from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
+from pallas_gemm.rewriting.products import Dense, How, avals_of, copy_seconds, is_one_devices
 from pallas_gemm.rewriting.regions import Region, region_of
 
 LEAST_SAVED = 0.05
@@ -244,7 +245,9 @@ def _seconds_of(
     found = fused.plan(call.with_target(device), dims, function, signature)
     if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
         return None
-    return found.decision.plan.seconds
+    factors, _ = fused.factors_of(call, signature)
+    copies = copy_seconds(found.form, tuple(factors), call.out_dtype.itemsize, device)
+    return found.decision.plan.seconds + copies
 
 
 def _may_be_folded(own: Dense) -> bool:
@@ -263,7 +266,7 @@ def _are_a_pair(level: Level, own: Dense, other: Dense) -> bool:
         return False
     apart = not level.above(own.out) & level.bit(other.out)
     apart = apart and not level.above(other.out) & level.bit(own.out)
-    return apart and level.maker(other.out).primitive is product_p
+    return apart and level.maker(other.out).primitive in (product_p, lax.dot_general_p)
 
 
 def _factors(products: tuple[Dense, ...]) -> tuple[Any, ...]:

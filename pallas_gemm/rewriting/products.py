@@ -1,10 +1,13 @@
-"""Products of JAX's own as ours: what each would be, and whether a kernel would compute it."""
+"""Products of JAX's own as ours: what each would be, and whether a kernel computes it alone.
+
+A kernel may lose to XLA's as long as it computes the product alone, and win with what follows.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -24,6 +27,18 @@ from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, scheme
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Problem
+
+
+class Alone(NamedTuple):
+    """How a product is best computed on its own.
+
+    Attributes:
+        seconds: How long that is predicted to take; None if nothing is known of it.
+        left: Why it is XLA that does; None if a kernel does.
+    """
+
+    seconds: float | None
+    left: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +70,10 @@ class How:
             reduced=reduction_dtype(),
         )
 
-    def seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
-        """Returns how long a kernel is predicted to take, or why none computes a product."""
+    def alone(self, call: Call, dims: Contraction, signature: Signature) -> Alone:
+        """Returns how a product is best computed on its own."""
         key = call, dims, signature
-        return self.once(key, functools.partial(self._seconds_of, *key))
+        return self.once(key, functools.partial(self._alone, *key))
 
     def once(self, question: Hashable, answer: Callable[[], Any]) -> Any:
         """Returns the answer to a question, for which a function is called once."""
@@ -66,32 +81,33 @@ class How:
             self.known[question] = answer()
         return self.known[question]
 
-    def _seconds_of(self, call: Call, dims: Contraction, signature: Signature) -> float | str:
+    def _alone(self, call: Call, dims: Contraction, signature: Signature) -> Alone:
         own, operands, form = merged(call.with_target(self.device), dims, signature)
         decision = dispatch.decide(own, operands)
-        if decision.plan is None:
-            return _why(decision)
-        seconds = decision.plan.seconds
-        if moved := _copied(form, signature, call.out_dtype.itemsize):
-            seconds += xla_time.pass_seconds(moved, self.device)
-        if self.implementation is not None:
-            return seconds
         by_xla = xla_time.seconds(decision.problem, self.device)
-        if by_xla is not None and seconds > (1 if moved else SLOWER) * by_xla:
-            return f"{_us(seconds)} with our kernel, {_us(by_xla)} with XLA's, as predicted"
-        return seconds
+        if decision.plan is None:
+            return Alone(by_xla, _why(decision))
+        copies = copy_seconds(form, signature, call.out_dtype.itemsize, self.device)
+        seconds = decision.plan.seconds + copies
+        if self.implementation is not None or by_xla is None:
+            return Alone(seconds)
+        if seconds > (1 if copies else SLOWER) * by_xla:
+            why = f"{_us(seconds)} with our kernel, {_us(by_xla)} with XLA's, as predicted"
+            return Alone(by_xla, why)
+        return Alone(seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A `dot_general` that a kernel computes.
+    """A `dot_general` that a kernel could compute, alone or with what is around it.
 
     Attributes:
         call: The product.
         dims: Its dimensions.
         factors: The operands.
         out: Its result.
-        seconds: The predicted time of the kernel.
+        seconds: The predicted time of the product alone.
+        left: Why XLA computes it alone; None if a kernel does.
     """
 
     call: Call
@@ -99,6 +115,7 @@ class Dense:
     factors: tuple[Any, Any]
     out: Any
     seconds: float
+    left: str | None = None
 
     @property
     def swapped(self) -> "Dense":
@@ -204,15 +221,15 @@ def _is_partial(aval: Any) -> bool:
 
 
 def dense(equation: Any, how: How) -> Dense | str:
-    """Returns a `dot_general` as a kernel computes it, or why it stays JAX's."""
+    """Returns a `dot_general` as a kernel could compute it, or why it stays JAX's."""
     if why := _why_left(equation):
         return why
     call, dims = dense_of(equation)
     call = dataclasses.replace(call, options=how.options)
-    seconds = how.seconds_of(call, dims, signature_of(avals_of(equation.invars)))
-    if isinstance(seconds, str):
-        return seconds
-    return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds)
+    seconds, left = how.alone(call, dims, signature_of(avals_of(equation.invars)))
+    if seconds is None:
+        return str(left)
+    return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds, left)
 
 
 SLOWER = 1.05
@@ -224,16 +241,23 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"
 
 
-def _copied(form: Form, signature: Signature, out_bytes: int) -> int:
-    """Returns the bytes that are moved to make matrices of operands, and the result of theirs."""
-    left, right = signature[1::-1] if form.swapped else signature
+def copy_seconds(form: Form, factors: Signature, out_bytes: int, device: Device) -> float:
+    """Returns how long it takes to make matrices of the factors, and the result of theirs.
+
+    Args:
+        form: How that is done.
+        factors: The left one, and the right one; of a gated product the one of up, too.
+        out_bytes: Bytes of an element of the result.
+        device: The GPU.
+    """
+    first, second = (form.b, form.a) if form.swapped else (form.a, form.b)
     total = 0
-    for (shape, dtype), side in ((left, form.a), (right, form.b)):
+    for (shape, dtype), side in zip(factors, (first, second, second), strict=False):
         if not side.is_free:
             total += (math.prod(shape) + math.prod(side.shape)) * dtype.itemsize
     if form.permutation is not None:
         total += 2 * math.prod(form.parts) * out_bytes
-    return total
+    return xla_time.pass_seconds(total, device) if total else 0.0
 
 
 def _why(decision: dispatch.Decision) -> str:
@@ -304,8 +328,8 @@ def turned(own: Dense, how: How, **stored: Any) -> Dense | None:
     before = merged(own.call, own.dims, signature_of(avals_of(own.factors))).form
     if _copies(form) > _copies(before):
         return None
-    seconds = how.seconds_of(own.call, dims, signature)
-    if isinstance(seconds, str) or isinstance(named["out"], core.DropVar):
+    seconds, left = how.alone(own.call, dims, signature)
+    if seconds is None or left is not None or isinstance(named["out"], core.DropVar):
         return None
     return Dense(own.call, dims, factors, named["out"], seconds)
 

@@ -140,12 +140,10 @@ class Rewriter:
                 continue
             with equation.ctx.manager:
                 new = self._product(equation, level, unread)
-            why = new if isinstance(new, str) else None
-            record = Found(equation, why)
             if isinstance(new, Dense):
-                ours.append((new, record))
+                ours.append((new, Found(equation, new.left)))
             else:
-                found.append(record)
+                found.append(Found(equation, new))
         level.remove_unread(unread)
         self._combine(level, ours, found)
         return level.in_order()
@@ -162,7 +160,10 @@ class Rewriter:
                     best = self._combined(level, own, by_result)
                 folded |= {} if best is None else best.told
                 folds += [best] if isinstance(best, Fold) else []
-            found.append(dataclasses.replace(record, folded=folded.get(own.out, ())))
+            names = folded.get(own.out)
+            is_left = names is None
+            new = record if is_left else dataclasses.replace(record, why=None, folded=names)
+            found.append(new)
         if not self._how.exact:
             computed_again(level, self._folder, folds)
 
@@ -191,7 +192,9 @@ class Rewriter:
         return place is not None and any(name in place for name in self._how.only)
 
     def _product(self, equation: Any, level: Level, unread: list[Any]) -> Dense | str | None:
-        """Puts our product in the place of JAX's, or says why it stays.
+        """Puts our product in the place of JAX's if a kernel computes it alone.
+
+        Returns the product, or why it stays JAX's whatever is around it.
 
         Args:
             equation: The product.
@@ -205,7 +208,7 @@ class Rewriter:
             level.replace(equation, new)
             return None
         own = products.dense(equation, self._how)
-        if isinstance(own, str):
+        if isinstance(own, str) or own.left is not None:
             return own
         for name, x in zip(("lhs", "rhs"), own.factors, strict=True):
             own = self._of_stored(own, name, level.maker(x), level, unread)
