@@ -1,6 +1,6 @@
 """Products of JAX's own as ours: what each would be, and whether a kernel computes it alone.
 
-A kernel may lose to XLA's as long as it computes the product alone, and win with what follows.
+A kernel may be slower than XLA's for the product alone, and faster with what follows it.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Alone(NamedTuple):
 
     Attributes:
         seconds: How long that is predicted to take; None if nothing is known of it.
-        left: Why it is XLA that does; None if a kernel does.
+        left: Why XLA computes it so; None if a kernel does.
     """
 
     seconds: float | None

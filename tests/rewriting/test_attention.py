@@ -15,7 +15,8 @@ from jax.extend import core
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
 from pallas_gemm.planning.by_xla import xla_time
-from pallas_gemm.rewriting import folds
+from pallas_gemm.problem import Problem
+from pallas_gemm.rewriting import folds, products
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
@@ -125,6 +126,24 @@ def test_the_pass_of_a_softmax_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPE((4, 16, 2048, 128), BF16)
     rewritten(attention(heads_first=True, causal=True, rounds=False), shape, shape)
     assert [region.is_pass for region in regions] == [False]
+
+
+def test_sizes_that_are_symbols_are_left_alone() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = SHAPE((batch, 4, 2048, 128), BF16)
+    f = attention(heads_first=True, causal=True, rounds=False)
+    program = jax.make_jaxpr(f)(shape, shape)
+    (dot,) = (e for e in program.eqns if e.primitive.name == "dot_general")
+    # Nothing is predicted of it, with what follows or without.
+    assert isinstance(products.dense(dot, products.How(H200)), str)
+    _, found = rewritten(f, shape, shape)
+    assert "a size is a symbol" in str(found[0].why)
+
+
+@pytest.mark.parametrize("out", [jnp.float8_e4m3fn, BF16, F32])
+def test_results_of_any_width_are_predicted(out: Any) -> None:
+    sizes, types = {"m": 577, "n": 577, "k": 64, "batch": 8}, {"out_dtype": np.dtype(out)}
+    assert (xla_time.seconds(Problem(**sizes, **types, transpose_b=True), H200) or 0) > 0
 
 
 def test_what_a_fold_copies_counts(monkeypatch: pytest.MonkeyPatch) -> None:

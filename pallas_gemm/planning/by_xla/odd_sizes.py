@@ -96,5 +96,6 @@ def _of_a_batch(problem: Problem, device: Device, share: float) -> float:
         tiles = problem.batch * math.ceil(problem.m / height) * math.ceil(problem.n / width)
         rate = BATCH_FLOPS * (height * width / (128 * 128)) ** TILE_POWER
         ways.append(math.ceil(tiles / device.sms) * 2 * height * width * problem.k / rate)
-    memory = prediction.problem_bytes(problem) / BATCH_BYTES[problem.out_dtype.itemsize]
+    bandwidth = BATCH_BYTES[4 if problem.out_dtype.itemsize > 2 else 2]
+    memory = prediction.problem_bytes(problem) / bandwidth
     return BATCH_SECONDS + math.hypot(min(ways), memory) / share
