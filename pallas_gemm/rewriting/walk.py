@@ -161,9 +161,9 @@ class Rewriter:
                 folded |= {} if best is None else best.told
                 folds += [best] if isinstance(best, Fold) else []
             names = folded.get(own.out)
-            is_left = names is None
-            new = record if is_left else dataclasses.replace(record, why=None, folded=names)
-            found.append(new)
+            found.append(
+                record if names is None else dataclasses.replace(record, why=None, folded=names)
+            )
         if not self._how.exact:
             computed_again(level, self._folder, folds)
 

@@ -74,15 +74,9 @@ def seconds(problem: Problem, device: Device) -> float:
     is_short = problem.m > FEW_ROWS and min(problem.n, problem.k) <= SHORT
     if problem.batch > 1 and is_short and problem.a_dtype.itemsize == 2:
         return _of_a_batch(problem, device, BATCH_ODD if is_odd else 1)
-    batch, ways = max(problem.batch, problem.groups, 1), []
-    for (height, width), pieces in itertools.product(TILES, PIECES):
-        tiles = batch * math.ceil(problem.m / height) * math.ceil(problem.n / width) * pieces
-        rate = flops * (height * width / (128 * 128)) ** TILE_POWER
-        each = 2 * height * width * math.ceil(problem.k / pieces) / rate
-        ways.append(math.ceil(tiles / device.sms) * each + (JOIN_SECONDS if pieces > 1 else 0))
     moved = prediction.problem_bytes(problem)
     memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
-    total = LEAST_SECONDS + max(min(ways), memory)
+    total = LEAST_SECONDS + max(_multiplying(problem, device, flops, PIECES), memory)
     if problem.m > FEW_ROWS:
         return total
     divides = max(size for size in (1, *FEW_BYTES) if rows(problem)[1] % size == 0)
@@ -91,11 +85,18 @@ def seconds(problem: Problem, device: Device) -> float:
 
 def _of_a_batch(problem: Problem, device: Device, share: float) -> float:
     """Predicts the time of a batch of products with short sums."""
-    ways = []
-    for height, width in TILES:
-        tiles = problem.batch * math.ceil(problem.m / height) * math.ceil(problem.n / width)
-        rate = BATCH_FLOPS * (height * width / (128 * 128)) ** TILE_POWER
-        ways.append(math.ceil(tiles / device.sms) * 2 * height * width * problem.k / rate)
     bandwidth = BATCH_BYTES[4 if problem.out_dtype.itemsize > 2 else 2]
     memory = prediction.problem_bytes(problem) / bandwidth
-    return BATCH_SECONDS + math.hypot(min(ways), memory) / share
+    multiplying = _multiplying(problem, device, BATCH_FLOPS, (1,))
+    return BATCH_SECONDS + math.hypot(multiplying, memory) / share
+
+
+def _multiplying(problem: Problem, device: Device, flops: float, pieces: tuple[int, ...]) -> float:
+    """Returns the time of the fastest tile, cut into one of these numbers of pieces along k."""
+    batch, ways = max(problem.batch, problem.groups, 1), []
+    for (height, width), count in itertools.product(TILES, pieces):
+        tiles = batch * math.ceil(problem.m / height) * math.ceil(problem.n / width) * count
+        rate = flops * (height * width / (128 * 128)) ** TILE_POWER
+        each = 2 * height * width * math.ceil(problem.k / count) / rate
+        ways.append(math.ceil(tiles / device.sms) * each + (JOIN_SECONDS if count > 1 else 0))
+    return min(ways)

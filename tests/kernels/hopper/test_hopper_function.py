@@ -47,7 +47,8 @@ def _loaded(s: Any, x: Any, y: Any, scale: Any) -> Any:
 
 def _reduced(s: Any, bias: Any) -> Any:
     z = s + bias
-    return z.astype(BF16), jnp.sum(jnp.abs(z) + 1, -1), jnp.sum(jnp.abs(z) + 1, -2)
+    size = jnp.abs(z)
+    return z.astype(BF16), jnp.max(size, -1), jnp.sum(size + 1, -1), jnp.sum(size + 1, -2)
 
 
 def _picked(s: Any, label: Any) -> Any:
@@ -55,7 +56,7 @@ def _picked(s: Any, label: Any) -> Any:
     return jnp.sum(jnp.where(hit, s, 0.0), -1), jnp.max(s, -1)
 
 
-# What lies beyond an edge is 0, and would add 1 to each of those sums.
+# Elements beyond an edge are 0. Each adds 1 to such a sum if it is counted.
 FUNCTIONS: dict[str, tuple[Any, tuple[tuple[str, Any], ...]]] = {
     "kept": (_kept, (("n", F32),)),
     "rows": (_rows, (("mn", BF16),)),
