@@ -135,7 +135,6 @@ class Folder:
         self, level: Level, products: tuple[Dense, ...]
     ) -> tuple[Fold | None, Mapping[Any, None]]:
         """Returns the fold that saves most, if one does, and what folds would read."""
-        own = products[0]
         best: Fold | None = None
         read: dict[Any, None] = {}
         inside = Inside(level, tuple(each.out for each in products), exact=self._how.exact)
@@ -145,9 +144,8 @@ class Folder:
                 break
             read |= dict.fromkeys(region.operands)
             least = best.saved if best else LEAST_SAVED * _seconds(products)
-            if not any(_is_neither(x, own) for x in region.operands):
-                best = self._planned(level, products, region, least) or best
-            if all(x.aval.shape == own.out.aval.shape for x in region.results):
+            best = self._planned(level, products, region, least) or best
+            if all(map(inside.operands.is_full, region.results)):
                 # It reduces nothing.
                 break
         return best, read
@@ -247,7 +245,8 @@ def _seconds_of(
         return None
     factors, _ = fused.factors_of(call, signature)
     copies = copy_seconds(found.form, tuple(factors), call.out_dtype.itemsize, device)
-    return found.decision.plan.seconds + copies
+    spread = xla_time.pass_seconds(moved, device) if (moved := found.split.spread_bytes) else 0.0
+    return found.decision.plan.seconds + copies + spread
 
 
 def _may_be_folded(own: Dense) -> bool:
@@ -276,16 +275,6 @@ def _factors(products: tuple[Dense, ...]) -> tuple[Any, ...]:
 
 def _seconds(products: tuple[Dense, ...]) -> float:
     return sum(own.seconds for own in products)
-
-
-def _is_neither(x: Any, own: Dense) -> bool:
-    """Whether an operand is no row, no column, and not of the result's shape."""
-    shape = own.out.aval.shape
-    if x.aval.shape == shape or len(x.aval.shape) != len(shape):
-        return False
-    pairs = zip(own.dims.out, x.aval.shape, strict=True)
-    letters = {letter for letter, size in pairs if size != 1}
-    return bool(letters & set(own.dims.rows)) and bool(letters & set(own.dims.columns))
 
 
 class _Functions:

@@ -10,12 +10,13 @@ import functools
 import heapq
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
 
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.kernels.functions.axes import MOVES
+from pallas_gemm.kernels.functions.axes import MOVES, TURN
 from pallas_gemm.kernels.functions.split import ELEMENTWISE, REDUCTIONS
 from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
@@ -23,6 +24,7 @@ from pallas_gemm.rewriting.level import Level, is_stored_by
 
 ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 """Operations that are looked into here are no calls: those are inlined before."""
+POSITIONS = "iota"
 EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
@@ -34,7 +36,7 @@ class Operands:
     """The operands of operations beside the product, back to arrays that are in memory."""
 
     def __init__(self, level: Level, shape: tuple[int, ...], allowed: frozenset[str]) -> None:
-        self._level, self._shape, self._allowed = level, shape, allowed
+        self._level, self._shape, self._allowed = level, shape, allowed | {POSITIONS}
         self._known: dict[Any, tuple[frozenset[Any], frozenset[Any]]] = {}
         self._equations: dict[int, Any] = {}
 
@@ -50,20 +52,29 @@ class Operands:
                 for other in variables(maker):
                     own = self.of(other)
                     leaves, made = leaves | own[0], made | own[1]
-                most = 1 if self._is_read_later(x) else AGAIN
-                is_much = sum(y.aval.shape == self._shape for y in leaves) > most
+                is_much = self._is_much(x, leaves)
                 self._known[x] = (frozenset((x,)), frozenset()) if is_much else (leaves, made)
         return self._known[x]
 
+    def is_full(self, x: Any) -> bool:
+        """Whether a value has as many elements as the product."""
+        return math.prod(x.aval.shape) == math.prod(self._shape)
+
+    def _is_much(self, x: Any, leaves: frozenset[Any]) -> bool:
+        """Whether a value is better read than made of what would be read for it."""
+        if not self.is_full(x):
+            return bytes_of(x) <= sum(map(bytes_of, leaves))
+        most = 1 if self._is_read_later(x) else AGAIN
+        return sum(map(self.is_full, leaves)) > most
+
     def _is_read(self, x: Any, maker: Any) -> bool:
-        if maker is None or x.aval.shape != self._shape or len(self._equations) > LARGEST:
+        if maker is None or len(self._equations) > LARGEST or self._level.is_stored(x):
             return True
-        if self._level.is_stored(x):
-            return True
-        if is_elementwise(maker, self._shape, self._allowed):
+        if is_elementwise(maker, x.aval.shape, self._allowed):
             return False
-        is_small = all(math.prod(y.aval.shape) < math.prod(self._shape) for y in variables(maker))
-        return not (maker.primitive.name in MOVES and is_small)
+        if maker.primitive.name not in MOVES:
+            return True
+        return any(math.prod(y.aval.shape) > math.prod(x.aval.shape) for y in variables(maker))
 
     def _is_read_later(self, x: Any) -> bool:
         depth = self._level.depth(x)
@@ -75,7 +86,7 @@ class Operands:
 
     def is_made(self, x: Any) -> bool:
         """Whether what is read would be stored only for that."""
-        if x.aval.shape != self._shape or self._level.is_stored(x):
+        if not self.is_full(x) or self._level.is_stored(x):
             return False
         if self._is_read_later(x):
             # So XLA stores it.
@@ -102,6 +113,8 @@ class Inside:
         # What each value is computed of again, and what is read for it.
         self.base: dict[Any, Any] = {x: x for x in products}
         self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
+        # The product's dimensions, without those of one element, in the order that each has them.
+        self.order: dict[Any, tuple[int, ...]] = dict.fromkeys(products, self._in_order)
         self.of_exp: list[exponentials.SumOfExp] = []
         self._grow()
         self._grown = self.base
@@ -114,6 +127,42 @@ class Inside:
         own.equations = [e for e in self.equations if e.outvars[0] in own.base]
         own.__dict__.pop("_own", None)
         return own
+
+    def _is_inside(self, equation: Any) -> bool:
+        """Whether an equation that reads something inside computes, or moves, each element."""
+        if not equation.outvars or equation.effects:
+            return False
+        shape, (first, *_) = equation.outvars[0].aval.shape, equation.invars
+        if equation.primitive.name == TURN:
+            return True
+        if equation.primitive.name in MOVES:
+            return _real(first.aval.shape) == _real(shape)
+        within = (x for x in variables(equation) if x in self.base)
+        same = all(x.aval.shape == shape for x in within)
+        return same and is_elementwise(equation, shape, self.allowed)
+
+    def _order_after(self, equation: Any) -> tuple[int, ...]:
+        """Returns the product's dimensions in the order that what an equation makes has them."""
+        before = next(x for x in variables(equation) if x in self.base)
+        order = self.order[before]
+        if equation.primitive.name != TURN:
+            return order
+        real = [i for i, size in enumerate(before.aval.shape) if size != 1]
+        turned = [i for i in equation.params["permutation"] if i in real]
+        return tuple(order[real.index(i)] for i in turned)
+
+    def copied_bytes(self, results: Iterable[Any]) -> int:
+        """Returns what is moved to store results in another order than that of the product."""
+        turned = [x for x in results if x in self.order and self.is_turned(x)]
+        return sum(2 * bytes_of(x) for x in turned if self.is_stored(x))
+
+    def is_turned(self, x: Any) -> bool:
+        """Whether a value has its dimensions in another order than the product."""
+        return self.order[x] != self._in_order
+
+    @property
+    def _in_order(self) -> tuple[int, ...]:
+        return tuple(i for i, size in enumerate(self.shape) if size != 1)
 
     def _grow(self) -> None:
         seen: set[int] = set()
@@ -132,7 +181,7 @@ class Inside:
             if self._is_reduction(equation):
                 self.equations.append(equation)
                 self.reduced += equation.outvars
-            elif is_elementwise(equation, self.shape, self.allowed):
+            elif self._is_inside(equation):
                 self._take(equation, others)
                 for x in equation.outvars:
                     for own in self.level.readers(x):
@@ -145,8 +194,9 @@ class Inside:
         bases = {self.base[x] for x in within}
         is_alone = len(bases) == 1 and not any(y.aval.shape == self.shape for y in beside)
         read = beside.union(*(self.reads[x] for x in within))
+        order = self._order_after(equation)
         for x in equation.outvars:
-            self.reads[x] = read
+            self.reads[x], self.order[x] = read, order
             (base,) = bases if is_alone else (x,)
             is_better = bytes_of(x) < bytes_of(base) or self.is_stored(x)
             self.base[x] = x if is_better and np.dtype(x.aval.dtype) in FLOATS else base
@@ -202,7 +252,7 @@ class Inside:
         if equation.primitive.name not in self.reductions or equation.effects:
             return False
         (x,) = equation.invars
-        axes, rank = set(equation.params["axes"]), len(self.shape)
+        axes, rank = set(equation.params["axes"]), len(x.aval.shape)
         is_float = np.issubdtype(np.dtype(x.aval.dtype), np.floating) or x.aval.dtype.itemsize == 2
         return is_float and 0 < len(axes) < rank
 
@@ -222,6 +272,11 @@ class Inside:
     def _own(self) -> set[int]:
         """The `id` of each operation, of which no more are found."""
         return set(map(id, self.equations))
+
+
+def _real(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the sizes of the dimensions that are more than one element."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _may_stand_for(equation: Any, x: Any) -> bool:

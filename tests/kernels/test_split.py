@@ -133,6 +133,20 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
         "n m",
         "mn float32",
     ),
+    "transposed": (lambda s: (s * 2).T.astype(BF16), (), "", "mn bfloat16"),
+    "transposed first": (
+        lambda s, r, v: (jnp.maximum(z := s.T * v + r, 0), jnp.sum(z, 0), jnp.max(z, 1)),
+        (_type(N, M), _type(M)),
+        "mn m",
+        "mn float32, sum m, max n",
+    ),
+    "a triangle": (lambda s: jnp.where(jnp.tri(M, N, 1), s, 0.0), (), "m n", "mn float32"),
+    "a triangle, transposed": (
+        lambda s: jnp.sum(jnp.where(jnp.tri(N, M, 1), s.T, 0.0), 0),
+        (),
+        "m n",
+        "sum m",
+    ),
     "log-sum-exp": (lambda s: jax.nn.logsumexp(s * 2, -1), (), "", "logsumexp m, max m"),
     "log-sum-exp of all, and a label": (
         lambda s, x: (jax.nn.logsumexp(s), _picked(s, x)),
@@ -208,6 +222,65 @@ def test_rows_and_columns_are_told_apart_in_squares() -> None:
     assert isinstance(along_columns, Split)
     assert along_rows.program.operands[0].kind == "m"
     assert along_columns.program.operands[0].kind == "n"
+
+
+def test_positions_of_rows_and_columns_are_told_apart_in_squares() -> None:
+    parts = _split(lambda s: jnp.where(jnp.tri(M), s, 0.0), shape=(M, M))
+    assert isinstance(parts, Split)
+    assert sorted(own.kind for own in parts.program.operands) == ["m", "n"]
+    assert not parts.left
+
+
+SCORES = {"b": 2, "t": 3, "g": 4, "s": 5}
+"""Scores of heads in groups, as a product has them."""
+
+
+def _masked(s: Any, r: Any, x: Any) -> Any:
+    z = jnp.transpose(s * 2, (2, 0, 1, 3)) + r
+    z = jnp.where(x & jnp.tri(*z.shape[-2:], dtype=bool), z, -1.0)
+    largest = jnp.max(z, -1, keepdims=True)
+    return z, jnp.sum(jnp.exp(z - largest), -1), jnp.min(z, (0, 2)), largest
+
+
+@pytest.mark.parametrize(
+    ("mask", "kinds", "bytes_of_masks"),
+    [
+        ((2, 1, 5), ["m", "n", "n"], 0),
+        # XLA joins the masks: two that are the same for some rows would be two arrays.
+        ((1, 3, 5), ["mn"], (3 * 5 + 3 * 4 * 5) * 2),
+        ((2, 3, 5), ["mn"], (2 * 3 * 5 + 2 * 3 * 4 * 5) * 2),
+    ],
+)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_scores_that_are_transposed(
+    is_turned: bool, mask: tuple[int, ...], kinds: list[str], bytes_of_masks: int
+) -> None:
+    shape = tuple(SCORES.values())
+    turned = tuple(SCORES[x] for x in "gbts")
+    beside = _type(*(turned if is_turned else (1, 1, 1, 5)))
+    function = jax.make_jaxpr(_masked)(_type(*shape), beside, _type(*mask, dtype=jnp.bool_))
+    parts = split(function, Names("btgs", "tg", "s"))
+    assert isinstance(parts, Split)
+    every = sorted(own.kind for own in parts.program.operands)
+    assert every == sorted([*kinds, "mn" if is_turned else "n"])
+    copied = 2 * np.prod(turned) * 4 if is_turned else 0
+    assert parts.spread_bytes == copied + bytes_of_masks
+    rng = np.random.default_rng(0)
+    s, r = (jnp.asarray(rng.standard_normal(x.shape), F32) for x in (_type(*shape), beside))
+    given = [r, jnp.asarray(rng.random(mask) < 0.7)]
+    # What the kernel computes for each matrix of the batch.
+    wide = {"m": (-1, 12, 1), "n": (-1, 1, 5), "mn": (-1, 12, 5)}
+    every = zip(parts.prepared(given), parts.program.operands, strict=True)
+    taken = [x.reshape(wide[own.kind]) for x, own in every]
+    each = [
+        epilogues.run(parts.program, [s[i].reshape(12, 5)], [x[i % len(x)] for x in taken])
+        for i in range(2)
+    ]
+    axes = [int(own.vectors > 1) for own in parts.program.results]
+    computed = [jnp.stack(x, axis) for x, axis in zip(zip(*each, strict=True), axes, strict=True)]
+    for x, y in zip(parts.finished(given, computed), _masked(s, *given), strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_one_dimension_in_two_roles_is_left_to_xla() -> None:

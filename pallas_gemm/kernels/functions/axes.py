@@ -16,6 +16,7 @@ REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
 MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Operations after which the same values lie in another shape."""
+TURN = "transpose"
 ONE, FOREIGN = "1", "?"
 """The names of an axis of size 1, and of one that is none of the result's."""
 
@@ -101,7 +102,7 @@ def _same_axes(
         return []
     first = taken[0]
     axes = range(len(types[first].shape))
-    if name == "transpose":
+    if name == TURN:
         pairs = [(axis, i) for i, axis in enumerate(equation.params["permutation"])]
     elif name == "broadcast_in_dim":
         pairs = list(enumerate(equation.params["broadcast_dimensions"]))

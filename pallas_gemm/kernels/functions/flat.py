@@ -124,7 +124,12 @@ def _positions(equation: Any) -> core.ClosedJaxpr | None:
 
 
 def _key(equation: Any, inputs: Sequence[Any]) -> Any:
-    """Returns what tells an operation from others; None if it is one of its kind."""
+    """Returns what tells an operation from others; None if it is one of its kind.
+
+    Positions are: those of rows are not those of columns, though a square has the same numbers.
+    """
+    if equation.primitive.name == "iota":
+        return None
     taken = [(str(x), str(x.aval)) if isinstance(x, core.Literal) else x for x in inputs]
     key = (equation.primitive, tuple(sorted(equation.params.items())), *taken)
     try:

@@ -10,6 +10,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from pallas_gemm.kernels.functions.axes import (
     MOVES,
     ONE,
     REDUCTIONS,
+    TURN,
     Axes,
     Names,
 )
@@ -88,6 +90,18 @@ class Split:
         whole = {number for number, own in pairs if own.kind == "mn"}
         return frozenset(i for i, x in enumerate(self.flat.outputs) if x in whole)
 
+    @property
+    def spread_bytes(self) -> int:
+        """The bytes that are moved to give operands of each element all of their dimensions."""
+        total = 0
+        every = zip(self.operands, self.letters, self.program.operands, strict=True)
+        for number, letters, operand in every:
+            is_there = self.axes[number].replace(ONE, "") == self._real(letters)
+            if operand.kind == "mn" and not (is_there and number in self.flat.inputs):
+                shapes = self.flat.types[number].shape, self._shape(letters)
+                total += sum(map(math.prod, shapes)) * operand.loaded.itemsize
+        return total
+
     def spread(self, given: Sequence[Any]) -> list[Any]:
         """Computes the kernel's operands of those of the function, each with its dimensions."""
         values, found = _Values(self, given), []
@@ -109,21 +123,25 @@ class Split:
     def _shape(self, letters: str) -> tuple[int, ...]:
         return tuple(self.sizes[x] for x in letters)
 
+    def _real(self, letters: str) -> str:
+        return "".join(x for x in letters if self.sizes[x] != 1)
+
     def _with_dimensions(self, x: Any, number: int, letters: str) -> Any:
         """Gives a value all of some dimensions."""
         lies = self.axes[number]
         # Along others it is the same by construction.
         for axis in reversed([i for i, letter in enumerate(lies) if letter not in letters]):
             x = lax.index_in_dim(x, 0, axis, keepdims=False)
-        places = tuple(letters.index(letter) for letter in lies if letter in letters)
-        return lax.broadcast_in_dim(x, self._shape(letters), places)
+        places = [letters.index(letter) for letter in lies if letter in letters]
+        if places != sorted(places):
+            x = lax.transpose(x, np.argsort(places))
+        return lax.broadcast_in_dim(x, self._shape(letters), tuple(sorted(places)))
 
     def _as_function_has(self, x: Any, number: int, result: Result, values: "_Values") -> Any:
         """Gives a result of the kernel the shape that it has in the function."""
-        shape = self.flat.types[number].shape
-        if not result.reduction:
-            return x.reshape(shape)
         letters = self.names.of_kind(result.kind)
+        if not result.reduction:
+            return self._shaped(x, letters, number)
         equation = values.made[number]
         if result.reduction == LOGSUMEXP:
             x = x.reshape(result.vectors, *self._shape(letters))
@@ -135,7 +153,16 @@ class Split:
         gone = self.axes[equation.inputs[0]]
         reduced = {gone[axis] for axis in equation.params["axes"]}
         axes = tuple(i for i, letter in enumerate(letters) if letter in reduced)
-        return (along(x, axes) if axes else x).reshape(shape)
+        left = "".join(x for x in letters if x not in reduced)
+        return self._shaped(along(x, axes) if axes else x, left, number)
+
+    def _shaped(self, x: Any, letters: str, number: int) -> Any:
+        """Gives an array of these dimensions the order and the shape of a value."""
+        real = self._real(letters)
+        order = [real.index(letter) for letter in self.axes[number].replace(ONE, "")]
+        if order != sorted(order):
+            x = x.reshape(self._shape(real)).transpose(order)
+        return x.reshape(self.flat.types[number].shape)
 
 
 def _exponent(equation: flat.Equation, made: Mapping[int, flat.Equation]) -> tuple[Any, Any]:
@@ -216,21 +243,13 @@ class _Splitter:
             self.depends |= set(outputs)
         if (number := self._number(equation, taken)) is not None:
             self.numbers[outputs[0]] = number
-        elif name in MOVES and len(taken) == 1:
+        elif name in MOVES | {TURN} and len(taken) == 1:
             (out,) = outputs
-            own, moved = (self.axes[x].replace(ONE, "") for x in (taken[0], out))
-            added = moved.replace(own, "", 1) if own in moved else FOREIGN
-            if taken[0] in self.depends:
-                if own == moved:
-                    self.source[out] = self.source[taken[0]]
-            elif FOREIGN not in added and set(own) <= set(moved):
+            own, moved = (sorted(self.axes[x].replace(ONE, "")) for x in (taken[0], out))
+            if own == moved or (taken[0] not in self.depends and self._is_spread(own, moved)):
                 self.source[out] = self.source[taken[0]]
-        elif name in ELEMENTWISE and all(map(self._is_reachable, taken)):
-            is_whole = self.kind(outputs[0]) == "mn" and all(
-                self._is_shaped_like_sums(x) for x in outputs
-            )
-            if is_whole:
-                self.inside |= set(outputs)
+        elif name in ELEMENTWISE and self._is_of_each_element(outputs[0], taken):
+            self.inside |= set(outputs)
 
     def _number(self, equation: flat.Equation, taken: Sequence[int]) -> Constant | None:
         """Returns the number that an operation makes everywhere; None if it makes others."""
@@ -243,9 +262,26 @@ class _Splitter:
         dtype = np.dtype(equation.params["new_dtype"])
         return Constant(np.asarray(known.value, known.dtype).astype(dtype).item(), dtype)
 
+    def _is_of_each_element(self, number: int, taken: Sequence[int]) -> bool:
+        """Whether a kernel computes a value for each element, of others that it takes.
+
+        What is the same along a dimension is made of vectors: a kernel would load more otherwise.
+        """
+        if self.kind(number) != "mn" or not all(map(self._is_reachable, taken)):
+            return False
+        made = self.inside | self.numbers.keys()
+        of_vectors = all(self.source[x] in made or self.kind(x) != "mn" for x in taken)
+        is_known = of_vectors and FOREIGN not in self.axes[number]
+        return is_known or self._is_shaped_like_sums(number)
+
+    @staticmethod
+    def _is_spread(own: Sequence[str], moved: Sequence[str]) -> bool:
+        """Whether a value has the dimensions that it had before, and others of the result."""
+        return set(own) <= set(moved) and FOREIGN not in set(moved) - set(own)
+
     def _is_shaped_like_sums(self, number: int) -> bool:
-        real = "".join(x for x in self.names.out if self.sizes[x] != 1)
-        return self.axes[number].replace(ONE, "") == real
+        real = [x for x in self.names.out if self.sizes[x] != 1]
+        return sorted(self.axes[number].replace(ONE, "")) == sorted(real)
 
     def _varies(self, number: int) -> str:
         """Returns the dimensions along which a value is not the same by construction."""
@@ -339,7 +375,7 @@ class _Splitter:
             wanted[atom] = reduced
             self._want(_exponent(equation, self.made)[1], wanted)
             return
-        is_move = equation.primitive.name in MOVES
+        is_move = equation.primitive.name in MOVES | {TURN}
         whole = any(self._is_whole_sum(x) for x in equation.inputs)
         if whole and not is_move and not self.left:
             self.left = f"{equation.primitive.name}{flat.where(equation)} is left to XLA"
@@ -353,6 +389,7 @@ class _Splitter:
         """
         every = [x for x in dict.fromkeys(self.flat.outputs) if isinstance(x, int)]
         own = [x for x in every if x in self.inside - self.depends and x in self.made]
+        own = [x for x in own if self._is_shaped_like_sums(x)]
         return [
             x
             for x in own

@@ -1,0 +1,131 @@
+"""JAX's own attention, which moves dimensions between a product and its softmax."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm.device import H200
+from pallas_gemm.kernels.functions.split import Split
+from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.rewriting import folds
+from tests.reference import normal
+from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten
+
+F32 = jnp.float32
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": 24},
+    "padded": {"mask": (1, 1, 1)},
+    "masked": {"mask": (1, 1, 0)},
+    "every": {"mask": (0, 0, 0), "is_causal": True},
+}
+"""Masks: of those that are given, which of batch, heads and rows are 1."""
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write() -> Iterator[None]:
+    """Functions broadcast and promote as they do by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def attention(kind: str) -> Callable[..., Any]:
+    """Returns JAX's attention, as a function of queries, keys, values, and perhaps a mask."""
+    own = dict(KINDS[kind])
+    own.pop("mask", None)
+
+    def f(q: Any, k: Any, v: Any, *masks: Any) -> Any:
+        # Computed in float64, all is of that.
+        mask = masks[0].astype(bool) if masks else None
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **own)
+
+    return f
+
+
+def operands(kind: str, heads: int, groups: int, tokens: int) -> tuple[Any, ...]:
+    """Returns queries, keys, values, and perhaps a mask that leaves each row something."""
+    rng = np.random.default_rng(0)
+    q = normal(rng, (2, tokens, heads, 64), BF16)
+    k, v = (normal(rng, (2, tokens, heads // groups, 64), BF16) for _ in range(2))
+    if "mask" not in KINDS[kind]:
+        return q, k, v
+    whole = (2, heads, tokens, tokens)
+    ones = (*KINDS[kind]["mask"], 0)
+    shape = [1 if own else size for own, size in zip(ones, whole, strict=True)]
+    mask = rng.random(shape) < 0.7
+    mask[..., 0] = True
+    return q, k, v, jnp.asarray(mask)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_as_good_as_the_programs(
+    kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    args, f = operands(kind, 4, groups, 72), attention(kind)
+    program, found = rewritten(f, *args, implementation="interpret")
+    assert "exp" in found[0].folded
+    _check(jax.jit(core.jaxpr_as_fun(program))(*args), jax.jit(f)(*args), exact(f, args))
+
+
+def _large(heads: int, *mask: Any) -> tuple[Any, ...]:
+    q, k = (SHAPE((4, 2048, own, 128), BF16) for own in (16, heads))
+    return (q, k, k, *(SHAPE(own, jnp.bool_) for own in mask))
+
+
+@pytest.mark.parametrize("heads", [16, 4])
+@pytest.mark.parametrize("kind", ["plain", "causal", "window", "padded"])
+def test_a_softmax_is_the_kernels(kind: str, heads: int) -> None:
+    masks = [(4, 1, 1, 2048)] * (kind == "padded")
+    program, found = rewritten(attention(kind), *_large(heads, *masks))
+    if (kind, heads) == ("plain", 16):
+        # XLA reads each row once.
+        assert not found[0].folded
+        return
+    assert "exp" in found[0].folded
+    assert (count(program, "pallas_gemm_fused"), count(program, "dot_general")) == (1, 1)
+    (fused,) = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    # The kernel compares positions; it reads no mask of each element.
+    assert all(x.aval.shape[-2:] != (2048, 2048) for x in fused.invars)
+
+
+def test_what_is_copied_to_spread_a_mask_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saved() -> float:
+        found: list[float] = []
+        plan = folds.Folder._saved
+
+        def note(*args: Any) -> float | None:
+            seconds = plan(*args)
+            found.append(seconds or 0.0)
+            return seconds
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folds.Folder, "_saved", note)
+            rewritten(attention("masked"), *_large(16, (4, 1, 2048, 2048)))
+        return found[0]
+
+    with_copies = saved()
+    monkeypatch.setattr(Split, "spread_bytes", 0)
+    # It is one for each head, in 16 bits.
+    copied = (4 + 4 * 16) * 2048 * 2048 * 2
+    assert saved() - with_copies == pytest.approx(xla_time.pass_seconds(copied, H200))
+
+
+def test_a_result_that_is_copied_into_another_order_is_xlas() -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        h = jax.nn.gelu(jnp.transpose(x @ w * 2, (1, 0, 2)))
+        return jnp.einsum("sbd,de->sbe", h, v)
+
+    x, w = SHAPE((8, 1024, 4096), BF16), SHAPE((4096, 4096), BF16)
+    _, found = rewritten(f, x, w, w)
+    assert not any("tanh" in own.folded for own in found)
+    # What reads it as it goes through memory reads it in any order.
+    _, found = rewritten(lambda *args: jnp.sum(f(*args) ** 2, -1), x, w, w)
+    assert "reduce_sum" in found[1].folded
