@@ -57,7 +57,7 @@ class Operands:
         return self._known[x]
 
     def is_full(self, x: Any) -> bool:
-        """Whether a value has as many elements as the product."""
+        """Whether a value has the elements of the whole product."""
         return math.prod(x.aval.shape) == math.prod(self._shape)
 
     def _is_much(self, x: Any, leaves: frozenset[Any]) -> bool:
