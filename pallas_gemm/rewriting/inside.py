@@ -137,9 +137,7 @@ class Inside:
             return True
         if equation.primitive.name in MOVES:
             return _real(first.aval.shape) == _real(shape)
-        within = (x for x in variables(equation) if x in self.base)
-        same = all(x.aval.shape == shape for x in within)
-        return same and is_elementwise(equation, shape, self.allowed)
+        return is_elementwise(equation, shape, self.allowed)
 
     def _order_after(self, equation: Any) -> tuple[int, ...]:
         """Returns the product's dimensions in the order that what an equation makes has them."""

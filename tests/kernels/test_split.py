@@ -283,6 +283,29 @@ def test_scores_that_are_transposed(
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_results_that_a_batch_shares_are_xlas() -> None:
+    def function(s: Any, u: Any, v: Any) -> Any:
+        outer = u[:, None] * v
+        return s * outer, outer
+
+    parts = _split(function, _type(M), _type(N), shape=(2, M, N), out="bmn")
+    assert isinstance(parts, Split)
+    assert [own.kind for own in parts.program.operands] == ["m", "n"]
+    assert len(parts.program.results) == 1
+    s, u, v = (jnp.ones(shape) * 3 for shape in ((2, M, N), (M,), (N,)))
+    for x, y in zip(parts.finished([u, v], [s * 9]), function(s, u, v), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_what_xla_makes_for_a_kernel_counts_as_moved() -> None:
+    parts = _split(lambda s, r: s + jnp.cumsum(r, 1), _type(M, N))
+    assert isinstance(parts, Split)
+    assert parts.spread_bytes == 2 * M * N * 4
+    parts = _split(lambda s, r: s + r * 2, _type(M, N))
+    assert isinstance(parts, Split)
+    assert parts.spread_bytes == 0
+
+
 def test_one_dimension_in_two_roles_is_left_to_xla() -> None:
     found = _split(lambda s: s + s.T, shape=(M, M))
     assert found == "the function uses one dimension as rows and as columns"

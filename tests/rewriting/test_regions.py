@@ -84,3 +84,43 @@ def test_a_kernel_has_five_arrays_at_most(count: int) -> None:
     )
     found = region_of(Inside(Level(jaxpr, jaxpr.eqns), (jaxpr.eqns[0].outvars[0],), exact=False))
     assert (found is None) == (2 * count > 5)
+
+
+def _inside(program: Any, *shapes: tuple[int, ...]) -> Inside:
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jaxpr = jax.make_jaxpr(program)(*given)
+    (dot,) = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    return Inside(Level(jaxpr, jaxpr.eqns), (dot.outvars[0],), exact=False)
+
+
+def test_transpositions_alone_are_no_region() -> None:
+    def program(x: Any, w: Any) -> Any:
+        return lax.expand_dims(lax.transpose(lax.dot(x, w), (1, 0)), (0,))
+
+    inside = _inside(program, (256, 64), (64, 128))
+    assert len(inside.equations) == 2
+    assert region_of(inside) is None
+
+
+def test_a_reshape_of_dimensions_ends_a_region() -> None:
+    def program(x: Any, w: Any) -> Any:
+        return lax.sin(lax.reshape(lax.exp(lax.dot(x, w)), (2, 128, 128)))
+
+    region = region_of(_inside(program, (256, 64), (64, 128)))
+    assert _names(region) == {"exp"}
+
+
+def test_operands_are_read_where_the_fewest_bytes_are() -> None:
+    def program(x: Any, w: Any, u: Any, v: Any, table: Any) -> Any:
+        beside = lax.broadcast_in_dim(u + v, SHAPE, (1,))
+        chosen = jnp.take(table, jnp.arange(256) % 2, axis=0)
+        masked = lax.broadcasted_iota(jnp.int32, SHAPE, 0) < 7
+        return lax.select(masked, lax.dot(x, w) * beside, chosen)
+
+    shapes = (256, 64), (64, 128), (128,), (128,), (2, 128)
+    with jax.numpy_rank_promotion("allow"):
+        region = region_of(_inside(program, *shapes))
+    assert region is not None
+    # The sum of the vectors, and the rows that are chosen; positions are computed.
+    assert sorted(x.aval.shape for x in region.operands) == [(128,), SHAPE]
+    assert "iota" in _names(region)

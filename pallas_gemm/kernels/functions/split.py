@@ -246,7 +246,7 @@ class _Splitter:
         elif name in MOVES | {TURN} and len(taken) == 1:
             (out,) = outputs
             own, moved = (sorted(self.axes[x].replace(ONE, "")) for x in (taken[0], out))
-            if own == moved or (taken[0] not in self.depends and self._is_spread(own, moved)):
+            if own == moved or (taken[0] not in self.depends and set(own) <= set(moved)):
                 self.source[out] = self.source[taken[0]]
         elif name in ELEMENTWISE and self._is_of_each_element(outputs[0], taken):
             self.inside |= set(outputs)
@@ -271,13 +271,7 @@ class _Splitter:
             return False
         made = self.inside | self.numbers.keys()
         of_vectors = all(self.source[x] in made or self.kind(x) != "mn" for x in taken)
-        is_known = of_vectors and FOREIGN not in self.axes[number]
-        return is_known or self._is_shaped_like_sums(number)
-
-    @staticmethod
-    def _is_spread(own: Sequence[str], moved: Sequence[str]) -> bool:
-        """Whether a value has the dimensions that it had before, and others of the result."""
-        return set(own) <= set(moved) and FOREIGN not in set(moved) - set(own)
+        return of_vectors or self._is_shaped_like_sums(number)
 
     def _is_shaped_like_sums(self, number: int) -> bool:
         real = [x for x in self.names.out if self.sizes[x] != 1]
