@@ -80,7 +80,7 @@ def region_of(inside: Inside) -> Region | None:
         inside: The operations that follow them.
     """
     level, products = inside.level, inside.products
-    if all(e.primitive.name in MOVES | {TURN} for e in inside.equations):
+    if not inside.equations:
         return None
     stored = [x for x in inside.base if inside.is_stored(x)]
     apart = [x for x in stored if inside.base[x] is x]
@@ -120,6 +120,9 @@ def _priced(
     """Returns the region that computes some values, with what XLA moves for them."""
     level = inside.level
     needed = _needed(inside, [*results, *reduced])
+    if all(e.primitive.name in MOVES | {TURN} for e in needed):
+        # Nothing is computed.
+        return None
     beside = _beside(inside, needed)
     read = frozenset().union(*(inside.operands.of(x)[0] for x in beside))
     full = [x for x in read if inside.operands.is_full(x)]

@@ -14,7 +14,7 @@ from pallas_gemm.kernels.functions.split import Split
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.rewriting import folds
 from tests.reference import normal
-from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten
+from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
 F32 = jnp.float32
 KINDS: dict[str, dict[str, Any]] = {
@@ -115,8 +115,21 @@ def test_what_is_copied_to_spread_a_mask_counts(monkeypatch: pytest.MonkeyPatch)
     with_copies = saved()
     monkeypatch.setattr(Split, "spread_bytes", 0)
     # It is one for each head, in 16 bits.
-    copied = (4 + 4 * 16) * 2048 * 2048 * 2
+    copied = (4 + 4 * 16 * 2) * 2048 * 2048
     assert saved() - with_copies == pytest.approx(xla_time.pass_seconds(copied, H200))
+
+
+@pytest.mark.parametrize("heads", [16, 4])
+@pytest.mark.parametrize("kind", ["plain", "causal"])
+def test_a_derivative_of_scores_is_the_kernels_only_if_something_is_computed(
+    kind: str, heads: int
+) -> None:
+    _, found = rewritten(step(attention(kind)), *_large(heads))
+    folded = [set(own.folded) for own in found if own.folded]
+    assert all(own - {"broadcast_in_dim", "reshape", "squeeze", "transpose"} for own in folded)
+    assert sum("exp" in own for own in folded) == 1
+    # XLA computes it sooner.
+    assert found[1].why is not None
 
 
 def test_a_result_that_is_copied_into_another_order_is_xlas() -> None:

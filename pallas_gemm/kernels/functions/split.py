@@ -92,14 +92,16 @@ class Split:
 
     @property
     def spread_bytes(self) -> int:
-        """The bytes that are moved to give operands of each element all of their dimensions."""
+        """The bytes that are moved to make operands of each element as the kernel loads them."""
         total = 0
         every = zip(self.operands, self.letters, self.program.operands, strict=True)
         for number, letters, operand in every:
+            own = self.flat.types[number]
             is_there = self.axes[number].replace(ONE, "") == self._real(letters)
-            if operand.kind == "mn" and not (is_there and number in self.flat.inputs):
-                shapes = self.flat.types[number].shape, self._shape(letters)
-                total += sum(map(math.prod, shapes)) * operand.loaded.itemsize
+            is_there = is_there and number in self.flat.inputs and own.dtype == operand.loaded
+            if operand.kind == "mn" and not is_there:
+                total += math.prod(own.shape) * own.dtype.itemsize
+                total += math.prod(self._shape(letters)) * operand.loaded.itemsize
         return total
 
     def spread(self, given: Sequence[Any]) -> list[Any]:
