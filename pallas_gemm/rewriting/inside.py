@@ -72,7 +72,7 @@ class Operands:
             return True
         if is_elementwise(maker, x.aval.shape, self._allowed):
             return False
-        if maker.primitive.name not in MOVES:
+        if maker.primitive.name not in MOVES | {TURN}:
             return True
         return any(math.prod(y.aval.shape) > math.prod(x.aval.shape) for y in variables(maker))
 
@@ -92,7 +92,7 @@ class Operands:
             # So XLA stores it.
             return False
         maker = self._level.maker(x)
-        if maker.primitive.name in MOVES:
+        if maker.primitive.name in MOVES | {TURN}:
             (before,) = variables(maker)
             return math.prod(before.aval.shape) != math.prod(self._shape) or self.is_made(before)
         return True

@@ -120,6 +120,31 @@ def test_what_is_copied_to_spread_a_mask_counts(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("heads", [16, 4])
+def test_masks_of_segments_are_compared_in_the_kernel(heads: int) -> None:
+    def f(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)
+
+    program, found = rewritten(f, *_large(heads), SHAPE((4, 2048), jnp.int32))
+    assert "exp" in found[0].folded
+    (fused,) = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    assert all(x.aval.shape[-2:] != (2048, 2048) for x in fused.invars)
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_capped_scores_are_xlas(is_capped: bool) -> None:
+    def f(q: Any, k: Any, mask: Any) -> Any:
+        z = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=F32) * F32(0.125)
+        z = jnp.tanh(z) if is_capped else z
+        return jax.nn.softmax(jnp.where(mask, z, F32(-1e30))).astype(BF16)
+
+    q = SHAPE((4, 16, 2048, 128), BF16)
+    _, found = rewritten(f, q, q, SHAPE((2048, 2048), jnp.bool_))
+    # XLA stores them once.
+    assert ("exp" in found[0].folded) == (not is_capped)
+
+
+@pytest.mark.parametrize("heads", [16, 4])
 @pytest.mark.parametrize("kind", ["plain", "causal"])
 def test_a_derivative_of_scores_is_the_kernels_only_if_something_is_computed(
     kind: str, heads: int
