@@ -163,7 +163,7 @@ def _is_at_once(level: Level, own: SumOfExp) -> bool:
 
 
 def _is_kept(own: SumOfExp, inside: Inside) -> bool:
-    """Whether XLA seems to store what a softmax is of, as it computes no tanh or the like again.
+    """Whether XLA seems to store the scores of a softmax: it computes no tanh or the like twice.
 
     Then its passes see neither a mask nor another order. On an H200, 16 heads of 4096 tokens, with
     tanh and a given mask, take 1094 us in stock JAX. A kernel stored the scores: 1474 us.

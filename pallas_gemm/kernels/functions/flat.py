@@ -126,7 +126,7 @@ def _positions(equation: Any) -> core.ClosedJaxpr | None:
 def _key(equation: Any, inputs: Sequence[Any]) -> Any:
     """Returns what tells an operation from others; None if it is one of its kind.
 
-    Positions are: those of rows are not those of columns, though a square has the same numbers.
+    Positions are one of their kind: a square has the same numbers along rows and columns.
     """
     if equation.primitive.name == "iota":
         return None

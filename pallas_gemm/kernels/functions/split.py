@@ -267,7 +267,8 @@ class _Splitter:
     def _is_of_each_element(self, number: int, taken: Sequence[int]) -> bool:
         """Whether a kernel computes a value for each element, of others that it takes.
 
-        What is the same along a dimension is made of vectors: a kernel would load more otherwise.
+        XLA makes a value that is the same along a dimension, unless it is made of vectors: the
+        kernel would load more.
         """
         if self.kind(number) != "mn" or not all(map(self._is_reachable, taken)):
             return False
