@@ -14,6 +14,7 @@ from pallas_gemm.kernels.functions.split import Split
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.rewriting import folds
 from tests.reference import normal
+from tests.rewriting.test_attention import seconds_saved
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
 F32 = jnp.float32
@@ -98,25 +99,12 @@ def test_a_softmax_is_the_kernels(kind: str, heads: int) -> None:
 
 
 def test_what_is_copied_to_spread_a_mask_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def saved() -> float:
-        found: list[float] = []
-        plan = folds.Folder._saved
-
-        def note(*args: Any) -> float | None:
-            seconds = plan(*args)
-            found.append(seconds or 0.0)
-            return seconds
-
-        with monkeypatch.context() as patch:
-            patch.setattr(folds.Folder, "_saved", note)
-            rewritten(attention("masked"), *_large(16, (4, 1, 2048, 2048)))
-        return found[0]
-
-    with_copies = saved()
+    given = attention("masked"), *_large(16, (4, 1, 2048, 2048))
+    with_copies = seconds_saved(*given)
     monkeypatch.setattr(Split, "spread_bytes", 0)
     # It is one for each head, in 16 bits.
     copied = (4 + 4 * 16 * 2) * 2048 * 2048
-    assert saved() - with_copies == pytest.approx(xla_time.pass_seconds(copied, H200))
+    assert seconds_saved(*given) - with_copies == pytest.approx(xla_time.pass_seconds(copied, H200))
 
 
 @pytest.mark.parametrize("heads", [16, 4])
