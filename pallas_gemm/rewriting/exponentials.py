@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from pallas_gemm.kernels.functions.axes import ELEMENTWISE, MOVES, TURN
+from pallas_gemm.kernels.functions.axes import ELEMENTWISE, MOVES
 from pallas_gemm.rewriting.level import Level, is_stored_by
 
 LARGEST = "reduce_max"
 TOTAL = "reduce_sum"
-OF_ROWS = ELEMENTWISE | MOVES | frozenset((TURN, "stop_gradient"))
+OF_ROWS = ELEMENTWISE | MOVES | {"stop_gradient"}
 """Operations by which what is subtracted follows from the largest value."""
 
 

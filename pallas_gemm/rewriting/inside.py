@@ -25,6 +25,7 @@ from pallas_gemm.rewriting.level import Level, is_stored_by
 ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 """Operations that are looked into here are no calls: those are inlined before."""
 POSITIONS = "iota"
+"""The operation that makes an array of positions: a kernel needs to read none."""
 EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
@@ -72,7 +73,7 @@ class Operands:
             return True
         if is_elementwise(maker, x.aval.shape, self._allowed):
             return False
-        if maker.primitive.name not in MOVES | {TURN}:
+        if maker.primitive.name not in MOVES:
             return True
         return any(math.prod(y.aval.shape) > math.prod(x.aval.shape) for y in variables(maker))
 
@@ -92,7 +93,7 @@ class Operands:
             # So XLA stores it.
             return False
         maker = self._level.maker(x)
-        if maker.primitive.name in MOVES | {TURN}:
+        if maker.primitive.name in MOVES:
             (before,) = variables(maker)
             return math.prod(before.aval.shape) != math.prod(self._shape) or self.is_made(before)
         return True

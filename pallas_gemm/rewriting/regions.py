@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_gemm.kernels.functions.axes import MOVES, TURN
+from pallas_gemm.kernels.functions.axes import MOVES
 from pallas_gemm.program import APPROXIMATE
 from pallas_gemm.rewriting.elementwise import bytes_of, variables
 from pallas_gemm.rewriting.exponentials import SumOfExp
@@ -121,7 +121,7 @@ def _priced(
     """Returns the region that computes some values, with what XLA moves for them."""
     level = inside.level
     needed = _needed(inside, [*results, *reduced])
-    if all(e.primitive.name in MOVES | {TURN} for e in needed):
+    if all(e.primitive.name in MOVES for e in needed):
         # Nothing is computed.
         return None
     beside = _beside(inside, needed)

@@ -14,9 +14,9 @@ from pallas_gemm.kernels.functions.activations import KERNEL_PRIMITIVES
 REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 """The reductions that a kernel begins, with their names in `Result.reduction`."""
 ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
-MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
-"""Operations after which the same values lie in another shape."""
 TURN = "transpose"
+MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", TURN))
+"""Operations after which the same values lie in another shape, or in another order."""
 ONE, FOREIGN = "1", "?"
 """The names of an axis of size 1, and of one that is none of the result's."""
 

@@ -28,7 +28,6 @@ from pallas_gemm.kernels.functions.axes import (
     MOVES,
     ONE,
     REDUCTIONS,
-    TURN,
     Axes,
     Names,
 )
@@ -245,7 +244,7 @@ class _Splitter:
             self.depends |= set(outputs)
         if (number := self._number(equation, taken)) is not None:
             self.numbers[outputs[0]] = number
-        elif name in MOVES | {TURN} and len(taken) == 1:
+        elif name in MOVES and len(taken) == 1:
             (out,) = outputs
             own, moved = (sorted(self.axes[x].replace(ONE, "")) for x in (taken[0], out))
             if own == moved or (taken[0] not in self.depends and set(own) <= set(moved)):
@@ -372,7 +371,7 @@ class _Splitter:
             wanted[atom] = reduced
             self._want(_exponent(equation, self.made)[1], wanted)
             return
-        is_move = equation.primitive.name in MOVES | {TURN}
+        is_move = equation.primitive.name in MOVES
         whole = any(self._is_whole_sum(x) for x in equation.inputs)
         if whole and not is_move and not self.left:
             self.left = f"{equation.primitive.name}{flat.where(equation)} is left to XLA"
