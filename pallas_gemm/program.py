@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+ALL, FIRST, LAST = "all", "first", "last"
+
 
 class Operand(NamedTuple):
     """An array that a program reads beside the sums.
@@ -26,11 +28,14 @@ class Operand(NamedTuple):
         kind: Which dimensions of the result it has.
         dtype: Its element type in the program.
         counts: Its values count up by one, so that the first of some says what the others are.
+        batch: Which dimensions of a batch an operand of kind "mn" has: all, or only the first or
+            the last of them. The products of a batch that differ only in others share a matrix.
     """
 
     kind: str
     dtype: np.dtype
     counts: bool = False
+    batch: str = ALL
 
     @property
     def loaded(self) -> np.dtype:

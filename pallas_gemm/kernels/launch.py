@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels import place
 from pallas_gemm.kernels.functions import elementwise, words
 from pallas_gemm.problem import Problem
 
@@ -57,10 +58,10 @@ class Inputs(NamedTuple):
     scales: tuple[Any, ...] = ()
     first: Any = None
 
-    def loaded(self, problem: Problem) -> list[Any]:
-        """The operands of the epilogue that are loaded as results are stored: whole matrices."""
-        operands = words.program(problem).operands
-        return [x for x, own in zip(self.operands, operands, strict=True) if own.kind == "mn"]
+    def loaded(self, problem: Problem, batch: Any) -> list[Any]:
+        """The matrices that are loaded as results of one product of a batch are stored."""
+        each = zip(self.operands, words.program(problem).operands, strict=True)
+        return [place.loaded(x, own, problem.batch, batch) for x, own in each if own.kind == "mn"]
 
 
 class Grid(NamedTuple):

@@ -2,12 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import work
 from pallas_gemm.kernels.traced import Ref, Scalar
 from pallas_gemm.problem import Problem
+from pallas_gemm.program import ALL, FIRST, LAST, Operand
 
 
 class Where(NamedTuple):
@@ -47,6 +49,16 @@ def locate(
 def matrix(gmem: Ref, batch: Any) -> Any:
     """The matrix of one product: that of a batch, unless the whole batch shares one."""
     return gmem if batch is None or len(gmem.shape) == 2 else gmem.at[batch]
+
+
+def loaded(gmem: Ref, operand: Operand, products: int, batch: Any) -> Any:
+    """The matrix of an operand for one product of a batch of so many: several may share it."""
+    if batch is not None and len(gmem.shape) == 3 and operand.batch != ALL:
+        count = gmem.shape[0]
+        of = {FIRST: (lax.div, products // count), LAST: (lax.rem, count)}
+        divide, by = of[operand.batch]
+        batch = divide(batch, jnp.int32(by))
+    return matrix(gmem, batch)
 
 
 def vector(gmem: Ref, batch: Any) -> Any:

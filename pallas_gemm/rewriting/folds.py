@@ -11,7 +11,7 @@ program, and so is each step after them, a kernel goes on in float32: it rounds 
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +138,10 @@ class Folder:
         best: Fold | None = None
         read: dict[Any, None] = {}
         inside = Inside(level, tuple(each.out for each in products), exact=self._how.exact)
+        if len(products) == 1 and inside.sums_along(products[0].axes_of_rows):
+            # A kernel adds up exponentials along its columns.
+            products = (products[0].exchanged,)
+            inside = inside.made_in_order(products[0].order)
         for reduces in (True, False):
             region = region_of(inside if reduces else inside.without_reductions())
             if region is None:
@@ -159,7 +163,7 @@ class Folder:
         gate = Epilogue(gated=len(products) > 1)
         single = np.dtype(np.float32)
         call = dataclasses.replace(products[0].call, out_dtype=single, epilogue=gate)
-        function = self._function(level, region)
+        function = self._function(level, region, products[0].order)
         saved = self._saved(products, region, function, call)
         if saved is None or saved <= least:
             return None
@@ -175,7 +179,7 @@ class Folder:
 
         None if it is then predicted to lose time, by more than predictions err.
         """
-        function = self._function(level, region)
+        function = self._function(level, region, fold.products[0].order)
         saved = self._saved(fold.products, region, function, fold.call)
         if saved is None or saved < -LEAST_SAVED * _seconds(fold.products):
             return None
@@ -209,10 +213,16 @@ class Folder:
         less = xla_time.pass_seconds(shared + max(0, stored), device) - launch
         return self._passes(region) + less + launch * len(products[1:])
 
-    def _function(self, level: Level, region: Region) -> Function:
-        """Returns the function of the sums and of the operands."""
+    def _function(self, level: Level, region: Region, order: tuple[int, ...] = ()) -> Function:
+        """Returns the function of the sums and of the operands.
+
+        Args:
+            level: The function that the operations are in.
+            region: The operations.
+            order: The axes of the sums in the order in which the kernel makes them.
+        """
         key, exact = _key(region), self._how.exact or region.rounds
-        function = None if key is None else _FUNCTIONS.get((key, exact))
+        function = None if key is None else _FUNCTIONS.get((key, order, exact))
         if function is None:
             products = region.products
             program = level.jaxpr.replace(
@@ -223,17 +233,26 @@ class Folder:
                 eqns=list(region.inside),
                 effects=frozenset(),
             )
-            dtype = products[0].aval.dtype
+            dtype, shape = products[0].aval.dtype, products[0].aval.shape
             types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in region.operands]
-            sums = [jax.ShapeDtypeStruct(x.aval.shape, np.float32) for x in products]
+            made = tuple(shape[axis] for axis in order) or shape
+            sums = [jax.ShapeDtypeStruct(made, np.float32)] * len(products)
             with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
                 wide = functools.partial(_wide, program, len(sums), exact=exact)
-                closed = jax.make_jaxpr(wide)(*sums, *types)
-            run = functools.partial(_as_written, program, dtype, len(sums))
+                closed = jax.make_jaxpr(_of_turned(wide, order))(*sums, *types)
+            run = _of_turned(functools.partial(_as_written, program, dtype, len(sums)), order)
             function = Function(run, closed, len(sums), rounds_to=np.dtype(dtype))
             if key is not None:
-                _FUNCTIONS.put((key, exact), function)
+                _FUNCTIONS.put((key, order, exact), function)
         return function
+
+
+def _of_turned(run: Callable[..., Any], order: tuple[int, ...]) -> Callable[..., Any]:
+    """Returns a function of a product as one of its sums in the order of a kernel."""
+    if not order:
+        return run
+    back = tuple(np.argsort(order))
+    return lambda sums, *args: run(lax.transpose(sums, back), *args)
 
 
 def _seconds_of(

@@ -115,7 +115,9 @@ class Inside:
         self.base: dict[Any, Any] = {x: x for x in products}
         self.reads: dict[Any, frozenset[Any]] = {x: frozenset((x,)) for x in products}
         # The product's dimensions, without those of one element, in the order that each has them.
-        self.order: dict[Any, tuple[int, ...]] = dict.fromkeys(products, self._in_order)
+        self.order: dict[Any, tuple[int, ...]] = dict.fromkeys(products, self._real_axes)
+        # The order in which a kernel makes them.
+        self.made_in = self._real_axes
         self.of_exp: list[exponentials.SumOfExp] = []
         self._grow()
         self._grown = self.base
@@ -151,16 +153,32 @@ class Inside:
         return tuple(order[real.index(i)] for i in turned)
 
     def copied_bytes(self, results: Iterable[Any]) -> int:
-        """Returns what is moved to store results in another order than that of the product."""
-        turned = [x for x in results if x in self.order and self.is_turned(x)]
+        """Returns what is moved to store results in another order than a kernel makes them."""
+        turned = [x for x in results if x in self.order and self.order[x] != self.made_in]
         return sum(2 * bytes_of(x) for x in turned if self.is_stored(x))
 
     def is_turned(self, x: Any) -> bool:
-        """Whether a value has its dimensions in another order than the product."""
-        return self.order[x] != self._in_order
+        """Whether a value has its dimensions in another order than the program's product."""
+        return self.order[x] != self._real_axes
+
+    def made_in_order(self, axes: tuple[int, ...]) -> Self:
+        """The same where a kernel makes the product's dimensions in another order."""
+        own = copy.copy(self)
+        own.made_in = tuple(axis for axis in axes if axis in self._real_axes)
+        own.__dict__.pop("_own", None)
+        return own
+
+    def sums_along(self, axes: Iterable[int]) -> bool:
+        """Whether exponentials are added up along these axes of the product, and no others."""
+        found = set()
+        for own in self.of_exp:
+            shape, order = own.z.aval.shape, self.order[own.z]
+            real = [i for i, size in enumerate(shape) if size != 1]
+            found |= {order[real.index(i)] for i in own.total.params["axes"] if i in real}
+        return bool(found) and found <= set(axes)
 
     @property
-    def _in_order(self) -> tuple[int, ...]:
+    def _real_axes(self) -> tuple[int, ...]:
         return tuple(i for i, size in enumerate(self.shape) if size != 1)
 
     def _grow(self) -> None:

@@ -108,6 +108,7 @@ class Dense:
         out: Its result.
         seconds: The predicted time of the product alone.
         left: Why XLA computes it alone; None if a kernel does.
+        order: The axes of `out` in the order in which a kernel makes them; empty for their own.
     """
 
     call: Call
@@ -116,6 +117,12 @@ class Dense:
     out: Any
     seconds: float
     left: str | None = None
+    order: tuple[int, ...] = ()
+
+    @property
+    def axes_of_rows(self) -> tuple[int, ...]:
+        """The axes of the result that are the left operand's."""
+        return tuple(map(self.dims.out.index, self.dims.rows))
 
     @property
     def swapped(self) -> "Dense":
@@ -124,6 +131,14 @@ class Dense:
         return dataclasses.replace(
             self, call=call, dims=self.dims.swapped, factors=self.factors[::-1]
         )
+
+    @property
+    def exchanged(self) -> "Dense":
+        """The same product whose kernel has its rows as columns, and the other way round."""
+        own = self.swapped
+        out = own.dims.batch + own.dims.rows + own.dims.columns
+        dims = dataclasses.replace(own.dims, out=out)
+        return dataclasses.replace(own, dims=dims, order=tuple(map(self.dims.out.index, out)))
 
     @property
     def in_order(self) -> "Dense":

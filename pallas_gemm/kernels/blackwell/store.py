@@ -85,9 +85,9 @@ def _divided(chunk: Scalar, per_half: int) -> tuple[Any, Any]:
 
 def store(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar, values: Values) -> None:
     """Stores a finished chunk of columns, through shared memory unless told otherwise."""
-    plan = cta.plan
+    plan, out = cta.plan, place.matrix(cta.out, at.batch)
     if plan.config.direct_store:
-        arrays.write_directly(plan, _chunk(plan, cta.out, at, chunk), values, plgpu.Layout.TCGEN05)
+        arrays.write_directly(plan, _chunk(plan, out, at, chunk), values, plgpu.Layout.TCGEN05)
         return
     slot = _store_slot(plan, turn, chunk)
     if not plan.problem.epilogue.residual:
@@ -101,7 +101,7 @@ def store(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar, values: Values
         first = at.col + chunk * plan.config.store_columns
         mirror.copy(cta, at, first, here, cta.slots.mirrored.box.at[slot])
     else:
-        plgpu.copy_smem_to_gmem(here, _chunk(plan, cta.out, at, chunk))
+        plgpu.copy_smem_to_gmem(here, _chunk(plan, out, at, chunk))
 
 
 def fetch_following(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar) -> None:
@@ -119,7 +119,7 @@ def fetch_residual(cta: Cta, at: place.Where, turn: Scalar, chunks: Iterable[Any
     if not plan.problem.epilogue.residual:
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    (residual,) = cta.gmem.loaded(plan.problem)
+    (residual,) = cta.gmem.loaded(plan.problem, at.batch)
     for chunk in chunks:
         slot = _store_slot(plan, turn, chunk)
         plgpu.copy_gmem_to_smem(
@@ -142,8 +142,8 @@ def _store_slot(plan: BlackwellPlan, turn: Scalar, chunk: Scalar) -> Any:
     return lax.rem(turn * plan.chunks + chunk, jnp.int32(plan.config.store_slots))
 
 
-def _chunk(plan: BlackwellPlan, gmem: Ref, at: place.Where, chunk: Scalar) -> Any:
+def _chunk(plan: BlackwellPlan, matrix: Ref, at: place.Where, chunk: Scalar) -> Any:
     """The part of the result, or of the residual, that a chunk of this CTA's tile covers."""
     width = plan.config.store_columns
     rows = pl.ds(at.row, plan.config.tile[0])
-    return place.matrix(gmem, at.batch).at[rows, pl.ds(at.col + chunk * width, width)]
+    return matrix.at[rows, pl.ds(at.col + chunk * width, width)]

@@ -43,11 +43,20 @@ class Names(NamedTuple):
         """Returns the dimensions of a value of this kind: those of the batch come first."""
         return self.batch + self.rows * ("m" in kind) + self.columns * ("n" in kind)
 
+    def first(self, needed: str) -> str:
+        """Returns the first dimensions of the batch, up to the last one that is needed."""
+        return self.batch[: max((self.batch.find(x) + 1 for x in needed), default=0)]
+
+    def last(self, needed: str) -> str:
+        """Returns the last dimensions of the batch, from the first one that is needed."""
+        places = [self.batch.index(x) for x in needed if x in self.batch]
+        return self.batch[min(places) :] if places else ""
+
     def merged(self, kind: str, letters: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that a kernel has an array of these dimensions in."""
         sizes = dict(zip(letters, shape, strict=True))
-        groups = [(self.batch, self.batch != "" and letters.startswith(self.batch))]
-        groups += [(self.rows, "m" in kind), (self.columns, "n" in kind)]
+        batch = "".join(x for x in letters if x in self.batch)
+        groups = [(batch, batch != ""), (self.rows, "m" in kind), (self.columns, "n" in kind)]
         found = [math.prod(sizes[x] for x in group) for group, is_there in groups if is_there]
         # Of a batch of one there is no dimension.
         return tuple(found[1:] if groups[0][1] and found[0] == 1 else found)

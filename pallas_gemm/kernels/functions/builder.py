@@ -86,6 +86,7 @@ class Builder:
                 self._from.kind(x),
                 np.dtype(self._from.flat.types[x].dtype),
                 self._from.counts(x),
+                self._from.batch(x),
             )
             for x in self.operands
         ]

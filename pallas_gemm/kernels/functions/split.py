@@ -32,7 +32,17 @@ from pallas_gemm.kernels.functions.axes import (
     Names,
 )
 from pallas_gemm.kernels.functions.builder import Builder, constant
-from pallas_gemm.program import CARRIED, LOGSUMEXP, Constant, Program, Result
+from pallas_gemm.program import (
+    ALL,
+    CARRIED,
+    FIRST,
+    LAST,
+    LOGSUMEXP,
+    Constant,
+    Operand,
+    Program,
+    Result,
+)
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -77,10 +87,16 @@ class Split:
         """The dimensions of each operand of the kernel, before they are merged."""
         found = []
         for number, operand in zip(self.operands, self.program.operands, strict=True):
-            own = self.names.of_kind(operand.kind)
-            batched = set(self.names.batch) & set(self.axes[number])
-            found.append(own if batched else own.removeprefix(self.names.batch))
+            own = self.names.of_kind(operand.kind).removeprefix(self.names.batch)
+            found.append(self._batch(operand, self.axes[number]) + own)
         return found
+
+    def _batch(self, operand: Operand, lies: str) -> str:
+        """Returns the dimensions of the batch that an operand of the kernel has."""
+        if not set(self.names.batch) & set(lies):
+            return ""
+        ends = {FIRST: self.names.first, LAST: self.names.last}
+        return ends[operand.batch](lies) if operand.batch in ends else self.names.batch
 
     @property
     def stored(self) -> frozenset[int]:
@@ -266,14 +282,19 @@ class _Splitter:
     def _is_of_each_element(self, number: int, taken: Sequence[int]) -> bool:
         """Whether a kernel computes a value for each element, of others that it takes.
 
-        XLA makes a value that is the same along a dimension, unless it is made of vectors: the
-        kernel would load more.
+        XLA makes what products of a batch share, if the kernel would load more for it.
         """
         if self.kind(number) != "mn" or not all(map(self._is_reachable, taken)):
             return False
-        made = self.inside | self.numbers.keys()
-        of_vectors = all(self.source[x] in made or self.kind(x) != "mn" for x in taken)
-        return of_vectors or self._is_shaped_like_sums(number)
+        if self._is_shaped_like_sums(number):
+            return True
+        loaded = {x for own in taken for x in self._loads(own) if self.kind(x) == "mn"}
+        return not loaded or (len(loaded) == 1 and self._is_whole_matrix(number))
+
+    def _is_whole_matrix(self, number: int) -> bool:
+        """Whether a value has all rows and columns, if not those of each product of a batch."""
+        real = {x for x in self.names.rows + self.names.columns if self.sizes[x] != 1}
+        return real <= set(self.axes[number])
 
     def _is_shaped_like_sums(self, number: int) -> bool:
         real = [x for x in self.names.out if self.sizes[x] != 1]
@@ -316,6 +337,14 @@ class _Splitter:
         if self.kind(number) == "mn":
             return dtype in FLOATS | CARRIED
         return dtype.itemsize <= 4 and not np.issubdtype(dtype, np.complexfloating)
+
+    def batch(self, number: int) -> str:
+        """Returns which dimensions of the batch an operand of each element has for a kernel."""
+        lies = self.axes[number].replace(ONE, "")
+        if self.kind(number) != "mn" or not set(self.names.batch) & set(lies):
+            return ALL
+        ends = {ALL: self.names.batch, FIRST: self.names.first(lies), LAST: self.names.last(lies)}
+        return min(ends, key=lambda end: math.prod(self.sizes[x] for x in ends[end]))
 
     def counts(self, number: int) -> bool:
         """Whether a value is the number of each column, which a kernel counts without loading."""

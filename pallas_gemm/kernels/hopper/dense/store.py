@@ -214,7 +214,8 @@ def _store_by_tma(cta: Cta, me: Scalar, at: place.Where, number: int, *values: V
 
     def copy(box: Ref, out: Any) -> None:
         if at.end is None:
-            there = _chunk(plan, out, at, number, transposed=plan.problem.transpose_out)
+            own = place.matrix(out, at.batch)
+            there = _chunk(plan, own, at, number, transposed=plan.problem.transpose_out)
             plgpu.copy_smem_to_gmem(box, there)
         else:
             group_rows.store(box, out, group_rows.Place(plan.chunks[number], at))
@@ -250,7 +251,8 @@ def _store_twice(cta: Cta, me: Scalar, at: place.Where, number: int, values: Val
     # A square chunk on the diagonal is its own mirror image; of others, a part is mirrored.
     there = below > (0 if plan.chunks_are_squares else -chunk.rows)
     for view, made, transposed in ((slot, here, False), (mirrored, there, True)):
-        target = _chunk(plan, cta.out[0], at, number, transposed=transposed)
+        out = place.matrix(cta.out[0], at.batch)
+        target = _chunk(plan, out, at, number, transposed=transposed)
         arrays.store_if(plan, made, view.box, target)
 
 
@@ -286,7 +288,7 @@ def fetch(cta: Cta, me: Scalar, at: place.Where, chunks: Iterable[int]) -> None:
         if chunk >= len(plan.chunks):
             continue
         loaded = cta.barriers.residual.at[_loaded_barrier(plan, me, chunk)]
-        for number, operand in enumerate(cta.gmem.loaded(plan.problem)):
+        for number, operand in enumerate(cta.gmem.loaded(plan.problem, at.batch)):
             plgpu.copy_gmem_to_smem(
                 _chunk(plan, operand, at, chunk, transposed=plan.problem.transpose_out),
                 _loaded_slot(cta, me, chunk, number).box,
@@ -316,9 +318,9 @@ def _slot_among(cta: Cta, me: Scalar, number: int, slots: Any) -> smem.Boxed:
     return smem.Boxed(*(view.at[me, plan.store_slot(number)] for view in views))
 
 
-def _chunk(plan: HopperPlan, gmem: Ref, at: place.Where, number: int, *, transposed: bool) -> Any:
-    """The part of the result, or of the residual, that a chunk of a consumer's tile covers."""
+def _chunk(plan: HopperPlan, matrix: Ref, at: place.Where, number: int, *, transposed: bool) -> Any:
+    """The part of a result, or of an operand, that a chunk of a consumer's tile covers."""
     chunk = plan.chunks[number]
     rows, cols = pl.ds(at.row + chunk.row, chunk.rows), pl.ds(at.col + chunk.col, chunk.cols)
     here = (cols, rows) if transposed else (rows, cols)
-    return place.matrix(gmem, at.batch).at[here]
+    return matrix.at[here]

@@ -176,9 +176,10 @@ def _fetch(cta: Any, me: Scalar, number: int) -> None:
     fences.after_loads(plan)
     full = cta.barriers.loaded.at[_loaded_slot(plan, me, number)]
     there = _place(cta, me, chunk)
-    for x, slots in zip(cta.gmem.loaded(plan.problem), cta.slots.loaded, strict=True):
+    loaded = cta.gmem.loaded(plan.problem, cta.at.product)
+    for x, slots in zip(loaded, cta.slots.loaded, strict=True):
         slot = slots.at[me, number % plan.config.store_slots, pl.ds(0, chunk.cols)]
-        plgpu.copy_gmem_to_smem(place.matrix(x, cta.at.product).at[there], slot, full)
+        plgpu.copy_gmem_to_smem(x.at[there], slot, full)
 
 
 def _read(cta: Any, me: Scalar, number: int, chunk: Chunk, operand: int) -> Values:
