@@ -85,16 +85,25 @@ class Workers:
 
         A function that cannot be sent or lowered elsewhere is lowered here, with the error of here.
         """
-        try:
-            lowered = self._pool.submit(_lowered, program, self._platform).result()
-        except concurrent.futures.CancelledError:
-            # The workers were ended, and nobody wants it any more.
-            raise
-        except Exception:
-            return program.compiled()
-        leaves = jax.tree.leaves(program.operands)
-        run = jax.jit(jax.export.deserialize(bytearray(lowered)).call).lower(*leaves).compile()
-        return lambda *operands: run(*jax.tree.leaves(operands))
+        return self.begin(program)()
+
+    def begin(self, program: Program) -> Callable[[], Runner]:
+        """Lowers a program elsewhere; returns what waits for that, and compiles it here."""
+        lowering = self._pool.submit(_lowered, program, self._platform)
+
+        def finish() -> Runner:
+            try:
+                lowered = lowering.result()
+            except concurrent.futures.CancelledError:
+                # The workers were ended, and nobody wants it any more.
+                raise
+            except Exception:
+                return program.compiled()
+            leaves = jax.tree.leaves(program.operands)
+            run = jax.jit(jax.export.deserialize(bytearray(lowered)).call).lower(*leaves).compile()
+            return lambda *operands: run(*jax.tree.leaves(operands))
+
+        return finish
 
     def build_kernel(self, problem: Problem, config: GemmConfig, device: Device) -> Runner:
         """Compiles the kernel of a config: what tuning needs."""

@@ -41,7 +41,7 @@ def started(
 def test_the_programs_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "benchmarking.md").read_text()
     assert all(f"bench/{program}" in page for program in PROGRAMS)
-    assert len(ON_A_GPU) == 11
+    assert len(ON_A_GPU) == 12
 
 
 STARTED = [
