@@ -128,6 +128,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Has long tests begin first; skips, with the reason, what this computer has no GPU for."""
+    _leave_to_stress(items)
     # The others stay in order: what a module prepares is prepared once.
     early = EARLY_ON_A_GPU if _wants_gpu(config) else EARLY
     items.sort(key=lambda item: item.path.name not in early)
@@ -300,6 +301,39 @@ def rng() -> Any:
     import numpy as np
 
     return np.random.default_rng(0)
+
+
+def _leave_to_stress(items: list[pytest.Item]) -> None:
+    """Has each value in one combination, and the other combinations only under stress.
+
+    So it is with tests that say so: `each_value`. The values of all parametrizations take turns.
+    """
+    functions: dict[Any, list[tuple[pytest.Item, list[Any]]]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value"):
+            own = functions.setdefault(getattr(item, "function", None), [])
+            own.append((item, _values(item)))
+    for cases in functions.values():
+        known: list[list[Any]] = [[] for _ in cases[0][1]]
+        for _, values in cases:
+            for own, value in zip(known, values, strict=True):
+                if value not in own:
+                    own.append(value)
+        longest = max(known, key=len)
+        for item, values in cases:
+            turn = longest.index(values[known.index(longest)])
+            if any(x != own[turn % len(own)] for own, x in zip(known, values, strict=True)):
+                item.add_marker(pytest.mark.stress)
+
+
+def _values(item: Any) -> list[Any]:
+    """Returns what a test has of each of its parametrizations, as it is told apart."""
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [x.strip() for x in names.split(",")] if isinstance(names, str) else names
+        found.append(tuple(id(item.callspec.params[name]) for name in names))
+    return found
 
 
 def _only_controls(config: pytest.Config) -> bool:

@@ -28,7 +28,7 @@ from pallas_gemm.op import kept_kernels
 from tests import compilations, known_kernels, parting
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
-SAMPLED = 5
+SAMPLED = 8
 """Tests compile one in so many of the kernels whose instructions they read."""
 
 

@@ -261,6 +261,7 @@ def test_experts_of_one_group_have_zero_points_too() -> None:
     reference.assert_exact(result, np.einsum("mk,mkn->mn", np.asarray(x, np.float64), stands))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("scale", [(N,), (3, N), (3, 4, N)])

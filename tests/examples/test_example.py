@@ -88,7 +88,11 @@ def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
     return np.array(losses)
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+# Both compute the same with other layers, for which there are tests of their own.
+APIS = ("linen", pytest.param("nnx", marks=pytest.mark.stress))
+
+
+@pytest.mark.parametrize("api", APIS)
 def test_a_loss_without_logits_trains_as_stock_does(api: str) -> None:
     trainer = train_transformer.trainer_of(_options(f"--api={api}", "--loss=fused"))
     curves = []
@@ -268,7 +272,7 @@ def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", APIS)
 def test_blocks_of_8_bits_learn_as_bfloat16_does(api: str) -> None:
     """Two blocks along each dimension of a layer; losses are alike in the mean once they settle."""
     settings = Settings(1, 256, 4, 256, 32, 16, 16, "bfloat16", 1e-3)

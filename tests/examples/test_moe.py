@@ -102,6 +102,8 @@ def test_the_preset_of_a_gpu_has_the_sizes_of_mixtral() -> None:
     assert 0.98 < settings.product_flops / (6 * experts * 2 / 8 * 8192) < 1.02
 
 
+# Dense layers do so in every run, and layers of experts are held against those.
+@pytest.mark.stress
 def test_experts_in_blocks_of_8_bits_learn_too() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     options = _options("--rounds=1", "--steps=1", "--layers=fp8_blocks")

@@ -257,6 +257,7 @@ def test_a_kernel_that_needs_operands_padded_leaves_the_function_to_xla(k: int, 
     assert ("the rest of the epilogue by XLA" in str(explained)) == is_apart
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["NN", "TN", "TT", "NT"])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
 @pytest.mark.parametrize("batch", [(), (2,)])

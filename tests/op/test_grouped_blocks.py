@@ -56,6 +56,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("row", "col"), SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
 def test_each_block_is_scaled(row: Any, col: Any, kernel: bool) -> None:
@@ -70,6 +71,7 @@ def test_each_block_is_scaled(row: Any, col: Any, kernel: bool) -> None:
     np.testing.assert_array_equal(found, _expected(a, b, row, col))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("row", "col"), [*SHAPES[1::2], ((M,), (N,)), ((M, 2), (GROUPS, N))], ids=str
 )

@@ -113,6 +113,7 @@ def _of_stock(transformed: Any) -> Any:
     return jax.jit(transformed(_stock))(H, W, B)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("memory", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_derivatives_of_both_modes_and_orders(transformed, memory):

@@ -162,6 +162,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late_store", [False, True])
 @pytest.mark.parametrize("cluster", [(2, 1), (1, 2)])
 @pytest.mark.parametrize(("rows", "columns"), [(192, 160), (264, 104), (320, 64), (64, 264)])
@@ -425,6 +426,7 @@ def test_reductions_along_columns_add_two_barriers_each_and_no_copy_of_one() -> 
     assert two - one == three - two == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("shape", [(8192, 32768, 4096), (4096, 4096, 4096)])
 def test_log_sum_exp_spills_nothing_and_has_no_array_in_memory(keeps: bool, shape: Any) -> None:

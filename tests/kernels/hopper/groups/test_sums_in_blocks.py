@@ -75,6 +75,7 @@ SIZES = {
 }
 
 
+@pytest.mark.each_value
 # The simulator multiplies with NumPy, which warns of what this test is about.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -35,6 +35,7 @@ def _workers_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ptx_simulator, "CONCURRENT", "pallas_gemm_widened")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slow", ["", ARRIVALS])
 @pytest.mark.parametrize(
     ("ctas", "tile", "transpose_b"),

@@ -44,6 +44,7 @@ def program(problem: Problem, config: Any, scales: Any) -> tuple[Callable[..., A
     return kernel.build(WidenedPlan(problem, config, H200)), operands
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(
     ("rows", "kind", "scales", "options"),
@@ -128,6 +129,7 @@ def test_8_bit_floats_spill_nothing(
     assert (found.spill_bytes, found.serialized) == (0, "")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("columns", [64, 96, 1024])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 @pytest.mark.parametrize("group", [32, 64])

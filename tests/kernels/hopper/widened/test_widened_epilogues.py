@@ -102,6 +102,7 @@ def test_a_function_has_several_results_and_operands(batch: int) -> None:
     np.testing.assert_array_equal(found[1], z * np.asarray(y, np.float64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(
     ("kind", "zeros", "group", "options"),
