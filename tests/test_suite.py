@@ -107,12 +107,32 @@ def test_files_of_long_tests_are_there_and_begin_first(
     files = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
     assert files >= conftest.EARLY
     tests = [
-        types.SimpleNamespace(path=tmp_path / name, nodeid=nodeid)
+        types.SimpleNamespace(
+            path=tmp_path / name, nodeid=nodeid, get_closest_marker=lambda _: None
+        )
         for nodeid, name in enumerate(["test_a.py", *sorted(conftest.EARLY), "test_b.py"])
     ]
     conftest.pytest_collection_modifyitems(pytestconfig, tests)
     last = len(conftest.EARLY) + 1
     assert [test.nodeid for test in tests] == [*range(1, last), 0, last]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("kind", "number"), [("a", 0), ("b", 1)])
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+def test_values_that_are_combined(size: int, kind: str, number: int, layout: str) -> None:
+    assert size
+    assert layout
+    assert number == "ab".index(kind)
+
+
+def test_each_value_is_in_one_combination(request: pytest.FixtureRequest) -> None:
+    name = test_values_that_are_combined.__name__
+    own = [x for x in request.session.items if getattr(x, "originalname", "") == name]
+    # If one test is named, no others are collected.
+    chosen = ["NN-a-0-1", "NT-b-1-2", "TN-a-0-3", "NN-b-1-4"]
+    assert sorted(x.name for x in own) in ([], sorted(f"{name}[{case}]" for case in chosen))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64")

@@ -169,13 +169,13 @@ class Inside:
         return own
 
     def sums_along(self, axes: Iterable[int]) -> bool:
-        """Whether exponentials are added up along these axes of the product, and no others."""
+        """Whether exponentials are added up along all of these axes of the product alone."""
         found = set()
         for own in self.of_exp:
             shape, order = own.z.aval.shape, self.order[own.z]
             real = [i for i, size in enumerate(shape) if size != 1]
             found |= {order[real.index(i)] for i in own.total.params["axes"] if i in real}
-        return bool(found) and found <= set(axes)
+        return bool(found) and found == {axis for axis in axes if self.shape[axis] != 1}
 
     @property
     def _real_axes(self) -> tuple[int, ...]:

@@ -188,3 +188,45 @@ def test_a_softmax_along_the_rows_of_a_product_is_a_kernels_of_the_other_order(
     program, found = rewritten(f, *args, implementation="interpret")
     assert "exp" in found[0].folded
     _check(jax.jit(core.jaxpr_as_fun(program))(*args), jax.jit(f)(*args), exact(f, args))
+
+
+def _scores(q: Any, k: Any, mask: Any) -> Any:
+    z = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=F32) * F32(0.125)
+    return jax.nn.softmax(jnp.where(mask, z, F32(-1e30)))
+
+
+def _drawn_scores(*lead: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    q, k = (normal(rng, (*lead, tokens, 2, 64), BF16) for tokens in (40, 72))
+    return q, k, jnp.asarray(rng.random((40, 72)) < 0.7)
+
+
+def test_such_a_kernel_is_derived_and_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    program, found = rewritten(_scores, *_drawn_scores(2), implementation="interpret")
+    assert "exp" in found[0].folded
+    ours = lambda *args: core.jaxpr_as_fun(program)(*args)[0]  # noqa: E731
+
+    def loss(f: Any) -> Any:
+        return lambda *args: jnp.sum(jnp.sin(3 * f(*args)))
+
+    given = _drawn_scores(2)
+    each = (jax.jit(jax.grad(loss(f), (0, 1)))(*given) for f in (ours, _scores))
+    for x, y in zip(*each, strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(z, np.float32) for z in (x, y)), rtol=0.1, atol=0.02
+        )
+    mapped = _drawn_scores(3, 2)
+    every = (jax.jit(jax.vmap(f, (0, 0, None)))(*mapped) for f in (ours, _scores))
+    np.testing.assert_allclose(*every, rtol=2e-3, atol=2e-3)
+
+
+def test_a_softmax_along_some_rows_is_none_of_a_kernels() -> None:
+    def f(q: Any, k: Any, mask: Any) -> Any:
+        z = jnp.einsum("btnd,bsd->btns", q, k, preferred_element_type=F32)
+        # Along heads, which are rows of the product as tokens are.
+        return jax.nn.softmax(jnp.where(mask, z, F32(-1e30)), 2).astype(BF16)
+
+    shapes = SHAPE((4, 512, 32, 128), BF16), SHAPE((4, 2048, 128), BF16)
+    _, found = rewritten(f, *shapes, SHAPE((2048,), jnp.bool_))
+    assert "exp" not in found[0].folded

@@ -200,3 +200,18 @@ def test_derivatives_on_an_explicit_mesh() -> None:
         found = jax.jit(jax.grad(loss(_ours(f)), every))(*given)
         assert [jax.typeof(x).sharding.spec for x in found[:2]] == [P("x", None), P(None, "y")]
     _check(found, jax.grad(loss(_jaxs(f)), every)(*operands), 2e-4)
+
+
+@pytest.mark.parametrize("lead", [(4, 1), (1, 2), (1, 1), (4, 2)], ids=str)
+def test_products_of_a_batch_that_share_an_operand(lead: tuple[int, int]) -> None:
+    a, b, x = _drawn((4, 2, M, K), (4, 2, K, N), (*lead, M, N))
+    split = _put(_mesh(AxisType.Auto), (a, b, x), (P("x", "y"), P("x"), P()))
+
+    def f(s: Any, x: Any) -> Any:
+        z = jnp.maximum(s, 0) + x
+        return z, jnp.max(z, -1)
+
+    def run(a: Any, b: Any, x: Any) -> Any:
+        return gemm(a, b, epilogue=f, operands=(x,))
+
+    _check(jax.jit(run)(*split), f(jnp.matmul(a, b), x))
