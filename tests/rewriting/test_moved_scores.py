@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend import core
 
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.functions.split import Split
 from pallas_gemm.planning.by_xla import xla_time
-from pallas_gemm.rewriting import folds
+from pallas_gemm.rewriting import folds, regions
 from tests.reference import normal
 from tests.rewriting.test_attention import seconds_saved
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
@@ -158,29 +159,30 @@ def test_a_result_that_is_copied_into_another_order_is_xlas() -> None:
     assert "reduce_sum" in found[1].folded
 
 
-PATTERNS = {
-    "tokens first": ("btngd,bsnd->bngts", (2, 72, 2, 3, 64), (2, 72, 2, 64)),
-    "one group": ("btngd,bsnd->bngts", (2, 72, 2, 1, 64), (2, 72, 2, 64)),
-    "keys first": ("bsnd,btnd->bnts", (2, 72, 2, 64), (2, 72, 2, 64)),
-    "no heads": ("bsd,btd->bts", (2, 72, 64), (2, 72, 64)),
+GROUPED = ((3,), (4,)), ((0, 2), (0, 2))
+PATTERNS: dict[str, Any] = {
+    "heads in groups": (GROUPED, (0, 1, 4, 3, 2), (2, 72, 2, 64), (2, 40, 2, 3, 64)),
+    "one group": (GROUPED, (0, 1, 4, 3, 2), (2, 72, 2, 64), (2, 40, 2, 1, 64)),
+    "no heads": ((((2,), (2,)), ((0,), (0,))), (0, 2, 1), (2, 72, 64), (2, 40, 64)),
+    "no batch": ((((1,), (1,)), ((), ())), (1, 0), (72, 64), (40, 64)),
 }
-"""Scores that JAX multiplies keys by queries for, and operands that are no square."""
+"""Products of keys and queries: dimension numbers, how the result is transposed, and shapes."""
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_a_softmax_along_the_rows_of_a_product_is_a_kernels_of_the_other_order(
-    pattern: Any, monkeypatch: pytest.MonkeyPatch
+    pattern: Any, is_scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    letters, *shapes = pattern
-    first = letters.startswith("bs")
-    # As many keys as whole slots hold, and other queries.
-    shapes = [(x[0], 40 if own == first else 72, *x[2:]) for own, x in enumerate(shapes)]
+    numbers, turn, *shapes = pattern
 
-    def f(left: Any, right: Any) -> Any:
-        z = jnp.einsum(letters, left, right, preferred_element_type=F32) * F32(0.125)
+    def f(k: Any, q: Any) -> Any:
+        z = lax.dot_general(k, q, numbers, preferred_element_type=F32)
+        # What is only transposed is a product that is stored so.
+        z = jnp.transpose(z * F32(0.125) if is_scaled else z, turn)
         queries, keys = (jnp.arange(size) for size in z.shape[-2:])
         z = jnp.where(keys[None] <= queries[:, None] + 5, z, F32(-1e30))
-        return jax.nn.softmax(z).astype(BF16), jnp.max(z, -1)
+        return jax.nn.softmax(z), jnp.max(z, -1, keepdims=True) * F32(0.3)
 
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     rng = np.random.default_rng(0)
@@ -191,13 +193,14 @@ def test_a_softmax_along_the_rows_of_a_product_is_a_kernels_of_the_other_order(
 
 
 def _scores(q: Any, k: Any, mask: Any) -> Any:
-    z = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=F32) * F32(0.125)
+    z = jnp.einsum("btngd,bsnd->bngts", q, k, preferred_element_type=F32) * F32(0.125)
     return jax.nn.softmax(jnp.where(mask, z, F32(-1e30)))
 
 
 def _drawn_scores(*lead: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
-    q, k = (normal(rng, (*lead, tokens, 2, 64), BF16) for tokens in (40, 72))
+    q = normal(rng, (*lead, 40, 2, 3, 64), BF16)
+    k = normal(rng, (*lead, 72, 2, 64), BF16)
     return q, k, jnp.asarray(rng.random((40, 72)) < 0.7)
 
 
@@ -230,3 +233,44 @@ def test_a_softmax_along_some_rows_is_none_of_a_kernels() -> None:
     shapes = SHAPE((4, 512, 32, 128), BF16), SHAPE((4, 2048, 128), BF16)
     _, found = rewritten(f, *shapes, SHAPE((2048,), jnp.bool_))
     assert "exp" not in found[0].folded
+
+
+def test_two_products_with_a_softmax_along_their_rows_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def f(x: Any, gate: Any, up: Any) -> Any:
+        return jax.nn.softmax(jax.nn.silu(x @ gate) * (x @ up), 0)
+
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    rng = np.random.default_rng(0)
+    args = tuple(normal(rng, shape, BF16) * BF16(0.25) for shape in ((72, 64), (64, 40), (64, 40)))
+    program, _ = rewritten(f, *args, implementation="interpret")
+    found, expected = jax.jit(core.jaxpr_as_fun(program))(*args), jax.jit(f)(*args)
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (found[0], expected)), rtol=0.05, atol=1e-3
+    )
+
+
+def test_a_mask_slows_xla_down_no_further_behind_a_transposition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_kind = {kind: (attention(kind), *_large(4)) for kind in ("causal", "plain")}
+    before = {kind: seconds_saved(*given) for kind, given in of_kind.items()}
+    monkeypatch.setattr(regions, "TURNED_BYTES", regions.TURNED_BYTES - 1)
+    after = {kind: seconds_saved(*given) for kind, given in of_kind.items()}
+    assert after["causal"] == before["causal"]
+    assert after["plain"] < before["plain"]
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_xla_reads_scores_once_unless_they_are_transposed(is_turned: bool) -> None:
+    # JAX multiplies keys by queries for one of them.
+    pattern = "btngd,bsnd->bngts" if is_turned else "btnd,bsnd->bnts"
+
+    def f(q: Any, k: Any) -> Any:
+        z = jnp.einsum(pattern, q, k, preferred_element_type=F32) * F32(0.1)
+        return jax.nn.softmax(z).astype(BF16)
+
+    q, k = SHAPE((4, 2048, 16, *(1,) * is_turned, 128), BF16), SHAPE((4, 2048, 16, 128), BF16)
+    _, found = rewritten(f, q, k)
+    assert ("exp" in found[0].folded) == is_turned

@@ -124,3 +124,18 @@ def test_operands_are_read_where_the_fewest_bytes_are() -> None:
     # The sum of the vectors, and the rows that are chosen; positions are computed.
     assert sorted(x.aval.shape for x in region.operands) == [(128,), SHAPE]
     assert "iota" in _names(region)
+
+
+def test_results_in_the_order_in_which_a_kernel_makes_them_are_not_copied() -> None:
+    def program(x: Any, w: Any) -> Any:
+        z = lax.exp(lax.dot(x, w))
+        return z, lax.transpose(lax.sin(z), (1, 0))
+
+    inside = _inside(program, (256, 64), (64, 128))
+    results = [e.outvars[0] for e in inside.equations if e.primitive.name in ("exp", "transpose")]
+    turned = inside.made_in_order((1, 0))
+    copied = 2 * 256 * 128 * 4
+    for own, is_copied in ((inside, [False, True]), (turned, [True, False])):
+        assert [own.copied_bytes([x]) for x in results] == [copied * x for x in is_copied]
+        # Whatever the kernel does, XLA's own scores are in the program's order.
+        assert list(map(own.is_turned, results)) == [False, True]
