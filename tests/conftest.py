@@ -304,26 +304,32 @@ def rng() -> Any:
 
 
 def _leave_to_stress(items: list[pytest.Item]) -> None:
-    """Has each value in one combination, and the other combinations only under stress.
+    """Leaves cases of tests that say so to runs with `-m stress`.
 
-    So it is with tests that say so: `each_value`. The values of all parametrizations take turns.
+    each_value      the values of all parametrizations take turns: each is in one case
+    every_other     half of the cases: of neighbours along a parametrization, one
     """
-    functions: dict[Any, list[tuple[pytest.Item, list[Any]]]] = {}
+    functions: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("each_value"):
-            own = functions.setdefault(getattr(item, "function", None), [])
-            own.append((item, _values(item)))
+        if item.get_closest_marker("each_value") or item.get_closest_marker("every_other"):
+            functions.setdefault(getattr(item, "function", None), []).append(item)
     for cases in functions.values():
-        known: list[list[Any]] = [[] for _ in cases[0][1]]
-        for _, values in cases:
-            for own, value in zip(known, values, strict=True):
-                if value not in own:
-                    own.append(value)
-        longest = max(known, key=len)
-        for item, values in cases:
-            turn = longest.index(values[known.index(longest)])
-            if any(x != own[turn % len(own)] for own, x in zip(known, values, strict=True)):
+        is_each = cases[0].get_closest_marker("each_value")
+        places = _places(cases)
+        longest = max(range(len(places[0])), key=lambda axis: max(own[axis] for own in places))
+        sizes = [1 + max(own) for own in zip(*places, strict=True)]
+        for item, own in zip(cases, places, strict=True):
+            turns = (own[longest] % size == place for size, place in zip(sizes, own, strict=True))
+            if not (all(turns) if is_each else sum(own) % 2 == 0):
                 item.add_marker(pytest.mark.stress)
+
+
+def _places(cases: list[Any]) -> list[list[int]]:
+    """Returns where each case's values are among those of each parametrization."""
+    values = list(zip(*map(_values, cases), strict=True))
+    orders = [{x: i for i, x in enumerate(dict.fromkeys(own))} for own in values]
+    every = zip(*values, strict=True)
+    return [[order[x] for order, x in zip(orders, own, strict=True)] for own in every]
 
 
 def _values(item: Any) -> list[Any]:

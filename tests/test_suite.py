@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import types
+from typing import Any
 
 import pytest
 
@@ -127,12 +128,28 @@ def test_values_that_are_combined(size: int, kind: str, number: int, layout: str
     assert number == "ab".index(kind)
 
 
-def test_each_value_is_in_one_combination(request: pytest.FixtureRequest) -> None:
-    name = test_values_that_are_combined.__name__
-    own = [x for x in request.session.items if getattr(x, "originalname", "") == name]
+@pytest.mark.every_other
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+def test_values_that_are_many(size: int, layout: str) -> None:
+    assert size
+    assert layout
+
+
+@pytest.mark.parametrize(
+    ("test", "chosen"),
+    [
+        (test_values_that_are_combined, ["NN-a-0-1", "NT-b-1-2", "TN-a-0-3", "NN-b-1-4"]),
+        (test_values_that_are_many, ["NN-1", "NT-2", "TN-1"]),
+    ],
+)
+def test_some_cases_are_in_every_run(
+    test: Any, chosen: list[str], request: pytest.FixtureRequest
+) -> None:
+    items = request.session.items
+    own = [x.name for x in items if getattr(x, "originalname", "") == test.__name__]
     # If one test is named, no others are collected.
-    chosen = ["NN-a-0-1", "NT-b-1-2", "TN-a-0-3", "NN-b-1-4"]
-    assert sorted(x.name for x in own) in ([], sorted(f"{name}[{case}]" for case in chosen))
+    assert sorted(own) in ([], sorted(f"{test.__name__}[{case}]" for case in chosen))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64")

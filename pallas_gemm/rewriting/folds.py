@@ -139,7 +139,7 @@ class Folder:
         read: dict[Any, None] = {}
         inside = Inside(level, tuple(each.out for each in products), exact=self._how.exact)
         if len(products) == 1 and inside.sums_along(products[0].axes_of_rows):
-            # A kernel adds up exponentials along its columns.
+            # A kernel adds up the exponentials of its rows, here those of the program's columns.
             products = (products[0].exchanged,)
             inside = inside.made_in_order(products[0].order)
         for reduces in (True, False):

@@ -138,6 +138,7 @@ def _value_and_gradients(loss: Any, operands: Any, g: Any) -> list[Any]:
         return jax.jit(run)(*operands)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_value_and_gradients_are_as_near_float64_as_jaxs_own(case):
     operands, labels = _drawn(case)

@@ -27,6 +27,7 @@ def drawn(*shape: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(
     ("dtype", "power_of_two"), tuple(itertools.product((E4M3, E5M2, jnp.int8), (True, False)))

@@ -48,6 +48,7 @@ def assert_near(found: Any, expected: np.ndarray) -> None:
 
 
 # No size is a multiple of a block but the first ones.
+@pytest.mark.every_other
 @pytest.mark.parametrize(("m", "k", "n"), [(256, 384, 128), (150, 200, 140), (40, 300, 60)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_product_contracts_along_the_blocks_of_both_operands(

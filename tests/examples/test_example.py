@@ -272,7 +272,8 @@ def test_the_program_starts_as_a_script_and_says_what_is_wrong(tmp_path: pathlib
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.stress
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_blocks_of_8_bits_learn_as_bfloat16_does(api: str) -> None:
     """Two blocks along each dimension of a layer; losses are alike in the mean once they settle."""
     settings = Settings(1, 256, 4, 256, 32, 16, 16, "bfloat16", 1e-3)

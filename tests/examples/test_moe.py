@@ -102,7 +102,7 @@ def test_the_preset_of_a_gpu_has_the_sizes_of_mixtral() -> None:
     assert 0.98 < settings.product_flops / (6 * experts * 2 / 8 * 8192) < 1.02
 
 
-# Dense layers do so in every run, and layers of experts are held against those.
+# Layers are held against a formula in every run; this trains some.
 @pytest.mark.stress
 def test_experts_in_blocks_of_8_bits_learn_too() -> None:
     console = Console(record=True, width=100, file=io.StringIO())

@@ -117,6 +117,7 @@ def _gemm(a: Any, b: Any, bias: Any, residual: Any = None, **options: Any) -> ja
     return gemm(a, b, bias=bias, residual=residual, **options)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("layout", "epilogue"),
     [

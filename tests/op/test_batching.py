@@ -24,6 +24,7 @@ def _primitives(f: Callable[..., Any], *args: Any) -> set[str]:
     return {equation.primitive.name for equation in jax.make_jaxpr(f)(*args).jaxpr.eqns}
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("layout", list(itertools.product((False, True), repeat=2)), ids=str)
 @pytest.mark.parametrize("batch", ["none", "left", "right", "both"])
 def test_every_combination_of_mapped_operands(layout: tuple[bool, bool], batch: str) -> None:

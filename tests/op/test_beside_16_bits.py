@@ -45,6 +45,7 @@ def assert_widened(product: Any, *operands: Any, **named: Any) -> None:
     assert "transpose b" not in text
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
 @pytest.mark.parametrize("transpose_a", [False, True])
 def test_all_types(types: tuple[Any, Any], transpose_a: bool) -> None:

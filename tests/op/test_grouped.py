@@ -259,6 +259,7 @@ def test_an_epilogue_leaves_rows_in_no_group_zeros(rows, groups):
     np.testing.assert_array_equal(out, np.zeros((rows, 8)))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("scale", ["alpha", "row_scale", "col_scale"])
 def test_sums_beyond_float16_that_a_scale_makes_small_are_derived(scale, gated):
@@ -369,6 +370,7 @@ def _affine_by_rows(lhs: Any, rhs: Any, sizes: Any, **extras: Any) -> jax.Array:
     return jnp.where((_group_of(SIZES["uneven"]) < sizes.shape[0])[:, None], result, 0)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("moved", ["a", "b", "bias", "a b bias", "col_scale", "b row_scale"])
 def test_products_with_a_bias_are_derived_without_their_bare_sums(moved):
     names = ("a", "b", "bias", "col_scale", "row_scale")

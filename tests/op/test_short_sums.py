@@ -34,6 +34,7 @@ def drawn(*shape: int, seed: int = 0, dtype: Any = E4M3) -> jax.Array:
     return reference.integers(np.random.default_rng(seed), shape, dtype)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("precision", ["highest", "ANY_F8_ANY_F8_F32"])
 def test_operands_are_stored_in_any_way(precision: str, layout: str) -> None:
@@ -44,6 +45,7 @@ def test_operands_are_stored_in_any_way(precision: str, layout: str) -> None:
     reference.assert_exact(SIMULATED(a, b, **way, precision=precision), Formula(**way)(a, b))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("rows", [1, 8, 200])
 @pytest.mark.parametrize("k", [128, 144, 1040])
 def test_k_ends_anywhere_in_a_block(rows: int, k: int) -> None:

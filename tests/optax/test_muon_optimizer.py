@@ -84,6 +84,7 @@ def _three_steps(optimizer: Any, params: Any, gradients: Any) -> Any:
     return params, state
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_three_steps_are_as_good_as_those_of_optax(options: dict[str, Any]) -> None:
     given = _drawn(0), [_drawn(seed) for seed in (10, 20, 30)]

@@ -177,6 +177,7 @@ def _errors(result: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.abs(result - each.sum(axis=1)) / np.abs(each).sum(axis=1)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("own", [HIGHEST, *map(in_float16, HALVED)], ids=str)
 @pytest.mark.parametrize("positive", [False, True])
 def test_highest_errs_no_more_than_float32(positive: bool, own: Scheme) -> None:

@@ -150,6 +150,7 @@ def test_what_is_around_products_is_folded(name: str) -> None:
     assert count(program, "dot_general") == 0
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("numerics", [None, "exact"])
 def test_values_are_as_good_as_the_programs(name: str, numerics: str | None) -> None:

@@ -106,6 +106,7 @@ def test_a_pass_that_stays_sums_exponentials_as_well() -> None:
     assert "exp" not in found[0].folded
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_as_good_as_the_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)

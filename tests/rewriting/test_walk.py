@@ -76,6 +76,7 @@ def test_values_are_the_programs(name: str) -> None:
     assert any(x.startswith("pallas_gemm") for x in names(program)) == (name != "kept")
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_REVERSE))
 @pytest.mark.parametrize("outside", [False, True], ids=["of_gradient", "derived"])
 def test_gradients_are_the_programs(name: str, outside: bool) -> None:

@@ -261,6 +261,7 @@ def cases_of_modes() -> dict[str, Case]:
     }
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_is_sound(name, modes):
     _, found = modes[name]

@@ -236,6 +236,7 @@ def test_nothing_is_wrong_as_it_is(config, faults_of_sound):
     assert faults_of_sound(config) == set()
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("config", "cta", "warpgroup"),
     [

@@ -67,6 +67,7 @@ def _candidates(name: str) -> list[HopperConfig]:
     return [x for x in finished(drafts(problem, H200)) if not x.refusals(problem, H200)]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_no_candidate_spills(name: str) -> None:
     # All of the first, and half of those of each variation of it, in turn.

@@ -115,6 +115,7 @@ def _biased(out: Any) -> Any:
     return function
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 3500), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)

@@ -120,6 +120,7 @@ def _of(kind: str, lead: tuple[int, ...], m: int, n: int) -> tuple[int, ...]:
     return {"mn": (*lead, m, n), "m": (*lead, m, 1), "n": (n,)}[kind]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 3000), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)

@@ -84,6 +84,7 @@ def test_a_ring_of_one_slot_and_several_store_slots_are_as_good(rng: np.random.G
             assert_quantized(Quantized(*pair), x, (1, 128), jnp.float8_e4m3fn, axis=axis)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("own", "sizes"),
     [

@@ -130,6 +130,7 @@ def test_no_column_beyond_the_last_is_picked() -> None:
     assert largest[3] == jnp.inf
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("case", covering.pairs(OPTIONS, _is_legal, 2000), ids=str)
 def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     racing = plgpu.InterpretGPUParams(detect_races=True)

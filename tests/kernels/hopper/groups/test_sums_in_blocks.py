@@ -101,6 +101,7 @@ EDGES: dict[str, Any] = {
 STAGED = dataclasses.replace(CONFIG, tile=(128, 128), stages=3)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("change", EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("config", [CONFIG, STAGED], ids=["narrow", "wide"])
 def test_edges(change: Any, config: HopperConfig) -> None:

@@ -29,6 +29,7 @@ def pieces(tiles: int, ctas: int, steps: int) -> list[list[shares.Piece]]:
     return found
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("tiles", "ctas"), CLUSTERS)
 @pytest.mark.parametrize("steps", [8, 29])
 def test_each_step_is_taken_once(tiles: int, ctas: int, steps: int) -> None:

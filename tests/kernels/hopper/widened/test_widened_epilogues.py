@@ -44,6 +44,7 @@ def gated(asked: Problem, config: Any, *sizes: int) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(
     ("kind", "out", "group", "options"),

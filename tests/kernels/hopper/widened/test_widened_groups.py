@@ -44,6 +44,7 @@ def of_groups(sizes: Sequence[int], **options: Any) -> Problem:
     return problem(options.pop("kind", jnp.int4), options.pop("m", sum(sizes)), 192, 384, **options)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("asked", "sizes", "config"),
     [

@@ -20,6 +20,7 @@ ROWS, COLUMNS = 40, 256
 HEIGHT, WIDTH = 128, 8
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("sizes", [(9, 0, 17), (0, 0, 0), (20, 12, 8)])
 @pytest.mark.parametrize(("persistence", "ctas"), [("none", 0), ("static", 6)])
 def test_steps_of_groups_are_loaded_once_and_none_of_other_rows(
