@@ -226,7 +226,7 @@ def _value(text: str) -> Any:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
-    flags.DEFINE_integer("seed", 0, "Of what is drawn.", 0, **text)
+    flags.DEFINE_integer("seed", 0, "The programs that are drawn.", 0, **text)
     flags.DEFINE_integer("number", 24, "How many programs are drawn.", 1, **text)
     flags.DEFINE_string("rows", None, "Take the programs of this table instead.", **text)
     flags.DEFINE_integer("burst_rounds", 6, "Rounds of turns.", 1, **text)

@@ -165,7 +165,6 @@ class Inside:
         """The same where a kernel makes the product's dimensions in another order."""
         own = copy.copy(self)
         own.made_in = tuple(axis for axis in axes if axis in self._real_axes)
-        own.__dict__.pop("_own", None)
         return own
 
     def sums_along(self, axes: Iterable[int]) -> bool:

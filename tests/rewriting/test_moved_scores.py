@@ -65,7 +65,10 @@ def operands(kind: str, heads: int, groups: int, tokens: int) -> tuple[Any, ...]
     return q, k, v, jnp.asarray(mask)
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("every", 4), ("window", 4), ("padded", 1)])
+@pytest.mark.every_other
+@pytest.mark.parametrize(
+    ("kind", "groups"), [*((kind, 4) for kind in KINDS), ("plain", 1), ("every", 1)]
+)
 def test_values_are_as_good_as_the_programs(
     kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

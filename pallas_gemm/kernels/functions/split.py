@@ -292,7 +292,7 @@ class _Splitter:
         return not loaded or (len(loaded) == 1 and self._is_whole_matrix(number))
 
     def _is_whole_matrix(self, number: int) -> bool:
-        """Whether a value has all rows and columns, if not those of each product of a batch."""
+        """Whether a value has all rows and columns; products of a batch may share it."""
         real = {x for x in self.names.rows + self.names.columns if self.sizes[x] != 1}
         return real <= set(self.axes[number])
 

@@ -70,11 +70,8 @@ def _candidates(name: str) -> list[HopperConfig]:
 @pytest.mark.every_other
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_no_candidate_spills(name: str) -> None:
-    # All of the first, and half of those of each variation of it, in turn.
-    turn = list(PROBLEMS).index(name)
-    cases = _candidates(name)[turn % 2 :: 2] if turn else _candidates(name)
-    assert cases
-    for config in cases:
+    assert _candidates(name)
+    for config in _candidates(name):
         kernel = hopper.build(HopperPlan(PROBLEMS[name], config, H200))
         (found,) = summaries.KEPT.of(kernel, *_operands(PROBLEMS[name]), target="h200")
         assert not found.spill_bytes, (config, found)

@@ -27,7 +27,8 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "split_k": (1, 2),
     # Rows, columns and contracted elements of a block; 0 of a factor without scales.
     "blocks": (
-        *((1, 128, 128), (128, 128, 128), (1, 1, 32), (64, 0, 256), (0, 32, 64), (8, 16, 32)),
+        *((1, 128, 128), (1, 1, 128), (128, 128, 128), (1, 1, 32), (1, 32, 64), (64, 0, 256)),
+        *((0, 32, 64), (8, 16, 32)),
     ),
     "edge": ((0, 0), (-3, 16)),
     "k": (256, 512),
