@@ -1,4 +1,4 @@
-"""Calls that follow products, replaced by what they do: it then lies beside the products.
+"""Calls around products, replaced by what they do: it then lies beside the products.
 
 XLA does the same. A call stays if it says where its arguments lie, or gives them away. It stays if
 it has products, which are replaced where they are, and if a kernel could compute it as it is.
@@ -25,15 +25,8 @@ def inlined(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> list[Any]:
         equations: Its equations.
     """
     found: list[Any] = []
-    after: set[Any] = set()
     for equation in equations:
-        follows = not after.isdisjoint(filter(_is_variable, equation.invars))
-        if follows or equation.primitive.name in kinds.DOTS:
-            after.update(equation.outvars)
-        if follows:
-            _put(equation, found)
-        else:
-            found.append(equation)
+        _put(equation, found)
     return _needed(jaxpr, found)
 
 

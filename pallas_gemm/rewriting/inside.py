@@ -66,7 +66,8 @@ class Operands:
         if not self.is_full(x):
             return bytes_of(x) <= sum(map(bytes_of, leaves))
         most = 1 if self._is_read_later(x) else AGAIN
-        return sum(map(self.is_full, leaves)) > most
+        made = sum(bytes_of(own) for own in leaves if self.is_made(own))
+        return sum(map(self.is_full, leaves)) > most or made > bytes_of(x)
 
     def _is_read(self, x: Any, maker: Any) -> bool:
         if maker is None or len(self._equations) > LARGEST or self._level.is_stored(x):

@@ -22,6 +22,7 @@ from jax.extend import core
 
 from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.functions import exponentials, flat
+from pallas_gemm.kernels.functions.apart import apart
 from pallas_gemm.kernels.functions.axes import (
     ELEMENTWISE,
     FOREIGN,
@@ -229,6 +230,9 @@ def split(function: core.ClosedJaxpr, names: Names, sums: int = 1) -> Split | st
     """
     whole = flat.flat(function)
     axes = Axes(whole, sums, names)
+    if axes.mixed():
+        whole = apart(whole, sums)
+        axes = Axes(whole, sums, names)
     if axes.mixed():
         return "the function uses one dimension as rows and as columns"
     return _Splitter(whole, axes, names, sums).split()
