@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import place
+from pallas_gemm.kernels.element_types import FLOATS_16
 from pallas_gemm.kernels.functions import elementwise, words
 from pallas_gemm.problem import Problem
 
@@ -97,12 +98,13 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: An
         if operand.kind == "mn":
             operands.append(x)
             continue
-        # Vectors and numbers come in 32 bits.
+        size = reaches[operand.kind == "m"]
+        if operand.kind and x.shape[-1] == size and x.dtype in FLOATS_16:
+            operands.append(on_its_own(x))
+            continue
+        # All else comes in 32 bits: XLA copies it anyway.
         wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-        if operand.kind:
-            operands.append(_padded(wide, reaches[operand.kind == "m"]))
-        else:
-            operands.append(on_its_own(wide.reshape(-1)))
+        operands.append(_padded(wide, size) if operand.kind else on_its_own(wide.reshape(-1)))
     return Inputs(factors, tuple(operands), order, scales=tuple(scales))
 
 

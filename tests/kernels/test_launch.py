@@ -1,5 +1,6 @@
 """What XLA is told of a kernel's time: its operations and bytes, where JAX takes them."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -122,3 +123,24 @@ def test_what_may_be_a_slice_that_begins_anywhere_is_kept_apart(
     made = jax.make_jaxpr(launch.on_its_own)(jax.ShapeDtypeStruct(shape, dtype))
     names = [equation.primitive.name for equation in made.eqns]
     assert names == ["optimization_barrier"] * is_apart
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "given"),
+    [
+        (jnp.bfloat16, 384, jnp.bfloat16),
+        (jnp.float16, 384, jnp.float16),
+        (jnp.float32, 384, jnp.float32),
+        (jnp.int8, 384, jnp.int32),
+        # XLA copies what ends before the last tile.
+        (jnp.bfloat16, 320, jnp.float32),
+    ],
+)
+def test_vectors_of_16_bits_are_not_copied(dtype: Any, columns: int, given: Any) -> None:
+    problem = dataclasses.replace(GELU, n=columns)
+    x = jnp.arange(columns).astype(dtype)
+    program = jax.make_jaxpr(lambda x: launch.inputs(HOPPER, problem, (x, x, x), None).operands)(x)
+    out: Any = program.out_avals[0]
+    assert (out.shape, out.dtype) == ((384,), given)
+    if dtype == given and jnp.dtype(dtype).itemsize == 2:
+        assert {e.primitive.name for e in program.eqns} == {"optimization_barrier"}
