@@ -17,6 +17,11 @@ from pallas_gemm.problem import Epilogue, Problem
 
 FUSED = Epilogue(activation=jax.nn.relu)
 
+
+def _narrow(n: int, k: int, m: int = 4096, **others: Any) -> Problem:
+    return Problem(m, n, k, transpose_b=True, **others)
+
+
 # A problem that the kernel gets, one that XLA gets, and the rule that says so.
 EDGES = {
     "rows": (
@@ -133,6 +138,27 @@ EDGES = {
         Problem(4096, 4096, 512, epilogue=FUSED),
         Problem(4096, 4096, 512),
         "K=512 is short",
+    ),
+    "few columns": (_narrow(17, 512), _narrow(15, 512), "n=15 is narrow"),
+    "few columns, fused": (
+        _narrow(4, 640, epilogue=FUSED),
+        _narrow(4, 512, epilogue=FUSED),
+        "n=4 is narrow",
+    ),
+    "few columns of whole steps": (_narrow(4, 1664), _narrow(4, 1536), "n=4 is narrow"),
+    "few columns of parts of steps": (_narrow(4, 1504), _narrow(4, 1408), "n=4 is narrow"),
+    "few columns of more rows": (_narrow(1, 4096, m=8192), _narrow(1, 4096), "n=1 is narrow"),
+    "few columns of longer sums": (_narrow(1, 5120), _narrow(1, 3072), "n=1 is narrow"),
+    "few columns of a batch": (_narrow(4, 512, batch=2), _narrow(4, 512), "n=4 is narrow"),
+    "few columns, transposed": (
+        _narrow(4, 512, transpose_a=True),
+        _narrow(4, 512),
+        "n=4 is narrow",
+    ),
+    "few columns of float32": (
+        _narrow(4, 512, a_dtype=jnp.float32, b_dtype=jnp.float32),
+        _narrow(4, 512),
+        "n=4 is narrow",
     ),
     "rows of a left operand": (
         Problem(4104, 4096, 4096, transpose_a=True),
