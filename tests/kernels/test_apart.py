@@ -73,3 +73,16 @@ def test_a_matrix_along_both_is_left_to_xla() -> None:
     for f in (lambda s, x: s * x + x.T, lambda s, x: s.T + s * x):
         found = split(jax.make_jaxpr(f)(square, square), Names("mn", "m", "n"))
         assert found == "the function uses one dimension as rows and as columns"
+
+
+def test_what_is_reduced_is_reduced_once() -> None:
+    def f(s: Any) -> Any:
+        i = jnp.arange(M)
+        z = jnp.where(i[:, None] >= i, s, 0.0)
+        largest = jnp.max(z, 1)
+        return z / largest[:, None], z - largest.reshape(M, 1)
+
+    names = Names("mn", "m", "n")
+    parts = split(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((M, M), jnp.float32)), names)
+    assert isinstance(parts, Split)
+    assert [own.kind for own in parts.program.results] == ["mn", "m"]

@@ -41,7 +41,7 @@ def test_decays_are_computed_in_the_kernel() -> None:
     assert sum("exp" in one.folded for one in found) == 2
     for equation in both.eqns:
         if equation.primitive.name == "pallas_gemm_fused":
-            # Of each element it reads the scores alone, for the rates' gradients.
+            # It reads no large array but the scores, for the gradients of the rates.
             large = [x for x in equation.invars if x.aval.shape == (1024, 256, 256)]
             assert len(large) <= 1
     assert count(both, "pallas_gemm_fused") == 3

@@ -82,8 +82,9 @@ def seconds(problem: Problem, device: Device) -> float:
     moved = prediction.problem_bytes(problem)
     memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
     total = LEAST_SECONDS + max(_multiplying(problem, device, flops, PIECES), memory)
+    is_narrow = problem.n < NARROW and problem.k <= NARROW_SUM and problem.batch == 1
     is_aligned = rows(problem)[0] % ROW_BYTES == 0 and not problem.transpose_a
-    if problem.n < NARROW and problem.k <= NARROW_SUM and problem.batch == 1 and is_aligned:
+    if is_narrow and is_aligned and problem.a_dtype.itemsize > 1:
         total = min(total, NARROW_SECONDS + NARROW_STEP * problem.k + moved / NARROW_BYTES)
     if problem.m > FEW_ROWS:
         return total

@@ -27,11 +27,11 @@ TINY_ROWS, TINY_COLUMNS, TINY_BYTES = 16, 640, 20 * STEP_BYTES
 """The most of a result that takes few tiles, and the longest rows of K that are not cut."""
 SMALL, SMALL_BATCH = 128, 2**15
 """XLA computes a batch of at least this number of matrices, if no side is longer."""
-NARROW, NARROW_SUM = 16, 512
-"""A result of fewer columns is XLA's, if K is no longer than the second."""
-NARROW_STEPS, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 1536, 1024, 4096, 4096
-"""It is, too, if nothing follows it and K is a multiple of 128 up to the first. With few rows, up
-to the last, K may be a multiple of the second up to the third."""
+NARROW_FUSED = 512
+"""The longest sums of a narrow result that are XLA's whatever follows them."""
+NARROW_STEP, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 128, 1024, 4096, 4096
+"""If nothing follows, multiples of the first are XLA's, too. So are multiples of the second, up to
+the third, if there are no more rows than the fourth."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
 
@@ -136,22 +136,23 @@ def vector(problem: Problem) -> str | None:
 
 
 def narrow(problem: Problem) -> str | None:
-    """A left operand is read once for few columns, which XLA's kernels by Triton do sooner.
+    """XLA's kernels by Triton read the left operand of a narrow result faster.
 
     Kernels are faster at seven of 84 products on an H200, with up to 12 columns and K from 128 to
     4096. Five of these have K=4096 and 16384 rows. 32 of the products that this leaves to XLA were
-    drawn later. Kernels run at 0.38 to 0.99 times its speed, and once at 1.31 (4328 x 13 x 336).
-    They are faster where K is long and no multiple of 1024: 2126 x 9 x 1920, 12020 x 3 x 4248 and
-    1322 x 4 x 14112 run at 1.32, 3.19 and 3.51.
+    drawn later, some with bias and relu. Kernels run at 0.38 to 0.99 times its speed, and once at
+    1.31 (4328 x 13 x 336). They are faster where K is long and no multiple of 1024: 2126 x 9 x 1920
+    runs at 1.32, and 1322 x 4 x 14112 at 3.51.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize
     is_one = problem.batch == 1 and not problem.in_groups and not problem.terms
-    if problem.n >= NARROW or widths != (2, 2) or not is_one or problem.transpose_a:
+    if problem.n >= odd_sizes.NARROW or widths != (2, 2) or not is_one or problem.transpose_a:
         return None
-    k, is_alone = problem.k, problem.epilogue.is_identity
-    whole = k % NARROW_WHOLE == 0 and k <= NARROW_LONGEST and problem.m <= NARROW_ROWS
-    whole = whole or (k % 128 == 0 and k <= NARROW_STEPS)
-    if k % 8 or not (k <= NARROW_SUM or (is_alone and whole)):
+    k = problem.k
+    is_whole = k % NARROW_STEP == 0 and k <= odd_sizes.NARROW_SUM
+    is_long = k % NARROW_WHOLE == 0 and k <= NARROW_LONGEST and problem.m <= NARROW_ROWS
+    is_alone = problem.epilogue.is_identity and (is_whole or is_long)
+    if k % 8 or not (k <= NARROW_FUSED or is_alone):
         return None
     return f"a result with n={problem.n} is narrow"
 
