@@ -165,6 +165,26 @@ EDGES = {
         Problem(4096, 4096, 4104),
         "rows of 4104 elements",
     ),
+    "rows of a result of one tile": (
+        Problem(64, 64, 1032, transpose_b=True),
+        Problem(72, 64, 1032, transpose_b=True),
+        "rows of 1032 elements",
+    ),
+    "columns of a result of one tile": (
+        Problem(64, 64, 1032, transpose_b=True),
+        Problem(64, 72, 1032, transpose_b=True),
+        "rows of 1032 elements",
+    ),
+    "a result of one tile of 32 bits": (
+        Problem(64, 64, 1032, transpose_b=True),
+        Problem(64, 64, 1028, *[jnp.float32] * 3, transpose_b=True),
+        "rows of 1028 elements",
+    ),
+    "results of one tile": (
+        Problem(64, 64, 1032, transpose_b=True),
+        Problem(64, 64, 1032, transpose_b=True, batch=2),
+        "rows of 1032 elements",
+    ),
     "left sectors": (Problem(4096, 4096, 4112), Problem(4096, 4096, 4104), "rows of 4104 elements"),
     "right sectors": (
         Problem(4096, 4096, 4112, transpose_b=True),

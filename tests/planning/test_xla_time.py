@@ -112,6 +112,23 @@ def test_batches_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
         assert np.quantile(errors, 0.9) < 0.35
 
 
+def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
+    for half, count, most in (("fitted", 15, 0.15), ("judged", 21, 0.17)):
+        errors = _errors([(problem, us) for part, problem, us in _narrow() if part == half])
+        assert len(errors) == count
+        assert np.median(np.abs(errors)) < most
+        assert np.quantile(errors, 0.1) > -0.3
+        assert np.quantile(errors, 0.9) < 0.4
+
+
+def _narrow() -> Iterator[tuple[str, Problem, float]]:
+    for row in _rows("h200_narrow"):
+        sizes = {name: int(row[name]) for name in ("m", "n", "k")}
+        problem = Problem(**sizes, transpose_b=row["layout"] == "NT")
+        if problem.m > odd_sizes.FEW_ROWS and odd_sizes.is_slow(problem):
+            yield row["half"], problem, float(row["xla_us"])
+
+
 def _odd_batches() -> Iterator[tuple[str, Problem, float]]:
     for row in _rows("h200_odd_batches"):
         sizes = {name: int(row[name]) for name in ("batch", "m", "n", "k")}
