@@ -49,6 +49,10 @@ CARRIED = frozenset(map(np.dtype, (np.bool_, np.int8, np.uint8)))
 
 LOGSUMEXP = "logsumexp"
 """The reduction to the largest value, and the sum of exp of what each value is less than it."""
+ARGMAX = "argmax"
+"""The reduction to the largest value, and its place."""
+PAIRS = (LOGSUMEXP, ARGMAX)
+"""Reductions that leave two vectors; the largest values are the first."""
 ADDING = ("sum", LOGSUMEXP)
 """Reductions whose bits depend on an order."""
 
@@ -89,8 +93,8 @@ class Result(NamedTuple):
         value: Its number.
         dtype: Its element type.
         kind: Its dimensions.
-        reduction: How the other dimension is reduced: "sum", "max", "min" or "logsumexp"; "" for
-            kind "mn".
+        reduction: How the other dimension is reduced: "sum", "max", "min", "logsumexp" or
+            "argmax"; "" for kind "mn".
     """
 
     value: int
@@ -100,8 +104,8 @@ class Result(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        """How many vectors it is; of "logsumexp" the largest values, and the sums of exp."""
-        return 2 if self.reduction == LOGSUMEXP else 1
+        """How many vectors it is."""
+        return 2 if self.reduction in PAIRS else 1
 
 
 PICKED = ("m", "sum")
@@ -166,10 +170,10 @@ class Program:
     def vectors(self, result: Result) -> int:
         """How many vectors a result that is reduced leaves.
 
-        The largest values of sums of exp leave none: the sums have them.
+        The largest values that are a part of a pair leave none.
         """
-        of_exp = (own.value for own in self.results if own.reduction == LOGSUMEXP)
-        theirs = (result.kind, result.reduction) == ("m", "max") and result.value in of_exp
+        of_pairs = (own.value for own in self.results if own.reduction in PAIRS)
+        theirs = (result.kind, result.reduction) == ("m", "max") and result.value in of_pairs
         return 0 if theirs else result.vectors
 
     @property

@@ -106,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from jax._src import traceback_util  # noqa: TID251 - no setting
 
         traceback_util._is_under_reraiser = lambda _: True  # type: ignore[assignment]
-        # Programs that run beside a simulated kernel, and those of its callbacks, can block each other.
+        # Programs beside a simulated kernel, and those of its callbacks, could block each other.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Modules and tests are there to the end: nothing of what collection makes is garbage.
     gc.disable()

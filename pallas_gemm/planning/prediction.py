@@ -24,6 +24,7 @@ from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.costs import Costs
 from pallas_gemm.planning.realign import Realigned, Step
 from pallas_gemm.problem import ROW_BYTES, Problem
+from pallas_gemm.program import ARGMAX, LOGSUMEXP
 
 LAUNCH_SECONDS = 1.95e-6
 """A kernel takes this, and so does each pass over an operand before or after it."""
@@ -55,9 +56,16 @@ LINES_CYCLES = 0.13
 products of 1254 x 1254 x 32 take 121 us so, and 192 of 577 x 577 x 64 with a float32 result 194 us.
 Without a number of its own, 68 us are predicted for both."""
 EXP_CYCLES = 0.15
-"""Between two tiles where consumers do not take turns, for each element whose exp is summed up. In
-tiles of 128 x 256 on an H200, 8192 x 151936 with K=2048 takes 6.69 ms, and 6.29 ms bare. With
-K=4096, 4096 x 128256 takes 5.35 and 5.25 ms."""
+"""Between two tiles where consumers do not take turns, for each element whose exp is summed up, and
+which is stored. In tiles of 128 x 256 on an H200, 8192 x 151936 with K=2048 takes 6.69 ms with sums
+of exp, and 6.29 ms bare. With K=4096, 4096 x 128256 takes 5.35 and 5.25 ms."""
+REDUCED_CYCLES = {"sum": 0.02, "max": 0.02, "min": 0.02, LOGSUMEXP: 0.09, ARGMAX: 0.067}
+"""Between two tiles, for each element that is reduced along its row where none is stored or loaded.
+Products of 16384 x 16384 and 65536 x 4096 tell it in tiles of 128 x 256. With K=64 to 512, the
+latter take 114 to 380 us on an H200 with places of the largest values, and 149 to 401 us with sums
+of exp. Maxima were measured with one product, 65536 x 8192 x 64: 124 us."""
+REDUCED_IN_TURNS_CYCLES = 600
+"""Between two tiles of consumers in turns, there: 137 to 351 us, and 157 to 392 us."""
 LAST_STORE_CYCLES = 0.106
 """From the last WGMMA to the end of the kernel, for each element of the tile."""
 JOIN_CYCLES = 2000
@@ -162,6 +170,11 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
     """
     program = problem.epilogue.program
     sums_exp = EXP_CYCLES * stored if program is not None and program.sums_exp else 0.0
+    if not _stored_bytes(problem):
+        reduced = stored * _reduced_cycles(problem)
+        if config.overlap == "turns":
+            return REDUCED_IN_TURNS_CYCLES + max(0.0, reduced - multiplied)
+        return reduced
     if config.overlap == "late":
         return sums_exp + (MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES)
     by_threads = problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES > 0
@@ -172,6 +185,14 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
         waits = max(0.0, store - multiplied)
         return IN_TURNS_CYCLES + MORE_IN_TURNS_CYCLES * stored * more + waits
     return sums_exp + store
+
+
+def _reduced_cycles(problem: Problem) -> float:
+    """Returns the cycles that it takes to reduce an element along its row."""
+    program = problem.epilogue.program
+    assert program is not None
+    rows = (own for own in program.reductions if own.kind == "m" and program.vectors(own))
+    return sum(REDUCED_CYCLES[own.reduction] for own in rows)
 
 
 class _Loops(NamedTuple):

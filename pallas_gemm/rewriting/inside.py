@@ -26,7 +26,9 @@ ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 """Operations that are looked into here are no calls: those are inlined before."""
 POSITIONS = "iota"
 """The operation that makes an array of positions: a kernel needs to read none."""
-EXACT_REDUCTIONS = frozenset(("reduce_max", "reduce_min"))
+PLACES = frozenset(("argmax", "argmin"))
+"""Reductions to the number of a column, of which a kernel knows the first as the second."""
+EXACT_REDUCTIONS = PLACES | {"reduce_max", "reduce_min"}
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
 AGAIN = 2
@@ -108,7 +110,7 @@ class Inside:
         self.shape = products[0].aval.shape
         self.depth = max(map(level.depth, products))
         self.allowed = EXACT if exact else ALLOWED
-        self.reductions = EXACT_REDUCTIONS if exact else frozenset(REDUCTIONS)
+        self.reductions = EXACT_REDUCTIONS if exact else PLACES.union(REDUCTIONS)
         self.operands = Operands(level, self.shape, self.allowed)
         self.equations: list[Any] = []
         self.reduced: list[Any] = []

@@ -108,6 +108,39 @@ def test_exact(function: Any, name: str, size: tuple[int, int, int]) -> None:
         np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(expected, np.float32))
 
 
+def _placed(s: Any, x: Any) -> Any:
+    z = s + x.astype(F32)
+    return jnp.argmax(z, -1), jnp.argmin(z, -1), jnp.max(z, -1)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_first_of_the_largest_values_is_found(name: str, size: tuple[int, int, int]) -> None:
+    m, n, k = size
+    rng = np.random.default_rng(0)
+    a, b = _ints(rng, m, k), _ints(rng, n, k)
+    x = np.asarray(rng.integers(-9, 9, (m, n)), np.float32)
+    # In rows of their own, and each in two columns: what no number is larger than, or smaller.
+    for row, odd in enumerate((np.inf, -np.inf, np.nan)):
+        x[[row, row + 8, row + 8], [n - 1, n // 3, n // 2]] = odd
+        x[row + 16] = odd
+    # Zeros of either sign are as large.
+    a, x[20:30] = a.at[20:30].set(0), np.where(rng.integers(0, 2, (10, n)), 0.0, -0.0)
+
+    def run(a: Any, b: Any, x: Any) -> Any:
+        how: Any = {"operands": (x,), "config": CONFIGS[name]}
+        named = "hopper" if CONFIGS[name] is None else None
+        return gemm(a, b, transpose_b=True, epilogue=_placed, implementation=named, **how)
+
+    found = _in_a_kernel(run, a, b, jnp.asarray(x, BF16))
+    if found is None:
+        pytest.skip("this config has no room for it")
+    z = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T + x
+    expected = np.argmax(z, -1), np.argmin(z, -1), np.max(z, -1)
+    for own, value in zip(found, expected, strict=False):
+        np.testing.assert_array_equal(own, value)
+
+
 def _statistics(s: Any, labels: Any) -> Any:
     hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == labels[:, None]
     return jax.nn.logsumexp(s, -1), jnp.sum(jnp.where(hit, s, 0), -1), jnp.max(s, -1)

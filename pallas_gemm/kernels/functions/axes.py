@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from pallas_gemm.kernels.functions import flat
 from pallas_gemm.kernels.functions.activations import KERNEL_PRIMITIVES
+from pallas_gemm.program import ARGMAX
 
-REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "argmax": ARGMAX}
 """The reductions that a kernel begins, with their names in `Result.reduction`."""
 ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
 TURN = "transpose"

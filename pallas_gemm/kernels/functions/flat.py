@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -89,7 +90,7 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
             inputs = [read(atom) for atom in equation.invars]
             # A call within the user's line stands on that line.
             source: Any = caller or equation.source_info
-            called: Any = _positions(equation) or equation.params.get(
+            called: Any = _in_other_words(equation) or equation.params.get(
                 CALLS.get(equation.primitive.name, "")
             )
             if called is None:
@@ -110,6 +111,23 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
     inputs = tuple(map(number, closed.jaxpr.invars))
     outputs = tuple(run(closed.jaxpr, closed.consts, inputs))
     return Flat(types, constants, inputs, tuple(equations), outputs)
+
+
+def _in_other_words(equation: Any) -> core.ClosedJaxpr | None:
+    """Returns what an operation is in terms of others; None if kernels know it as it is."""
+    return _positions(equation) or _smallest(equation)
+
+
+def _smallest(equation: Any) -> core.ClosedJaxpr | None:
+    """Returns where the smallest value is as where the largest one is with the other sign."""
+    if equation.primitive.name != "argmin":
+        return None
+    (x,) = (own.aval for own in equation.invars)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    (axis,), dtype = equation.params["axes"], equation.params["index_dtype"]
+    given = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.make_jaxpr(lambda own: lax.argmax(lax.neg(own), axis, dtype))(given)
 
 
 def _positions(equation: Any) -> core.ClosedJaxpr | None:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.kernels.functions import exponentials, flat
+from pallas_gemm.kernels.functions import exponentials, flat, places
 from pallas_gemm.kernels.functions.apart import apart
 from pallas_gemm.kernels.functions.axes import (
     ELEMENTWISE,
@@ -35,6 +35,7 @@ from pallas_gemm.kernels.functions.axes import (
 from pallas_gemm.kernels.functions.builder import Builder, constant
 from pallas_gemm.program import (
     ALL,
+    ARGMAX,
     CARRIED,
     FIRST,
     LAST,
@@ -166,6 +167,9 @@ class Split:
             _, less = _exponent(equation, values.made)
             x = exponentials.beside(x, self._with_dimensions(values.get(less), less, letters))
             along = jnp.sum
+        elif result.reduction == ARGMAX:
+            found = x[1].astype(equation.params["index_dtype"])
+            return self._shaped(found.reshape(self._shape(letters)), letters, number)
         else:
             x, along = x.reshape(self._shape(letters)), getattr(jnp, result.reduction)
         gone = self.axes[equation.inputs[0]]
@@ -448,6 +452,9 @@ class _Splitter:
         if name is None or not self._is_whole_sum(equation.inputs[0]):
             return None
         kind = self._kept(equation)
+        columns = math.prod(self.sizes[x] for x in self.names.columns)
+        if name == ARGMAX and (kind != "m" or columns > places.MOST):
+            return None
         return Result(self.source[equation.inputs[0]], FLOAT32, kind, name) if kind else None
 
     def _sum_of_exp(self, equation: flat.Equation) -> Result | None:

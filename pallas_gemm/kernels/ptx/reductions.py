@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
 
-from pallas_gemm.kernels.functions import exponentials
+from pallas_gemm.kernels.functions import exponentials, places
 from pallas_gemm.kernels.hardware import (
     LANES,
     WARPGROUP_THREADS,
@@ -25,7 +25,7 @@ from pallas_gemm.kernels.hardware import (
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
 from pallas_gemm.kernels.traced import Ref, Values
-from pallas_gemm.program import LOGSUMEXP
+from pallas_gemm.program import ARGMAX, LOGSUMEXP
 
 Vectors = tuple[Any, ...]
 """The results of a reduction, each with a value for every row or column."""
@@ -64,6 +64,7 @@ REDUCTIONS = {
     "max": _simple(jnp.max, -math.inf, jnp.maximum, arith.maximumf),
     "min": _simple(jnp.min, math.inf, jnp.minimum, arith.minimumf),
     LOGSUMEXP: Reduction(exponentials.along, exponentials.joined, -math.inf),
+    ARGMAX: Reduction(places.along, places.joined, -math.inf),
 }
 """By the names that `Result.reduction` has for them."""
 

@@ -11,7 +11,8 @@ axes do not divide is not split.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
-from pallas_gemm.kernels.functions import exponentials
+from pallas_gemm.kernels.functions import exponentials, places
 from pallas_gemm.kernels.functions.axes import Names
 from pallas_gemm.kernels.functions.split import Split as Parts
 from pallas_gemm.op import lowering
@@ -36,7 +37,7 @@ from pallas_gemm.op.mesh.resharding import Placement
 from pallas_gemm.planning import dispatch, numerics, targeting
 from pallas_gemm.planning.by_xla import xla_program
 from pallas_gemm.planning.dispatch import Decision
-from pallas_gemm.program import ADDING, LOGSUMEXP, Program, Result
+from pallas_gemm.program import ADDING, ARGMAX, LOGSUMEXP, Program, Result
 
 NOT_IN_ORDER = "the dimensions of the result are not batch, rows and columns, in this order"
 PARTS = "+"
@@ -259,8 +260,9 @@ class _Share:
         else:
             note(*_of_device(shared, signature_of(operands))[:2], str(split))
             results = program_part_p.bind(*operands, shared=shared)
+        sizes = dict(zip(shared.contraction.rhs, rights[0].shape, strict=True))
         pairs = zip(results, shared.program.results, strict=True)
-        return [self._over_devices(x, own) for x, own in pairs]
+        return [self._over_devices(x, own, sizes) for x, own in pairs]
 
     def _sum(self, a: jax.Array, b: jax.Array) -> jax.Array:
         plain, dims = self.shared.plain, self.shared.contraction
@@ -269,11 +271,13 @@ class _Share:
         total = part_p.bind(a, b, call=plain, contraction=dims)
         return lax.psum(total, self.split.contracted)
 
-    def _over_devices(self, x: jax.Array, result: Result) -> jax.Array:
+    def _over_devices(self, x: jax.Array, result: Result, sizes: Mapping[str, int]) -> jax.Array:
         """Reduces a result over the devices that have other columns, or other rows, of the same."""
         names = self.shared.names
         gone = {"m": names.columns, "n": names.rows, "mn": ""}[result.kind]
         axes = tuple(axis for letter in gone for axis in self.split.axes[letter])
+        if axes and result.reduction == ARGMAX:
+            return places.across(x, axes, math.prod(sizes[letter] for letter in gone))
         return ACROSS[result.reduction](x, axes) if axes else x
 
 

@@ -54,6 +54,37 @@ def test_no_tile_that_reaches_beyond_the_last_column_spills(function: Any) -> No
         assert (found.spill_bytes, found.serialized) == (0, ""), config
 
 
+def _place(s: Any, labels: Any) -> Any:
+    del labels
+    return jnp.argmax(s, -1), jnp.max(s, -1)
+
+
+def _places(s: Any, labels: Any) -> Any:
+    return jnp.argmin(labels[:, None] - 2 * s, -1), *_place(s, labels)
+
+
+@pytest.mark.parametrize(
+    ("function", "tile", "others"),
+    [
+        (_place, (256, 192), {"stages": 4}),
+        (_place, (128, 192), {"stages": 5, "store_columns": 32, "pingpong": True}),
+        (_places, (128, 256), {"stages": 4}),
+        (_places, (128, 128), {"stages": 5, "store_columns": 32, "pingpong": True}),
+    ],
+)
+def test_places_spill_nothing(function: Any, tile: tuple[int, int], others: Any) -> None:
+    config = HopperConfig(tile=tile, late_store=False, **others)
+    shapes = (
+        ((TOKENS, WIDTH), jnp.bfloat16),
+        ((WIDTH, WORDS), jnp.bfloat16),
+        ((TOKENS,), jnp.float32),
+    )
+    operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    run = functools.partial(_run, function, config)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+
+
 def _largest(s: Any) -> Any:
     z = jax.nn.gelu(s)
     return z.astype(jnp.bfloat16), jnp.max(jnp.abs(z), -1)

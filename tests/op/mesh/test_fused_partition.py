@@ -45,7 +45,13 @@ def _reduced(s: Any, bias: Any, residual: Any, scale: Any) -> Any:
     return jnp.sum((s + bias) * residual, -1) * scale, jnp.sum(s, 0)
 
 
-FUNCTIONS = {"all": _all, "normed": _normed, "reduced": _reduced}
+def _placed(s: Any, bias: Any, residual: Any, scale: Any) -> Any:
+    z = s * scale[:, None] + residual
+    # A number of columns have the largest value.
+    return jnp.argmin(z, -1), jnp.argmax(jnp.minimum(s, 2) * 0 + jnp.round(bias), -1)
+
+
+FUNCTIONS = {"all": _all, "normed": _normed, "reduced": _reduced, "placed": _placed}
 # How a, b, the bias, the residual and the scales of rows are split.
 SPLITS = {
     "rows": (P("x"), P(), P(), P("x"), P("x")),

@@ -22,10 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import epilogue, place
 from pallas_gemm.kernels.epilogue import Strip
-from pallas_gemm.kernels.functions import exponentials, words
+from pallas_gemm.kernels.functions import exponentials, places, words
 from pallas_gemm.kernels.hopper.cta import Cta
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import arrays, quick
+from pallas_gemm.kernels.ptx.largest import largest_across_threads, largest_in_threads
 from pallas_gemm.kernels.ptx.reductions import (
     REDUCTIONS,
     Vectors,
@@ -38,7 +39,7 @@ from pallas_gemm.kernels.ptx.reductions import (
     store_columns,
 )
 from pallas_gemm.kernels.traced import Scalar, Values
-from pallas_gemm.program import ADDING, LOGSUMEXP, Pick, Result
+from pallas_gemm.program import ADDING, ARGMAX, LOGSUMEXP, PAIRS, Pick, Result
 
 Rows = tuple[Vectors, ...]
 """The rows of a tile as each thread has reduced them so far, for each result; empty at first."""
@@ -56,9 +57,9 @@ def finished(plan: HopperPlan, left: Sequence[Any]) -> list[Any]:
         within = tuple(x[: beside[own.kind], ..., : sizes[own.kind]] for x in vectors)
         in_order = plan.problem.adds_rows_in_order and own.reduction in ADDING
         how = (exponentials.in_pairs,) if in_order else ()
-        # The largest values that stand beside sums of exp are not left once more.
+        # The largest values that are a part of a pair are not left once more.
         found.append(REDUCTIONS[own.reduction].joined(within, *how) if within else None)
-        if own.reduction == LOGSUMEXP:
+        if own.reduction in PAIRS:
             largest[own.value] = found[-1][0]
     pairs = zip(plan.problem.reductions, found, strict=True)
     return [largest[own.value] if x is None else x for own, x in pairs]
@@ -144,6 +145,8 @@ class _Reduced:
     def _along_rows(self, result: Result, x: Any, before: Vectors) -> Vectors:
         if result.reduction == LOGSUMEXP:
             return _sums_of_exp(self._plan, x, before)
+        if result.reduction == ARGMAX:
+            return _places(self._plan, self._strip, x, before)
         found = rows_in_threads(self._plan, x, result.reduction)
         return (REDUCTIONS[result.reduction].both(*before, found) if before else found,)
 
@@ -179,6 +182,13 @@ def _sums_of_exp(plan: HopperPlan, x: Any, before: Vectors) -> Vectors:
     return largest, sums
 
 
+def _places(plan: HopperPlan, strip: Strip, x: Any, before: Vectors) -> Vectors:
+    """Returns the largest values, and their columns in the result."""
+    largest, found = largest_in_threads(plan, x)
+    own = largest, found + jnp.int32(strip.cols[0]).astype(found.dtype)
+    return places.both(before, own) if before else own
+
+
 def _exp(plan: HopperPlan, x: Any) -> Any:
     return quick.exp(plan, x, plgpu.Layout.WGMMA.reduce(1))
 
@@ -187,6 +197,8 @@ def _ended(plan: HopperPlan, name: str, own: Vectors) -> Vectors:
     """Reduces what threads have of the rows of a tile."""
     if not own:
         return ()
+    if name == ARGMAX:
+        return largest_across_threads(plan, *own)
     if name != LOGSUMEXP:
         return (across_threads(plan, *own, name),)
     largest, sums = own
