@@ -27,7 +27,7 @@ ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 POSITIONS = "iota"
 """The operation that makes an array of positions: a kernel needs to read none."""
 PLACES = frozenset(("argmax", "argmin"))
-"""Reductions to the number of a column, of which a kernel knows the first as the second."""
+"""Reductions to a place. The smallest value is the largest one with the other sign."""
 EXACT_REDUCTIONS = PLACES | {"reduce_max", "reduce_min"}
 LARGEST = 256
 """Operations that are looked at for one product, at most."""

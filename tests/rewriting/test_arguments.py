@@ -71,6 +71,6 @@ def test_it_is_the_largest_of_rounded_values_only_if_bits_are_promised(exact: bo
     np.testing.assert_array_equal(found, of_rounded if exact else of_sums)
 
 
-def test_rows_that_are_largest_stay_jaxs() -> None:
+def test_places_along_columns_stay_jaxs() -> None:
     program, _ = rewritten(lambda x, w: jnp.argmax(x @ w.T, 0), *LARGE)
     assert count(program, "argmax") == 1

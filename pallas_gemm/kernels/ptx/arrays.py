@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import arith, memref
 
 from pallas_gemm.kernels import smem
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
 from pallas_gemm.kernels.traced import Ref, Values
 
 Place = tuple[slice, slice]
@@ -247,7 +247,7 @@ def write_some(out: Any, values: Values, chosen: Values, layout: Any) -> None:
         each = iter(chosen.registers.flat)
 
         def store(x: Any, place: tuple[Any, ...]) -> None:
-            number = vector.extract(next(each), dynamic_position=[], static_position=[0])
+            number = number_in(next(each))
             zero = utils.c(0, number.type)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ne, number, zero)):
                 memref.store(x, out, place)

@@ -13,7 +13,7 @@ from jax.extend.mlir.dialects import arith, scf, vector
 
 from pallas_gemm.kernels.functions import places
 from pallas_gemm.kernels.hardware import WGMMA_COLUMNS
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import Operation, number_in
 from pallas_gemm.kernels.traced import Values
 
 Pair = tuple[Any, Any]
@@ -45,7 +45,7 @@ def largest_in_threads(values: Values) -> Pair:
 
         def of_row(row: tuple[int, int]) -> Pair:
             pairs = largest[places_of.index(row)], found[places_of.index(row)]
-            (even, odd), columns = ([_number(x, i) for i in range(2)] for x in pairs)
+            (even, odd), columns = ([number_in(x, i) for i in range(2)] for x in pairs)
             x, place = _both((even, columns[0]), (odd, arith.addf(columns[1], _float(1))))
             return x, arith.addf(place, first)
 
@@ -67,7 +67,7 @@ def largest_across_threads(values: Values, columns: Values) -> Pair:
     @plgpu.inline_mgpu(arg_types=(OF_ROWS, OF_ROWS), return_type=_types(rows))
     def inline(_: Any, *vectors: Values) -> Pair:
         def of_row(row: tuple[int, int]) -> Pair:
-            x, place = (_number(own.registers.reshape(-1, 2)[row]) for own in vectors)
+            x, place = (number_in(own.registers.reshape(-1, 2)[row]) for own in vectors)
             for distance in (1, 2):
                 others = (utils.shfl_bfly(x, distance), utils.shfl_bfly(place, distance))
                 x, place = _both((x, place), others)
@@ -104,7 +104,7 @@ def _first_that_are_no_numbers(rows: Sequence[Any], largest: Any, found: Any) ->
     Few threads have any, and the others look for none.
     """
     flags = [arith.cmpf(Is.UNO, x, x) for x in largest]
-    any_is = functools.reduce(arith.ori, (_number(x, i) for x in flags for i in range(2)))
+    any_is = functools.reduce(arith.ori, (number_in(x, i) for x in flags for i in range(2)))
     choice: Any = scf.IfOp(any_is, [x.type for x in found], has_else=True)
     with ir.InsertionPoint(choice.then_block):
         first = list(found)
@@ -161,8 +161,3 @@ def _both(one: Pair, other: Pair) -> Pair:
 
 def _float(number: float) -> Any:
     return utils.c(float(number), ir.F32Type.get())
-
-
-def _number(register: Any, place: int = 0) -> Any:
-    """One of the numbers of a register."""
-    return vector.extract(register, dynamic_position=[], static_position=[place])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import vector
 
 INT32 = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
 """A number that all threads have."""
@@ -112,6 +113,11 @@ class Emitted(NamedTuple):
 def word_of(value: Any) -> Any:
     """The register of a number that all threads have."""
     return value.registers.item()
+
+
+def number_in(register: Any, place: int = 0) -> Any:
+    """One of the numbers of a register."""
+    return vector.extract(register, dynamic_position=[], static_position=[place])
 
 
 def address_of(ref: Any) -> Any:

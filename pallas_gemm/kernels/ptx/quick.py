@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_gemm.kernels.functions.saturating import LARGEST
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import Operation, number_in
 from pallas_gemm.kernels.traced import Values
 
 LOG2_E, MINUS_LOG2_E, ONE = "0f3FB8AA3B", "0fBFB8AA3B", "0f3F800000"
@@ -163,7 +163,7 @@ def of_register(text: str, given: Sequence[Any]) -> Any:
     """A register of Mosaic's is a vector of one or more numbers."""
     float32, found = ir.F32Type.get(), given[0]
     for i in range(ir.VectorType(found.type).shape[0]):
-        each = [vector.extract(x, dynamic_position=[], static_position=[i]) for x in given]
+        each = [number_in(x, i) for x in given]
         x = utils.inline_ptx(text, *each, result_types=float32)
         found = vector.insert(x, found, dynamic_position=[], static_position=[i])
     return found

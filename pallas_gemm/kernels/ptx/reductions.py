@@ -23,7 +23,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.ptx import quick
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
 from pallas_gemm.kernels.traced import Ref, Values
 from pallas_gemm.program import ARGMAX, LOGSUMEXP
 
@@ -127,7 +127,7 @@ def exp_in_threads(values: Values, beside: Values) -> Any:
     """Adds up `exp(values - beside)` likewise; `beside` has one value for each row."""
 
     def of_row(registers: Sequence[Any], beside: Any) -> Any:
-        pair = vector.broadcast(registers[0].type, _number(beside))
+        pair = vector.broadcast(registers[0].type, number_in(beside))
         each = (quick.of_register(quick.EXP_BESIDE, [x, pair]) for x in registers)
         return functools.reduce(arith.addf, each)
 
@@ -163,11 +163,11 @@ def picked_in_threads(values: Values, columns: Values, limit: Any, before: Value
         pair = arith.muli(arith.remui(utils.thread_idx(), number(4)), number(2))
         own, inside = [], []
         for x in columns.registers.ravel():
-            column = _number(x)
+            column = number_in(x)
             inside.append(arith.cmpi(arith.CmpIPredicate.ult, column, word_of(limit)))
             mine = arith.subi(column, pair)
             own.append(arith.select(inside[-1], mine, number(-1)))
-        kept = [_number(x) for x in before.registers.ravel()]
+        kept = [number_in(x) for x in before.registers.ravel()]
         any_inside = functools.reduce(arith.ori, inside)
         choice: Any = scf.IfOp(any_inside, [x.type for x in kept], has_else=True)
         with ir.InsertionPoint(choice.then_block):
@@ -176,7 +176,7 @@ def picked_in_threads(values: Values, columns: Values, limit: Any, before: Value
                 for block, place in np.ndindex(blocks, 2):
                     here = number(WGMMA_COLUMNS * block + place)
                     is_it = arith.cmpi(arith.CmpIPredicate.eq, own[row], here)
-                    x = _number(registers[tile, block, half], place)
+                    x = number_in(registers[tile, block, half], place)
                     found[row] = arith.select(is_it, x, found[row])
             scf.yield_(found)
         with ir.InsertionPoint(choice.else_block):
@@ -209,7 +209,7 @@ def across_threads(values: Values, name: str) -> Any:
         both = REDUCTIONS[name].of_registers
         found = np.empty_like(values.registers)
         for place, x in np.ndenumerate(values.registers):
-            own = _number(x)
+            own = number_in(x)
             for distance in (1, 2):
                 own = both(own, utils.shfl_bfly(own, distance))
             found[place] = vector.broadcast(x.type, own)
@@ -247,16 +247,11 @@ def _of_rows(
         for place in np.ndindex(tiles, 2):
             tile, half = place
             pair = of_row(each[tile, :, half], *(x[place] for x in own))
-            x = both(_number(pair, 0), _number(pair, 1))
+            x = both(number_in(pair, 0), number_in(pair, 1))
             found.reshape(tiles, 2)[place] = vector.broadcast(ir.VectorType.get((1,), x.type), x)
         return mgpu.FragmentedArray(_registers=found, _layout=whole, _is_signed=values.is_signed)
 
     return inline(values, *others)
-
-
-def _number(register: Any, place: int = 0) -> Any:
-    """One of the numbers of a register."""
-    return vector.extract(register, dynamic_position=[], static_position=[place])
 
 
 @Operation

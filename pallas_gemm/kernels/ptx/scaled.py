@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import turns
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
 from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
@@ -168,7 +168,7 @@ def add_step(
     def inline(_: Any, total: Values, *others: Any) -> Any:
         left = iter(others)
         registers = [x for _ in spare for x in registers_of(next(left)).flat]
-        registers = [vector.extract(x, [], [0]) for x in registers]
+        registers = [number_in(x) for x in registers]
         own = turn and turn._replace(me=word_of(next(left)))
         a, parts = next(left), [next(left) for _ in b]
         sums = registers_of(total).copy()
@@ -264,7 +264,7 @@ def _of_columns(scale: Any, width: int) -> Any:
 def _of_panel(rows: Any, panel: int) -> list[Any]:
     """The scales of a thread's two rows of a panel of 64."""
     each = rows.registers.reshape(-1, 2)[panel]
-    return [vector.extract(x, dynamic_position=[], static_position=[0]) for x in each]
+    return [number_in(x) for x in each]
 
 
 def _product(
@@ -354,9 +354,9 @@ def _added(own: Any, products: list[Any], row: Any, scale: Any) -> Any:
     for group, half, i in np.ndindex(flat.shape):
         factor = None if factors is None else factors[half]
         if of_columns is not None:
-            x = vector.extract(of_columns[group], dynamic_position=[], static_position=[i])
+            x = number_in(of_columns[group], i)
             factor = x if factor is None else arith.mulf(factor, x)
-        before = vector.extract(flat[group, half, i], dynamic_position=[], static_position=[0])
+        before = number_in(flat[group, half, i])
         x = products[4 * group + 2 * half + i]
         x = arith.addf(before, x) if factor is None else math.fma(x, factor, before)
         results[group, half, i] = vector.broadcast(f32, x)
