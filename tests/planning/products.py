@@ -172,6 +172,9 @@ PREDICTED: Mapping[str, Predicted] = {
     "exp in the epilogue": Predicted(
         _nt(4096, 4096, 512, epilogue=program(OF_ROWS)), (_TURNS, _SMALL, _PLAIN)
     ),
+    "places of the largest values": Predicted(
+        _nt(16384, 16384, 64, epilogue=program(Result(0, F32, "m", "argmax"))), (_TURNS, _PLAIN)
+    ),
     "a symmetric result": Predicted(
         _nt(4096, 4096, 1024, symmetric="gram"), (_TURNS, _SMALL, _PLAIN)
     ),
