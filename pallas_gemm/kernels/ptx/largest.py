@@ -1,7 +1,7 @@
 """The largest value of each row that a warpgroup holds, and where it is: see `places.py`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,19 +37,11 @@ def largest_in_threads(values: Values) -> Pair:
         word = ir.IntegerType.get_signless(32)
         thread: Any = arith.remui(utils.thread_idx(), utils.c(4, word))
         first = arith.uitofp(ir.F32Type.get(), arith.muli(thread, utils.c(2, word)))
-
-        places_of = list(np.ndindex(tiles, 2))
-        every = [registers[tile, :, half] for tile, half in places_of]
-        largest, found = zip(*map(_largest, every), strict=True)
-        found = _first_that_are_no_numbers(every, largest, found)
-
-        def of_row(row: tuple[int, int]) -> Pair:
-            pairs = largest[places_of.index(row)], found[places_of.index(row)]
-            (even, odd), columns = ([number_in(x, i) for i in range(2)] for x in pairs)
-            x, place = _both((even, columns[0]), (odd, arith.addf(columns[1], _float(1))))
-            return x, arith.addf(place, first)
-
-        return _rows(rows, of_row)
+        each = [registers[tile, :, half] for tile, half in np.ndindex(tiles, 2)]
+        largest, blocks_of = zip(*map(_largest, each), strict=True)
+        blocks_of = _first_that_are_no_numbers(each, largest, blocks_of)
+        pairs = map(_even_or_odd, largest, blocks_of)
+        return _vectors(rows, [(x, arith.addf(column, first)) for x, column in pairs])
 
     return inline(values)
 
@@ -66,14 +58,14 @@ def largest_across_threads(values: Values, columns: Values) -> Pair:
 
     @plgpu.inline_mgpu(arg_types=(OF_ROWS, OF_ROWS), return_type=_types(rows))
     def inline(_: Any, *vectors: Values) -> Pair:
-        def of_row(row: tuple[int, int]) -> Pair:
-            x, place = (number_in(own.registers.reshape(-1, 2)[row]) for own in vectors)
+        def of_row(*registers: Any) -> Pair:
+            x, column = map(number_in, registers)
             for distance in (1, 2):
-                others = (utils.shfl_bfly(x, distance), utils.shfl_bfly(place, distance))
-                x, place = _both((x, place), others)
-            return x, place
+                others = (utils.shfl_bfly(x, distance), utils.shfl_bfly(column, distance))
+                x, column = _both((x, column), others)
+            return x, column
 
-        return _rows(rows, of_row)
+        return _vectors(rows, list(map(of_row, *(own.registers.ravel() for own in vectors))))
 
     return inline(values, columns)
 
@@ -96,6 +88,12 @@ def _largest(registers: Any) -> Pair:
         found = arith.select(is_larger, _block(x.type, block), found)
         largest = arith.maximumf(largest, x)
     return largest, found
+
+
+def _even_or_odd(largest: Any, found: Any) -> Pair:
+    """Returns the largest value of a row, and its column if the thread is the row's first."""
+    (even, odd), (first, second) = ([number_in(x, i) for i in range(2)] for x in (largest, found))
+    return _both((even, first), (odd, arith.addf(second, _float(1))))
 
 
 def _first_that_are_no_numbers(rows: Sequence[Any], largest: Any, found: Any) -> Any:
@@ -127,21 +125,18 @@ def _types(rows: int) -> tuple[Any, Any]:
     return (plgpu.ShapeDtypeStruct((rows,), np.dtype(np.float32), layout=OF_ROWS),) * 2
 
 
-def _rows(rows: int, of_row: Callable[[tuple[int, int]], Pair]) -> Pair:
-    """Returns two vectors, of what a thread has of each of its rows."""
+def _vectors(rows: int, pairs: Sequence[Pair]) -> Pair:
+    """Returns two vectors, of the pairs that a thread has of its rows."""
     layout = OF_ROWS.to_mgpu()
-    shape = layout.registers_shape((rows,))
-    every = [of_row(place) for place in np.ndindex(int(np.prod(shape)) // 2, 2)]
     single = ir.VectorType.get((1,), ir.F32Type.get())
 
     def whole(numbers: Any) -> Any:
-        found = np.empty(len(every), object)
+        found = np.empty(len(pairs), object)
         found[:] = [vector.broadcast(single, x) for x in numbers]
-        return mgpu.FragmentedArray(
-            _registers=found.reshape(shape), _layout=layout, _is_signed=None
-        )
+        found = found.reshape(layout.registers_shape((rows,)))
+        return mgpu.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
 
-    values, columns = zip(*every, strict=True)
+    values, columns = zip(*pairs, strict=True)
     return whole(values), whole(columns)
 
 

@@ -85,22 +85,26 @@ def seconds(problem: Problem, device: Device) -> float:
     moved = prediction.problem_bytes(problem)
     memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
     total = LEAST_SECONDS + max(_multiplying(problem, device, flops, PIECES), memory)
-    is_narrow = problem.n < NARROW and problem.k <= NARROW_SUM and problem.batch == 1
-    is_aligned = rows(problem)[0] % ROW_BYTES == 0 and not problem.transpose_a
-    if is_narrow and is_aligned and problem.a_dtype.itemsize > 1:
-        total = min(total, NARROW_SECONDS + NARROW_STEP * problem.k + moved / NARROW_BYTES)
-    step = next((own for most, own in COLUMN_STEPS.items() if problem.n <= most), 0.0)
+    if problem.batch == 1 and not problem.transpose_a:
+        total = min(total, _of_few_columns(problem, moved))
     if problem.m > FEW_ROWS:
-        if (
-            step
-            and problem.batch == 1
-            and problem.a_dtype.itemsize == 2
-            and not problem.transpose_a
-        ):
-            total = min(total, NARROW_SECONDS + max(step * problem.k, moved / COLUMN_BYTES))
         return total
     divides = max(size for size in (1, *FEW_BYTES) if rows(problem)[1] % size == 0)
     return min(total, FEW_SECONDS + moved / FEW_BYTES[max(2, divides)])
+
+
+def _of_few_columns(problem: Problem, moved: int) -> float:
+    """Predicts the time of a kernel that reads the left operand once; infinite where none is."""
+    width, k = problem.a_dtype.itemsize, problem.k
+    if problem.n < NARROW:
+        is_aligned = rows(problem)[0] % ROW_BYTES == 0
+        if width > 1 and k <= NARROW_SUM and is_aligned:
+            return NARROW_SECONDS + NARROW_STEP * k + moved / NARROW_BYTES
+    elif width == 2 and problem.m > FEW_ROWS:
+        for most, step in COLUMN_STEPS.items():
+            if problem.n <= most:
+                return NARROW_SECONDS + max(step * k, moved / COLUMN_BYTES)
+    return math.inf
 
 
 def _of_a_batch(problem: Problem, device: Device, share: float) -> float:
