@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pallas_gemm.planning.by_xla import odd_sizes, xla_time
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 
 RESULTS = pathlib.Path(__file__).parents[2] / "bench" / "results"
+F32 = np.dtype(np.float32)
 JUDGES = (
     "h200_random_kernels:seed3",
     "h200_random_seed4:",
@@ -119,6 +121,20 @@ def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> No
         assert np.median(np.abs(errors)) < most
         assert np.quantile(errors, 0.1) > -0.3
         assert np.quantile(errors, 0.9) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "least"),
+    [
+        ((30001, 33, 201), {"transpose_a": True}, 15e-6),
+        ((30001, 65, 201), {}, 15e-6),
+        ((30001, 33, 201), {"a_dtype": F32, "b_dtype": F32}, 20e-6),
+        ((60, 33, 201), {"batch": 300}, 9e-6),
+    ],
+)
+def test_few_columns_are_those_that_were_measured(own: Any, others: Any, least: float) -> None:
+    assert odd_sizes.seconds(Problem(30001, 33, 201), H200) < 10e-6
+    assert odd_sizes.seconds(Problem(*own, **others), H200) > least
 
 
 def _narrow() -> Iterator[tuple[str, Problem, float]]:

@@ -100,7 +100,7 @@ def _of_few_columns(problem: Problem, moved: int) -> float:
         is_aligned = rows(problem)[0] % ROW_BYTES == 0
         if width > 1 and k <= NARROW_SUM and is_aligned:
             return NARROW_SECONDS + NARROW_STEP * k + moved / NARROW_BYTES
-    elif width == 2 and problem.m > FEW_ROWS:
+    elif width == 2:
         for most, step in COLUMN_STEPS.items():
             if problem.n <= most:
                 return NARROW_SECONDS + max(step * k, moved / COLUMN_BYTES)
