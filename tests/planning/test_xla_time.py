@@ -104,14 +104,23 @@ def test_odd_sizes_that_judge_are_predicted_within_a_quarter() -> None:
 
 
 def test_batches_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
-    for half, most in (("fitted", 0.08), ("judged", 0.14)):
-        measured = [(p, us) for part, p, us in _odd_batches() if part == half]
+    for half, is_few, count, most, longest in (
+        ("fitted", False, 20, 0.08, 0.35),
+        ("judged", False, 20, 0.14, 0.35),
+        ("fitted", True, 34, 0.14, 0.4),
+        ("judged", True, 26, 0.17, 0.3),
+    ):
+        measured = [
+            (problem, us)
+            for part, problem, us in _odd_batches()
+            if part == half and (problem.m <= odd_sizes.FEW_ROWS) == is_few
+        ]
         errors = _errors(measured)
-        assert len(errors) == 20
+        assert len(errors) == count
         assert all(odd_sizes.is_slow(problem) for problem, _ in measured)
         assert np.median(np.abs(errors)) < most
         assert np.quantile(errors, 0.1) > -0.25
-        assert np.quantile(errors, 0.9) < 0.35
+        assert np.quantile(errors, 0.9) < longest
 
 
 def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
@@ -129,7 +138,7 @@ def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> No
         ((30001, 33, 201), {"transpose_a": True}, 15e-6),
         ((30001, 65, 201), {}, 15e-6),
         ((30001, 33, 201), {"a_dtype": F32, "b_dtype": F32}, 20e-6),
-        ((60, 33, 201), {"batch": 300}, 9e-6),
+        ((60, 33, 601), {"batch": 300}, 25e-6),
     ],
 )
 def test_few_columns_are_those_that_were_measured(own: Any, others: Any, least: float) -> None:
@@ -148,8 +157,9 @@ def _narrow() -> Iterator[tuple[str, Problem, float]]:
 def _odd_batches() -> Iterator[tuple[str, Problem, float]]:
     for row in _rows("h200_odd_batches"):
         sizes = {name: int(row[name]) for name in ("batch", "m", "n", "k")}
-        out, transposed = np.dtype(row["out"]), row["layout"] == "NT"
-        problem = Problem(**sizes, out_dtype=out, transpose_b=transposed)
+        left, right = (letter == "T" for letter in row["layout"])
+        out = np.dtype(row["out"])
+        problem = Problem(**sizes, out_dtype=out, transpose_a=left, transpose_b=right)
         yield row["half"], problem, float(row["xla_us"])
 
 
