@@ -12,6 +12,7 @@ first, then the operands, then the steps.
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -63,6 +64,8 @@ APPROXIMATE = frozenset(
     ("cos", "div", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "sqrt", "tanh")
 )
 """Operations that a GPU has in a quick form, which errs by more than rounding to float32."""
+ROUGH = frozenset(("cos", "sin", "tanh"))
+"""Those whose quick form errs by more than the last bits of float32."""
 
 
 class Constant(NamedTuple):
@@ -229,26 +232,30 @@ class Program:
     def is_coarse(self) -> bool:
         """Whether exp and its like may err by less than rounding to 16 bits.
 
-        So they may unless a result of 32 bits depends on one, other than through a rounding.
+        They may unless a result of 32 bits depends on one, other than through a rounding. In a sum
+        of elements, an error in the last bits of each is lost.
         """
-        wide = (self.steps[value - self._first] for value in self.wide())
-        return not self.sums_exp and all(step.primitive.name not in APPROXIMATE for step in wide)
+        summed, others = (
+            {self.steps[value - self._first].primitive.name for value in found}
+            for found in (self.wide(_is_summed), self.wide(lambda own: not _is_summed(own)))
+        )
+        return not (self.sums_exp or summed & ROUGH or others & APPROXIMATE)
 
     @property
     def _first(self) -> int:
         """The number of the first step."""
         return self.sums + len(self.operands)
 
-    def wide(self, *, stored: bool = False) -> set[int]:
+    def wide(self, counts: Callable[[Result], bool]) -> set[int]:
         """Returns the steps that results of 32 bits depend on, other than through a rounding.
 
         Args:
-            stored: Leave out results that are reduced, in which errors of elements are lost.
+            counts: Says which results count.
         """
         wanted = [
             result.value
             for result in self.results
-            if result.dtype.itemsize > COARSE and not (stored and result.reduction)
+            if result.dtype.itemsize > COARSE and counts(result)
         ]
         found: set[int] = set()
         while wanted:
@@ -285,3 +292,7 @@ class Program:
             most = max(most, len(live))
         # Sums of exp are of other values than those that they are taken of.
         return most + self.sums_exp
+
+
+def _is_summed(result: Result) -> bool:
+    return result.reduction == "sum"

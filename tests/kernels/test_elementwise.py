@@ -52,6 +52,15 @@ def test_erf_is_as_exact_as_float32_allows(function, exact):
     np.testing.assert_allclose(ours, expected, rtol=5e-6, atol=1e-7)
 
 
+def test_log1p_keeps_the_digits_of_small_numbers():
+    small = np.concatenate([2.0 ** np.arange(-40, 6), -(2.0 ** np.arange(-40, 0)), [0.0078, -0.0078]])
+    x = np.concatenate([small, [0, -1, np.inf, np.nan, -2]]).astype(np.float32)
+    program = epilogues.of_activation(jax.lax.log1p)
+    ours = np.asarray(epilogues.jitted(program)(jnp.asarray(x[None])))[0]
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(ours, np.log1p(x.astype(np.float64)), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(("name", "most"), [("relu", 1), ("gelu", 2), ("silu", 2), ("identity", 1)])
 def test_arrays_in_use_are_counted(name, most):
     assert epilogues.of_activation(FUNCTIONS[name]).live == most

@@ -71,6 +71,12 @@ def _erfc(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1, 1 - _erf_inside(x), _erfc_outside(x))
 
 
+def _log1p(x: Any) -> Any:
+    """Returns log(1 + x), for small x by its series: 1 + x has lost most of their digits."""
+    series = x * _polynomial((1 / 3, -1 / 2, 1), x)
+    return jnp.where(jnp.abs(x) < 1 / 128, series, jnp.log(1 + x))
+
+
 _DIVIDING = frozenset(("div", "logistic"))
 _BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
 """Operations that branch for some numbers, as a division does: the assembler moves nothing across
@@ -85,7 +91,7 @@ REWRITTEN = {
     "erf": _erf,
     "erfc": _erfc,
     "is_finite": lambda x: jnp.abs(x) < jnp.inf,
-    "log1p": lambda x: jnp.log(1 + x),
+    "log1p": _log1p,
     "one_minus_square": lambda x: 1 - x * x,
 }
 """Operations that Mosaic does not lower, in terms of those that it does."""

@@ -51,7 +51,7 @@ class _Shortened:
     def __init__(self, program: Program) -> None:
         self._old = program
         self._first = program.sums + len(program.operands)
-        self._stored_wide = program.wide(stored=True)
+        self._stored_wide = program.wide(lambda own: not own.reduction)
         self._types: dict[int, np.dtype] = dict.fromkeys(range(program.sums), program.sum_dtype)
         for i, own in enumerate(program.operands, program.sums):
             # A number is no array, which the instructions take.
