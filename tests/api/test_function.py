@@ -1,5 +1,6 @@
 """`gemm(..., epilogue=f)`: what it takes, what it refuses, and in which words."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,6 +252,24 @@ def test_a_function_that_only_reduces_is_planned_whole_where_others_are_cut() ->
         found = explain(lambda a, b: gemm(a, b, epilogue=lambda s: s.max(-1)), square, square)
     assert found.plan is not None
     assert found.plan.config.split_k == 1
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("bfloat16", 1e-6), ("float32", 1e-2)])
+def test_a_function_follows_sums_of_an_odd_number_of_elements(dtype: str, rtol: float) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (normal(rng, own, jnp.dtype(dtype)) for own in ((2, 72, 77), (136, 77)))
+    residual = normal(rng, (2, 72, 136), jnp.float32)
+
+    def f(s: Any, residual: Any) -> Any:
+        return jnp.maximum(s + residual, 0), jnp.sum(s * s, 1)
+
+    product = functools.partial(gemm, transpose_b=True, epilogue=f, operands=(residual,))
+    found = product(a, b, implementation="interpret")
+    sums = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    np.testing.assert_allclose(found[0], np.maximum(sums + residual, 0), rtol=rtol, atol=rtol * 9)
+    np.testing.assert_allclose(found[1], np.sum(sums * sums, 1), rtol=rtol)
+    with target("h200"):
+        assert explain(product, a, b).plan is not None
 
 
 @pytest.mark.parametrize("last", [None, 2])

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, signature_of
 from pallas_gemm.kernels.hopper import problems
 from pallas_gemm.planning.by_xla import xla
-from pallas_gemm.planning.realign import Realigned, Step, _more_rows, realign
+from pallas_gemm.planning.realign import (
+    Realigned,
+    Step,
+    _more_rows,
+    realign,
+    realign_function,
+)
 from pallas_gemm.problem import Epilogue, Problem
 from tests import reference
 
@@ -139,6 +145,21 @@ def _actions(realigned: Realigned) -> list[str]:
 def test_what_is_padded(size: Any, layout: str, actions: list[str]) -> None:
     call, operands = _call(*size, layout=layout)
     assert _actions(_realigned(call, operands)) == actions
+
+
+def test_a_function_follows_longer_sums() -> None:
+    def padded(*size: int, layout: str) -> list[str]:
+        call, operands = _call(*size, layout=layout)
+        problem = call.problem(signature_of(operands))
+        own = realign_function(problem, problems.refusals)
+        assert own is not None
+        assert not problems.refusals(own.problem)
+        assert own.problem.out_shape == problem.out_shape
+        return _actions(own)
+
+    assert padded(65, 72, 63, layout="NT") == ["pad a", "pad b"]
+    assert padded(72, 64, 65, layout="TN") == ["pad a", "pad b"]
+    assert padded(65, 72, 64, layout="NT") == []
 
 
 def test_a_residual_is_padded_where_threads_store_the_result() -> None:

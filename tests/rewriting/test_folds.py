@@ -210,9 +210,42 @@ def test_a_derivative_sees_the_sign_of_the_sum_with_its_bias(
 
 def test_what_only_reads_the_product_is_not_folded() -> None:
     # One pass reads it, whatever the kernel stores.
-    program, _ = rewritten(lambda x, w: jnp.sum(jnp.tanh(_wide(x @ w))), *LARGE[:2])
+    program, _ = rewritten(lambda x, w: jnp.prod(jnp.tanh(_wide(x @ w)), -1), *LARGE[:2])
     assert count(program, "pallas_gemm") == 1
     assert count(program, "pallas_gemm_fused") == 0
+
+
+def _squares(x: Any, w: Any, y: Any) -> Any:
+    return jnp.mean(jnp.square(_wide(x @ w) - _wide(y)))
+
+
+def _sigmoids(x: Any, w: Any, y: Any) -> Any:
+    return -jnp.sum(jax.nn.log_sigmoid(_wide(x @ w) * _wide(y)), (1, 2))
+
+
+LOSSES = {"squares": _squares, "sigmoids": _sigmoids}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_all_elements_stores_none(name: str) -> None:
+    args = (*LARGE[:2], SHAPE((8, 1024, 4096), BF16))
+    program, _ = rewritten(LOSSES[name], *args)
+    (fused,) = (e for e in program.eqns if e.primitive.name == "pallas_gemm_fused")
+    assert [x.aval.shape for x in fused.outvars] == [() if name == "squares" else (8,)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_all_elements_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+    x, w, _, _ = drawn(72, 64, 136)
+    y = normal(np.random.default_rng(1), (2, 72, 136), BF16)
+    f = jax.value_and_grad(lambda *own: jnp.sum(LOSSES[name](*own)), (0, 1))
+    program, found = rewritten(f, x, w, y, implementation="interpret")
+    assert "reduce_sum" in found[0].folded
+    given = jax.jit(core.jaxpr_as_fun(program))(x, w, y)
+    expected, values = jax.jit(f)(x, w, y), exact(f, (x, w, y))
+    np.testing.assert_allclose(given[0], values[0], rtol=1e-5)
+    _check(given[1:], jax.tree.leaves(expected[1]), jax.tree.leaves(values[1]))
 
 
 def test_what_would_have_to_run_before_itself_is_not_folded() -> None:
