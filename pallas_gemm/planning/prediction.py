@@ -25,6 +25,7 @@ from pallas_gemm.planning.costs import Costs
 from pallas_gemm.planning.realign import Realigned, Step
 from pallas_gemm.problem import ROW_BYTES, Problem
 from pallas_gemm.program import ARGMAX, LOGSUMEXP
+from schedules.model import SECTOR_BYTES
 
 LAUNCH_SECONDS = 1.95e-6
 """A kernel takes this, and so does each pass over an operand before or after it."""
@@ -55,6 +56,13 @@ LINES_CYCLES = 0.13
 """The same where threads store the result, whose rows are no multiple of 16 bytes. On an H200, 63
 products of 1254 x 1254 x 32 take 121 us so, and 192 of 577 x 577 x 64 with a float32 result 194 us.
 Without a number of its own, 68 us are predicted for both."""
+LOADED_CYCLES = 500
+"""The same for each chunk of a tile, where consumers in turns load operands. 8192 x 8192 x 256 with
+two of them and a sum of each row takes 145 us on an H200, in tiles of 64 x 256 of 16 chunks."""
+PARTS_OF_SECTORS = 1.5
+"""How many more bytes of memory a stored byte counts for, where rows of the result are no whole
+number of sectors and the L2 holds less than it. 170703 x 1288 with K=15 takes 280 us on an H200
+beside its passes, and 25020 x 1432 with K=5 takes 38 us."""
 EXP_CYCLES = 0.15
 """Between two tiles where consumers do not take turns, for each element whose exp is summed up, and
 which is stored. In tiles of 128 x 256 on an H200, 8192 x 151936 with K=2048 takes 6.69 ms with sums
@@ -140,7 +148,8 @@ def seconds(
         step = max(step, lost + math.sqrt(lost * (lost + idle / steps)))
     clock_hz = device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used / step))
     busy = (steps * step + idle) / clock_hz
-    memory = problem_bytes(problem) / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
+    moved = problem_bytes(problem) + PARTS_OF_SECTORS * _bytes_in_parts(problem, device)
+    memory = moved / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
     both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
     joining = 0.0 if at_least else _join_cycles(problem, config, loops[-1], device)
     return kernels * LAUNCH_SECONDS + both + joining / device.machine.clock_hz
@@ -181,6 +190,9 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
     store = (LINES_CYCLES if by_threads else STORE_CYCLES) * stored * _stored_bytes(problem)
     if config.overlap == "turns":
         more = max(0, _stored_bytes(problem) - USUAL_BYTES)
+        if problem.loaded_dtypes:
+            chunks = math.ceil(config.tile[1] / config.store_columns)
+            store = max(store, LOADED_CYCLES * chunks)
         # One consumer stores while the other multiplies.
         waits = max(0.0, store - multiplied)
         return IN_TURNS_CYCLES + MORE_IN_TURNS_CYCLES * stored * more + waits
@@ -292,6 +304,16 @@ def problem_bytes(problem: Problem) -> int:
         + math.prod(problem.b_shape) * problem.b_dtype.itemsize * rights
         + math.prod(problem.out_shape) * _stored_bytes(problem)
     )
+
+
+def _bytes_in_parts(problem: Problem, device: Device) -> int:
+    """Returns the bytes of large results that TMA stores in rows of no whole number of sectors."""
+    rows, total = math.prod(problem.out_shape[:-1]), 0
+    for dtype in problem.result_dtypes:
+        row = problem.out_shape[-1] * dtype.itemsize
+        if row % ROW_BYTES == 0 and row % SECTOR_BYTES and rows * row > device.machine.l2_bytes:
+            total += rows * row
+    return total
 
 
 def _stored_bytes(problem: Problem) -> int:
