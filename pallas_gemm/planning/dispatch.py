@@ -242,7 +242,9 @@ def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
     prepares = prepares or xla_time.turns(problem) or odd_sizes.is_slow(problem)
     if by_xla is not None and prepares:
         return _why_not_prepared(plan, by_xla)
-    why = xla_faster.why_xla(problem if plan.realigned.scheme is None else plan.realigned.problem)
+    faster = 1.0 if by_xla is None else by_xla / plan.seconds
+    own = problem if plan.realigned.scheme is None else plan.realigned.problem
+    why = xla_faster.why_xla(own, faster)
     known = "is faster" if plan.device.machine.is_measured else "is expected to be faster"
     return f"XLA {known}: {why}" if why else None
 

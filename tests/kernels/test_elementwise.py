@@ -53,7 +53,9 @@ def test_erf_is_as_exact_as_float32_allows(function, exact):
 
 
 def test_log1p_keeps_the_digits_of_small_numbers():
-    small = np.concatenate([2.0 ** np.arange(-40, 6), -(2.0 ** np.arange(-40, 0)), [0.0078, -0.0078]])
+    small = np.concatenate(
+        [2.0 ** np.arange(-40, 6), -(2.0 ** np.arange(-40, 0)), [0.0078, -0.0078]]
+    )
     x = np.concatenate([small, [0, -1, np.inf, np.nan, -2]]).astype(np.float32)
     program = epilogues.of_activation(jax.lax.log1p)
     ours = np.asarray(epilogues.jitted(program)(jnp.asarray(x[None])))[0]

@@ -1,7 +1,9 @@
 """What is left to XLA: each measured rule on both sides of each of its thresholds."""
 
+import csv
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from pallas_gemm.planning.by_xla import xla_faster
 from pallas_gemm.problem import Epilogue, Problem
 
 FUSED = Epilogue(activation=jax.nn.relu)
+RESULTS = pathlib.Path(__file__).parents[2] / "bench" / "results"
 
 
 def _narrow(n: int, k: int, m: int = 4096, **others: Any) -> Problem:
@@ -257,6 +260,54 @@ def test_a_rule_ends_where_it_was_measured_to_end(name: str) -> None:
     for_the_kernel, for_xla, why = EDGES[name]
     assert xla_faster.why_xla(for_the_kernel) is None
     assert why in (xla_faster.why_xla(for_xla) or "")
+
+
+EPILOGUES: dict[str, Any] = {
+    "bare": None,
+    "relu": lambda z, bias: jax.nn.relu(z + bias).astype(jnp.bfloat16),
+    "gelu": lambda z, bias: jax.nn.gelu(z + bias).astype(jnp.bfloat16),
+}
+
+
+def _taken(row: dict[str, str]) -> bool:
+    """Returns whether a kernel is taken for a product that was measured, with all that follows."""
+    m, n, k = (int(row[name]) for name in "mnk")
+    left, right = (letter == "T" for letter in row["layout"])
+    shapes = [(k, m) if left else (m, k), (n, k) if right else (k, n), (n,)]
+    epilogue = EPILOGUES[row.get("epilogue", "bare")]
+
+    def product(a: Any, b: Any, bias: Any) -> Any:
+        follows = {} if epilogue is None else {"epilogue": epilogue, "operands": (bias,)}
+        return gemm(a, b, transpose_a=left, transpose_b=right, **follows)
+
+    with target("h200"):
+        found = explain(product, *(jax.ShapeDtypeStruct(own, jnp.bfloat16) for own in shapes))
+    [own] = found.products
+    follows = own.problem.epilogue.program is not None
+    return own.plan is not None and follows == (epilogue is not None)
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_what_follows_makes_up_for_rows_that_begin_within_a_line() -> None:
+    taken = {}
+    for row in _rows("h200_within_sectors"):
+        case = "x".join(row[name] for name in "mnk"), row["epilogue"]
+        taken[case] = _taken(row)
+        assert not taken[case] or float(row["kernel_us"]) < float(row["xla_us"]), case
+    odd = "2048x10000x2500"
+    by_kernels = {"8192x4304x1152", "4096x1000x2048", "16384x1400x400"}
+    expected = {(size, "gelu") for size in by_kernels} | {(odd, name) for name in EPILOGUES}
+    assert {case for case, own in taken.items() if own} == expected
+
+
+def test_short_sums_of_odd_sizes_are_left_to_xla() -> None:
+    rows = _rows("h200_short_sums")
+    assert len(rows) == 30
+    assert not any(map(_taken, rows))
 
 
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:

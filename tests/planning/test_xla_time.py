@@ -123,6 +123,20 @@ def test_batches_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
         assert np.quantile(errors, 0.9) < longest
 
 
+def test_short_sums_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
+    measured = []
+    for row in _rows("h200_short_sums"):
+        sizes = {name: int(row[name]) for name in "mnk"}
+        problem = Problem(**sizes, transpose_b=row["layout"] == "NT")
+        if problem.n > 64:
+            measured.append((problem, float(row["xla_us"])))
+    errors = _errors(measured)
+    assert len(errors) == 24
+    assert np.median(np.abs(errors)) < 0.13
+    assert np.quantile(errors, 0.1) > -0.3
+    assert np.quantile(errors, 0.9) < 0.15
+
+
 def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
     for half, count, most in (("fitted", 15, 0.15), ("judged", 21, 0.17)):
         errors = _errors([(problem, us) for part, problem, us in _narrow() if part == half])

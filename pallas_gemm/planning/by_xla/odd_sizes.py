@@ -10,8 +10,12 @@ XLA computes some products that a kernel would compute sooner. Nobody has measur
 A batch of products with short sums or rows has a model of its own. Attention makes such products,
 and XLA computes them with a kernel by Triton. The model is fitted to half of the short sums of
 `h200_odd_batches.csv`. Half of its predictions are within 8% there, and within 14% in the other
-half. A batch of few rows has other constants. 34 such batches are their fit: half are within 14%,
-and half of 26 others within 17%. Our kernels take 1.7 to 6.9 times as long as XLA for those 26.
+half.
+
+A batch of few rows each, and one product with sums of up to 128 elements, are light work. 34 such
+batches are the fit of their constants: half are within 14%. Half of 26 others are within 17%, and
+half of 24 short sums of `h200_short_sums.csv` within 13%. Our kernels take 1.7 to 6.9 times as long
+as XLA for those 26, and 0.99 to 2.9 times as long for the 24.
 """
 
 import itertools
@@ -42,10 +46,11 @@ BATCH_SECONDS, BATCH_FLOPS, BATCH_ODD = 2e-6, 3e12, 0.84
 share counts where a row of an operand is no multiple of 4 bytes."""
 BATCH_BYTES = {2: 2.6e12, 4: 3e12}
 """Bytes that it moves in a second, by those of an element of the result."""
-FEW_OF_BATCH, FEW_BATCH_SECONDS, FEW_BATCH_BYTES = 512, 1.25e-6, 3e12
-"""With few rows: the most columns and elements of a sum, the time that each such batch takes, and
-the bytes that it moves in a second."""
-FEW_BATCH_FLOPS, FEW_BATCH_POWER = {False: 3e12, True: 2e12}, 0.4
+LIGHT_OF_BATCH, LIGHT_SUM = 512, 128
+"""Of light work: the most columns and elements of a sum in a batch, and the longest other sum."""
+LIGHT_SECONDS, LIGHT_BYTES = 1.25e-6, 3e12
+"""The least time of it, and the bytes that it moves in a second."""
+LIGHT_FLOPS, LIGHT_POWER = {False: 3e12, True: 2e12}, 0.4
 """The rate of an SM there, by whether rows are odd, and the power of the share of a tile."""
 FEW_ROWS, FEW_SECONDS = 64, 2.5e-6
 """Up to the first, the kernel by Triton may be taken, which takes the second."""
@@ -85,10 +90,11 @@ def seconds(problem: Problem, device: Device) -> float:
     is_odd = any(row % 4 for row in rows(problem)[:2])
     flops = FLOPS * (ODD_FLOPS if is_odd else 1)
     flops *= SINGLE_SHARE if problem.a_dtype == SINGLE else 1
-    if problem.batch > 1 and problem.a_dtype.itemsize == 2:
-        if problem.m <= FEW_ROWS and max(problem.n, problem.k) <= FEW_OF_BATCH:
-            return _of_a_batch_of_few_rows(problem, device, is_odd=is_odd)
-        if problem.m > FEW_ROWS and min(problem.n, problem.k) <= SHORT:
+    if problem.a_dtype.itemsize == 2:
+        if _is_light(problem):
+            return _of_light_work(problem, device, is_odd=is_odd)
+        is_short = problem.m > FEW_ROWS and min(problem.n, problem.k) <= SHORT
+        if problem.batch > 1 and is_short:
             return _of_a_batch(problem, device, BATCH_ODD if is_odd else 1)
     moved = prediction.problem_bytes(problem)
     memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
@@ -123,12 +129,20 @@ def _of_a_batch(problem: Problem, device: Device, share: float) -> float:
     return BATCH_SECONDS + math.hypot(multiplying, memory) / share
 
 
-def _of_a_batch_of_few_rows(problem: Problem, device: Device, *, is_odd: bool) -> float:
-    """Predicts the time of a batch of products that have few rows each."""
-    flops = FEW_BATCH_FLOPS[is_odd]
-    multiplying = _multiplying(problem, device, flops, (1,), FEW_BATCH_POWER)
-    memory = prediction.problem_bytes(problem) / FEW_BATCH_BYTES
-    return FEW_BATCH_SECONDS + math.hypot(multiplying, memory)
+def _is_light(problem: Problem) -> bool:
+    """Whether there is little to compute for each element of the result."""
+    if problem.batch > 1:
+        return problem.m <= FEW_ROWS and max(problem.n, problem.k) <= LIGHT_OF_BATCH
+    is_large = problem.m > FEW_ROWS and problem.n > max(COLUMN_STEPS)
+    return is_large and problem.k <= LIGHT_SUM and not problem.transpose_a
+
+
+def _of_light_work(problem: Problem, device: Device, *, is_odd: bool) -> float:
+    """Predicts the time of products with little to compute, which memory bounds."""
+    flops = LIGHT_FLOPS[is_odd]
+    multiplying = _multiplying(problem, device, flops, (1,), LIGHT_POWER)
+    memory = prediction.problem_bytes(problem) / LIGHT_BYTES
+    return LIGHT_SECONDS + math.hypot(multiplying, memory)
 
 
 def _multiplying(

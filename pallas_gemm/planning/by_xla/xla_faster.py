@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import LINE_BYTES
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.planning.by_xla import odd_sizes
 from pallas_gemm.problem import Problem
 from schedules.model import SECTOR_BYTES
@@ -34,6 +35,11 @@ NARROW_FUSED = 512
 NARROW_STEP, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 128, 1024, 4096, 4096
 """If nothing follows, XLA also computes multiples of the first. It computes multiples of the second
 up to the third, unless there are more rows than the fourth."""
+WITHIN_SECTORS, WITHIN_LINES = 0.5, 0.85
+"""The shares of its predicted speed that a kernel reaches, at least, if rows of K elements begin
+within a sector, and if others begin within a line."""
+FUSED = frozenset(("add", "convert_element_type", "max", "mul", "sub"))
+"""What XLA computes with a product of 16 bits in cuBLAS's kernel: bias, relu, factor, residual."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
 
@@ -71,6 +77,11 @@ def misaligned(problem: Problem) -> str | None:
     Many rows of a transposed left operand are the kernel's: 21 products run at 0.95 to 1.16, at
     1.013 in geometric mean. Large float32 results are, too: 8192 x 30000 runs at 1.119 with K=512,
     at 1.017 with K=2048.
+
+    What follows may make up for it, where XLA makes a pass of that. Bias and GELU of 8192 x 4304 x
+    1152 (NN) take 123 us in the kernel, and 168 in two of XLA's; with relu it is 112 and 119. 8192
+    x 1000 x 5000, whose rows of K begin within a sector, takes 157 us with GELU, and 122 by XLA.
+    The rest is in `h200_within_sectors.csv`.
 
     A result of one tile is the kernel's. 15 products of 16 bits, with K from 168 to 7560, run at
     0.94 to 2.10, at 1.36 in geometric mean. 11 that were drawn later run at 0.93 to 2.23.
@@ -188,15 +199,40 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
 )
 
 
-def why_xla(problem: Problem) -> str | None:
+def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
     """Returns why XLA is faster at a problem, None if no measurement says so.
 
     Problems whose rows are not a multiple of 16 bytes are never left to XLA for that reason: at
     8191 cubed it computes 165 TFLOP/s on an H200 where aligned rows give it 820.
+
+    Args:
+        problem: The product.
+        faster: How many times as fast a kernel is predicted to be, with what follows the product.
     """
     if odd_sizes.has_odd_rows(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    return next((why for rule in RULES if (why := rule(problem))), None)
+    whys = (rule(problem) for rule in RULES if not (rule is misaligned and _pays(problem, faster)))
+    return next(filter(None, whys), None)
+
+
+def _pays(problem: Problem, faster: float) -> bool:
+    """Whether a kernel saves a pass, and more time than rows cost it that begin within a line."""
+    if not problem.in_groups and _makes_pass(problem):
+        rows = [problem.a_shape[-1]] * (not problem.transpose_a)
+        rows += [problem.b_shape[-1]] * problem.transpose_b
+        in_sectors = any(size * problem.a_dtype.itemsize % SECTOR_BYTES for size in rows)
+        return faster * (WITHIN_SECTORS if in_sectors else WITHIN_LINES) > 1
+    return False
+
+
+def _makes_pass(problem: Problem) -> bool:
+    """Whether XLA makes a pass over the sums for what follows the product."""
+    if problem.epilogue.is_identity:
+        return False
+    program = words.program(problem)
+    is_one = len(program.results) == 1 and not program.reductions
+    is_short = problem.out_dtype.itemsize == 2 and is_one
+    return not (is_short and program.primitives <= FUSED)
 
 
 def _is_wide(problem: Problem) -> bool:
