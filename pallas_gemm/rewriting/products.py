@@ -240,6 +240,9 @@ def dense(equation: Any, how: How) -> Dense | str:
     if why := _why_left(equation):
         return why
     call, dims = dense_of(equation)
+    shape = equation.invars[0].aval.shape
+    if math.prod(shape[dims.lhs.index(x)] for x in dims.contracted) == 1:
+        return "one element is contracted, which XLA multiplies in the pass of what follows"
     call = dataclasses.replace(call, options=how.options)
     seconds, left = how.alone(call, dims, signature_of(avals_of(equation.invars)))
     if seconds is None:

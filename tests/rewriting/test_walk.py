@@ -1,5 +1,6 @@
 """Rewritten programs compute what they computed, bit for bit where their products are exact."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,13 @@ import pytest
 from jax.extend import core
 from jax.sharding import AxisType
 
-from pallas_gemm import accelerate, target
+from pallas_gemm import accelerate, explain, gemm, target
+from pallas_gemm.device import H200
 from pallas_gemm.kernels.functions import lines
 from pallas_gemm.layers import routed
 from pallas_gemm.rewriting import inlining
+from pallas_gemm.rewriting.products import How
+from pallas_gemm.rewriting.walk import Rewriter
 from tests.reference import integers
 from tests.rewriting.programs import PROGRAMS, WITHOUT_REVERSE, N
 
@@ -289,6 +293,20 @@ def test_products_that_are_no_kernels_stay(dtype: Any) -> None:
         program, found = _accelerated(PROGRAMS["plain"], *args)
         assert names(program) == ["dot_general"]
         np.testing.assert_array_equal(found, args[0] @ args[1])
+
+
+def test_an_outer_product_stays_with_what_follows_it() -> None:
+    def f(x: Any, y: Any) -> Any:
+        return jnp.einsum("ik,kj->ij", x, y) + 1, jnp.einsum("i,j->ij", x[:, 0], y[0])
+
+    args = [jax.ShapeDtypeStruct(own, jnp.bfloat16) for own in ((8192, 1), (1, 8192))]
+    program, found = Rewriter(How(H200)).rewritten(jax.make_jaxpr(f)(*args).jaxpr)
+    assert all("one element is contracted" in str(own.why) for own in found)
+    assert "pallas_gemm" not in str(program)
+    for own in ({}, {"epilogue": jax.nn.relu}):
+        with target("h200"):
+            [product] = explain(functools.partial(gemm, **own), *args).products
+        assert product.plan is None
 
 
 def test_products_of_this_package_stay_what_they_are() -> None:

@@ -191,6 +191,9 @@ def _blocks_seconds(problem: Problem, device: Device) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _seconds(problem: Problem, device: Device) -> float:
+    if problem.k == 1 and not problem.in_groups:
+        # It is no product for XLA: one pass multiplies elements, with all that follows.
+        return pass_seconds(prediction.problem_bytes(problem), device)
     if problem.terms:
         each = [dataclasses.replace(problem, k=k, terms=()) for k in problem.terms]
         passes = (len(each) + 1) * math.prod(problem.out_shape) * problem.out_dtype.itemsize
