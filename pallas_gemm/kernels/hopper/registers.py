@@ -64,7 +64,7 @@ def reordered_registers(program: Program, addresses: int) -> int:
         program: The epilogue.
         addresses: How many kinds of addresses are kept beside it.
     """
-    if branches(program.primitives):
+    if branches(program.primitives) and not program.is_coarse:
         return 88 + 28 * addresses
     if divides(program.primitives):
         return 64 + 16 * addresses

@@ -85,6 +85,34 @@ def test_places_spill_nothing(function: Any, tile: tuple[int, int], others: Any)
     assert (found.spill_bytes, found.serialized) == (0, "")
 
 
+def _sigmoids(s: Any, labels: Any) -> Any:
+    return jnp.sum(jax.nn.log_sigmoid(s * labels[:, None]), -1)
+
+
+def _softplus(s: Any, labels: Any) -> Any:
+    return jax.nn.softplus(s + labels[:, None]).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("function", "late"), [(_sigmoids, False), (_softplus, False), (_softplus, True)]
+)
+def test_logarithms_without_branches_leave_room_for_large_tiles(function: Any, late: bool) -> None:
+    # The result is rounded, or a sum. Elsewhere a logarithm branches, and this tile is refused.
+    config = HopperConfig(tile=(128, 256), stages=3, late_store=late)
+    shapes = (
+        ((TOKENS, WIDTH), jnp.bfloat16),
+        ((WIDTH, WORDS), jnp.bfloat16),
+        ((TOKENS,), jnp.float32),
+    )
+    operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    run = functools.partial(_run, function, config)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+    wide = functools.partial(_run, lambda *own: jax.nn.softplus(own[0] + own[1][:, None]), config)
+    with pytest.raises(ValueError, match="registers per thread"):
+        jax.eval_shape(wide, *operands)
+
+
 def _largest(s: Any) -> Any:
     z = jax.nn.gelu(s)
     return z.astype(jnp.bfloat16), jnp.max(jnp.abs(z), -1)
