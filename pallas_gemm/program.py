@@ -65,7 +65,7 @@ APPROXIMATE = frozenset(
 )
 """Operations that a GPU has in a quick form, which errs by more than rounding to float32."""
 ROUGH = frozenset(("cos", "sin", "tanh"))
-"""Those whose quick form errs by more than the last bits of float32."""
+"""Operations with a quick form that errs by more than the last bits of float32."""
 
 
 class Constant(NamedTuple):

@@ -159,7 +159,7 @@ def realign_function(problem: Problem, refusals: Refusals) -> Realigned | None:
     """Returns the cheapest way to a problem without refusals whose result a function is applied to.
 
     Factors may be turned, and padded with zeros along k: the function reads and returns arrays as
-    they are. Float32 is not turned, because XLA need not turn it: 4096 cubed with GELU and each
+    they are. Float32 is not turned, because XLA need not turn it. 4096 cubed with GELU and each
     row's largest value takes 377 us so on an H200 (NN), and 374 by XLA.
     """
     ways: list[Realigned] = []
