@@ -61,11 +61,17 @@ def _chosen(meetings: np.ndarray, count: int, rng: np.random.Generator) -> list[
         count: How many there are.
         rng: Chooses among equally good cases.
     """
+    by_meeting = np.argsort(meetings, axis=None) // meetings.shape[1]
+    holders = np.split(by_meeting, np.cumsum(np.bincount(meetings.ravel(), minlength=count))[:-1])
     is_new = np.ones(count, bool)
+    news = np.full(len(meetings), meetings.shape[1])
     chosen: list[int] = []
     while is_new.any():
-        news = is_new[meetings].sum(axis=1)
         best = int(rng.choice(np.flatnonzero(news == news.max())))
-        is_new[meetings[best]] = False
+        own = meetings[best]
+        # A case holds each meeting once.
+        for meeting in own[is_new[own]]:
+            news[holders[meeting]] -= 1
+        is_new[own] = False
         chosen.append(best)
     return chosen
