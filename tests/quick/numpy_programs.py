@@ -61,6 +61,8 @@ class Program:
 
 def plain(value: Any) -> Any:
     """A value as an array of NumPy, or a number if it is one: places are made of those alone."""
+    if type(value) is np.int32:
+        return int(value)
     array = np.asarray(value)
     if array.ndim:
         # As those of JAX.

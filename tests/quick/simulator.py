@@ -30,7 +30,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: TID251
     shared_memory,
 )
 
-from tests.quick import numpy_programs
+from tests.quick import numpy_programs, race_checks
 
 KEPT_PROGRAMS = 16
 """Far more than one kernel has."""
@@ -43,6 +43,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_map, "_run_jaxpr", _evaluated())
     monkeypatch.setattr(callbacks, "io_callback_impl", _of_numpy(callbacks.io_callback_impl))
     monkeypatch.setattr(vector_clock.NpVectorClock, "ordered", ordered)
+    monkeypatch.setattr(vector_clock.NpVectorClock, "update", _update)
+    race_checks.install(monkeypatch)
+    monkeypatch.setattr(shared_memory, "_to_int", _number(shared_memory._to_int))
+    memory = shared_memory.GPUSharedMemory
+    monkeypatch.setattr(memory, "check_failed", _looked_at_first(memory.check_failed))
     request = shared_memory.HostAllocationRequest
     fields = functools.cache(vars(request)["shape_and_dtype"].__func__)
     monkeypatch.setattr(request, "shape_and_dtype", classmethod(fields))
@@ -68,6 +73,26 @@ def ordered(clock: Any, other: Any) -> bool:
     if own == others:
         return False
     return all(map(operator.le, own, others)) or all(map(operator.ge, own, others))
+
+
+def _update(clock: Any, other: Any) -> None:
+    """Has a clock be no earlier than another, without an array between."""
+    np.maximum(clock.clock, other.clock, out=clock.clock)
+
+
+def _number(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that knows numbers of Python without asking what else they could be."""
+    return lambda x: x if type(x) is int else stock(x)
+
+
+def _looked_at_first(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns a function that takes no lock as long as no thread has failed."""
+
+    def check(memory: Any) -> None:
+        if memory._failure is not None:
+            stock(memory)
+
+    return check
 
 
 class Keys:
