@@ -12,7 +12,7 @@ from pallas_gemm import explain, gated_gemm, gemm, gram, target
 from tests import reference
 from tests.reference import Formula
 
-M, N, K = 72, 104, 328
+M, N, K = 72, 104, 136
 SIMULATED = functools.partial(gemm, implementation="interpret")
 X3 = "BF16_BF16_F32_X3"
 ERRORS = {

@@ -36,15 +36,15 @@ def _as_users_write() -> Iterator[None]:
         yield
 
 
-def _blocks(x: Any, w: Any, v: Any, bias: Any) -> Any:
-    for _ in range(3):
+def _blocks(x: Any, w: Any, v: Any, bias: Any, number: int = 3) -> Any:
+    for _ in range(number):
         x = x + _swiglu(x, w, v, bias)
     return x
 
 
 def _kept_by_the_caller(x: Any, w: Any, v: Any, bias: Any) -> Any:
     hidden = jax.nn.silu(x @ w) * (x @ (w + bias))
-    return _blocks(x + hidden @ v, w, v, bias), hidden
+    return _blocks(x + hidden @ v, w, v, bias, 2), hidden
 
 
 def _results(program: Any) -> list[int]:
@@ -114,7 +114,7 @@ def test_values_are_as_good_as_the_programs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kept, "_apply", lambda *args: (found.append(1), apply(*args)))
     args = drawn(64, 64, 128)
     program, _ = rewritten(step(f), *args, implementation="interpret")
-    assert len(found) == 2
+    assert len(found) == 1
     given = jax.jit(core.jaxpr_as_fun(program))(*args)
     expected, values = jax.jit(step(f))(*args), exact(step(f), args)
     _check(given, *map(jax.tree.leaves, (expected, values)))
