@@ -50,6 +50,16 @@ wait for the other, for a minute or two.
 EARLY_ON_A_GPU = {"test_contract.py"}
 """Likewise where tests run on a GPU: drawn products are compiled one after the other there."""
 
+PLACELESS = {
+    *("kernels", "op", "planning", "proving", "tuning"),
+    *("few_bits", "test_blocks.py", "test_contract.py", "test_few_bits.py", "test_loss.py"),
+    *("test_pairs.py", "test_pieces.py", "test_projections.py", "test_quantize.py"),
+}
+"""Folders and files of tests that do not ask where operations are in the source, or say so.
+
+To note where each is takes JAX an eighth of what such a test takes: kernels have thousands.
+"""
+
 SUMMARIES = pytest.StashKey[list[str]]()
 """What workers of a parallel run know of kernels."""
 
@@ -168,6 +178,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         config.workeroutput["summaries"] = own
     elif exitstatus == pytest.ExitCode.OK:
         summaries.write(summaries.FILE, own + config.stash.get(SUMMARIES, []))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Has JAX note where operations are in the source, or not, in a test and its fixtures."""
+    from jax._src.lib import _jax  # noqa: TID251 - no setting
+
+    names = item.path.relative_to(pathlib.Path(__file__).parent).parts
+    is_placeless = not PLACELESS.isdisjoint(names) and not item.get_closest_marker("places")
+    _jax.set_tracebacks_enabled(not is_placeless)
+    try:
+        return (yield)
+    finally:
+        _jax.set_tracebacks_enabled(True)
 
 
 @pytest.hookimpl(wrapper=True)

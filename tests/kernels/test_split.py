@@ -315,6 +315,7 @@ def test_one_dimension_in_two_roles_is_left_to_xla() -> None:
     assert found == "the function uses one dimension as rows and as columns"
 
 
+@pytest.mark.places
 @pytest.mark.parametrize(
     ("function", "named"),
     [
