@@ -81,7 +81,7 @@ def misaligned(problem: Problem) -> str | None:
     A function may make up for it, where XLA makes a pass of its own. Bias and GELU of 8192 x 4304 x
     1152 (NN) take 123 us in the kernel, and 168 in two of XLA's; with relu it is 112 and 119. 8192
     x 1000 x 5000, whose rows of K begin within a sector, takes 157 us with GELU, and 122 by XLA.
-    12 products of `h200_within_sectors.csv` tell it. Of 12 others, the kernel is taken for five,
+    12 products of `h200_within_sectors.csv` tell it. The kernel is taken for five of 12 others,
     and runs at 0.87 to 1.54.
 
     A result of one tile is the kernel's. 15 products of 16 bits, with K from 168 to 7560, run at
