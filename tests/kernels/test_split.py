@@ -214,6 +214,29 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
         np.testing.assert_allclose(np.asarray(x, F32), np.asarray(y, F32), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("function", "is_coarse"),
+    [
+        (lambda s: jnp.exp(s).astype(jnp.bfloat16), True),
+        (jnp.exp, False),
+        (lambda s: jnp.sum(jnp.exp(s), -1), True),
+        (lambda s: jnp.sum(jnp.log1p(jnp.abs(s)), 0), True),
+        (lambda s: jnp.max(jnp.exp(s), -1), False),
+        (lambda s: (jnp.sum(jnp.exp(s), -1), jnp.exp(s)), False),
+        (lambda s: (jnp.sum(jnp.exp(s), -1), s, jnp.max(jnp.abs(s), -1)), True),
+        # The quick tanh errs by more than the last bits of float32.
+        (lambda s: jnp.sum(jnp.tanh(s), -1), False),
+        (lambda s: jnp.tanh(s).astype(jnp.bfloat16), True),
+    ],
+)
+def test_sums_and_what_is_rounded_may_be_coarse(
+    function: Callable[..., Any], is_coarse: bool
+) -> None:
+    parts = _split(function)
+    assert isinstance(parts, Split)
+    assert parts.program.is_coarse == is_coarse
+
+
 def test_rows_and_columns_are_told_apart_in_squares() -> None:
     square = _type(M, M)
     along_rows = _split(lambda s, v: s * v[:, None], _type(M), shape=square.shape)

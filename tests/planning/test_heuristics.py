@@ -53,6 +53,21 @@ def test_the_prediction_is_near_the_measurement(
     assert abs(predicted / measured - 1) < 0.06
 
 
+def _function(size: tuple[int, int, int], epilogue: Any, loaded: int = 0) -> Problem:
+    """Returns the problem of a product with a function of it, and of operands of 16 bits."""
+    m, n, k = size
+
+    def product(a: Any, b: Any, *own: Any) -> Any:
+        how = {"epilogue": epilogue, "operands": own, "implementation": "hopper"}
+        return gemm(a, b, transpose_b=True, **how)
+
+    shapes = [(m, k), (n, k), *loaded * [(m, n)]]
+    with target("h200"):
+        plan = explain(product, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)).plan
+    assert plan is not None
+    return plan.realigned.problem
+
+
 @pytest.mark.parametrize(
     ("size", "tile", "measured"),
     [
@@ -65,20 +80,8 @@ def test_the_prediction_is_near_the_measurement(
 def test_logarithms_to_all_digits_are_predicted_as_they_were_measured(
     size: tuple[int, int, int], tile: tuple[int, int], measured: float
 ) -> None:
-    m, n, k = size
-
     def predicted(dtype: Any) -> float:
-        def epilogue(s: Any) -> Any:
-            return (jax.nn.softplus(s) + 1).astype(dtype)
-
-        def product(a: Any, b: Any) -> Any:
-            return gemm(a, b, transpose_b=True, epilogue=epilogue, implementation="hopper")
-
-        operands = (jax.ShapeDtypeStruct(own, jnp.bfloat16) for own in ((m, k), (n, k)))
-        with target("h200"):
-            plan = explain(product, *operands).plan
-        assert plan is not None
-        problem = plan.realigned.problem
+        problem = _function(size, lambda s: (jax.nn.softplus(s) + 1).astype(dtype))
         ranked = heuristics.rank(problem, H200, HOPPER)
         config = next(own for own in ranked if own.tile == tile and not own.pingpong)
         return prediction.seconds(problem, config, H200, HOPPER) * 1e6
@@ -86,6 +89,17 @@ def test_logarithms_to_all_digits_are_predicted_as_they_were_measured(
     assert abs(predicted(jnp.float32) / measured - 1) < 0.12
     # Where the result is rounded, a logarithm is an instruction.
     assert predicted(jnp.bfloat16) < 0.75 * predicted(jnp.float32)
+
+
+def test_operands_that_are_loaded_in_small_chunks_take_as_long_as_was_measured() -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        problem = _function((8192, 8192, 256), lambda s, x, y: jnp.sum(s * x + y, -1), loaded=2)
+    small = HopperConfig((64, 256), 5, store_columns=16, pingpong=True, late_store=False, ctas=132)
+    predicted = prediction.seconds(problem, small, H200, HOPPER) * 1e6
+    assert abs(predicted / 145.4 - 1) < 0.3
+    best = heuristics.best(problem, H200, HOPPER)
+    assert best is not None
+    assert best.tile == (128, 192)
 
 
 @pytest.mark.parametrize("size", [4096, 8192, 16384])

@@ -72,7 +72,7 @@ def _erfc(x: Any) -> Any:
 
 
 def _log1p(x: Any) -> Any:
-    """Returns log(1 + x), for small x by its series: 1 + x has lost most of their digits."""
+    """Returns log(1 + x). Small x take its series: 1 + x would lose most of their digits."""
     series = x * _polynomial((1 / 3, -1 / 2, 1), x)
     return jnp.where(jnp.abs(x) < 1 / 128, series, jnp.log(1 + x))
 

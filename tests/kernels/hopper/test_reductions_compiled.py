@@ -36,6 +36,14 @@ def _run(function: Any, config: Any, a: Any, b: Any, labels: Any) -> Any:
         return gemm(a, b, epilogue=function, operands=(labels,), config=config)
 
 
+BESIDE_ROWS = [
+    jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16),
+    jax.ShapeDtypeStruct((WIDTH, WORDS), jnp.bfloat16),
+    jax.ShapeDtypeStruct((TOKENS,), jnp.float32),
+]
+"""Operands of a function that reads a number for each row."""
+
+
 @pytest.mark.parametrize("function", [_left, _kept])
 def test_no_tile_that_reaches_beyond_the_last_column_spills(function: Any) -> None:
     shapes = ((TOKENS, WIDTH), jnp.bfloat16), ((WIDTH, WORDS), jnp.bfloat16), ((TOKENS,), jnp.int32)
@@ -74,14 +82,9 @@ def _places(s: Any, labels: Any) -> Any:
 )
 def test_places_spill_nothing(function: Any, tile: tuple[int, int], others: Any) -> None:
     config = HopperConfig(tile=tile, late_store=False, **others)
-    shapes = (
-        ((TOKENS, WIDTH), jnp.bfloat16),
-        ((WIDTH, WORDS), jnp.bfloat16),
-        ((TOKENS,), jnp.float32),
+    (found,) = summaries.KEPT.of(
+        functools.partial(_run, function, config), *BESIDE_ROWS, target="h200"
     )
-    operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
-    run = functools.partial(_run, function, config)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
     assert (found.spill_bytes, found.serialized) == (0, "")
 
 
@@ -89,8 +92,12 @@ def _sigmoids(s: Any, labels: Any) -> Any:
     return jnp.sum(jax.nn.log_sigmoid(s * labels[:, None]), -1)
 
 
+def _wide_softplus(s: Any, labels: Any) -> Any:
+    return jax.nn.softplus(s + labels[:, None])
+
+
 def _softplus(s: Any, labels: Any) -> Any:
-    return jax.nn.softplus(s + labels[:, None]).astype(jnp.bfloat16)
+    return _wide_softplus(s, labels).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -99,18 +106,12 @@ def _softplus(s: Any, labels: Any) -> Any:
 def test_logarithms_without_branches_leave_room_for_large_tiles(function: Any, late: bool) -> None:
     # The result is rounded, or a sum. Elsewhere a logarithm branches, and this tile is refused.
     config = HopperConfig(tile=(128, 256), stages=3, late_store=late)
-    shapes = (
-        ((TOKENS, WIDTH), jnp.bfloat16),
-        ((WIDTH, WORDS), jnp.bfloat16),
-        ((TOKENS,), jnp.float32),
+    (found,) = summaries.KEPT.of(
+        functools.partial(_run, function, config), *BESIDE_ROWS, target="h200"
     )
-    operands = [jax.ShapeDtypeStruct(*x) for x in shapes]
-    run = functools.partial(_run, function, config)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
     assert (found.spill_bytes, found.serialized) == (0, "")
-    wide = functools.partial(_run, lambda *own: jax.nn.softplus(own[0] + own[1][:, None]), config)
     with pytest.raises(ValueError, match="registers per thread"):
-        jax.eval_shape(wide, *operands)
+        jax.eval_shape(functools.partial(_run, _wide_softplus, config), *BESIDE_ROWS)
 
 
 def _largest(s: Any) -> Any:
