@@ -82,7 +82,7 @@ def test_logarithms_to_all_digits_are_predicted_as_they_were_measured(
 ) -> None:
     def predicted(dtype: Any) -> float:
         problem = _function(size, lambda s: (jax.nn.softplus(s) + 1).astype(dtype))
-        ranked = heuristics.rank(problem, H200, HOPPER)
+        ranked: Any = heuristics.rank(problem, H200, HOPPER)
         config = next(own for own in ranked if own.tile == tile and not own.pingpong)
         return prediction.seconds(problem, config, H200, HOPPER) * 1e6
 
