@@ -104,6 +104,7 @@ def test_layouts_with_ragged_edges(layout, check):
     check(products.transposed(Problem(m, n, 136), layout), SINGLE)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("name", "layout", "epilogue"), STEPS_EACH_TWICE)
 def test_every_step_of_the_ladder(name, layout, epilogue, check):
     """Ragged in m, n and k; a worker has three tiles or more, and a tile more steps than slots."""

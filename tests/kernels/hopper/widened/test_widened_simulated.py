@@ -67,6 +67,7 @@ def check(
     np.testing.assert_allclose(found, exact, rtol=half, atol=1e-6 * np.abs(exact).max())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("kind", BITS)
 def test_each_type_is_multiplied_as_it_is_stored(kind: Any, transpose_b: bool) -> None:
