@@ -55,9 +55,9 @@ PLACELESS = {
     *("few_bits", "test_blocks.py", "test_contract.py", "test_few_bits.py", "test_loss.py"),
     *("test_pairs.py", "test_pieces.py", "test_projections.py", "test_quantize.py"),
 }
-"""Folders and files of tests that do not ask where operations are in the source, or say so.
+"""Folders and files of tests. JAX notes no places in the source there, but for tests with `places`.
 
-To note where each is takes JAX an eighth of what such a test takes: kernels have thousands.
+Kernels have thousands of operations: to note their places takes an eighth of the time of a test.
 """
 
 SUMMARIES = pytest.StashKey[list[str]]()

@@ -19,6 +19,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES, GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
 from pallas_gemm.planning.costs import Costs
@@ -60,9 +61,9 @@ LOADED_CYCLES = 500
 """The same for each chunk of a tile, where consumers in turns load operands. 8192 x 8192 x 256 with
 two of them and a sum of each row takes 145 us on an H200, in tiles of 64 x 256 of 16 chunks."""
 PARTS_OF_SECTORS = 1.5
-"""How many more bytes of memory a stored byte counts for, where rows of the result are no whole
-number of sectors and the L2 holds less than it. 170703 x 1288 with K=15 takes 280 us on an H200
-beside its passes, and 25020 x 1432 with K=5 takes 38 us."""
+"""A stored byte counts for this number of bytes more. It does so where rows of the result are no
+whole number of sectors, and the result is larger than the L2. 170703 x 1288 with K=15 takes 280 us
+on an H200 beside its passes, and 25020 x 1432 with K=5 takes 38 us."""
 EXP_CYCLES = 0.15
 """Between two tiles where consumers do not take turns, for each element whose exp is summed up, and
 which is stored. In tiles of 128 x 256 on an H200, 8192 x 151936 with K=2048 takes 6.69 ms with sums
@@ -206,8 +207,10 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
 
 def _logarithms(problem: Problem) -> int:
     """Returns how many logarithms a function computes of an element to all digits."""
-    program = problem.epilogue.program
-    if program is None or "log" not in program.primitives or program.is_coarse:
+    if problem.epilogue.is_identity:
+        return 0
+    program = words.program(problem)
+    if "log" not in program.primitives or program.is_coarse:
         return 0
     return sum(step.primitive.name == "log" for step in program.steps)
 

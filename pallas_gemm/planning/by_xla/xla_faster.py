@@ -36,8 +36,8 @@ NARROW_STEP, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 128, 1024, 4096, 4096
 """If nothing follows, XLA also computes multiples of the first. It computes multiples of the second
 up to the third, unless there are more rows than the fourth."""
 WITHIN_SECTORS, WITHIN_LINES = 0.5, 0.85
-"""The shares of its predicted speed that a kernel reaches, at least, if rows of K elements begin
-within a sector, and if others begin within a line."""
+"""Shares of its predicted speed. A kernel is counted at the first if rows of K elements begin
+within a sector, and at the second if rows begin within a line only."""
 FUSED = frozenset(("add", "convert_element_type", "max", "mul", "sub"))
 """Operations that cuBLAS computes with a product of 16 bits: bias, relu, factor, residual."""
 VECTOR_BYTES = 20_000_000
@@ -217,13 +217,13 @@ def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
 
 
 def _pays(problem: Problem, faster: float) -> bool:
-    """Whether a kernel saves a pass, and more time than rows cost it that begin within a line."""
-    if not problem.in_groups and _makes_pass(problem):
-        rows = [problem.a_shape[-1]] * (not problem.transpose_a)
-        rows += [problem.b_shape[-1]] * problem.transpose_b
-        in_sectors = any(size * problem.a_dtype.itemsize % SECTOR_BYTES for size in rows)
-        return faster * (WITHIN_SECTORS if in_sectors else WITHIN_LINES) > 1
-    return False
+    """Whether a kernel saves a pass, and more time than it loses to rows that begin in a line."""
+    if problem.in_groups or not _makes_pass(problem):
+        return False
+    left, right, _ = odd_sizes.rows(problem)
+    of_k = [left] * (not problem.transpose_a) + [right] * problem.transpose_b
+    in_sectors = any(row % SECTOR_BYTES for row in of_k)
+    return faster * (WITHIN_SECTORS if in_sectors else WITHIN_LINES) > 1
 
 
 def _makes_pass(problem: Problem) -> bool:
