@@ -70,6 +70,52 @@ EDGES = {
     ),
     "short from below": (Problem(4096, 4096, 256), Problem(4096, 4096, 320), "K=320 is short"),
     "short from above": (Problem(4096, 4096, 1024), Problem(4096, 4096, 960), "K=960 is short"),
+    "large from below": (Problem(5000, 4992, 128), Problem(5056, 4992, 128), "short for so large"),
+    "large, of longer sums": (
+        Problem(8192, 8192, 192),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "large, of few columns": (
+        Problem(131072, 272, 256),
+        Problem(131072, 256, 256),
+        "K=256 is short for so large a result",
+    ),
+    "large, and sums of few columns": (
+        Problem(100001, 256, 320),
+        Problem(100001, 256, 256),
+        "K=256 is short for so large a result",
+    ),
+    "large of a batch": (
+        Problem(8192, 8192, 128, batch=2),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "large of groups": (
+        Problem(8192, 8192, 128, groups=2),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "large of 8 bits": (
+        Problem(8192, 8192, 128, a_dtype="float8_e4m3fn", b_dtype="float8_e4m3fn"),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "large of 32 bits": (
+        Problem(8192, 8192, 128, out_dtype=jnp.float32),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "large and fused": (
+        Problem(8192, 8192, 128, epilogue=FUSED),
+        Problem(8192, 8192, 128),
+        "K=128 is short for so large a result",
+    ),
+    "short, of other rows": (
+        Problem(4128, 4096, 512),
+        Problem(4160, 4096, 512),
+        "K=512 is short",
+    ),
     "short of many": (Problem(4096, 4032, 768), Problem(4096, 4096, 768), "K=768 is short"),
     "shortest of many": (Problem(4096, 2880, 512), Problem(4096, 2944, 512), "K=512 is short"),
     "shortest from above": (Problem(4096, 2944, 576), Problem(4096, 2944, 512), "K=512 is short"),
@@ -200,6 +246,16 @@ EDGES = {
         Problem(4096, 4112, 4096),
         "rows of 4112 elements are no whole number of lines",
     ),
+    "right lines of short sums": (
+        Problem(4096, 1008, 256),
+        Problem(4096, 1008, 272),
+        "rows of 1008 elements",
+    ),
+    "right lines of short sums and more columns": (
+        Problem(4096, 1008, 256),
+        Problem(4096, 1040, 256),
+        "rows of 1040 elements",
+    ),
     "right lines of few rows": (
         Problem(128, 4112, 4096),
         Problem(129, 4112, 4096),
@@ -314,6 +370,28 @@ def test_short_sums_of_odd_sizes_are_left_to_xla() -> None:
     rows = _rows("h200_short_sums")
     assert len(rows) == 30
     assert not any(map(_taken, rows))
+
+
+def _of_large_results(epilogue: str) -> dict[bool, np.ndarray[Any, Any]]:
+    """Returns how much faster than XLA kernels are at two seeds, by whether one is taken."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for row in _rows("h200_large_results"):
+        if row["drawn"] != "seed77" and row["epilogue"] == epilogue:
+            found[_taken(row)].append(float(row["xla_us"]) / float(row["kernel_us"]))
+    return {taken: np.array(faster) for taken, faster in found.items()}
+
+
+def test_large_results_of_short_sums_are_xlas_where_it_is_faster() -> None:
+    faster = _of_large_results("bare")
+    assert len(faster[False]) + len(faster[True]) == 69
+    left, taken = (np.exp(np.mean(np.log(faster[own]))) for own in (False, True))
+    assert left < 0.99
+    assert taken > 1.03
+
+
+def test_what_follows_large_results_stays_with_kernels() -> None:
+    faster = _of_large_results("relu")
+    assert np.exp(np.mean(np.log(faster[True]))) > 1.04
 
 
 def test_what_was_tuned_on_this_gpu_comes_before_a_rule() -> None:

@@ -21,9 +21,16 @@ FEW_COLUMNS = 2048
 """Up to which a transposed left operand of few rows does well."""
 ROWS_BY_SPLIT_LINES = 128
 """Up to which rows of a right operand stored [k, n] may begin within a line."""
+SHORT_SPLIT_LINES, COLUMNS_BY_SPLIT_LINES = 256, 1024
+"""Likewise: the longest sums, and the most columns."""
 MANY_RESULTS, MANY_SHORTEST, MANY_AS_READ = 4096 * 4096, 12_000_000, 8_700_000
 """Elements from which on a product with a short K is XLA's: however it is stored, up to K=512, and
 where it is stored as the tensor cores read it."""
+LARGE, LARGE_SUM, LARGE_COLUMNS = 25_000_000, 128, 256
+"""Elements from which on memory bounds a product, with sums up to the second. With twice as long
+sums it does so where there are no more columns than the third."""
+WHOLE_ROWS = 64
+"""Up to K=512, the rows that XLA computes are a multiple of this."""
 TINY_ROWS, TINY_COLUMNS, TINY_BYTES = 16, 640, 20 * STEP_BYTES
 """The most of a result that takes few tiles, and the longest rows of K that are not cut."""
 ONE_TILE = 64
@@ -78,6 +85,10 @@ def misaligned(problem: Problem) -> str | None:
     1.013 in geometric mean. Large float32 results are, too: 8192 x 30000 runs at 1.119 with K=512,
     at 1.017 with K=2048.
 
+    With K up to 256 and up to 1024 columns, the right operand is small, and stays in the cache. 12
+    such products of `h200_large_results.csv` run at 0.88 to 1.32, at 1.083 in geometric mean, and
+    with bias and relu at 1.098. Nobody has judged it by others.
+
     A function may make up for it, where XLA makes a pass of its own. Bias and GELU of 8192 x 4304 x
     1152 (NN) take 123 us in the kernel, and 168 in two of XLA's; with relu it is 112 and 119. 8192
     x 1000 x 5000, whose rows of K begin within a sector, takes 157 us with GELU, and 122 by XLA.
@@ -90,7 +101,9 @@ def misaligned(problem: Problem) -> str | None:
     is_one_tile = max(problem.m, problem.n) <= ONE_TILE and problem.batch == 1
     if is_one_tile and problem.a_dtype.itemsize == 2:
         return None
-    right = problem.transpose_b or problem.m <= ROWS_BY_SPLIT_LINES or _is_wide(problem)
+    is_small = problem.k <= SHORT_SPLIT_LINES and problem.n <= COLUMNS_BY_SPLIT_LINES
+    is_small = is_small or problem.m <= ROWS_BY_SPLIT_LINES
+    right = problem.transpose_b or is_small or _is_wide(problem)
     rows = [(problem.b_shape[-1], problem.b_dtype, right)]
     if not problem.transpose_a:
         rows.insert(0, (problem.a_shape[-1], problem.a_dtype, True))
@@ -112,18 +125,45 @@ def short(problem: Problem) -> str | None:
     0.97 to 1.26. Stored as the tensor cores read them (NT), seven of 8.7 million results and more
     reach 0.94 to 1.05, with K from 576 to 896: 0.978 in geometric mean. Eight others were NN and
     TN: six are faster than XLA by 3 to 8%, and the slowest reaches 0.93.
+
+    Up to K=512, it holds for rows in multiples of 64. It was found with seed 77 of
+    `h200_large_results.csv`: 12 such products run at 0.986 in geometric mean, and 10 with other
+    numbers of rows at 1.052. Two other seeds judge it: seven at 0.987, and four at 1.064.
     """
-    if not 256 < problem.k < 1024 or not problem.epilogue.is_identity:
+    k, results = problem.k, problem.batch * problem.m * problem.n
+    if not k < 1024 or not problem.epilogue.is_identity:
+        return None
+    if _is_bound_by_results(problem):
+        return f"K={k} is short for so large a result"
+    if k <= 256:
         return None
     if _is_wide(problem) and problem.b_shape[-1] * problem.b_dtype.itemsize % LINE_BYTES:
         # XLA is slower where rows begin within a line.
         return None
     many = MANY_RESULTS
     if problem.a_dtype.itemsize == 2 and problem.batch == 1:
+        if k <= 512 and problem.m % WHOLE_ROWS:
+            return None
         is_read_so = problem.transpose_b and not problem.transpose_a
-        many = MANY_AS_READ if is_read_so and problem.k > 512 else many
-        many = MANY_SHORTEST if problem.k <= 512 else many
-    return f"K={problem.k} is short" if problem.batch * problem.m * problem.n >= many else None
+        many = MANY_AS_READ if is_read_so and k > 512 else many
+        many = MANY_SHORTEST if k <= 512 else many
+    return f"K={k} is short" if results >= many else None
+
+
+def _is_bound_by_results(problem: Problem) -> bool:
+    """Whether XLA is faster because memory bounds it, and little is computed for each element.
+
+    It was found with seed 77 of `h200_large_results.csv`: kernels run at 0.88 to 1.01 times XLA's
+    speed at 19 such products, at 0.937 in geometric mean. Two other seeds judge it: 17 run at 0.80
+    to 1.05, at 0.941. 37 products with K up to 256 are left to kernels there, which run at 1.068.
+    Kernels keep the 17 with bias and relu: 0.75 to 1.50, at 0.98, since XLA makes a pass at some.
+    """
+    widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
+    is_one = problem.batch == 1 and not problem.in_groups and not problem.terms
+    if widths != (2, 2, 2) or not is_one or problem.m * problem.n < LARGE:
+        return False
+    longest = LARGE_SUM * (2 if problem.n <= LARGE_COLUMNS else 1)
+    return problem.k <= longest
 
 
 def tiny(problem: Problem) -> str | None:

@@ -27,7 +27,7 @@ from pallas_gemm.device import LINE_BYTES, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
-from pallas_gemm.planning.by_xla import odd_sizes
+from pallas_gemm.planning.by_xla import few_outputs, odd_sizes
 from pallas_gemm.planning.precision import kernel_refusal
 from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
 from pallas_gemm.problem import Epilogue, Problem
@@ -263,6 +263,8 @@ def _cublas_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of one sum of operands as cuBLAS takes them."""
     machine, itemsize = device.machine, max(problem.a_dtype.itemsize, problem.b_dtype.itemsize)
     batch, m, n, k = _sizes(problem)
+    if few_outputs.has_few_outputs(problem):
+        return few_outputs.seconds(_alone(problem))
     if odd_sizes.is_slow(problem):
         return odd_sizes.seconds(_alone(problem), device)
     rows, cols, pieces = _CHOICES
