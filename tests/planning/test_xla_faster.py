@@ -81,6 +81,11 @@ EDGES = {
         Problem(131072, 256, 256),
         "K=256 is short for so large a result",
     ),
+    "large, of few columns and transposed": (
+        Problem(131072, 256, 256, transpose_a=True),
+        Problem(131072, 256, 256),
+        "K=256 is short for so large a result",
+    ),
     "large, and sums of few columns": (
         Problem(100001, 256, 320),
         Problem(100001, 256, 256),
@@ -114,6 +119,11 @@ EDGES = {
     "short, of other rows": (
         Problem(4128, 4096, 512),
         Problem(4160, 4096, 512),
+        "K=512 is short",
+    ),
+    "short, of other rows in 32 bits": (
+        Problem(4128, 4096, 512),
+        Problem(4128, 4096, 512, out_dtype=jnp.float32),
         "K=512 is short",
     ),
     "short of many": (Problem(4096, 4032, 768), Problem(4096, 4096, 768), "K=768 is short"),
