@@ -215,7 +215,9 @@ def draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     sizes = sizes | {"o": sizes["m"]}
     for name, letters in operands(case).items():
         shape = [sizes[x] for x in _with(letters, axes[name])]
-        found[name] = rng.choice([-1.0, 0.0, 1.0], shape, p=[0.25, 0.5, 0.25])
+        # What stands for 0 makes all weights of a column larger.
+        each = 1 / 16 if name in ZEROS else 1 / 4
+        found[name] = rng.choice([-1.0, 0.0, 1.0], shape, p=[each, 1 - 2 * each, each])
         if name in ("alpha", "beta", "row_scale", "col_scale", "up_scale"):
             found[name] = rng.choice([-1.0, 1.0, 2.0], shape)
         # What is added to a symmetric result is symmetric.
