@@ -10,8 +10,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.kernels.functions import words
-from pallas_gemm.planning.by_xla import odd_sizes
+from pallas_gemm.planning.by_xla import fused, odd_sizes
 from pallas_gemm.problem import Problem
 from schedules.model import SECTOR_BYTES
 
@@ -46,8 +45,6 @@ up to the third, unless there are more rows than the fourth."""
 WITHIN_SECTORS, WITHIN_LINES = 0.5, 0.85
 """Shares of its predicted speed. A kernel is counted at the first if rows of K elements begin
 within a sector, and at the second if rows begin within a line only."""
-FUSED = frozenset(("add", "convert_element_type", "max", "mul", "sub"))
-"""Operations that cuBLAS computes with a product of 16 bits: bias, relu, factor, residual."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
 
@@ -150,10 +147,10 @@ def short(problem: Problem) -> str | None:
 def large(problem: Problem) -> str | None:
     """Memory bounds large results with little to compute for each element: XLA writes them sooner.
 
-    Seed 77 of `h200_large_results.csv` shows it: kernels run at 0.88 to 1.01 times XLA's speed at
-    19 such products, at 0.937 in geometric mean. Two other seeds judge it: 17 run at 0.80 to 1.05,
-    at 0.941. 37 products with K up to 256 are left to kernels there, which run at 1.068. Kernels
-    keep the 17 with bias and relu: 0.75 to 1.50, at 0.98, since XLA makes a pass at some.
+    Seed 77 of `h200_large_results.csv` shows it on an H200: kernels run at 0.88 to 1.01 times XLA's
+    speed at 19 such products, at 0.937 in geometric mean. Two other seeds judge it: 17 run at 0.80
+    to 1.05, at 0.941. 37 products with K up to 256 are left to kernels there, which run at 1.068.
+    Kernels also keep the 17 with bias and relu. They run at 0.75 to 1.50, at 0.98.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
     is_one = problem.batch == 1 and not problem.in_groups and not problem.terms
@@ -258,22 +255,12 @@ def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
 
 def _pays(problem: Problem, faster: float) -> bool:
     """Whether a kernel saves a pass, and more time than it loses to rows that begin in a line."""
-    if problem.in_groups or not _makes_pass(problem):
+    if problem.in_groups or not fused.makes_pass(problem):
         return False
     left, right, _ = odd_sizes.rows(problem)
     of_k = [left] * (not problem.transpose_a) + [right] * problem.transpose_b
     in_sectors = any(row % SECTOR_BYTES for row in of_k)
     return faster * (WITHIN_SECTORS if in_sectors else WITHIN_LINES) > 1
-
-
-def _makes_pass(problem: Problem) -> bool:
-    """Whether XLA makes a pass over the sums for what follows the product."""
-    if problem.epilogue.is_identity:
-        return False
-    program = words.program(problem)
-    is_one = len(program.results) == 1 and not program.reductions
-    is_short = problem.out_dtype.itemsize == 2 and is_one
-    return not (is_short and program.primitives <= FUSED)
 
 
 def _is_wide(problem: Problem) -> bool:

@@ -27,7 +27,7 @@ from pallas_gemm.device import LINE_BYTES, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
-from pallas_gemm.planning.by_xla import few_outputs, odd_sizes
+from pallas_gemm.planning.by_xla import few_outputs, fused, odd_sizes
 from pallas_gemm.planning.precision import kernel_refusal
 from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
 from pallas_gemm.problem import Epilogue, Problem
@@ -200,7 +200,7 @@ def _seconds(problem: Problem, device: Device) -> float:
         return sum(_seconds(own, device) for own in each) + pass_seconds(passes, device)
     total = problem.sums * _sum_seconds(problem, device)
     if not problem.epilogue.is_identity:
-        total += pass_seconds(_epilogue_bytes(problem), device)
+        total += fused.pass_share(problem) * pass_seconds(_epilogue_bytes(problem), device)
     narrow, wide = sorted((problem.a_dtype, problem.b_dtype), key=lambda dtype: dtype.itemsize)
     if narrow.itemsize != wide.itemsize:
         shape = problem.a_shape if problem.a_dtype == narrow else problem.b_shape
