@@ -3,8 +3,9 @@
 A model of cuBLAS, which XLA calls: of some tiles, and of some pieces along k, the fastest counts.
 Each step of the k loop takes as long as the tensor cores or the loads of a tile do. Each wave of
 tiles stores its results. The product takes that, or as long as memory needs, or a little longer
-where both are close. An epilogue is one pass of memory: bias and GELU of 8192 cubed were measured
-to take 78 us longer than the product. SwiGLU of 4096 x 14336 x 4096 takes 56 us longer than two.
+where both are close. An epilogue is one pass of memory, and a tenth of it if it is bias and relu
+(`fused.py`). Bias and GELU of 8192 cubed were measured to take 78 us longer than the product.
+SwiGLU of 4096 x 14336 x 4096 takes 56 us longer than two.
 
 The constants are a fit to bursts of 605 products on an H200, 2 us to 11 ms: those of
 `bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. These have
