@@ -68,6 +68,7 @@ def test_xla_computes_them() -> None:
         {"n": few_outputs.LONGEST + 8},
         {"k": ROWS + 1024},
         {"transpose_a": False},
+        {"transpose_b": True},
         {"batch": 2},
         {"groups": 2},
         {"a_dtype": jnp.float32, "b_dtype": jnp.float32},

@@ -121,6 +121,11 @@ EDGES = {
         Problem(4160, 4096, 512),
         "K=512 is short",
     ),
+    "short, of other rows and transposed": (
+        Problem(4128, 4096, 512),
+        Problem(4128, 4096, 512, transpose_a=True),
+        "K=512 is short",
+    ),
     "short, of other rows in 32 bits": (
         Problem(4128, 4096, 512),
         Problem(4128, 4096, 512, out_dtype=jnp.float32),
@@ -259,6 +264,11 @@ EDGES = {
     "right lines of short sums": (
         Problem(4096, 1008, 256),
         Problem(4096, 1008, 272),
+        "rows of 1008 elements",
+    ),
+    "right lines of short sums in 8 bits": (
+        Problem(4096, 1008, 256),
+        Problem(4096, 1008, 256, a_dtype="float8_e4m3fn", b_dtype="float8_e4m3fn"),
         "rows of 1008 elements",
     ),
     "right lines of short sums and more columns": (
