@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import launch, place
 from pallas_gemm.kernels.functions import saturating, shorter, words
 from pallas_gemm.kernels.plan import KernelPlan
-from pallas_gemm.kernels.ptx import arrays, quick
+from pallas_gemm.kernels.ptx import arrays, prefetch, quick
 from pallas_gemm.problem import Problem
 from pallas_gemm.program import Constant, Operand, Pick, Program, Step
 
@@ -81,6 +81,15 @@ def finish(
     return [None if x.value in unused else value(x.value) for x in program.results]
 
 
+def expect(plan: KernelPlan, gmem: launch.Inputs, strip: Strip) -> None:
+    """Fetches the vectors that the program reads for a strip, before its sums are complete."""
+    operands = words.program(plan.problem).operands
+    for vector, operand in zip(gmem.operands, operands, strict=True):
+        if operand.kind in ("m", "n") and not operand.counts:
+            _, (first, count) = _lies(plan, strip, operand)
+            prefetch.vector(plan, place.vector(vector, strip.batch), first, count=count)
+
+
 def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], layout: Any) -> Any:
     """Runs one step, in the instructions that there are for it."""
     params = dict(step.params)
@@ -132,12 +141,17 @@ def _load(plan: KernelPlan, strip: Strip, vector: Any, operand: Operand) -> Any:
     """Loads a number, or the values of a vector for a strip in all its elements."""
     if not operand.kind:
         return _of_type(place.scalar(vector, strip.batch), operand.dtype)
-    # Rows of the result are columns of a kernel that keeps its sums transposed.
-    axis = "mn".index(operand.kind) ^ plan.problem.transpose_out
-    own = (strip.rows, strip.cols)[axis]
+    axis, own = _lies(plan, strip, operand)
     shape = (strip.rows[1], strip.cols[1])
     if operand.counts:
         counted = arrays.counted(plan, operand.dtype, shape, axis, strip.layout)
         return counted + place.vector(vector, strip.batch)[own[0]]
     here = place.vector(vector, strip.batch).at[pl.ds(*own)]
     return _of_type(arrays.repeated(plan, here, shape, axis, strip.layout), operand.dtype)
+
+
+def _lies(plan: KernelPlan, strip: Strip, operand: Operand) -> tuple[int, tuple[Any, int]]:
+    """Returns along which axis of a strip a vector lies; its first value there, and how many."""
+    # Rows of the result are columns of a kernel that keeps its sums transposed.
+    axis = "mn".index(operand.kind) ^ plan.problem.transpose_out
+    return axis, (strip.rows, strip.cols)[axis]

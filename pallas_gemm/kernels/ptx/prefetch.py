@@ -1,13 +1,15 @@
-"""Fetches scales into the L1 before the consumers load them: the way from the L2 is long.
+"""Fetches scales and vectors into the L1 before the consumers load them: the L2 is far away.
 
-One warp does it for all that the consumers load in a step. A fetch has no result, so that the
-simulator does nothing.
+    scales of blocks               one warp does it for all that the consumers load in a step
+    vectors of an epilogue         each consumer does it for its own tile, before it adds up
+
+A fetch has no result, so that the simulator does nothing.
 """
 
 from typing import Any
 
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.kernels.hardware import LANES
+from pallas_gemm.kernels.hardware import LANES, WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 
 
@@ -59,9 +61,31 @@ def columns(scales: Any, first: Any, block: Any, *, count: int, each: int) -> No
     Ptx(text)([scales], [first, block])
 
 
-def _nothing(scales: Any, first: Any, block: Any, *, count: int, each: int) -> None:
-    del scales, first, block, count, each
+@Operation
+def vector(values: Any, first: Any, *, count: int) -> None:
+    """Fetches some values of a vector: each thread of a warpgroup one line of the cache.
+
+    Args:
+        values: The vector.
+        first: The first value.
+        count: How many values.
+    """
+    (length,), size = values.shape, values.dtype.itemsize
+    each = LINE_BYTES // size
+    # One line more than they fill: the first value may lie within a line.
+    lines = -(-count // each) + 1
+    text = (
+        "{ .reg .pred inside; .reg .u32 own, value; .reg .b64 at; mov.u32 own, %tid.x;"
+        f" and.b32 own, own, {WARPGROUP_THREADS - 1}; setp.lt.u32 inside, own, {lines};"
+        f" mad.lo.u32 value, own, {each}, $1; min.u32 value, value, {length - 1};"
+        f" mad.wide.u32 at, value, {size}, $0; @inside prefetch.global.L1 [at]; }}"
+    )
+    Ptx(text)([values], [first])
 
 
-for _operation in (rows, columns):
+def _nothing(*given: Any, **sizes: int) -> None:
+    del given, sizes
+
+
+for _operation in (rows, columns, vector):
     _operation.meaning(_nothing)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import place, work
+from pallas_gemm.kernels import epilogue, place, work
 from pallas_gemm.kernels.hopper.cta import Cta, tile_to_store
 from pallas_gemm.kernels.hopper.dense import reduce, store
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -43,8 +43,12 @@ class AtOnce(NamedTuple):
         return None
 
     def expect(self, at: place.Where) -> None:
-        """Starts to load what the epilogue of the first chunks takes, before the tile is summed."""
-        store.fetch(self.cta, self.me, at, range(self.cta.plan.config.store_slots))
+        """Starts to load what the epilogue takes, before the tile is summed."""
+        cta = self.cta
+        height, width = cta.plan.consumer_out_tile
+        tile = epilogue.Strip(at.batch, (at.row, height), (at.col, width), plgpu.Layout.WGMMA)
+        epilogue.expect(cta.plan, cta.gmem, tile)
+        store.fetch(cta, self.me, at, range(cta.plan.config.store_slots))
 
     def between(self, turn: Scalar, previous: store.Tile | None) -> Stores:
         """The stores in the k loop of a tile."""
