@@ -16,6 +16,7 @@ import math
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.planning import written
 from pallas_gemm.problem import Problem
 from schedules.spec import ONLINE
 
@@ -83,6 +84,9 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
         return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
     if problem.ragged_k:
         return "swizzle:8"
+    by_rows = written.order(problem, mirrored=getattr(config, "mirrored", False))
+    if by_rows is not None:
+        return by_rows
     in_turns = problem.symmetric or config.overlap == "turns"
     if in_turns and config.tiles(problem) > config.workers(problem, device):
         if problem.symmetric:
@@ -109,21 +113,24 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
 def rows_of_neighbours(problem: Problem, config: GemmConfig, device: Device) -> float:
     """Returns how many rows of both operands the tiles of one GPC read, on average.
 
-    An order that is no band counts as a compact patch. Where tiles are cut along k, neighbours read
-    several parts: one for each tile that has pieces in the GPC.
+    An order that is no band counts as a compact patch. So does one that goes row after row where it
+    takes longest to write the result: such orders are faster than bands there. Where tiles are cut
+    along k, neighbours read several parts: one for each tile that has pieces in the GPC.
     """
     by_rows, by_cols = _walks(problem, config, device)
     parts = max(1.0, by_rows.neighbours / (by_rows.across * by_rows.along))
-    return parts * _rows_of_a_part(config, by_rows, by_cols)
+    return parts * _rows_of_a_part(problem, config, by_rows, by_cols)
 
 
-def _rows_of_a_part(config: GemmConfig, by_rows: "_Walk", by_cols: "_Walk") -> float:
+def _rows_of_a_part(
+    problem: Problem, config: GemmConfig, by_rows: "_Walk", by_cols: "_Walk"
+) -> float:
     """Returns how many rows of both operands the tiles of one GPC read in one part of k."""
     name, *parts = str(getattr(config.schedule, "name", config.schedule)).split(":")
     name = name.removeprefix(ONLINE)
     numbers = [int(part) for part in parts if part.isdigit()]
     walk = by_cols if "cols" in parts else by_rows
-    if name == "raster":
+    if name == "raster" and not written.is_large(problem):
         return walk.shared(1)
     if name == "swizzle" and numbers:
         return walk.shared(numbers[0])

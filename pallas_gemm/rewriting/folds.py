@@ -31,6 +31,7 @@ from pallas_gemm.op.fused import Fused, fused_p
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
 from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning.by_xla.fused import pass_share
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of
 from pallas_gemm.rewriting.inside import Inside
@@ -192,8 +193,14 @@ class Folder:
         signature = signature_of(avals_of((*_factors(products), *region.operands)))
         question = call, products[0].dims, function, signature
         answer = functools.partial(_seconds_of, self._how.device, *question)
-        seconds = self._how.once(question, answer)
-        return None if seconds is None else _seconds(products) + self._passes(region) - seconds
+        found = self._how.once(question, answer)
+        if found is None:
+            return None
+        seconds, is_pass = found
+        if not is_pass and all(own.left is not None for own in products):
+            # XLA is faster at the product, and computes what follows with it.
+            return None
+        return _seconds(products) + self._passes(region) - seconds
 
     def _passes(self, region: Region) -> float:
         """Returns how many seconds the passes take that XLA then does not make."""
@@ -257,15 +264,19 @@ def _of_turned(run: Callable[..., Any], order: tuple[int, ...]) -> Callable[...,
 
 def _seconds_of(
     device: Device, call: Call, dims: Contraction, function: Function, signature: Signature
-) -> float | None:
-    """Returns how long a kernel is predicted to take; None if none computes all of a function."""
+) -> tuple[float, bool] | None:
+    """Returns how long a kernel is predicted to take, and whether XLA makes a pass instead.
+
+    None if no kernel computes all of a function.
+    """
     found = fused.plan(call.with_target(device), dims, function, signature)
     if not isinstance(found, Fused) or found.decision.plan is None or found.split.left:
         return None
     factors, _ = fused.factors_of(call, signature)
     copies = copy_seconds(found.form, tuple(factors), call.out_dtype.itemsize, device)
     spread = xla_time.pass_seconds(moved, device) if (moved := found.split.spread_bytes) else 0.0
-    return found.decision.plan.seconds + copies + spread
+    is_pass = pass_share(found.decision.problem) == 1
+    return found.decision.plan.seconds + copies + spread, is_pass
 
 
 def _may_be_folded(own: Dense) -> bool:

@@ -183,7 +183,7 @@ def _by_xla(call: Call, decision: Decision, device: Device | None) -> float | No
     """Predicts how long XLA takes; None where nobody knows."""
     if device is None or decision.mesh:
         return None
-    return xla_time.seconds(decision.problem, device, call.precision)
+    return xla_time.seconds_as_written(decision.problem, device, call.precision)
 
 
 def _decided(call: Call, asked: Asked) -> Iterator[Decision]:

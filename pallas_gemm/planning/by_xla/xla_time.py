@@ -3,9 +3,8 @@
 A model of cuBLAS, which XLA calls: of some tiles, and of some pieces along k, the fastest counts.
 Each step of the k loop takes as long as the tensor cores or the loads of a tile do. Each wave of
 tiles stores its results. The product takes that, or as long as memory needs, or a little longer
-where both are close. An epilogue is one pass of memory, and a tenth of it if it is bias and relu
-(`fused.py`). Bias and GELU of 8192 cubed were measured to take 78 us longer than the product.
-SwiGLU of 4096 x 14336 x 4096 takes 56 us longer than two.
+where both are close. An epilogue is one pass of memory. Bias and GELU of 8192 cubed were measured
+to take 78 us longer than the product. SwiGLU of 4096 x 14336 x 4096 takes 56 us longer than two.
 
 The constants are a fit to bursts of 605 products on an H200, 2 us to 11 ms: those of
 `bench/results` but for the seeds 3, 4, 43, 45, 62 to 65 and 120 to 122, which judge it. These have
@@ -28,7 +27,8 @@ from pallas_gemm.device import LINE_BYTES, Device
 from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import prediction
 from pallas_gemm.planning.architectures import architecture_of
-from pallas_gemm.planning.by_xla import few_outputs, fused, odd_sizes
+from pallas_gemm.planning.by_xla import few_outputs, odd_sizes
+from pallas_gemm.planning.by_xla.fused import pass_share
 from pallas_gemm.planning.precision import kernel_refusal
 from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
 from pallas_gemm.problem import Epilogue, Problem
@@ -201,7 +201,7 @@ def _seconds(problem: Problem, device: Device) -> float:
         return sum(_seconds(own, device) for own in each) + pass_seconds(passes, device)
     total = problem.sums * _sum_seconds(problem, device)
     if not problem.epilogue.is_identity:
-        total += fused.pass_share(problem) * pass_seconds(_epilogue_bytes(problem), device)
+        total += pass_seconds(_epilogue_bytes(problem), device)
     narrow, wide = sorted((problem.a_dtype, problem.b_dtype), key=lambda dtype: dtype.itemsize)
     if narrow.itemsize != wide.itemsize:
         shape = problem.a_shape if problem.a_dtype == narrow else problem.b_shape
@@ -224,6 +224,14 @@ def _epilogue_bytes(problem: Problem) -> int:
     each = (problem.sums + 1) * problem.out_dtype.itemsize
     each += problem.epilogue.residual * problem.added_dtype.itemsize
     return math.prod(problem.out_shape) * each
+
+
+def seconds_as_written(problem: Problem, device: Device, precision: Any = None) -> float | None:
+    """Predicts the same where a program rounds the product before what follows (`fused.py`)."""
+    total, share = seconds(problem, device, precision), pass_share(problem)
+    if total is None or share == 1:
+        return total
+    return total - (1 - share) * pass_seconds(_epilogue_bytes(problem), device)
 
 
 def turns(problem: Problem) -> bool:
