@@ -16,6 +16,7 @@ import math
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
+from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import written
 from pallas_gemm.problem import Problem
 from schedules.spec import ONLINE
@@ -84,7 +85,8 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
         return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
     if problem.ragged_k:
         return "swizzle:8"
-    by_rows = written.order(problem, mirrored=getattr(config, "mirrored", False))
+    is_hoppers = isinstance(config, HopperConfig)
+    by_rows = written.order(problem, mirrored=config.mirrored) if is_hoppers else None
     if by_rows is not None:
         return by_rows
     in_turns = problem.symmetric or config.overlap == "turns"

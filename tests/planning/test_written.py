@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_gemm import explain, gemm, target
-from pallas_gemm.device import H200
+from pallas_gemm.device import B200, H200
 from pallas_gemm.kernels.functions import words
 from pallas_gemm.planning import bands, heuristics, written
 from pallas_gemm.planning.architectures import ARCHITECTURES
@@ -104,6 +104,13 @@ def test_which_are_walked_row_after_row(change: dict[str, Any], is_ordered: bool
     orders = [written.order(own, mirrored=mirrored) for mirrored in (False, True)]
     assert orders == (["raster", "raster:cols"] if is_ordered else [None, None])
     assert chosen(own).schedule.startswith("raster" if is_ordered else "swizzle")
+
+
+def test_blackwell_keeps_its_bands() -> None:
+    (blackwell,) = (own for own in ARCHITECTURES if own.fits(B200))
+    config = heuristics.best(LARGE, B200, blackwell)
+    assert config is not None
+    assert str(config.schedule).startswith("swizzle")
 
 
 def test_to_walk_so_is_not_predicted_to_read_more() -> None:

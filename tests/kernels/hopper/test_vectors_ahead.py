@@ -40,8 +40,9 @@ def fetched(config: HopperConfig, epilogue: Epilogue, batch: int = 1) -> list[li
     return found
 
 
-@pytest.mark.parametrize("batch", [1, BATCH])
-@pytest.mark.parametrize("config", [AT_ONCE, LATE], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    ("config", "batch"), [(AT_ONCE, 1), (LATE, BATCH)], ids=["at once", "late"]
+)
 def test_a_consumer_fetches_the_lines_of_its_own_tile(config, batch):
     # 192 columns are 6 lines, 64 rows are 2; a tile may begin within a line.
     assert fetched(config, BIAS, batch) == [[7, N - 1]]
