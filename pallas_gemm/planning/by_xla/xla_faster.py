@@ -174,7 +174,9 @@ def half_steps(problem: Problem) -> str | None:
     """With K up to 32, kernels load half a step of k or less, and XLA's are sooner done.
 
     21 products of `h200_short_k.csv` show it on an H200, in bfloat16. Kernels run at 0.63 to 1.05
-    times its speed, at 0.89 in geometric mean.
+    times its speed, at 0.89 in geometric mean. 11 that were drawn later run at 0.66 to 1.04, at
+    0.88, and 19 in `h200_odd_batches.csv`, `h200_short_sums.csv` and `h200_large_results.csv` at
+    0.35 to 0.98.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
     is_plain = widths == (2, 2, 2) and not problem.in_groups and not problem.terms
