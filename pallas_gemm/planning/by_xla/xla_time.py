@@ -228,10 +228,10 @@ def _epilogue_bytes(problem: Problem) -> int:
 
 def seconds_as_written(problem: Problem, device: Device, precision: Any = None) -> float | None:
     """Predicts the same where a program rounds the product before what follows (`fused.py`)."""
-    total, share = seconds(problem, device, precision), pass_share(problem)
-    if total is None or share == 1:
-        return total
-    return total - (1 - share) * pass_seconds(_epilogue_bytes(problem), device)
+    total = seconds(problem, device, precision)
+    if total is None:
+        return None
+    return total - (1 - pass_share(problem)) * pass_seconds(_epilogue_bytes(problem), device)
 
 
 def turns(problem: Problem) -> bool:

@@ -134,16 +134,16 @@ def test_what_xla_computes_without_a_look_at_the_kernels_is_there_too() -> None:
 
 def test_copies_before_the_product_are_there() -> None:
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    operands = [_shape(4, 1024, 8, 128)] * 2
+    operands = [_shape(4, 1024, 8, 256)] * 2
     with target("h200"):
         explained = explain(dot_general, *operands, numbers)
     assert explained.implementation == "hopper"
     assert [str(copy) for copy in explained.copies] == [
-        "transpose(0, 2, 1, 3) of bfloat16[4, 1024, 8, 128]: moves 16.8 MB"
+        "transpose(0, 2, 1, 3) of bfloat16[4, 1024, 8, 256]: moves 33.6 MB"
     ] * 2
     text = " ".join(str(explained).split())
     assert "before it transpose(0, 2, 1, 3)" in text
-    assert "moves 16.8 MB, 2 times" in text
+    assert "moves 33.6 MB, 2 times" in text
     assert explained.copy_seconds > 0
     # XLA takes operands as they are.
     wide = [_shape(4, 16, 8, 16, dtype=jnp.float32)] * 2
