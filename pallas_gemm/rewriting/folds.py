@@ -197,7 +197,7 @@ class Folder:
         if found is None:
             return None
         seconds, is_pass = found
-        if not is_pass and all(own.left is not None for own in products):
+        if not is_pass and all(own.refused for own in products):
             # XLA is faster at the product, and computes what follows with it.
             return None
         return _seconds(products) + self._passes(region) - seconds

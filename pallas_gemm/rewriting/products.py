@@ -35,10 +35,12 @@ class Alone(NamedTuple):
     Attributes:
         seconds: How long that is predicted to take; None if nothing is known of it.
         left: Why XLA computes it so; None if a kernel does.
+        refused: No kernel is chosen for it, whatever is predicted.
     """
 
     seconds: float | None
     left: str | None = None
+    refused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class How:
         decision = dispatch.decide(own, operands)
         by_xla = xla_time.seconds(decision.problem, self.device)
         if decision.plan is None:
-            return Alone(by_xla, _why(decision))
+            return Alone(by_xla, _why(decision), refused=True)
         copies = copy_seconds(form, signature, call.out_dtype.itemsize, self.device)
         seconds = decision.plan.seconds + copies
         if self.implementation is not None or by_xla is None:
@@ -108,6 +110,7 @@ class Dense:
         out: Its result.
         seconds: The predicted time of the product alone.
         left: Why XLA computes it alone; None if a kernel does.
+        refused: No kernel is chosen for it alone, whatever is predicted.
         order: The axes of `out` in the order in which a kernel makes them; empty for their own.
     """
 
@@ -117,6 +120,7 @@ class Dense:
     out: Any
     seconds: float
     left: str | None = None
+    refused: bool = False
     order: tuple[int, ...] = ()
 
     @property
@@ -244,10 +248,11 @@ def dense(equation: Any, how: How) -> Dense | str:
     if math.prod(shape[dims.lhs.index(x)] for x in dims.contracted) == 1:
         return "one element is contracted, which XLA multiplies in the pass of what follows"
     call = dataclasses.replace(call, options=how.options)
-    seconds, left = how.alone(call, dims, signature_of(avals_of(equation.invars)))
+    seconds, left, refused = how.alone(call, dims, signature_of(avals_of(equation.invars)))
     if seconds is None:
         return str(left)
-    return Dense(call, dims, tuple(equation.invars), equation.outvars[0], seconds, left)
+    factors, out = tuple(equation.invars), equation.outvars[0]
+    return Dense(call, dims, factors, out, seconds, left, refused)
 
 
 SLOWER = 1.05
@@ -346,7 +351,7 @@ def turned(own: Dense, how: How, **stored: Any) -> Dense | None:
     before = merged(own.call, own.dims, signature_of(avals_of(own.factors))).form
     if _copies(form) > _copies(before):
         return None
-    seconds, left = how.alone(own.call, dims, signature)
+    seconds, left, _ = how.alone(own.call, dims, signature)
     if seconds is None or left is not None or isinstance(named["out"], core.DropVar):
         return None
     return Dense(own.call, dims, factors, named["out"], seconds)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
 from pallas_gemm.device import LINE_BYTES
+from pallas_gemm.planning import written
 from pallas_gemm.planning.by_xla import odd_sizes
 from pallas_gemm.problem import Problem
 from schedules.model import SECTOR_BYTES
@@ -47,7 +48,9 @@ NARROW_STEP, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 128, 1024, 4096, 4096
 up to the third, unless there are more rows than the fourth."""
 WITHIN_SECTORS, WITHIN_LINES = 0.5, 0.85
 """Shares of its predicted speed. A kernel is counted at the first if rows of K elements begin
-within a sector, and at the second if rows begin within a line only."""
+within a sector, and at the second if rows begin within a line only, or take longest to write: there
+13 such products of `h200_short_k.csv` and `h200_short_k_judged.csv` run at 0.84 to 1.75 times the
+speed that is predicted beside XLA's."""
 VECTOR_BYTES = 20_000_000
 """The most that a matrix has which XLA multiplies by a vector sooner."""
 
@@ -62,6 +65,10 @@ def short_rows(problem: Problem) -> str | None:
     Up to 2048 columns and with K to 3584, five products of 48 to 592 rows run at 1.10 to 1.73. With
     K from 7808 to 24576, seven run at 0.80 to 1.15, four of them below 0.87; with 8 and 24 rows
     four at 0.53, 0.66, 0.91 and 1.74.
+
+    A kernel may make up for it with bias and activation, as for `misaligned`. With GELU, 424 x
+    7552 x 64 and 672 x 6912 x 64 (TT) take 8.1 and 8.3 us in kernels, and 9.8 and 12.3 in stock
+    JAX. Words of `gemm` take 13.0 and 16.6 by XLA.
     """
     few_steps = problem.m >= 48 and problem.n <= FEW_COLUMNS and problem.k <= 4096
     if not problem.transpose_a or problem.m >= SHORT_ROW or few_steps:
@@ -90,12 +97,12 @@ def misaligned(problem: Problem) -> str | None:
     such products of `h200_large_results.csv` run at 0.88 to 1.32, at 1.083 in geometric mean, and
     with bias and relu at 1.098. Nobody has judged it by others.
 
-    What follows may make up for it: XLA stores sums in float32, and makes a pass. With bias and
-    relu, 59408 x 768 x 72 takes 44 us in the kernel and 123 so, 31 of 1712 x 1472 x 72 73 and 205.
-    24 products of `h200_short_k_judged.csv`, not all with such rows, take 1.5 to 3.7 times as long.
-    Where a program rounds sums first, the pass is shorter. Bias and GELU of 8192 x 4304 x 1152 (NN)
-    take 123 us in the kernel, and 168 in two of XLA's. 8192 x 1000 x 5000, whose rows of K begin
-    within a sector, takes 157 us with GELU, and 122 by XLA. 12 products of
+    A kernel may make up for it with bias and activation: XLA stores sums in float32, and makes a
+    pass. With relu, 59408 x 768 x 72 takes 44 us in the kernel and 123 so, 31 of 1712 x 1472 x 72
+    73 and 205. 24 products of `h200_short_k_judged.csv`, not all with such rows, take 1.5 to 3.7
+    times as long. Where a program rounds sums first, the pass is shorter. Bias and GELU of 8192 x
+    4304 x 1152 (NN) take 123 us in the kernel, and 168 in two of XLA's. 8192 x 1000 x 5000, whose
+    rows of K begin within a sector, takes 157 us with GELU, and 122 by XLA. 12 products of
     `h200_within_sectors.csv` tell it. The kernel is taken for five of 12 others, and runs at 0.87
     to 1.54.
 
@@ -275,8 +282,9 @@ def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
     """
     if odd_sizes.has_odd_rows(problem) and min(problem.m, problem.n, problem.k) >= 512:
         return None
-    whys = (rule(problem) for rule in RULES if not (rule is misaligned and _pays(problem, faster)))
-    return next(filter(None, whys), None)
+    pays = _pays(problem, faster)
+    rules = (rule for rule in RULES if not (pays and rule in (short_rows, misaligned)))
+    return next(filter(None, (rule(problem) for rule in rules)), None)
 
 
 def _pays(problem: Problem, faster: float) -> bool:
@@ -285,7 +293,7 @@ def _pays(problem: Problem, faster: float) -> bool:
         return False
     left, right, _ = odd_sizes.rows(problem)
     of_k = [left] * (not problem.transpose_a) + [right] * problem.transpose_b
-    in_sectors = any(row % SECTOR_BYTES for row in of_k)
+    in_sectors = any(row % SECTOR_BYTES for row in of_k) and not written.is_large(problem)
     return faster * (WITHIN_SECTORS if in_sectors else WITHIN_LINES) > 1
 
 
