@@ -115,9 +115,9 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
 def rows_of_neighbours(problem: Problem, config: GemmConfig, device: Device) -> float:
     """Returns how many rows of both operands the tiles of one GPC read, on average.
 
-    An order that is no band counts as a compact patch. So does one that goes row after row where it
-    takes longest to write the result: such orders are faster than bands there. Where tiles are cut
-    along k, neighbours read several parts: one for each tile that has pieces in the GPC.
+    An order that is no band counts as a compact patch. Where it takes longest to write the result,
+    row after row counts so, too, since it is faster than bands there. Where tiles are cut along k,
+    neighbours read several parts: one for each tile that has pieces in the GPC.
     """
     by_rows, by_cols = _walks(problem, config, device)
     parts = max(1.0, by_rows.neighbours / (by_rows.across * by_rows.along))

@@ -3,7 +3,7 @@
     scales of blocks               one warp does it for all that the consumers load in a step
     vectors of an epilogue         each consumer does it for its own tile, before it adds up
 
-A fetch has no result, so that the simulator does nothing.
+A fetch has no result: the simulator does nothing.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Operations that XLA computes in the kernel of a product, and not in a pass over its result.
 
-So it is where a program rounds the product to 16 bits first, as `jax.nn.relu(a @ b + bias)` does,
-and `accelerate` finds it. Words and functions of `gemm` are of float32 sums: where XLA computes
-them, it stores the sums, and makes a pass.
+A program may round the product to 16 bits first, as `jax.nn.relu(a @ b + bias)` does: then XLA
+computes bias and relu with it. Words and functions of `gemm` take float32 sums: XLA stores these,
+and makes a pass.
 """
 
 from pallas_gemm.planning.by_xla import odd_sizes

@@ -227,7 +227,10 @@ def _epilogue_bytes(problem: Problem) -> int:
 
 
 def seconds_as_written(problem: Problem, device: Device, precision: Any = None) -> float | None:
-    """Predicts the same where a program rounds the product before what follows (`fused.py`)."""
+    """Predicts the same where a program rounds the product before what follows (`fused.py`).
+
+    Functions of `gemm` are counted so, too: as stock JAX would compute them.
+    """
     total = seconds(problem, device, precision)
     if total is None:
         return None

@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from pallas_gemm import offline
 from pallas_gemm.device import H200
+from pallas_gemm.kernels import epilogue, launch
 from pallas_gemm.kernels.functions.activations import gelu_tanh
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
@@ -28,9 +30,9 @@ FETCH = re.compile(
 )
 
 
-def fetched(config: HopperConfig, epilogue: Epilogue, batch: int = 1) -> list[list[int]]:
+def fetched(config: HopperConfig, follows: Epilogue, batch: int = 1) -> list[list[int]]:
     """Returns of each fetch of a kernel how many lines it is of, and the last value of all."""
-    problem = Problem(M, N, K, batch=batch, epilogue=epilogue)
+    problem = Problem(M, N, K, batch=batch, epilogue=follows)
     kernel = hopper.build(HopperPlan(problem, config, H200))
     ptx = offline.compile_report(kernel, *operands(problem), target="h200").ptx
     first_product = ptx.index("wgmma.mma_async")
@@ -55,6 +57,35 @@ def test_rows_of_the_result_and_its_columns():
 
 def test_a_transposed_result():
     assert fetched(TURNED, BIAS) == [[3, N - 1]]
+
+
+class Vectors:
+    """A vector for each product of a batch."""
+
+    shape = (BATCH, N)
+
+    def __init__(self, name: str) -> None:
+        self.at = [f"{name} of product {product}" for product in range(BATCH)]
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_each_vector_is_fetched_from_where_the_tile_begins(monkeypatch, mirrored):
+    problem = Problem(M, N, K, batch=BATCH, epilogue=SCALED)
+    problem = dataclasses.replace(AT_ONCE, mirrored=mirrored).as_computed(problem)
+    given = launch.Inputs((), tuple(map(Vectors, SCALED.operands)), None)
+    found = {}
+
+    def note(plan, vector, first, *, count):
+        found[vector] = first, count
+
+    monkeypatch.setattr(epilogue.prefetch, "vector", note)
+    tile = epilogue.Strip(2, ("first row", 64), ("first column", 192), None)
+    epilogue.expect(SimpleNamespace(problem=problem), given, tile)
+    rows, columns = ("first row", 64), ("first column", 192)
+    assert found == {
+        "bias of product 2": rows if mirrored else columns,
+        "row_scale of product 2": columns if mirrored else rows,
+    }
 
 
 def test_a_product_without_vectors():
