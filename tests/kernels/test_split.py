@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_gemm.kernels.functions import vectors
 from pallas_gemm.kernels.functions.split import Names, Split, split
 from tests import epilogues
 
@@ -212,6 +213,44 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
     for x, y in zip(found, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(np.asarray(x, F32), np.asarray(y, F32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "prepared"),
+    [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (F32, F32), (jnp.int32, F32)],
+)
+def test_a_vector_is_widened_by_the_kernel(given: Any, prepared: Any) -> None:
+    parts = _split(lambda s, v: s * v.astype(F32)[None], _type(N, dtype=given))
+    assert isinstance(parts, Split)
+    assert [own.dtype for own in parts.program.operands] == [F32]
+    assert [x.dtype for x in parts.types()] == [prepared]
+
+
+@pytest.mark.parametrize(
+    ("function", "stored", "given"),
+    [
+        (lambda s, v: s + v[None, None], (4, 5), [0]),
+        (lambda s, v: s + v.reshape(1, 4, 5).astype(F32), (4, 5), [0]),
+        (lambda s, v: s + v.T.astype(F32)[None], (5, 4), [None]),
+        (lambda s, v: s + v[:, None].astype(F32)[None], (4,), [None]),
+        (lambda s, v: s + jnp.exp(v)[None], (4, 5), [None]),
+        (lambda s, v: s * v, (3, 4, 5), [None]),
+    ],
+    ids=["as it is", "in another shape", "turned", "repeated", "computed", "each element"],
+)
+def test_which_operand_each_vector_is(
+    function: Callable[..., Any], stored: tuple[int, ...], given: list[int | None]
+) -> None:
+    types = (_type(3, 4, 5), _type(*stored, dtype=jnp.bfloat16))
+    parts = split(jax.make_jaxpr(function)(*types), Names("mnh", "m", "nh"))
+    assert isinstance(parts, Split)
+    assert vectors.given(parts) == given
+
+
+def test_an_array_of_each_element_is_in_its_programs_type() -> None:
+    parts = _split(lambda s, x: s * x.astype(F32), _type(M, N, dtype=jnp.bfloat16))
+    assert isinstance(parts, Split)
+    assert [(own.kind, own.dtype) for own in parts.program.operands] == [("mn", jnp.bfloat16)]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,17 @@ def test_a_derivative_sees_the_sign_of_the_sum_with_its_bias(
     assert_same(gradient, jnp.full((128,), 0 if is_exact else 2**20, BF16))
 
 
+@pytest.mark.parametrize("dtype", [BF16, jnp.float32])
+def test_a_bias_is_read_as_it_is_stored(dtype: Any) -> None:
+    def f(x: Any, w: Any, bias: Any) -> Any:
+        return jax.nn.gelu(x @ w + bias.astype(x.dtype)[None])
+
+    program, _ = rewritten(f, *LARGE[:2], SHAPE((LARGE[1].shape[1],), dtype))
+    (fused,) = program.eqns
+    # XLA would make a pass of its own to round it, or to widen it.
+    assert fused.invars[2] is program.jaxpr.invars[2]
+
+
 def test_what_only_reads_the_product_is_not_folded() -> None:
     # One pass reads it, whatever the kernel stores.
     program, _ = rewritten(lambda x, w: jnp.prod(jnp.tanh(_wide(x @ w)), -1), *LARGE[:2])

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.kernels.functions import exponentials, flat, places
+from pallas_gemm.kernels.functions import exponentials, flat, places, vectors
 from pallas_gemm.kernels.functions.apart import apart
 from pallas_gemm.kernels.functions.axes import (
     ELEMENTWISE,
@@ -126,8 +126,10 @@ class Split:
         values, found = _Values(self, given), []
         every = zip(self.operands, self.letters, self.program.operands, strict=True)
         for number, letters, operand in every:
-            x = self._with_dimensions(values.get(number), number, letters)
-            found.append(x.astype(operand.loaded) if operand.kind == "mn" else x)
+            is_vector = operand.kind != "mn"
+            x = values.get(vectors.narrow(self.flat, number) if is_vector else number)
+            x = self._with_dimensions(x, number, letters)
+            found.append(x if is_vector else x.astype(operand.loaded))
         return found
 
     def finished(self, given: Sequence[Any], computed: Sequence[Any]) -> list[Any]:
