@@ -6,6 +6,7 @@ an operand that is not one block of memory, nor a result that belongs into a lar
     an operand    loads begin at the place
     the result    is written into an array that is already there, at the place, or all of it
     in place      the array is the residual, too: the result takes its place
+    beside        gate and up lie side by side in one array, which a kernel is given for each
 
 Where the last tile reaches beyond the part, it reads and writes what follows in the array. So parts
 are written in order, and each replaces what the one before it wrote too much. No tile writes beyond
@@ -35,6 +36,10 @@ class Window(NamedTuple):
         below: How many rows are above the result in the array that it is a part of; None if that is
             as large. Rows that follow may be overwritten. Only one of several results has a value
             for each element, and it is this one that is written so.
+        beside: The dimension of one array along which both right operands of a gated product lie
+            side by side. It is the whole array that is given for each of them.
+        vectors: (place of the operand, 0 or 1) of each vector of the epilogue that is a half of one
+            for the columns of both. The operand has two rows, one for each half.
     """
 
     left: int | None = None
@@ -42,6 +47,13 @@ class Window(NamedTuple):
     result: int | None = None
     in_place: bool = False
     below: int | None = None
+    beside: int | None = None
+    vectors: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether where a part begins, or what it is written into, is the running program's."""
+        return self != Window(beside=self.beside, vectors=self.vectors)
 
     @property
     def writes(self) -> bool:
@@ -62,8 +74,15 @@ def within(
     """Returns what a kernel is given, and its results, as the parts that it takes of them."""
     if window == WHOLE:
         return gmem, out
+    ((left, rights),) = gmem.factors
+    if window.beside is not None:
+        parts = enumerate(rights)
+        axis, shape = window.beside, problem.b_shape
+        halves = (_part(x, axis, shape, i * shape[axis]) for i, x in parts)
+        gmem = gmem._replace(factors=(launch.Factors(left, tuple(halves)),))
+        return with_halves(window, gmem), out
+    (right,) = rights
     first = pl.multiple_of(gmem.first[0], ALIGNED)
-    ((left, (right,)),) = gmem.factors
     factors = launch.Factors(
         _part(left, window.left, problem.a_shape, first),
         (_part(right, window.right, problem.b_shape, first),),
@@ -77,6 +96,14 @@ def within(
     if window.in_place:
         gmem = gmem._replace(operands=(*gmem.operands[:-1], result))
     return gmem, (result,)
+
+
+def with_halves(window: Window, gmem: launch.Inputs) -> launch.Inputs:
+    """Returns what a kernel is given with each half of a vector as an operand."""
+    operands = list(gmem.operands)
+    for place, half in window.vectors:
+        operands[place] = operands[place].at[half]
+    return gmem._replace(operands=tuple(operands))
 
 
 def _part(ref: Ref, axis: int | None, shape: tuple[int, ...], first: Any) -> Any:

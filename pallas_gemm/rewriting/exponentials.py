@@ -91,7 +91,7 @@ def _of_rows(level: Level, largest: Any, bits: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {top: None}
     heap = [(level.place(e), e) for e in level.readers(top)]
     heapq.heapify(heap)
-    seen: set[int] = set()
+    seen: set[float] = set()
     while heap:
         place, equation = heapq.heappop(heap)
         if place in seen:

@@ -127,10 +127,14 @@ class Folder:
         best, read = self._best(level, (own,))
         for other in (ours[x].in_order for x in read if x in ours):
             if _are_a_pair(level, own, other):
-                both, _ = self._best(level, (own, other))
+                both = self.pair(level, (own, other))
                 if both is not None and (best is None or both.saved > best.saved):
                     best = both
         return best
+
+    def pair(self, level: Level, products: tuple[Dense, Dense]) -> Fold | None:
+        """Returns two products of one left operand as one kernel, if that saves time."""
+        return self._best(level, products)[0]
 
     def _best(
         self, level: Level, products: tuple[Dense, ...]

@@ -1,6 +1,8 @@
 """One function of a traced program: its equations, who makes each value, and who reads it."""
 
+import functools
 import heapq
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from pallas_gemm.kernels.functions import flat
+from pallas_gemm.op.product import product_p
 from pallas_gemm.rewriting import kinds
 
 GAP = 16
@@ -28,7 +31,7 @@ class Level:
     def __init__(self, jaxpr: core.Jaxpr, equations: Sequence[Any]) -> None:
         self.jaxpr = jaxpr
         self.results = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
-        self._equations = {GAP * number: own for number, own in enumerate(equations)}
+        self._equations: dict[float, Any] = {GAP * i: own for i, own in enumerate(equations)}
         self._place = {id(equation): place for place, equation in self._equations.items()}
         self._maker: dict[Any, Any] = {}
         self._readers: dict[Any, list[Any]] = {}
@@ -58,7 +61,7 @@ class Level:
         """The equations that there are, in the order of their places."""
         return [self._equations[place] for place in sorted(self._equations)]
 
-    def place(self, equation: Any) -> int:
+    def place(self, equation: Any) -> float:
         """Returns where an equation stands."""
         return self._place[id(equation)]
 
@@ -109,12 +112,15 @@ class Level:
         """Puts an equation with other results in the place of another."""
         place = self._place[id(equation)]
         self.remove(equation)
-        self._equations[place] = new
-        self._place[id(new)] = place
-        for x in dict.fromkeys(x for x in new.invars if isinstance(x, core.Var)):
-            self._readers.setdefault(x, []).append(new)
-        for x in new.outvars:
-            self._maker[x] = new
+        self._put(new, place)
+
+    def _put(self, equation: Any, place: float) -> None:
+        self._equations[place] = equation
+        self._place[id(equation)] = place
+        for x in dict.fromkeys(_variables(equation)):
+            self._readers.setdefault(x, []).append(equation)
+        for x in equation.outvars:
+            self._maker[x] = equation
 
     def insert(self, removed: Any, new: Any) -> None:
         """Adds an equation, about where one was that has been removed."""
@@ -124,6 +130,37 @@ class Level:
         self._equations[place] = new
         self._place[id(new)] = place
         self._add(new)
+
+    def exchange(self, old: Sequence[Any], new: Sequence[Any], product: Any) -> None:
+        """Puts equations in the place of others that make the same values for all other equations.
+
+        Args:
+            old: The others, in their order, which a product begins.
+            new: The equations, in an order in which they can run. They read what is there before
+                the others make what other equations read.
+            product: The result of that product. All products among the equations count as it.
+        """
+        made, bit, size = {x for e in new for x in e.outvars}, self._bit[product], len(new)
+        end = min(self.place(e) for e in old if not made.isdisjoint(e.outvars))
+        for equation in old:
+            self.remove(equation)
+        for i, equation in enumerate(new):
+            self._put(equation, end - 1 + (1 + i) / (1 + size))
+            reads = list(_variables(equation))
+            above = functools.reduce(operator.or_, map(self.above, reads), 0)
+            depth = max(map(self.depth, reads), default=0) + is_stored_by(equation)
+            is_product = equation.primitive is product_p
+            for x in equation.outvars:
+                self._above[x], self._depth[x] = above | bit * is_product, depth
+                if is_product:
+                    self._bit[x] = bit
+
+    def put_back(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        """Takes back an exchange."""
+        for equation in new:
+            self.remove(equation)
+        for equation in old:
+            self._put(equation, self.place(equation))
 
     def remove(self, equation: Any) -> None:
         """Removes an equation."""
@@ -169,8 +206,8 @@ class Level:
         if _is_in_order(in_place):
             return in_place
         makers = {x: e for e in in_place for x in e.outvars}
-        waits: dict[int, int] = {}
-        wakes: dict[int, list[int]] = {}
+        waits: dict[float, int] = {}
+        wakes: dict[float, list[float]] = {}
         last = None
         for place, equation in sorted(self._equations.items()):
             before = {self._place[id(makers[x])] for x in _variables(equation) if x in makers}
@@ -208,6 +245,29 @@ def _is_in_order(equations: Sequence[Any]) -> bool:
 
 def _variables(equation: Any) -> Iterator[Any]:
     return (x for x in equation.invars if isinstance(x, core.Var))
+
+
+def renamed(
+    program: core.Jaxpr, given: Sequence[Any], made: Sequence[Any], source_info: Any
+) -> tuple[Any, ...]:
+    """Returns the equations of a program that was traced for another one, as a part of that.
+
+    Args:
+        program: The program.
+        given: The values of the other one that it is given.
+        made: Its results there.
+        source_info: The place in the source that they have.
+    """
+    known = dict(zip(program.invars, given, strict=True))
+    known |= dict(zip(program.outvars, made, strict=True))
+    return tuple(
+        own.replace(
+            invars=[x if isinstance(x, core.Literal) else known[x] for x in own.invars],
+            outvars=[known.setdefault(x, core.Var(x.aval)) for x in own.outvars],
+            source_info=source_info,
+        )
+        for own in program.eqns
+    )
 
 
 def called(equation: Any) -> core.Jaxpr | None:

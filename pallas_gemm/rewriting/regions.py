@@ -222,7 +222,7 @@ def _copied(inside: Inside, full: list[Any], results: list[Any]) -> int:
     return 2 * math.prod(inside.shape) * sum(each)
 
 
-def _place(level: Level, x: Any) -> int:
+def _place(level: Level, x: Any) -> float:
     maker = level.maker(x)
     if maker is not None:
         return level.place(maker) + len(level.jaxpr.invars)

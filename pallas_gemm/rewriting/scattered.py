@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
+from pallas_gemm.rewriting.level import renamed
 
 NAMES = frozenset(("scatter-add", "scatter_add"))
 """JAX's names of the operation."""
@@ -40,7 +41,7 @@ def chosen(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> Sequence[Any]:
     for equation in equations:
         own = equation.outvars[0] if equation.outvars else None
         is_chosen = own in added and own not in kept and equation.invars[0] in empty
-        found += _choice(equation) if is_chosen else [equation]
+        found += _choice(equation) if is_chosen else (equation,)
     return found
 
 
@@ -66,7 +67,7 @@ def _is_one_of_each_row(equation: Any) -> bool:
     return is_along_rows and equation.params["mode"] in MODES
 
 
-def _choice(equation: Any) -> list[Any]:
+def _choice(equation: Any) -> tuple[Any, ...]:
     """Returns the equations of the choice."""
     zeros, places, numbers = equation.invars
 
@@ -80,13 +81,4 @@ def _choice(equation: Any) -> list[Any]:
     given = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     with equation.ctx.manager:
         program = jax.make_jaxpr(choose)(*given)
-    known = dict(zip(program.jaxpr.invars, (zeros, places, numbers), strict=True))
-    known |= dict(zip(program.jaxpr.outvars, equation.outvars, strict=True))
-    return [
-        own.replace(
-            invars=[x if isinstance(x, core.Literal) else known[x] for x in own.invars],
-            outvars=[known.setdefault(x, core.Var(x.aval)) for x in own.outvars],
-            source_info=equation.source_info,
-        )
-        for own in program.jaxpr.eqns
-    ]
+    return renamed(program.jaxpr, (zeros, places, numbers), equation.outvars, equation.source_info)

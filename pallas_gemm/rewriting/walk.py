@@ -21,6 +21,7 @@ from pallas_gemm.rewriting.kept import computed_again
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 from pallas_gemm.rewriting.scattered import chosen
+from pallas_gemm.rewriting.side_by_side import beside_of
 from pallas_gemm.rewriting.sums import sum_of
 
 
@@ -177,6 +178,7 @@ class Rewriter:
             together,
             gram_of(own, self._how),
             few_bits_of(level, own, self._how),
+            beside_of(level, own, self._how, self._folder),
         )
         there = [x for x in each if x is not None]
         if not there:

@@ -18,6 +18,7 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.loss import loss_chunks, loss_plan, loss_windows
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_plan import Chunks
+from pallas_gemm.op.part_kernels import Part, part_kernel_p
 from pallas_gemm.planning import targeting
 from tests import reference
 
@@ -57,10 +58,10 @@ def _simulated(monkeypatch: Any) -> Options:
 
     run = functools.cache(lambda part: jax.jit(part.run()))
 
-    def simulate(*operands: Any, part: loss_windows.Part) -> list[jax.Array]:
+    def simulate(*operands: Any, part: Part) -> list[jax.Array]:
         return jax.tree.leaves(run(part)(*operands))
 
-    monkeypatch.setattr(loss_windows.part_kernel_p, "bind", simulate)
+    monkeypatch.setattr(part_kernel_p, "bind", simulate)
     # A loop of the program would run the simulator from within.
     monkeypatch.setattr(loss_chunks, "_over", _in_turn)
     return Options(implementation="interpret", target=H200)
@@ -170,7 +171,7 @@ def test_the_larger_operand_changes_sides_with_the_product() -> None:
     contraction, types = Contraction("mk", "kn", "nm"), (((128, 64), BF16), ((64, 256), BF16))
     signature = tuple((shape, np.dtype(dtype)) for shape, dtype in types)
     part = loss_windows._part(call, contraction, signature, Window(right=1))
-    assert isinstance(part, loss_windows.Part)
+    assert isinstance(part, Part)
     assert (part.swapped, part.window) == (True, Window(left=1))
 
 
@@ -180,7 +181,7 @@ def test_tiles_beyond_a_full_chunk_are_seen(stored: int, beyond: bool) -> None:
     types = (((TOKENS, WIDTH), np.dtype(BF16)), ((TOKENS, stored), np.dtype(BF16)))
     of_weight = Contraction("mk", "kn", "mn").of_right
     part = loss_windows._part(call, of_weight, types, Window(result=1))
-    assert isinstance(part, loss_windows.Part), part
+    assert isinstance(part, Part), part
     assert loss_windows._reaches_beyond(part, loss_plan.STEP) == beyond
 
 

@@ -31,6 +31,7 @@ from pallas_gemm.op.loss.loss_waiting import waiting_p
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.quantize import quantize_p
+from pallas_gemm.op.side_by_side import side_by_side_p
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import quantize, scheme
@@ -40,7 +41,7 @@ from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import products as rewriting
 
 _OURS = (
-    *(product_p, fused_p, sum_p, projections_p, symmetric_p),
+    *(product_p, fused_p, side_by_side_p, sum_p, projections_p, symmetric_p),
     *(statistics_p, waiting_p, grouped_p, fused_groups_p),
 )
 _OF_JAX = ("dot_general", "ragged_dot_general")
@@ -198,13 +199,12 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
     equation, common = operation.equation, _common(operation)
     given = signature_of(tuple(v.aval for v in equation.invars))
     if equation.primitive in (statistics_p, waiting_p):
-        layer, avals = equation.params["layer"], [v.aval for v in equation.invars]
-        waits = equation.primitive is waiting_p and layer.waiting(*avals[:2]).waits
-        keep = equation.params.get("keep", False)
-        every = waiting_kernels(avals) if waits else [(avals, keep)]
-        for types, keep in every:
-            function, own = function_of(layer, keep, types), signature_of(tuple(types))
-            yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)
+        yield from _of_last_layer(equation, common)
+        return
+    if equation.primitive is side_by_side_p:
+        own = equation.params["own"]
+        parts = (own.call, own.contraction, own.function, own.signature(given))
+        yield _of_dense_function(equation, *parts, common)
         return
     call = equation.params["call"]
     if equation.primitive is fused_p:
@@ -230,6 +230,17 @@ def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Aske
             copied = [x for x in turned if x is not None and x.is_copy]
             needless = tuple(x for x in copied if x.how.permutation == (0, 2, 1))
         yield Asked(call, given, **common, turned=needless)
+
+
+def _of_last_layer(equation: Any, common: Mapping[str, Any]) -> Iterator[Asked]:
+    """Yields the products of a last layer."""
+    layer, avals = equation.params["layer"], [v.aval for v in equation.invars]
+    waits = equation.primitive is waiting_p and layer.waiting(*avals[:2]).waits
+    keep = equation.params.get("keep", False)
+    every = waiting_kernels(avals) if waits else [(avals, keep)]
+    for types, keep in every:
+        function, own = function_of(layer, keep, types), signature_of(tuple(types))
+        yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)
 
 
 def _of_dense_function(

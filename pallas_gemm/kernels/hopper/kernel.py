@@ -295,8 +295,8 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     result, or a list of the results that a function of the caller has; if rows are gathered, it
     returns them beside the result.
 
-    If it takes parts of arrays (`windows.py`), the first operand says where they begin, `[1]`. An
-    array to write into takes the place of the residual, or comes last.
+    If it takes parts of arrays (`windows.py`) that begin anywhere, the first operand says where,
+    `[1]`. An array to write into takes the place of the residual, or comes last.
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
@@ -334,4 +334,4 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
             return None
         return _answer(plan, out, left, every)
 
-    return run if plan.window == windows.WHOLE else of_parts
+    return of_parts if plan.window.moves else run

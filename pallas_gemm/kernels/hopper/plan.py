@@ -76,7 +76,7 @@ class HopperPlan(KernelPlan):
         object.__setattr__(self, "problem", self.config.as_computed(self.problem))
         if self.config.mirrored:
             object.__setattr__(self, "window", self.window.mirrored())
-        if self.window != WHOLE and self.joins:
+        if self.window.moves and self.joins:
             raise ValueError(
                 f"split_k must be 1 where parts of arrays are taken, got {self.config.split_k}"
             )

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels import joining, launch, place, work
+from pallas_gemm.kernels import joining, launch, place, windows, work
 from pallas_gemm.kernels.hopper import early_launch
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -71,6 +71,7 @@ def _body(
     early_launch.begin(plan)
     early_launch.end(plan)
     slots, me = views(plan, buffers), lax.axis_index(launch.WARPGROUP)
+    gmem = windows.with_halves(plan.window, gmem)
     cta = Cta(plan, gmem, out, (), remote.Rows(), slots, barriers, gmem.summands)
     chunks, consumers, cluster_size, _ = _counts(plan)
     number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
