@@ -52,7 +52,7 @@ class Window(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether where a part begins, or what it is written into, is the running program's."""
+        """Whether a part begins where only the running program knows, or is written there."""
         return self != Window(beside=self.beside, vectors=self.vectors)
 
     @property

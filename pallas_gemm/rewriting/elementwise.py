@@ -16,6 +16,8 @@ EXACT = frozenset(
     )
 )
 """Operations whose result is the exact value, rounded once, wherever they are computed."""
+VARIES = frozenset(("pvary",))
+"""It says in a type that a value may differ between the devices of a mesh, and does nothing."""
 
 
 def bytes_of(x: Any) -> int:
@@ -38,11 +40,13 @@ def is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str
 def _computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:
     name, inner = equation.primitive.name, called(equation)
     if inner is not None:
-        may_be = not inner.constvars and all(_computes_each(e, shape, allowed) for e in inner.eqns)
+        within = allowed | VARIES
+        may_be = not inner.constvars and all(_computes_each(e, shape, within) for e in inner.eqns)
     elif name == "broadcast_in_dim":
         may_be = all(x.aval.shape == () for x in equation.invars)
     else:
-        may_be = name in allowed
+        is_number = name in VARIES and not variables(equation)
+        may_be = name in allowed or is_number
     every = (x.aval for x in (*equation.invars, *equation.outvars))
     return may_be and all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every)
 

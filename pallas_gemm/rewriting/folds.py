@@ -33,7 +33,7 @@ from pallas_gemm.op.product import product_p
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.by_xla.fused import pass_share
 from pallas_gemm.problem import Epilogue
-from pallas_gemm.rewriting.elementwise import EXACT, bytes_of
+from pallas_gemm.rewriting.elementwise import EXACT, VARIES, bytes_of
 from pallas_gemm.rewriting.inside import Inside
 from pallas_gemm.rewriting.level import Level, called
 from pallas_gemm.rewriting.products import Dense, How, avals_of, copy_seconds, is_one_devices
@@ -43,6 +43,10 @@ LEAST_SAVED = 0.05
 """A fold has to save this part of its product's time: predictions err by as much. A residual, and
 sums of squares for a norm, are predicted to save 1 to 4%, and nothing was measured for residuals.
 """
+
+
+NOTHING = VARIES | {"stop_gradient"}
+"""Operations that change no value."""
 
 
 class Fold(NamedTuple):
@@ -366,7 +370,17 @@ def _parts(region: Region) -> Any:
 
 def _as_written(program: core.Jaxpr, dtype: Any, sums: int, *args: Any) -> list[Any]:
     """Computes the operations as the program has them."""
-    return core.jaxpr_as_fun(program)(*(x.astype(dtype) for x in args[:sums]), *args[sums:])
+    given = (*(x.astype(dtype) for x in args[:sums]), *args[sums:])
+    results = (x for e in program.eqns for x in e.outvars)
+    if any(map(_varies, results)) and not any(map(_varies, map(jax.typeof, given))):
+        # It is lowered for one device, where calls would still have types that tell of others.
+        return _run(program, given, exact=None)
+    return core.jaxpr_as_fun(program)(*given)
+
+
+def _varies(x: Any) -> bool:
+    """Whether a value, or one of a type, may differ between the devices of a mesh."""
+    return bool(getattr(x, "aval", x).manual_axis_type.varying)
 
 
 def _wide(program: core.Jaxpr, sums: int, *args: Any, exact: bool) -> list[Any]:
@@ -377,33 +391,34 @@ def _wide(program: core.Jaxpr, sums: int, *args: Any, exact: bool) -> list[Any]:
     return [x.astype(own.dtype) for x, own in zip(values, made, strict=True)]
 
 
-def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool) -> list[Any]:
+def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool | None) -> list[Any]:
+    """Computes a program without its calls: in float32, or in its own types if `exact` is None."""
     known = dict(zip(program.invars, args, strict=True))
 
     def read(x: Any) -> Any:
         value = x.val if isinstance(x, core.Literal) else known[x]
-        is_short = _is_short(jnp.result_type(value))
-        return jnp.asarray(value, np.float32) if is_short else value
+        is_widened = exact is not None and _is_short(jnp.result_type(value))
+        return jnp.asarray(value, np.float32) if is_widened else value
 
     for equation in program.eqns:
         inputs = [read(x) for x in equation.invars]
         inner = called(equation)
         if inner is not None:
             outputs = _run(inner, inputs, exact=exact)
-        elif equation.primitive.name == "stop_gradient":
+        elif equation.primitive.name in NOTHING:
             outputs = inputs
         else:
-            outputs = _bound(equation, inputs)
+            outputs = _bound(equation, inputs, wide=exact is not None)
         types = avals_of(equation.outvars)
         for x, own, value in zip(equation.outvars, types, outputs, strict=True):
             known[x] = _rounded(value, own.dtype) if exact else value
     return [read(x) for x in program.outvars]
 
 
-def _bound(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Computes one operation in float32."""
+def _bound(equation: Any, inputs: list[Any], *, wide: bool) -> list[Any]:
+    """Computes one operation, in float32 or as it is."""
     params = {
-        name: np.dtype(np.float32) if _is_short(value) else value
+        name: np.dtype(np.float32) if wide and _is_short(value) else value
         for name, value in equation.params.items()
     }
     result = equation.primitive.bind(*inputs, **params)

@@ -248,7 +248,7 @@ def _variables(equation: Any) -> Iterator[Any]:
 
 
 def renamed(
-    program: core.Jaxpr, given: Sequence[Any], made: Sequence[Any], source_info: Any
+    program: core.Jaxpr, given: Sequence[Any], made: Sequence[Any], like: Any
 ) -> tuple[Any, ...]:
     """Returns the equations of a program that was traced for another one, as a part of that.
 
@@ -256,7 +256,7 @@ def renamed(
         program: The program.
         given: The values of the other one that it is given.
         made: Its results there.
-        source_info: The place in the source that they have.
+        like: An equation of the other one: they have its place in the source, and its context.
     """
     known = dict(zip(program.invars, given, strict=True))
     known |= dict(zip(program.outvars, made, strict=True))
@@ -264,7 +264,8 @@ def renamed(
         own.replace(
             invars=[x if isinstance(x, core.Literal) else known[x] for x in own.invars],
             outvars=[known.setdefault(x, core.Var(x.aval)) for x in own.outvars],
-            source_info=source_info,
+            source_info=like.source_info,
+            ctx=like.ctx,
         )
         for own in program.eqns
     )

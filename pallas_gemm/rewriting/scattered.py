@@ -81,4 +81,4 @@ def _choice(equation: Any) -> tuple[Any, ...]:
     given = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     with equation.ctx.manager:
         program = jax.make_jaxpr(choose)(*given)
-    return renamed(program.jaxpr, (zeros, places, numbers), equation.outvars, equation.source_info)
+    return renamed(program.jaxpr, (zeros, places, numbers), equation.outvars, equation)

@@ -360,7 +360,7 @@ def _pair(level: Level, own: Dense, chain: _Chain) -> _Pair | None:
         program = jax.make_jaxpr(lambda *args: list(halves(*args)))(*types).jaxpr
     if signature_of(avals_of(program.outvars)) != signature_of(avals_of(chain.halves)):
         return None
-    equations = renamed(program, given, chain.halves, equation.source_info)
+    equations = renamed(program, given, chain.halves, equation)
     makers = [e for e in equations if e.primitive is product_p]
     products = [
         dataclasses.replace(

@@ -1,5 +1,6 @@
 """Products whose result is cut in half, and both halves joined, are gated products."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.op.product import product_p
@@ -47,8 +50,8 @@ def _scaled(x: Any, w: Any, scale: Any) -> Any:
     return _joined(*jnp.split(2 * (x @ w) * scale[:, None], 2, -1))
 
 
-def _biased_apart(x: Any, w: Any, bias: Any) -> Any:
-    y = (x @ w + 1).reshape(M, 2, N) + bias.reshape(1, 2, N)
+def _biased_apart(x: Any, w: Any, bias: Any, rows: int = M) -> Any:
+    y = (x @ w + 1).reshape(rows, 2, N) + bias.reshape(1, 2, N)
     return _joined(y[:, 0], y[:, 1])
 
 
@@ -305,6 +308,48 @@ def test_it_is_explained() -> None:
         text = str(explain(accelerate(_split), *shapes))
     assert "m=4096 n=1280 k=320 NN bfloat16 x bfloat16 -> bfloat16 gated" in text
     assert "by a kernel, with the other of its gate" in text
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_on_a_part_of_a_mesh(within: bool) -> None:
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    split: Any = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=P("i")
+    )
+    args = drawn((M, K), (K, 2 * N), (2 * N,))
+    f = functools.partial(_biased_apart, rows=M // 2)
+    stock, ours = split(f), split(accelerate(f)) if within else accelerate(split(f))
+
+    def gradients(g: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: jnp.sum(g(*x).astype(F32)), (0, 1, 2)))
+
+    with target("h200"):
+        assert "pallas_gemm_side_by_side" in str(jax.make_jaxpr(ours)(*args))
+        found = (jax.jit(ours)(*args), *gradients(ours)(*args))
+    for one, other in zip(found, (stock(*args), *gradients(stock)(*args)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["x", "w", "both"])
+def test_mapped(axes: tuple[int | None, ...]) -> None:
+    x, w = drawn((M, K), (K, 2 * N))
+    args = [a if axis is None else jnp.stack([a, -a]) for a, axis in zip((x, w), axes, strict=True)]
+    with target("h200"):
+        found = jax.jit(jax.vmap(accelerate(_split), axes))(*args)
+    np.testing.assert_array_equal(found, jax.jit(jax.vmap(_split, axes))(*args))
+
+
+def test_products_that_devices_share() -> None:
+    mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+    args = drawn((M, K), (K, 2 * N), (2 * N,))
+    shared = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(args, (P("i"), P(None, "j"), P("j")), strict=True)
+    ]
+    with target("h200"):
+        assert "pallas_gemm_side_by_side" in str(jax.make_jaxpr(accelerate(_biased))(*args))
+        found = jax.jit(accelerate(_biased))(*shared)
+    np.testing.assert_array_equal(found, jax.jit(_biased)(*args))
 
 
 def test_it_is_derived_from_outside() -> None:

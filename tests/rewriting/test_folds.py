@@ -1,5 +1,6 @@
 """What is around a product is computed by its kernel: what is folded, and whether it is right."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
@@ -403,6 +406,42 @@ def test_products_that_devices_share_are_right() -> None:
     with target("h200"):
         found = jax.jit(accelerate(_mlp))(*split)
     _check(found, jax.jit(_mlp)(*args), exact(_mlp, args))
+
+
+def _relu6(z: Any) -> Any:
+    return jax.nn.relu6(z) + 1
+
+
+def _softplus(z: Any) -> Any:
+    return 2 * jax.nn.softplus(z)
+
+
+def _silu_of_relu(z: Any) -> Any:
+    return jax.nn.silu(jnp.square(jax.nn.relu(z)))
+
+
+ACTIVATIONS = [jax.nn.gelu, jax.nn.leaky_relu, _relu6, _softplus, _silu_of_relu]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("within", [False, True])
+def test_calls_are_folded_on_a_part_of_a_mesh(activation: Any, within: bool) -> None:
+    # Types tell there which values differ between devices, also those of calls.
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    split: Any = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=P("i")
+    )
+
+    def f(x: Any, w: Any, bias: Any) -> Any:
+        return activation(x @ w + bias[None, None])
+
+    x, w, _, bias = drawn(512, 64, 512)
+    stock = split(f)
+    ours = split(accelerate(f)) if within else accelerate(stock)
+    with target("h200"):
+        assert "pallas_gemm_fused" in str(jax.make_jaxpr(ours)(x, w, bias))
+        found = jax.jit(step(ours))(x, w, bias)
+    _check(found, jax.jit(step(stock))(x, w, bias), exact(step(f), (x, w, bias)))
 
 
 def test_derivatives_of_what_is_folded_are_the_programs() -> None:
