@@ -138,7 +138,7 @@ class Folder:
 
     def pair(self, level: Level, products: tuple[Dense, Dense]) -> Fold | None:
         """Returns two products of one left operand as one kernel, if that saves time."""
-        return self._best(level, products)[0]
+        return self._best(level, products)[0] if all(map(_may_be_folded, products)) else None
 
     def _best(
         self, level: Level, products: tuple[Dense, ...]

@@ -28,7 +28,7 @@ from pallas_gemm.rewriting.elementwise import bytes_of, is_elementwise, variable
 from pallas_gemm.rewriting.folds import LEAST_SAVED, Fold, Folder
 from pallas_gemm.rewriting.inside import ALLOWED
 from pallas_gemm.rewriting.level import Level, renamed
-from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
+from pallas_gemm.rewriting.products import Dense, How, avals_of
 
 LONGEST = 8
 """Operations between a product and where its result is cut, at most: there are one or two."""
@@ -205,8 +205,6 @@ class _Pair(NamedTuple):
 
 def beside_of(level: Level, own: Dense, how: How, folder: Folder) -> Beside | None:
     """Returns a product as two that a kernel joins; None if it is not cut, or no time is saved."""
-    if not is_one_devices(own):
-        return None
     own = own.in_order
     chain = _chain(level, own.out)
     pair = None if chain is None else _pair(level, own, chain)

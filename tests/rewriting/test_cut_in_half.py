@@ -20,7 +20,7 @@ from pallas_gemm.rewriting import folds
 from pallas_gemm.rewriting.level import Level
 from tests.rewriting.test_folds import rewritten
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 M, K, N = 192, 128, 128
 
 
@@ -203,6 +203,14 @@ def _apart(x: Any, w: Any) -> Any:
     return jax.nn.relu(gate), jnp.sort(up)
 
 
+def _integers(x: Any, w: Any) -> Any:
+    # A kernel would add them up in float32, which does not hold all.
+    dims = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(x.astype(jnp.int8), w.astype(jnp.int8), dims, preferred_element_type=I32)
+    gate, up = jnp.split(y, 2, 1)
+    return (jnp.maximum(gate, up) + up).astype(F32)
+
+
 OTHERS = {
     "thirds": (_thirds, (K, 3 * N)),
     "overlapping": (_overlapping, (K, 2 * N)),
@@ -215,6 +223,7 @@ OTHERS = {
     "another array": (_with_residual, (K, 2 * N)),
     "parts of columns": (_between, (K, 2 * N)),
     "one half": (_one_half, (K, 2 * N)),
+    "integers": (_integers, (2 * N, K)),
     "not joined": (_apart, (K, 2 * N)),
 }
 
