@@ -64,7 +64,8 @@ class Beside:
     @property
     def told(self) -> dict[Any, tuple[str, ...]]:
         """The names of the operations that the product is computed with, by its result."""
-        return {self.out: next(iter(self.fold.told.values()))}
+        names = dict.fromkeys(e.primitive.name for e in self.fold.region.inside)
+        return {self.out: ("both halves of its result", *names)}
 
     def apply(self, level: Level) -> None:
         """Puts it in the place of the product and of the operations."""

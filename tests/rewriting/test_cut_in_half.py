@@ -140,7 +140,7 @@ def test_the_kernel_computes_what_the_program_does(
     assert [e.primitive for e in program.eqns].count(side_by_side_p) == 1
     assert not {"dot_general", "split"} & set(names(program))
     (one,) = found
-    assert "the other of its gate" in one.folded
+    assert "both halves of its result" in one.folded
     (result,) = jax.jit(core.jaxpr_as_fun(program))(*args)
     np.testing.assert_array_equal(result, f(*(x.astype(F32) for x in args)).astype(BF16))
 
@@ -316,7 +316,7 @@ def test_it_is_explained() -> None:
     with target("h200"):
         text = str(explain(accelerate(_split), *shapes))
     assert "m=4096 n=1280 k=320 NN bfloat16 x bfloat16 -> bfloat16 gated" in text
-    assert "by a kernel, with the other of its gate" in text
+    assert "by a kernel, with both halves of its result" in text
 
 
 @pytest.mark.parametrize("within", [False, True])
