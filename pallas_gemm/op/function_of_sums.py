@@ -46,10 +46,10 @@ class Function:
     def keeping_sums(self, dtype: Any) -> "Function":
         """Returns the function with the sums, rounded, as more results."""
 
-        def keeping(*args: Any) -> list[Any]:
-            return [*self(*args), *(s.astype(dtype) for s in args[: self.sums])]
+        def keeping(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+            return lambda *args: [*run(*args), *(s.astype(dtype) for s in args[: self.sums])]
 
-        return traced(keeping, *self.types, sums=self.sums)
+        return self._with(keeping, self.types)
 
     @functools.cache  # noqa: B019
     def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
@@ -59,7 +59,17 @@ class Function:
             x if axis is None else _with_axis(x, size, axis)
             for x, axis in zip(self.types, every, strict=True)
         ]
-        return traced(jax.vmap(self, every), *types, sums=self.sums)
+        return self._with(lambda run: jax.vmap(run, every), types)
+
+    def _with(
+        self, change: Callable[[Callable[..., Any]], Callable[..., Any]], types: Sequence[Any]
+    ) -> "Function":
+        """Returns the function that a change makes of it, for XLA and for kernels.
+
+        What a kernel computes may be another program: that goes on in float32.
+        """
+        closed = jax.make_jaxpr(change(core.jaxpr_as_fun(self.closed)))(*types)
+        return Function(change(self.run), closed, self.sums, self.rounds_to)
 
     @functools.cache  # noqa: B019
     def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:

@@ -408,6 +408,50 @@ def test_products_that_devices_share_are_right() -> None:
     _check(found, jax.jit(_mlp)(*args), exact(_mlp, args))
 
 
+def _derived(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *args: jnp.sum(_wide(f(*args))), (0, 1, 2, 3))
+
+
+def _moved(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: jax.jvp(f, args, args)
+
+
+def _mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args: jax.vmap(f, (0, None, None, None))(x.reshape(2, -1, x.shape[-1]), *args)
+
+
+@pytest.mark.parametrize("change", [_derived, _moved, _mapped])
+@pytest.mark.parametrize("name", ["mlp", "swiglu"])
+def test_a_kernel_goes_on_in_float32_in_derivatives_and_batches(name: str, change: Any) -> None:
+    shapes = (*LARGE, SHAPE((4096,), BF16))
+    with target("h200"):
+        program = jax.make_jaxpr(change(accelerate(PROGRAMS[name])))(*shapes)
+    functions = list(_functions(program.jaxpr))
+    assert functions
+    for closed in functions:
+        short = [e for e in closed.eqns if any(x.aval.dtype == BF16 for x in e.outvars)]
+        assert {e.primitive.name for e in short} <= {"convert_element_type", "broadcast_in_dim"}
+
+
+def _functions(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """Yields what kernels compute of sums."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_gemm_fused":
+            yield equation.params["function"].closed
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _functions(inner)
+
+
+def test_derivatives_from_outside_have_kernels() -> None:
+    # In bfloat16, the logistic function has no instruction.
+    with target("h200"):
+        traced = jax.jit(_derived(accelerate(PROGRAMS["swiglu"]))).trace(
+            *LARGE, SHAPE((4096,), BF16)
+        )
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("mosaic_gpu_v2") >= 4
+
+
 def _relu6(z: Any) -> Any:
     return jax.nn.relu6(z) + 1
 
