@@ -66,7 +66,7 @@ class Function:
     ) -> "Function":
         """Returns the function that a change makes of it, for XLA and for kernels.
 
-        What a kernel computes may be another program: that goes on in float32.
+        A kernel may compute another program, which goes on in float32.
         """
         closed = jax.make_jaxpr(change(core.jaxpr_as_fun(self.closed)))(*types)
         return Function(change(self.run), closed, self.sums, self.rounds_to)

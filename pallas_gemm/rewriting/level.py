@@ -1,8 +1,6 @@
 """One function of a traced program: its equations, who makes each value, and who reads it."""
 
-import functools
 import heapq
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -41,14 +39,16 @@ class Level:
         for equation in equations:
             self._add(equation)
 
-    def _add(self, equation: Any) -> None:
+    def _add(self, equation: Any, bit: int = 0) -> None:
         above = before = 0
         for x in dict.fromkeys(_variables(equation)):
             self._readers.setdefault(x, []).append(equation)
             above |= self._above.get(x, 0)
             before = max(before, self._depth.get(x, 0))
         if equation.primitive.name in kinds.DOTS:
-            bit = self._bit[equation.outvars[0]] = 1 << len(self._bit)
+            bit = 1 << len(self._bit)
+        if bit:
+            self._bit[equation.outvars[0]] = bit
             above |= bit
         depth = before + is_stored_by(equation)
         for x in equation.outvars:
@@ -114,9 +114,12 @@ class Level:
         self.remove(equation)
         self._put(new, place)
 
-    def _put(self, equation: Any, place: float) -> None:
+    def _stand(self, equation: Any, place: float) -> None:
         self._equations[place] = equation
         self._place[id(equation)] = place
+
+    def _put(self, equation: Any, place: float) -> None:
+        self._stand(equation, place)
         for x in dict.fromkeys(_variables(equation)):
             self._readers.setdefault(x, []).append(equation)
         for x in equation.outvars:
@@ -127,8 +130,7 @@ class Level:
         place = self._place[id(removed)]
         while place in self._equations:
             place += 1
-        self._equations[place] = new
-        self._place[id(new)] = place
+        self._stand(new, place)
         self._add(new)
 
     def exchange(self, old: Sequence[Any], new: Sequence[Any], product: Any) -> None:
@@ -145,15 +147,8 @@ class Level:
         for equation in old:
             self.remove(equation)
         for i, equation in enumerate(new):
-            self._put(equation, end - 1 + (1 + i) / (1 + size))
-            reads = list(_variables(equation))
-            above = functools.reduce(operator.or_, map(self.above, reads), 0)
-            depth = max(map(self.depth, reads), default=0) + is_stored_by(equation)
-            is_product = equation.primitive is product_p
-            for x in equation.outvars:
-                self._above[x], self._depth[x] = above | bit * is_product, depth
-                if is_product:
-                    self._bit[x] = bit
+            self._stand(equation, end - 1 + (1 + i) / (1 + size))
+            self._add(equation, bit if equation.primitive is product_p else 0)
 
     def put_back(self, old: Sequence[Any], new: Sequence[Any]) -> None:
         """Takes back an exchange."""

@@ -361,11 +361,12 @@ def test_products_that_devices_share() -> None:
     np.testing.assert_array_equal(found, jax.jit(_biased)(*args))
 
 
-def test_it_is_derived_from_outside() -> None:
+@pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)])
+def test_it_is_derived_from_outside(wanted: tuple[int, ...]) -> None:
     args = drawn((M, K), (K, 2 * N))
 
     def loss(f: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.grad(lambda x, w: jnp.sum(f(x, w).astype(F32)), (0, 1))
+        return jax.grad(lambda x, w: jnp.sum(f(x, w).astype(F32)), wanted)
 
     with target("h200"):
         inside = jax.make_jaxpr(accelerate(_split))(*args)

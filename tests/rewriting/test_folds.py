@@ -428,16 +428,18 @@ def test_a_kernel_goes_on_in_float32_in_derivatives_and_batches(name: str, chang
         program = jax.make_jaxpr(change(accelerate(PROGRAMS[name])))(*shapes)
     functions = list(_functions(program.jaxpr))
     assert functions
-    for closed in functions:
-        short = [e for e in closed.eqns if any(x.aval.dtype == BF16 for x in e.outvars)]
+    for function in functions:
+        # XLA stores its sums as the program does.
+        assert function.rounds_to == BF16
+        short = [e for e in function.closed.eqns if any(x.aval.dtype == BF16 for x in e.outvars)]
         assert {e.primitive.name for e in short} <= {"convert_element_type", "broadcast_in_dim"}
 
 
 def _functions(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """Yields what kernels compute of sums."""
+    """Yields the functions of products."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_gemm_fused":
-            yield equation.params["function"].closed
+            yield equation.params["function"]
         for inner in core.jaxprs_in_params(equation.params):
             yield from _functions(inner)
 
