@@ -124,9 +124,9 @@ def _alike(step: Step, inputs: Sequence[Any], shape: tuple[int, int]) -> list[An
     """Gives the inputs of an operation one shape; numbers stay numbers where that is allowed."""
     whole = step.primitive.name in ("select_n", "clamp")
     found = []
-    for place_, x in enumerate(inputs):
+    for x in inputs:
         number = np.asarray(x.value, x.dtype)[()] if isinstance(x, Constant) else x
-        if whole and place_ and jnp.ndim(number) == 0:
+        if whole and jnp.ndim(number) == 0:
             number = jnp.broadcast_to(number, shape)
         found.append(number)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_gemm.kernels.functions import flat
 
@@ -77,6 +78,15 @@ def _log1p(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1 / 128, series, jnp.log(1 + x))
 
 
+def _chosen(which: Any, *cases: Any) -> Any:
+    """Returns the case of a number, as `lax.switch` of a batch has it, by true and false alone."""
+    found = cases[-1]
+    for place in reversed(range(len(cases) - 1)):
+        found = lax.select(jnp.broadcast_to(which <= place, found.shape), cases[place], found)
+    return found
+
+
+_FLOATS_OF_8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 _DIVIDING = frozenset(("div", "logistic"))
 _BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
 """Operations that branch for some numbers, as a division does: the assembler moves nothing across
@@ -104,10 +114,27 @@ def rewritten(equation: flat.Equation, types: Sequence[Any]) -> flat.Flat | None
         equation: The operation.
         types: The types of what it takes.
     """
-    function = REWRITTEN.get(equation.primitive.name)
-    if equation.primitive.name == "integer_pow":
-        function = _power(equation.params["y"])
+    name, params = equation.primitive.name, equation.params
+    function = REWRITTEN.get(name)
+    if name == "integer_pow":
+        function = _power(params["y"])
+    elif name == "convert_element_type":
+        function = _cast(types[0].dtype, params["new_dtype"])
+    elif name == "select_n" and types[0].dtype != jnp.bool_:
+        function = _chosen
     return None if function is None else _traced(function, tuple(types))
+
+
+@functools.lru_cache(maxsize=64)
+def _cast(old: Any, new: Any) -> Callable[[Any], Any] | None:
+    """Returns a cast that Mosaic does not lower, in terms of operations that it does."""
+    if new == jnp.bool_ and old != jnp.bool_:
+        return lambda x: x != 0
+    if new in _FLOATS_OF_8 and old not in (new, jnp.float32):
+        # Mosaic would join a cast of true and false with the next cast.
+        wide = (lambda x: jnp.where(x, 1.0, 0.0)) if old == jnp.bool_ else jnp.float32
+        return lambda x: wide(x).astype(new)
+    return None
 
 
 @functools.lru_cache(maxsize=64)
