@@ -16,7 +16,7 @@ from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
-from pallas_gemm.planning.by_xla import odd_sizes, xla_faster, xla_time
+from pallas_gemm.planning.by_xla import copies, odd_sizes, xla_faster, xla_time
 from pallas_gemm.planning.choice import Reasons
 from pallas_gemm.planning.plans import Plan
 from pallas_gemm.problem import Problem
@@ -240,6 +240,7 @@ def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
     # Both cast alike.
     prepares = any(step.bytes and step.action != "cast" for step in plan.realigned.passes)
     prepares = prepares or xla_time.turns(problem) or odd_sizes.is_slow(problem)
+    prepares = prepares or copies.copied(problem) > 0
     if by_xla is not None and prepares:
         return _why_not_prepared(plan, by_xla)
     faster = 1.0 if by_xla is None else by_xla / plan.seconds

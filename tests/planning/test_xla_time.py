@@ -72,7 +72,7 @@ def test_what_was_not_fitted_to_is_predicted_as_the_docstring_says() -> None:
     errors = np.abs(_errors(measured))
     assert len(errors) == 424
     assert np.median(errors) < 0.06
-    assert np.quantile(errors, 0.9) < 0.27
+    assert np.quantile(errors, 0.9) < 0.23
     long = np.abs(_errors([(problem, us) for problem, us in measured if us > 20]))
     assert len(long) == 285
     assert np.median(long) < 0.05
@@ -94,13 +94,13 @@ def test_8_bits_stored_in_other_layouts_are_predicted_as_the_docstring_says() ->
     assert max(errors) < 0.14
 
 
-def test_odd_sizes_that_judge_are_predicted_within_a_quarter() -> None:
+def test_odd_sizes_that_judge_are_predicted_as_the_docstring_says() -> None:
     measured = list(_odd_sizes(seeds=("7",)))
     errors = _errors([(problem, us) for problem, us in measured if odd_sizes.is_slow(problem)])
     assert len(errors) == 73
-    assert np.median(np.abs(errors)) < 0.25
-    assert np.quantile(errors, 0.1) > -0.5
-    assert np.quantile(errors, 0.9) < 0.3
+    assert np.median(np.abs(errors)) < 0.17
+    assert np.quantile(errors, 0.1) > -0.35
+    assert np.quantile(errors, 0.9) < 0.25
 
 
 def test_batches_of_odd_sizes_are_predicted_as_the_docstring_says() -> None:
@@ -149,10 +149,10 @@ def test_narrow_results_of_odd_sizes_are_predicted_as_the_docstring_says() -> No
 @pytest.mark.parametrize(
     ("own", "others", "least"),
     [
-        ((30001, 33, 201), {"transpose_a": True}, 15e-6),
-        ((30001, 65, 201), {}, 15e-6),
-        ((30001, 33, 201), {"a_dtype": F32, "b_dtype": F32}, 20e-6),
-        ((60, 33, 601), {"batch": 300}, 25e-6),
+        ((30001, 33, 201), {"transpose_a": True}, 10.5e-6),
+        ((30001, 65, 201), {}, 14e-6),
+        ((30001, 33, 201), {"a_dtype": F32, "b_dtype": F32}, 14e-6),
+        ((60, 33, 601), {"batch": 300}, 20e-6),
     ],
 )
 def test_few_columns_are_those_that_were_measured(own: Any, others: Any, least: float) -> None:
