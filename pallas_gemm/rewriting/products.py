@@ -351,10 +351,10 @@ def turned(own: Dense, how: How, **stored: Any) -> Dense | None:
     before = merged(own.call, own.dims, signature_of(avals_of(own.factors))).form
     if _copies(form) > _copies(before):
         return None
-    seconds, left, _ = how.alone(own.call, dims, signature)
-    if seconds is None or left is not None or isinstance(named["out"], core.DropVar):
+    seconds, left, refused = how.alone(own.call, dims, signature)
+    if seconds is None or isinstance(named["out"], core.DropVar):
         return None
-    return Dense(own.call, dims, factors, named["out"], seconds)
+    return Dense(own.call, dims, factors, named["out"], seconds, left, refused)
 
 
 def _copies(form: Any) -> int:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_gemm.kernels.functions import lines
+from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.rewriting import kinds, products
+from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.few_bits import few_bits_of
 from pallas_gemm.rewriting.folds import Fold, Folder
 from pallas_gemm.rewriting.grams import gram_of
@@ -147,6 +149,7 @@ class Rewriter:
                 found.append(Found(equation, new))
         level.remove_unread(unread)
         self._combine(level, ours, found)
+        level.remove_unread(unread)
         return level.in_order()
 
     def _combine(self, level: Level, ours: list[tuple[Dense, Found]], found: list[Found]) -> None:
@@ -210,10 +213,13 @@ class Rewriter:
             level.replace(equation, new)
             return None
         own = products.dense(equation, self._how)
-        if isinstance(own, str) or own.left is not None:
+        if isinstance(own, str):
             return own
         for name, x in zip(("lhs", "rhs"), own.factors, strict=True):
             own = self._of_stored(own, name, level.maker(x), level, unread)
+        if own.left is not None:
+            # XLA reads transposed operands as they are stored, too.
+            return own
         own = self._as_wanted(own, level)
         level.replace(equation, products.equation_of(own, equation))
         return own
@@ -231,7 +237,7 @@ class Rewriter:
             stored.append((letters, turn.outvars[0]))
         for count in range(len(turns), 0, -1):
             new = products.turned(own, self._how, out=stored[count])
-            if new is not None:
+            if new is not None and new.left is None:
                 for turn in turns[:count]:
                     level.remove(turn)
                 return new
@@ -249,8 +255,13 @@ class Rewriter:
         new = products.turned(own, self._how, **{name: (stored, before)})
         if new is None:
             return own
-        if not level.is_stored(before, but=turn) and new.seconds > own.seconds:
-            # What makes it writes it so.
+        seconds = own.seconds
+        if level.is_stored(before, but=turn):
+            seconds += xla_time.pass_seconds(2 * bytes_of(before), self._how.device)
+        elif own.left is not None or new.left is not None:
+            return own
+        if new.seconds > seconds:
+            # What makes it writes it so, or a kernel is faster even with a copy.
             return own
         unread.append(turn)
         return new

@@ -14,7 +14,7 @@ import pytest
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.functions import words
-from pallas_gemm.planning.by_xla import fused, xla_time
+from pallas_gemm.planning.by_xla import copies, fused, xla_time
 from pallas_gemm.problem import Epilogue, Problem
 
 FILE = pathlib.Path(__file__).parents[2] / "bench" / "results" / "h200_large_results.csv"
@@ -72,6 +72,46 @@ def test_all_else_takes_a_pass(change: dict[str, Any]) -> None:
     program = as_program(dataclasses.replace(WORDS, epilogue=other.epilogue))
     assert fused.pass_share(LAYER) == fused.SHARE
     assert fused.pass_share(dataclasses.replace(other, epilogue=program.epilogue)) == 1
+
+
+GELU_WORDS = Epilogue(bias=True, activation=jax.nn.gelu)
+GELU = as_program(dataclasses.replace(WORDS, epilogue=GELU_WORDS))
+
+
+@pytest.mark.parametrize(
+    ("change", "share"),
+    [
+        ({"m": 64, "n": 512}, fused.SHARE),
+        ({"m": 64, "n": 509}, fused.SHARE),
+        ({"m": 64, "n": 512, "a_dtype": jnp.float32, "b_dtype": jnp.float32}, fused.SHARE),
+        ({}, 1),
+        ({"m": 64, "n": 512, "groups": 2}, 1),
+        ({"m": 512, "n": 512, "k": 256}, 1),
+    ],
+)
+def test_what_follows_sums_that_are_cut_is_computed_as_they_are_joined(
+    change: dict[str, Any], share: float
+) -> None:
+    assert fused.pass_share(dataclasses.replace(GELU, **change)) == share
+
+
+def test_functions_of_long_sums_are_predicted_as_is_said() -> None:
+    with (FILE.parent / "h200_long_functions.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["dtype"] != "float32"]
+    errors = []
+    for row in rows:
+        if row["follows"] in ("bias and gelu", "bias and relu"):
+            left, right = (letter == "T" for letter in row["layout"])
+            epilogue = FOLLOWED if row["follows"] == "bias and relu" else GELU_WORDS
+            sizes = [int(row[name]) for name in "mnk"]
+            own = as_program(
+                Problem(*sizes, transpose_a=left, transpose_b=right, epilogue=epilogue)
+            )
+            if copies.pieces(own) > 1:
+                predicted = (xla_time.seconds_as_written(own, H200) or 0) * 1e6
+                errors.append(abs(np.log(predicted / float(row["stock_us"]))))
+    assert len(errors) > 30
+    assert np.median(errors) < 0.06
 
 
 def test_words_and_float32_results_take_a_pass() -> None:

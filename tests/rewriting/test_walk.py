@@ -145,6 +145,27 @@ def test_what_a_transposition_makes_is_not_read_as_it_was() -> None:
     assert names(program).count("transpose") == 1
 
 
+@pytest.mark.parametrize("is_followed", [False, True], ids=["alone", "gelu"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "count"),
+    # Rows that are no whole cache lines are slow to read transposed, and XLA reads them so.
+    [(1000, 1792, 4736, 0), (1024, 1792, 4736, 1), (16, 64, 32768, 0)],
+)
+def test_a_transposition_is_made_for_no_kernel_where_xla_needs_none(
+    rows: int, columns: int, k: int, count: int, is_followed: bool
+) -> None:
+    def f(x: Any, w: Any) -> Any:
+        product = x.T @ w
+        return jax.nn.gelu(product) if is_followed else product
+
+    given = [jax.ShapeDtypeStruct((k, side), jnp.bfloat16) for side in (rows, columns)]
+    with target("h200"):
+        found = names(jax.make_jaxpr(accelerate(f))(*given))
+    assert len([name for name in found if name.startswith("pallas_gemm")]) == count
+    # XLA's product reads the transposition, and ours the operand.
+    assert found.count("transpose") == 1 - count
+
+
 def test_equal_functions_are_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_gemm.rewriting import products
 

@@ -29,39 +29,58 @@ SMALL_MATRIX = 10_000_000
 """Elements of a matrix up to which XLA multiplies it by a vector in another way."""
 FEW_COLUMNS, SHORT_COLUMNS = 4096, 8192
 """Numbers of columns and of their elements, below which it stores products of elements first."""
-SECONDS, BYTES = 0.5e-6, 3.15e12
-"""The least time of copies, and the bytes that they move in a second."""
+SECONDS, BYTES = 0.5e-6, {1: 1.5e12, 2: 3.15e12, 4: 4e12}
+"""The least time of copies, and the bytes that they move in a second, by those of an element. Few
+products tell the first and the last."""
 
 
 def seconds(problem: Problem) -> float:
     """Predicts how long copies take: nothing where there are none."""
     if not (elements := copied(problem)):
         return 0.0
-    return SECONDS + 2 * elements * problem.a_dtype.itemsize / BYTES
+    itemsize = problem.a_dtype.itemsize
+    return SECONDS + 2 * elements * itemsize / BYTES[itemsize]
 
 
 def copied(problem: Problem) -> int:
     """Returns how many elements XLA copies before it adds up."""
-    batch, sides = max(problem.batch, 1), sorted((problem.m, problem.n))
-    if problem.in_groups or batch * math.prod(sides) * problem.k <= SMALL_WORK:
-        return 0
-    if sides[0] == 1 and sides[1] * problem.k <= SMALL_MATRIX:
-        return sides[1] * problem.k if _stores_products(problem) else 0
-    tiles = batch * math.prod(-(-side // own) for side, own in zip(sides, TILE, strict=True))
-    pieces = PIECES * problem.k**LONGER / tiles**TILES
-    if pieces < FEWEST:
-        return 0
+    count = pieces(problem)
+    if count == 1:
+        return max(problem.m, problem.n) * problem.k if _stores_products(problem) else 0
     # Each piece begins at a multiple of 16 bytes.
-    whole = 2 ** round(math.log2(pieces)) * ROW_BYTES // problem.a_dtype.itemsize
-    return batch * sum(sides) * problem.k if problem.k % whole else 0
+    whole = count * ROW_BYTES // problem.a_dtype.itemsize
+    each = (problem.m + problem.n) * problem.k
+    return max(problem.batch, 1) * each if problem.k % whole else 0
+
+
+def pieces(problem: Problem) -> int:
+    """Returns into how many pieces XLA cuts each sum."""
+    if problem.in_groups or _work(problem) <= SMALL_WORK or _is_small(problem):
+        return 1
+    batch, sides = max(problem.batch, 1), sorted((problem.m, problem.n))
+    tiles = batch * math.prod(-(-side // own) for side, own in zip(sides, TILE, strict=True))
+    count = PIECES * problem.k**LONGER / tiles**TILES
+    return 1 if count < FEWEST else 2 ** round(math.log2(count))
+
+
+def _work(problem: Problem) -> int:
+    return max(problem.batch, 1) * problem.m * problem.n * problem.k
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether a vector is multiplied by a small matrix."""
+    return min(problem.m, problem.n) == 1 and _work(problem) <= SMALL_MATRIX
 
 
 def _stores_products(problem: Problem) -> bool:
-    """Whether it does so with a small matrix that it multiplies by a vector.
+    """Whether XLA stores the products of all elements of a matrix and a vector.
 
     Three with rows of odd sizes take no longer for it.
     """
     by_columns = problem.transpose_a if problem.n == 1 else not problem.transpose_b
+    is_one = problem.batch <= 1 and not problem.in_groups
+    if not is_one or not _is_small(problem) or _work(problem) <= SMALL_WORK:
+        return False
     columns = max(problem.m, problem.n)
     is_short = columns < FEW_COLUMNS and problem.k < SHORT_COLUMNS
     is_even = problem.a_dtype.itemsize == 2 and 2 * columns % ROW_BYTES == 0
