@@ -373,7 +373,7 @@ def _as_written(program: core.Jaxpr, dtype: Any, sums: int, *args: Any) -> list[
     given = (*(x.astype(dtype) for x in args[:sums]), *args[sums:])
     results = (x for e in program.eqns for x in e.outvars)
     if any(map(_varies, results)) and not any(map(_varies, map(jax.typeof, given))):
-        # Calls keep the types of a mesh, and this is lowered for one device.
+        # This is lowered for one device, but calls have types of a mesh.
         return _run(program, given, exact=None)
     return core.jaxpr_as_fun(program)(*given)
 

@@ -257,11 +257,9 @@ class Rewriter:
             return own
         seconds = own.seconds
         if level.is_stored(before, but=turn):
+            # Else the operation that makes it writes it transposed.
             seconds += xla_time.pass_seconds(2 * bytes_of(before), self._how.device)
-        elif own.left is not None or new.left is not None:
-            return own
         if new.seconds > seconds:
-            # What makes it writes it so, or a kernel is faster even with a copy.
             return own
         unread.append(turn)
         return new

@@ -90,6 +90,16 @@ def test_what_is_copied_is_read_and_written_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "bytes_in_a_second"),
+    [("float8_e4m3fn", 1.5e12), ("float16", 3.15e12), ("float32", 4e12)],
+)
+def test_copies_take_longer_in_small_elements(dtype: str, bytes_in_a_second: float) -> None:
+    own = dataclasses.replace(LONG, a_dtype=dtype, b_dtype=dtype)
+    moved = 2 * 1032 * 99992 * np.dtype(dtype).itemsize
+    assert copies.seconds(own) == pytest.approx(0.5e-6 + moved / bytes_in_a_second)
+
+
+@pytest.mark.parametrize(
     ("change", "copied"),
     [
         ({"k": 99840}, 0),  # 64 pieces of 1560.

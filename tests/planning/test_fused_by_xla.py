@@ -95,6 +95,19 @@ def test_what_follows_sums_that_are_cut_is_computed_as_they_are_joined(
     assert fused.pass_share(dataclasses.replace(GELU, **change)) == share
 
 
+def test_gates_and_reductions_take_a_pass_even_of_sums_that_are_cut() -> None:
+    own = dataclasses.replace(GELU, m=64, n=512)
+    gated = dataclasses.replace(own.epilogue, gated=True)
+    program = own.epilogue.program
+    assert program is not None
+    (result,) = program.results
+    sums = result._replace(kind="m", reduction="sum")
+    rows = dataclasses.replace(program, results=(sums,))
+    assert fused.pass_share(own) == fused.SHARE
+    for other in (gated, dataclasses.replace(own.epilogue, program=rows)):
+        assert fused.pass_share(dataclasses.replace(own, epilogue=other)) == 1
+
+
 def test_functions_of_long_sums_are_predicted_as_is_said() -> None:
     with (FILE.parent / "h200_long_functions.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["dtype"] != "float32"]

@@ -166,6 +166,14 @@ def test_a_transposition_is_made_for_no_kernel_where_xla_needs_none(
     assert found.count("transpose") == 1 - count
 
 
+def test_a_product_is_not_turned_into_one_that_xla_computes_sooner() -> None:
+    # Turned, it has 816 rows of a transposed left operand, which are no whole cache lines.
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 8192), (8192, 816))]
+    with target("h200"):
+        found = names(jax.make_jaxpr(accelerate(lambda x, w: (x @ w).T))(*given))
+    assert (found.count("pallas_gemm"), found.count("transpose")) == (1, 1)
+
+
 def test_equal_functions_are_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_gemm.rewriting import products
 

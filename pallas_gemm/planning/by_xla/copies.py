@@ -1,4 +1,4 @@
-"""What XLA copies before it adds up: operands that it pads, and a matrix times a vector.
+"""XLA's copies before it adds up: of operands that it pads, and of a matrix times a vector.
 
 XLA cuts long sums into pieces of one length, and makes a power of two of them. If K is no whole
 number of such pieces, it copies both operands into larger arrays first. A kernel cuts sums as they
@@ -19,8 +19,7 @@ from pallas_gemm.problem import ROW_BYTES, Problem
 TILE = 64, 128
 """Sides of a tile, of which the first lies along the shorter side of the result."""
 PIECES, LONGER, TILES = 1.46, 0.42, 0.63
-"""The number of pieces of one tile with one element of k, the power of k with which it grows, and
-that of the tiles with which it falls."""
+"""There are PIECES * k**LONGER / tiles**TILES pieces, rounded to a power of two."""
 FEWEST = 1.9
 """Fewer pieces than this are one."""
 SMALL_WORK = 400_000

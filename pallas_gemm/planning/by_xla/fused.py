@@ -23,6 +23,7 @@ def pass_share(problem: Problem) -> float:
     Functions of sums that are cut count so, too. 15 products of 16 bits with bias and GELU take 1.1
     us more than is predicted for them alone, in the median. 12 with bias and relu take 0.5 more
     (`h200_long_functions.csv`, the first draw). A pass would take more than 2.
+    Nobody has measured other operands and types there.
 
     Bias or relu alone count so, too, which nobody has measured. Nor has anybody measured a bias for
     each product of a batch, a factor, a residual, operands of other widths and rows of odd sizes,
