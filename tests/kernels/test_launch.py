@@ -1,4 +1,4 @@
-"""What XLA is told of a kernel's time: its operations and bytes, where JAX takes them."""
+"""How kernels are launched: what XLA is told of their time, and what a search for leaks finds."""
 
 import dataclasses
 import inspect
@@ -92,6 +92,13 @@ def test_each_release_of_jax_is_told_what_it_takes() -> None:
         assert cost.flops == PLAIN.flops
     else:
         assert cost is None
+
+
+@pytest.mark.parametrize("problem", [PLAIN, GELU])
+def test_a_search_for_leaked_tracers_finds_none(problem: Problem) -> None:
+    with jax.checking_leaks():
+        traced(problem, HOPPER, H200)
+        traced(problem, BlackwellConfig(tile=(128, 128), cluster=(1, 1)), B200)
 
 
 def estimates(jaxpr: core.Jaxpr) -> Iterator[Any]:
