@@ -187,8 +187,8 @@ def kernel(
             interpret=interpret,
             **_cost(operations, (given, results)),
         )
-        # JAX takes its own tracers inside any such kernel for leaks.
-        with jax.check_tracer_leaks(False):
+        # Numbers in kernels have 32 bits, and JAX takes its own tracers in any kernel for leaks.
+        with jax.enable_x64(False), jax.check_tracer_leaks(False):
             made = launched(given)
         return jax.tree.map(on_its_own, made)
 
