@@ -160,7 +160,13 @@ def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]
             "operands must be a tuple of the arrays that epilogue takes beside the product, got"
             f" {type(operands).__name__}"
         )
-    return [arguments.array(f"operands[{i}]", x) for i, x in enumerate(operands)]
+    return [_typed(arguments.array(f"operands[{i}]", x)) for i, x in enumerate(operands)]
+
+
+def _typed(x: Any) -> Any:
+    """Returns an operand; a number of Python's has the type of the sums, as it has beside them."""
+    is_number = getattr(x, "weak_type", False) and np.issubdtype(x.dtype, np.floating)
+    return x.astype(np.float32) if is_number else x
 
 
 BY_XLA = "XLA computes the function that is the epilogue"

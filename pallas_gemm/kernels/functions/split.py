@@ -47,6 +47,8 @@ from pallas_gemm.program import (
 )
 
 FLOAT32 = np.dtype(np.float32)
+LARGEST = 4
+"""Bytes of a value that a kernel computes, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,12 +296,17 @@ class _Splitter:
 
         XLA makes what products of a batch share, if the kernel would load more for it.
         """
-        if self.kind(number) != "mn" or not all(map(self._is_reachable, taken)):
+        if self.kind(number) != "mn" or self._type(number).itemsize > LARGEST:
+            return False
+        if not all(map(self._is_reachable, taken)):
             return False
         if self._is_shaped_like_sums(number):
             return True
         loaded = {x for own in taken for x in self._loads(own) if self.kind(x) == "mn"}
         return not loaded or (len(loaded) == 1 and self._is_whole_matrix(number))
+
+    def _type(self, number: int) -> np.dtype:
+        return np.dtype(self.flat.types[number].dtype)
 
     def _is_whole_matrix(self, number: int) -> bool:
         """Whether a value has all rows and columns; products of a batch may share it."""
@@ -341,12 +348,12 @@ class _Splitter:
 
     def _is_loaded(self, number: int) -> bool:
         """Whether a kernel can load a value that does not depend on the sums."""
-        dtype = np.dtype(self.flat.types[number].dtype)
+        dtype = self._type(number)
         if FOREIGN in self.axes[number]:
             return False
         if self.kind(number) == "mn":
             return dtype in FLOATS | CARRIED
-        return dtype.itemsize <= 4 and not np.issubdtype(dtype, np.complexfloating)
+        return dtype.itemsize <= LARGEST and not np.issubdtype(dtype, np.complexfloating)
 
     def batch(self, number: int) -> str:
         """Returns which dimensions of the batch an operand of each element has for a kernel."""
@@ -378,7 +385,7 @@ class _Splitter:
         builder = Builder(self)
         values: list[Any] = [builder.value(result.value) for result in wanted.values()]
         beside = self._beside(frozenset(builder.operands))
-        wanted |= {x: Result(x, np.dtype(self.flat.types[x].dtype)) for x in beside}
+        wanted |= {x: Result(x, self._type(x)) for x in beside}
         values += map(builder.value, beside)
         pairs = zip(wanted.values(), values, strict=True)
         results = tuple(result._replace(value=value) for result, value in pairs)
@@ -398,7 +405,7 @@ class _Splitter:
         """Notes which results of the kernel a value needs that XLA computes."""
         if not isinstance(atom, int) or atom not in self.depends or atom in wanted:
             return
-        dtype = np.dtype(self.flat.types[atom].dtype)
+        dtype = self._type(atom)
         if atom in self.sums or (atom in self.inside and dtype in FLOATS):
             wanted[atom] = Result(atom, dtype)
             return
@@ -425,11 +432,7 @@ class _Splitter:
         every = [x for x in dict.fromkeys(self.flat.outputs) if isinstance(x, int)]
         own = [x for x in every if x in self.inside - self.depends and x in self.made]
         own = [x for x in own if self._is_shaped_like_sums(x)]
-        return [
-            x
-            for x in own
-            if np.dtype(self.flat.types[x].dtype) in FLOATS and self._loads(x) <= loaded
-        ]
+        return [x for x in own if self._type(x) in FLOATS and self._loads(x) <= loaded]
 
     def _loads(self, number: int) -> set[int]:
         """Returns what a kernel loads to compute a value."""

@@ -191,7 +191,8 @@ def _slopes_of(
     if not some:
         return found
     first = own.of_tokens(0, some)
-    logits = lax.dynamic_slice(weight, (0, at[0]), (some, at[1]))
+    start = jnp.int32(0), jnp.int32(at[0])
+    logits = lax.dynamic_slice(weight, start, (some, at[1]))
     of_words: Any = jax.ShapeDtypeStruct((weight.shape[0], at[1]), weight.dtype)
     types = first._replace(weight=of_words)
     function = slopes_of_sums(layer, types, with_bias, of_first)

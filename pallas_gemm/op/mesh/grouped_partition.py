@@ -65,7 +65,8 @@ def rows_of_groups(
     """
     ends = xla_groups.bounds(sizes, rows, 1).end
     own = lax.dynamic_slice_in_dim(sizes, first, groups)
-    before = jnp.where(jnp.arange(sizes.shape[0]) < first, ends, 0).max(initial=0)
+    numbers = lax.iota(jnp.int32, sizes.shape[0])
+    before = jnp.where(numbers < first, ends, 0).max(initial=0)
     row, start = lax.iota(jnp.int32, rows), jnp.minimum(before, rows)
     return own, (row + start) % rows, (row - start) % rows
 
