@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_gemm.kernels.element_types import FLOATS_16
 from pallas_gemm.kernels.functions import flat
 
 # Cephes, ndtrf.c: erf of less than 1, and erfc of less and of more than 2, highest power first.
@@ -80,7 +81,7 @@ def _log1p(x: Any) -> Any:
 
 def _chosen(which: Any, *cases: Any) -> Any:
     """Returns the case of a number, as `lax.switch` of a batch has it, by true and false alone."""
-    found = cases[-1]
+    which, found = which.astype(jnp.int32), cases[-1]
     for place in reversed(range(len(cases) - 1)):
         found = lax.select(jnp.broadcast_to(which <= place, found.shape), cases[place], found)
     return found
@@ -88,12 +89,19 @@ def _chosen(which: Any, *cases: Any) -> Any:
 
 _FLOATS_OF_8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 _DIVIDING = frozenset(("div", "logistic"))
-_BRANCHING = frozenset(("cos", "log", "rsqrt", "sin", "sqrt"))
+_BRANCHING = frozenset(("log", "rsqrt", "sqrt"))
 """Operations that branch for some numbers, as a division does: the assembler moves nothing across
 the branches. They take more instructions than a division."""
 
 TRANSCENDENTAL = frozenset(("cos", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "tanh"))
 """Operations that are more than a few additions and multiplications."""
+
+_OF_FLOAT32 = TRANSCENDENTAL | frozenset(("erf", "erfc", "log1p", "sqrt"))
+"""Operations on floats that Mosaic lowers for float32 alone."""
+_OF_BYTES = frozenset(("and", "convert_element_type", "copy", "not", "or", "xor"))
+"""Operations that Mosaic lowers for 8 bits, too."""
+_OF_TRUTH = {"max": lax.bitwise_or, "min": lax.bitwise_and}
+"""Operations that Mosaic does not lower for true and false."""
 
 REWRITTEN = {
     "add_any": lambda x, y: x + y,
@@ -116,13 +124,48 @@ def rewritten(equation: flat.Equation, types: Sequence[Any]) -> flat.Flat | None
     """
     name, params = equation.primitive.name, equation.params
     function = REWRITTEN.get(name)
-    if name == "integer_pow":
+    if name == "select_n" and types[0].dtype != jnp.bool_:
+        function = _chosen
+    elif any(_is_narrow(name, x.dtype) for x in types):
+        function = _in_32_bits(equation.primitive, tuple(params.items()))
+    elif types[0].dtype == jnp.bool_ and name in _OF_TRUTH:
+        function = _OF_TRUTH[name]
+    elif name == "integer_pow":
         function = _power(params["y"])
     elif name == "convert_element_type":
         function = _cast(types[0].dtype, params["new_dtype"])
-    elif name == "select_n" and types[0].dtype != jnp.bool_:
-        function = _chosen
     return None if function is None else _traced(function, tuple(types))
+
+
+def _is_narrow(name: str, dtype: Any) -> bool:
+    """Whether Mosaic lowers an operation for wider types alone."""
+    if dtype in FLOATS_16:
+        return name in _OF_FLOAT32
+    return dtype.itemsize == 1 and dtype != jnp.bool_ and name not in _OF_BYTES
+
+
+@functools.lru_cache(maxsize=64)
+def _in_32_bits(primitive: Any, params: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns an operation that is computed in 32 bits and rounded, as XLA does it."""
+    known = REWRITTEN.get(primitive.name)
+    function = known or functools.partial(primitive.bind, **dict(params))
+
+    def run(*inputs: Any) -> Any:
+        # The first of three may be a truth value, by which one of the others is chosen.
+        own = inputs[-1].dtype
+        wide = jnp.int32 if jnp.issubdtype(own, jnp.integer) else jnp.float32
+        result = function(*(x if x.dtype == jnp.bool_ else x.astype(wide) for x in inputs))
+        return result.astype(own) if result.dtype == wide else result
+
+    return run
+
+
+def _wide(x: Any) -> Any:
+    """Returns numbers as float32; Mosaic would join a cast of whole numbers with the next cast."""
+    if x.dtype == jnp.bool_:
+        return jnp.where(x, 1.0, 0.0)
+    wide = x.astype(jnp.float32)
+    return wide + 0.0 if jnp.issubdtype(x.dtype, jnp.integer) else wide
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,9 +174,9 @@ def _cast(old: Any, new: Any) -> Callable[[Any], Any] | None:
     if new == jnp.bool_ and old != jnp.bool_:
         return lambda x: x != 0
     if new in _FLOATS_OF_8 and old not in (new, jnp.float32):
-        # Mosaic would join a cast of true and false with the next cast.
-        wide = (lambda x: jnp.where(x, 1.0, 0.0)) if old == jnp.bool_ else jnp.float32
-        return lambda x: wide(x).astype(new)
+        return lambda x: _wide(x).astype(new)
+    if old in _FLOATS_OF_8 and new != jnp.float32:
+        return lambda x: x.astype(jnp.float32).astype(new)
     return None
 
 

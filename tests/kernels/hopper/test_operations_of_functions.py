@@ -44,9 +44,24 @@ def _cast(s: Any, u: Any) -> Any:
     return jnp.clip(s, -jnp.abs(small), 4) + small / 256 + (s / 8).astype(jnp.int8) * 256
 
 
+def _of_bytes(s: Any, u: Any) -> Any:
+    whole, small = (s / 2).astype(jnp.int8), (s / 16).astype(jnp.float8_e4m3fn)
+    of_whole = jnp.where(whole > 3, whole * whole, -whole) + jnp.abs(whole)
+    of_small = jnp.where(small < 1, small + small, -small)
+    wide = of_whole.astype(jnp.float8_e5m2).astype(F32) + of_small.astype(jnp.float16).astype(F32)
+    return wide + jnp.where(u.astype(jnp.int8) > 0, s, 0)
+
+
+def _of_flags(s: Any, u: Any) -> Any:
+    return (
+        jnp.where(jnp.maximum(s > 0, u > 0), s, 0)
+        + jnp.where(jnp.minimum(s > 0, u > 0), s, 0) * 256
+    )
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, I32, jnp.bool_])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("function", [_chosen, _of_truth, _cast])
+@pytest.mark.parametrize("function", [_chosen, _of_truth, _cast, _of_bytes, _of_flags])
 def test_they_are_lowered_and_exact(function: Any, shape: str, dtype: Any) -> None:
     rng = np.random.default_rng(7)
     a, b = (jnp.asarray(rng.integers(-2, 3, size), BF16) for size in ((M, K), (K, N)))
@@ -62,3 +77,49 @@ def test_they_are_lowered_and_exact(function: Any, shape: str, dtype: Any) -> No
     found = product(a, b, u, "interpret")
     sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
     np.testing.assert_array_equal(found, function(jnp.asarray(sums), u))
+
+
+OF_16_BITS = {
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "log": lambda x: jnp.log(jnp.abs(x) + 1),
+    "log1p": lambda x: jnp.log1p(jnp.abs(x)),
+    "logistic": lax.logistic,
+    "sqrt": lambda x: jnp.sqrt(jnp.abs(x)),
+    "rsqrt": lambda x: lax.rsqrt(jnp.abs(x) + 1),
+    "tanh": jnp.tanh,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_functions_of_16_bits_are_those_of_float32_rounded(dtype: Any) -> None:
+    rng = np.random.default_rng(3)
+    a, b = (jnp.asarray(rng.integers(-2, 3, size), dtype) for size in ((M, K), (K, N)))
+
+    def every(s: Any) -> Any:
+        # Sums are whole numbers up to 100.
+        return [function((s / 64).astype(dtype)) for function in OF_16_BITS.values()]
+
+    def product(a: Any, b: Any, function: Any, implementation: str) -> Any:
+        return gemm(a, b, epilogue=function, config=CONFIG, implementation=implementation)
+
+    for name, function in OF_16_BITS.items():
+
+        def one(s: Any, function: Any = function) -> Any:
+            return function((s / 64).astype(dtype))
+
+        with target("h200"):
+            traced = jax.jit(product, static_argnums=(2, 3)).trace(a, b, one, "hopper")
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text, name
+    sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    found = product(a, b, lambda s: every(s)[:4], "interpret")
+    for name, own, expected in zip(OF_16_BITS, found, every(jnp.asarray(sums)), strict=False):
+        assert own.dtype == dtype
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (own, expected)), rtol=2**-7, err_msg=name
+        )
