@@ -60,11 +60,9 @@ ADDING = ("sum", LOGSUMEXP)
 
 COARSE = 2
 """Bytes of a type to which a result is rounded by more than the error of what follows."""
-APPROXIMATE = frozenset(
-    ("cos", "div", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "sqrt", "tanh")
-)
+APPROXIMATE = frozenset(("div", "exp", "exp2", "log", "logistic", "rsqrt", "sqrt", "tanh"))
 """Operations that a GPU has in a quick form, which errs by more than rounding to float32."""
-ROUGH = frozenset(("cos", "sin", "tanh"))
+ROUGH = frozenset(("tanh",))
 """Operations with a quick form that errs by more than the last bits of float32."""
 
 

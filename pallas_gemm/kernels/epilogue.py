@@ -90,11 +90,17 @@ def expect(plan: KernelPlan, gmem: launch.Inputs, strip: Strip) -> None:
             prefetch.vector(plan, place.vector(vector, strip.batch), first, count=count)
 
 
+_IN_ONE_BLOCK = {lax.sin_p: quick.sin, lax.cos_p: quick.cos}
+"""Operations that have instructions of their own, precise ones."""
+
+
 def _run(plan: KernelPlan, program: Program, step: Step, inputs: Sequence[Any], layout: Any) -> Any:
     """Runs one step, in the instructions that there are for it."""
     params = dict(step.params)
     if step.primitive is lax.logistic_p and program.is_coarse:
         return quick.sigmoid(plan, *inputs, layout)
+    if step.primitive in _IN_ONE_BLOCK:
+        return _IN_ONE_BLOCK[step.primitive](plan, *inputs, layout)
     if step.primitive is shorter.ONE_PLUS_TANH:
         return quick.one_plus_tanh(plan, *inputs, *params.values(), layout)
     if step.primitive is shorter.FMA:

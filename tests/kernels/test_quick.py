@@ -37,17 +37,33 @@ def _run(text: str, units: float, *given: Floats) -> Floats:
         "fma.rn.f32": lambda x, y, z: x * y + z,
         "ex2.approx.ftz.f32": lambda x: _flushed(np.exp2(_flushed(x)) * off),
         "rcp.approx.ftz.f32": lambda x: _flushed(1 / x * off),
+        "max.NaN.f32": np.maximum,
+        "min.NaN.f32": np.minimum,
+        "shl.b32": lambda x, bits: _of_bits(_bits(x) << np.uint32(bits)),
+        "xor.b32": lambda x, y: _of_bits(_bits(x) ^ _bits(y)),
     }
     values = {f"${i}": x.astype(np.float64) for i, x in enumerate(given, 1)}
-    _, *lines = re.sub(r"[{}]", "", text).strip().rstrip("; \n").split(";")
+    lines = re.sub(r"[{}]", "", text).strip().rstrip("; \n").split(";")
     for line in lines:
         name, target, *inputs = re.split(r",?\s+", line.strip())
-        own = [_number(x) if x.startswith("0f") else values[x] for x in inputs]
+        if name == ".reg":
+            continue
+        own = [values[x] if x in values else _number(x) for x in inputs]
         values[target] = operations[name](*own).astype(np.float32).astype(np.float64)
     return values["$0"]
 
 
+def _bits(x: Floats) -> Any:
+    return x.astype(np.float32).view(np.uint32)
+
+
+def _of_bits(x: Any) -> Floats:
+    return x.view(np.float32).astype(np.float64)
+
+
 def _number(text: str) -> Any:
+    if not text.startswith("0f"):
+        return int(text)
     return np.uint32(int(text.removeprefix("0f"), 16)).view(np.float32).astype(np.float64)
 
 
@@ -90,3 +106,35 @@ def test_exp_beside_a_number_is_one_for_that_number(mask: float) -> None:
     """So it is with each value of a row that is masked as a whole."""
     x = np.array([mask, -mask], np.float32).astype(np.float64)
     np.testing.assert_array_equal(_run(quick.EXP_BESIDE, 0, x, x), 1)
+
+
+ANGLES = {
+    "small": (4.0, 1.5e-7, 3e-7),
+    "hundreds": (1e3, 1.5e-7, 3e-7),
+    "a million": (1e6, 2e-7, 1e-6),
+}
+"""The size of arguments, and the largest error, of a result and relative to it."""
+
+
+@pytest.mark.parametrize("name", ANGLES)
+@pytest.mark.parametrize("function", ["sin", "cos"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sines_are_precise(function: str, name: str, rng: np.random.Generator) -> None:
+    size, least, relative = ANGLES[name]
+    # Some are as near a zero as float32 has them.
+    zeros = np.pi / 2 * rng.integers(-int(size / 2), int(size / 2) + 1, 20000)
+    drawn = np.concatenate([rng.uniform(-size, size, 20000), zeros[np.abs(zeros) < size], [0.0]])
+    x = drawn.astype(np.float32).astype(np.float64)
+    found = _run({"sin": quick._SIN, "cos": quick._COS}[function], 0, x)
+    exact = {"sin": np.sin, "cos": np.cos}[function](x)
+    error = np.abs(found - exact)
+    assert error.max() < least
+    assert (error <= relative * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("text", [quick._SIN, quick._COS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sines_of_anything_are_no_larger_than_one(text: str) -> None:
+    x = np.array([1e7, 1e8, -3e20, 3e38], np.float32).astype(np.float64)
+    assert (np.abs(_run(text, 0, x)) <= 1).all()
+    assert np.isnan(_run(text, 0, np.array([np.inf, -np.inf, np.nan]))).all()
