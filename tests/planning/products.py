@@ -306,7 +306,9 @@ ASKED: Mapping[str, Asked] = {
     "of 16 bits that are two types": asked(LARGE, types=(BF16, F16, BF16)),
     "of 16 and of 32 bits": asked(LARGE, types=(BF16, F32, F32)),
     "of float32": asked(LARGE, types=SINGLES),
-    "of float32, with a bias": asked(LARGE, types=SINGLES, epilogue=Epilogue(bias=True)),
+    "of float32, with bias and gelu": asked(
+        LARGE, types=SINGLES, epilogue=Epilogue(bias=True, activation=jax.nn.gelu)
+    ),
     "of 8 bits": asked(LARGE, types=BYTES),
     "of 8 bits that are turned": asked((2048, 4096, 8192), "TN", types=BYTES),
     "of integers": asked(LARGE, types=WHOLES),
