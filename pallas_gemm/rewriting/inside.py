@@ -145,7 +145,10 @@ class Inside:
             return True
         if equation.primitive.name in MOVES:
             return _real(first.aval.shape) == _real(shape)
-        return is_elementwise(equation, shape, self.allowed)
+        # An operation may broadcast what it reads.
+        within = [x for x in variables(equation) if x in self.base]
+        is_whole = all(_real(x.aval.shape) == _real(shape) for x in within)
+        return is_whole and is_elementwise(equation, shape, self.allowed)
 
     def _order_after(self, equation: Any) -> tuple[int, ...]:
         """Returns the product's dimensions in the order that what an equation makes has them."""

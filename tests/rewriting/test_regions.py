@@ -139,3 +139,12 @@ def test_results_in_the_order_in_which_a_kernel_makes_them_are_not_copied() -> N
         assert [own.copied_bytes([x]) for x in results] == [copied * x for x in is_copied]
         # Whatever the kernel does, XLA's own scores are in the program's order.
         assert list(map(own.is_turned, results)) == [False, True]
+
+
+def test_a_broadcast_within_an_operation_ends_a_region() -> None:
+    def program(x: Any, w: Any) -> Any:
+        column = lax.expand_dims(lax.sqrt(lax.dot(x, w)), (1,))
+        return lax.transpose(lax.mul(x, column), (1, 0))
+
+    region = region_of(_inside(program, (256, 64), (64,)))
+    assert _names(region) == {"sqrt", "broadcast_in_dim"}
