@@ -8,7 +8,7 @@ than numbers from -1 to 1 for arguments that are much larger: float32 hardly tel
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,52 +89,20 @@ _COS = f"""{{
 """With x = (k + 1/2) * pi - r, cos(x) is sin(r) or -sin(r)."""
 
 
-@Operation
-def exp(values: Values, layout: Any) -> Any:
-    """Returns `exp(x)` of float32 values in registers."""
-    return _of_each(_EXP, layout, values)
+def _operation(text: str, function: Callable[[Values], Values]) -> Operation:
+    """Returns the operation on float32 values in registers that a block of PTX is.
+
+    Args:
+        text: The block.
+        function: The same in the words of JAX.
+    """
+    operation = Operation(lambda values, layout: _of_each(text, layout, values))
+    return operation.meaning(lambda values, layout: function(values))  # noqa: ARG005 - on a GPU
 
 
-@exp.meaning
-def _(values: Values, layout: Any) -> Any:
-    del layout
-    return lax.exp(values)
-
-
-@Operation
-def sigmoid(values: Values, layout: Any) -> Any:
-    """Returns `1 / (1 + exp(-x))` of float32 values in registers."""
-    return _of_each(_SIGMOID, layout, values)
-
-
-@sigmoid.meaning
-def _(values: Values, layout: Any) -> Any:
-    del layout
-    return lax.logistic(values)
-
-
-@Operation
-def sin(values: Values, layout: Any) -> Any:
-    """Returns `sin(x)` of float32 values in registers."""
-    return _of_each(_SIN, layout, values)
-
-
-@sin.meaning
-def _(values: Values, layout: Any) -> Any:
-    del layout
-    return lax.sin(values)
-
-
-@Operation
-def cos(values: Values, layout: Any) -> Any:
-    """Returns `cos(x)` of float32 values in registers."""
-    return _of_each(_COS, layout, values)
-
-
-@cos.meaning
-def _(values: Values, layout: Any) -> Any:
-    del layout
-    return lax.cos(values)
+exp = _operation(_EXP, lax.exp)
+sigmoid = _operation(_SIGMOID, lax.logistic)
+sin, cos = _operation(_SIN, lax.sin), _operation(_COS, lax.cos)
 
 
 @Operation
