@@ -164,7 +164,7 @@ def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]
 
 
 def _typed(x: Any) -> Any:
-    """Returns an operand; a number of Python's has the type of the sums, as it has beside them."""
+    """Returns an operand. A Python number takes the type of the sums, as in JAX."""
     is_number = getattr(x, "weak_type", False) and np.issubdtype(x.dtype, np.floating)
     return x.astype(np.float32) if is_number else x
 

@@ -2,7 +2,7 @@
 
 A program may round the product to 16 bits first, as `jax.nn.relu(a @ b + bias)` does: then XLA
 computes bias and relu with it. Words and functions of `gemm` take float32 sums: XLA stores these,
-and makes a pass. Products of float32 are not rounded, so that words and functions are a program's.
+and makes a pass. Nothing is rounded before it in float32: there a pass is no more than a program's.
 Where XLA cuts sums along k, the pass that adds up pieces computes what follows.
 """
 

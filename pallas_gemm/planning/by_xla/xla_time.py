@@ -45,8 +45,9 @@ FLOPS_PER_CYCLE = 4096
 """An SM of Hopper does this number of operations with 16-bit operands."""
 FLOATS_AT_ONCE, ODD_PASS = 4, 2.5
 """A pass over float32 takes the second times as long, if it reads a vector for columns whose number
-is no multiple of the first. Bias and GELU of 12 products of `h200_single.csv` are the fit, which
-nobody has judged by others: 35226 x 626 takes 110 us more with them, and 15592 x 632 takes 19."""
+is no multiple of the first. Nine products of `h200_single.csv` with bias and GELU tell it, beside
+three with multiples: 35226 x 626 takes 110 us more with them, and 15592 x 632 takes 19. Nobody has
+judged it by others."""
 LAUNCH_SECONDS = 2.08e-6
 """Each product takes this."""
 EIGHT_BITS = 1.12
