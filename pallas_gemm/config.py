@@ -244,8 +244,10 @@ class GemmConfig:
 
     def refusals(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Returns every reason why this config cannot compute `problem` on `device`."""
+        if 0 in self.stacked_grid(problem):
+            return (f"m, n and batch must be positive, got {problem.out_shape}",)
         reasons = (
-            *self._schedule_refusals(problem),
+            *self._order_refusals(problem),
             *self._cut_refusals(problem),
             *self._parts_refusals(problem),
         )
@@ -311,12 +313,9 @@ class GemmConfig:
         if self.split_last is not None and self.split_k == 1:
             yield f"split_last needs split_k of at least 2, got split_last={self.split_last}"
 
-    def _schedule_refusals(self, problem: Problem) -> tuple[str, ...]:
+    def _order_refusals(self, problem: Problem) -> tuple[str, ...]:
         """Returns the reasons why the order of the tiles is illegal."""
-        grid = self.stacked_grid(problem)
-        if 0 in grid:
-            return (f"m, n and batch must be positive, got {problem.out_shape}",)
-        order, wanted = self.schedule, self.triangle(problem)
+        grid, order, wanted = self.stacked_grid(problem), self.schedule, self.triangle(problem)
         if isinstance(order, str):
             try:
                 order = self._named_order(order, problem)

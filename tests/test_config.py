@@ -175,6 +175,16 @@ CASES = {
         config(persistence="dynamic"),
         GROUPS,
     ),
+    "groups, too many columns": Case(
+        ("tiles of groups must be in at most 65536 rows and columns", "65538) of tile=(128, 256)"),
+        config(stages=3),
+        dataclasses.replace(GROUPS, n=2**24 + 512),
+    ),
+    "sums over groups, too many rows": Case(
+        ("tiles of groups must be in at most 65536 rows and columns", "(65537, "),
+        config(stages=3),
+        dataclasses.replace(SUMS_OVER_GROUPS, m=128 * 65537),
+    ),
     "groups, cut along k": Case(
         ("groups need split_k=1", "got 2"), config(stages=3, split_k=2), SUMS_OVER_GROUPS
     ),

@@ -1,5 +1,6 @@
 """Which products with weights of few bits a kernel computes, and how it refuses others."""
 
+import math
 import re
 from typing import Any
 
@@ -46,6 +47,13 @@ def test_there_is_a_config_for_any_rows(
     # The weights alone take so long to be read.
     least = asked.n * asked.k * (0.5 if kind == jnp.int4 else 1) / 4.8e12
     assert least < prediction.seconds(asked, config, H200, WIDENED) < 1e-3
+
+
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
+def test_no_table_limits_its_tiles(kind: Any) -> None:
+    config = heuristics.best(problem(16, 2**16, 256, kind, batch=256), H200, WIDENED)
+    assert config is not None
+    assert math.prod(config.stacked_grid(problem(16, 2**16, 256, kind, batch=256))) >= 2**16
 
 
 @pytest.mark.parametrize(

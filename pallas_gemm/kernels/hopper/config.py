@@ -15,7 +15,7 @@ from pallas_gemm.kernels.hardware import (
 from pallas_gemm.kernels.hopper.problems import cut_refusals, is_narrow, layout_refusals
 from pallas_gemm.kernels.hopper.tiling import HopperTiling, ordered_columns
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS
+from pallas_gemm.kernels.work import CLAIM_BITS, CLAIM_SLOTS, TABLE_BITS
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -193,6 +193,12 @@ class HopperConfig(HopperTiling):
             yield f"groups need split_k=1, got {self.split_k}"
         if problem.groups and self.persistence == "dynamic":
             yield "rows in groups are not claimed: persistence='static' fits, got 'dynamic'"
+        rows, columns = self.grid(problem)
+        if max(rows * problem.ragged_k, columns) > (most := 1 << TABLE_BITS):
+            yield (
+                f"tiles of groups must be in at most {most} rows and columns, got"
+                f" {(rows, columns)} of tile={self.tile}"
+            )
         if problem.ragged_k:
             if self.pingpong or self.cluster_size > 1 or not self.split_rows:
                 yield (

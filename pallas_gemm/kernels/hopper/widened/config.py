@@ -225,8 +225,6 @@ class WidenedConfig(GemmConfig):
                 "all CTAs share tiles of products without groups, with persistence='static' and"
                 f" ctas_along_k=1, got {self}"
             )
-        if self.schedule != "raster":
-            yield f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}"
         if self.consumer_tile[0] % (WGMMA_ROWS * problem.sums):
             yield (
                 f"tile[0] must be a multiple of {WGMMA_ROWS * problem.sums} for each consumer of a"
@@ -238,6 +236,13 @@ class WidenedConfig(GemmConfig):
         needed = self.shared_memory_bytes(problem, device=device)
         if needed > Device.shared_memory:
             yield f"shared memory: needs {needed} bytes of {Device.shared_memory}"
+
+    def _order_refusals(self, problem: Problem) -> tuple[str, ...]:
+        """See `GemmConfig`: the order is the kernel's own, and no table limits its tiles."""
+        del problem
+        if self.schedule == "raster":
+            return ()
+        return (f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}",)
 
     def joined(self, problem: Problem) -> Joined:
         """See `GemmConfig`: nothing is joined by another kernel."""
