@@ -90,7 +90,14 @@ def expect(plan: KernelPlan, gmem: launch.Inputs, strip: Strip) -> None:
             prefetch.vector(plan, place.vector(vector, strip.batch), first, count=count)
 
 
-_IN_ONE_BLOCK = {lax.sin_p: quick.sin, lax.cos_p: quick.cos}
+_IN_ONE_BLOCK = {
+    lax.ceil_p: quick.ceil,
+    lax.cos_p: quick.cos,
+    lax.expm1_p: quick.expm1,
+    lax.floor_p: quick.floor,
+    lax.round_p: quick.nearest,
+    lax.sin_p: quick.sin,
+}
 """Operations that have instructions of their own, precise ones."""
 
 

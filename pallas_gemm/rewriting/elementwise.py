@@ -10,9 +10,9 @@ from pallas_gemm.rewriting.level import called
 
 EXACT = frozenset(
     (
-        *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "eq", "ge"),
-        *("gt", "le", "lt", "max", "min", "mul", "ne", "neg", "or", "select_n", "sign"),
-        *("square", "sub", "xor"),
+        *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "eq"),
+        *("floor", "ge", "gt", "le", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or"),
+        *("round", "select_n", "sign", "square", "stop_gradient", "sub", "xor"),
     )
 )
 """Operations whose result is the exact value, rounded once, wherever they are computed."""

@@ -17,7 +17,7 @@ from pallas_gemm.rewriting.level import Level, is_stored_by
 
 LARGEST = "reduce_max"
 TOTAL = "reduce_sum"
-OF_ROWS = ELEMENTWISE | MOVES | {"stop_gradient"}
+OF_ROWS = ELEMENTWISE | MOVES
 """Operations by which what is subtracted follows from the largest value."""
 
 

@@ -1,7 +1,8 @@
 """Calls around products, replaced by what they do: it then lies beside the products.
 
 XLA does the same. A call stays if it says where its arguments lie, or gives them away. It stays if
-it has products, which are replaced where they are, and if a kernel could compute it as it is.
+it has products, which are replaced where they are, and if it has one result that a kernel could
+compute as it is.
 """
 
 import weakref
@@ -93,9 +94,9 @@ _HAS_PRODUCTS: weakref.WeakKeyDictionary[core.Jaxpr, bool] = weakref.WeakKeyDict
 
 
 def _is_elementwise(equation: Any) -> bool:
-    """Whether a kernel could compute a call as it is."""
-    (shape, *others) = dict.fromkeys(x.aval.shape for x in equation.outvars)
-    return not others and is_elementwise(equation, shape, ELEMENTWISE)
+    """Whether a kernel could compute a call as it is; several results may have other readers."""
+    first, *more = equation.outvars
+    return not more and is_elementwise(equation, first.aval.shape, ELEMENTWISE)
 
 
 def _needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:

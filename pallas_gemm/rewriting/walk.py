@@ -24,6 +24,7 @@ from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How
 from pallas_gemm.rewriting.scattered import chosen
 from pallas_gemm.rewriting.side_by_side import beside_of
+from pallas_gemm.rewriting.signs import asked_of_results
 from pallas_gemm.rewriting.sums import sum_of
 
 
@@ -94,7 +95,7 @@ class Rewriter:
         inside = [self._inside(equation, found) for equation in jaxpr.eqns]
         equations = inside
         if dots := sum(map(_is_dot, inside)):
-            flat = chosen(jaxpr, inlined(jaxpr, inside))
+            flat = asked_of_results(chosen(jaxpr, inlined(jaxpr, inside)))
             equations = self._with_products(Level(jaxpr, flat), found)
             if _are_the_same(equations, flat) and sum(map(_is_dot, flat)) == dots:
                 equations = inside

@@ -40,6 +40,8 @@ def _run(text: str, units: float, *given: Floats) -> Floats:
         "max.NaN.f32": np.maximum,
         "min.NaN.f32": np.minimum,
         "shl.b32": lambda x, bits: _of_bits(_bits(x) << np.uint32(bits)),
+        "mov.b32": lambda x: x,
+        "add.s32": lambda x, y: _of_bits(_bits(x) + np.uint32(y)),
         "xor.b32": lambda x, y: _of_bits(_bits(x) ^ _bits(y)),
     }
     values = {f"${i}": x.astype(np.float64) for i, x in enumerate(given, 1)}
@@ -106,6 +108,17 @@ def test_exp_beside_a_number_is_one_for_that_number(mask: float) -> None:
     """So it is with each value of a row that is masked as a whole."""
     x = np.array([mask, -mask], np.float32).astype(np.float64)
     np.testing.assert_array_equal(_run(quick.EXP_BESIDE, 0, x, x), 1)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_expm1_is_precise_where_it_is_small(rng: np.random.Generator) -> None:
+    small = 10.0 ** rng.uniform(-30, 0, 20000) * rng.choice([-1, 1], 20000)
+    drawn = np.concatenate([rng.uniform(-40, 88.7, 20000), small, [-0.0, 88.72, -1e30]])
+    x = drawn.astype(np.float32).astype(np.float64)
+    np.testing.assert_allclose(_run(quick._EXPM1, 0, x), np.expm1(x), rtol=1.5e-7)
+    edges = np.array([89.0, 1e4, np.inf, -np.inf, np.nan])
+    found = _run(quick._EXPM1, 0, edges)
+    np.testing.assert_array_equal(found, [np.inf, np.inf, np.inf, -1, np.nan])
 
 
 ANGLES = {

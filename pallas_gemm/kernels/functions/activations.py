@@ -45,11 +45,12 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 KERNEL_PRIMITIVES = frozenset(
     (
-        *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "cos"),
-        *("custom_jvp_call", "div", "eq", "erf", "erfc", "exp", "exp2", "ge", "gt", "integer_pow"),
-        *("is_finite", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
-        *("neg", "one_minus_square", "or", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
+        *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "cos"),
+        *("custom_jvp_call", "custom_vjp_call", "div", "eq", "erf", "erfc", "exp", "exp2"),
+        *("expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "jit", "le", "log", "log1p"),
+        *("log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
+        *("one_minus_square", "or", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"),
+        *("stop_gradient", "sub", "tanh", "xor"),
     )
 )
 """The functions that a kernel can apply to its accumulator; XLA applies all others."""

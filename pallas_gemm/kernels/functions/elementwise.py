@@ -1,6 +1,7 @@
 """Elementwise operations of JAX in a kernel: what they become where Mosaic does not lower them."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -79,6 +80,18 @@ def _log1p(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1 / 128, series, jnp.log(1 + x))
 
 
+def _not(x: Any) -> Any:
+    return x ^ (True if x.dtype == jnp.bool_ else -1)
+
+
+def _rounded_away(x: Any) -> Any:
+    """Returns the nearest whole numbers, and of two the one that is farther from 0."""
+    size = jnp.abs(x)
+    whole = jnp.floor(size)
+    whole = jnp.where(size - whole < 0.5, whole, whole + 1)
+    return jnp.where(x < 0, -whole, whole)
+
+
 def _chosen(which: Any, *cases: Any) -> Any:
     """Returns the case of a number, as `lax.switch` of a batch has it, by true and false alone."""
     which, found = which.astype(jnp.int32), cases[-1]
@@ -93,10 +106,14 @@ _BRANCHING = frozenset(("log", "rsqrt", "sqrt"))
 """Operations that branch for some numbers, as a division does: the assembler moves nothing across
 the branches. They take more instructions than a division."""
 
-TRANSCENDENTAL = frozenset(("cos", "exp", "exp2", "log", "logistic", "rsqrt", "sin", "tanh"))
+TRANSCENDENTAL = frozenset(
+    ("cos", "exp", "exp2", "expm1", "log", "logistic", "rsqrt", "sin", "tanh")
+)
 """Operations that are more than a few additions and multiplications."""
 
-_OF_FLOAT32 = TRANSCENDENTAL | frozenset(("erf", "erfc", "log1p", "sqrt"))
+_OF_FLOAT32 = TRANSCENDENTAL | frozenset(
+    ("ceil", "erf", "erfc", "floor", "log1p", "log2", "round", "sqrt")
+)
 """Operations on floats that Mosaic lowers for float32 alone."""
 _OF_BYTES = frozenset(("and", "convert_element_type", "copy", "not", "or", "xor"))
 """Operations that Mosaic lowers for 8 bits, too."""
@@ -110,6 +127,8 @@ REWRITTEN = {
     "erfc": _erfc,
     "is_finite": lambda x: jnp.abs(x) < jnp.inf,
     "log1p": _log1p,
+    "log2": lambda x: jnp.log(x) * math.log2(math.e),
+    "not": _not,
     "one_minus_square": lambda x: 1 - x * x,
 }
 """Operations that Mosaic does not lower, in terms of those that it does."""
@@ -130,6 +149,8 @@ def rewritten(equation: flat.Equation, types: Sequence[Any]) -> flat.Flat | None
         function = _in_32_bits(equation.primitive, tuple(params.items()))
     elif types[0].dtype == jnp.bool_ and name in _OF_TRUTH:
         function = _OF_TRUTH[name]
+    elif name == "round" and params["rounding_method"] == lax.RoundingMethod.AWAY_FROM_ZERO:
+        function = _rounded_away
     elif name == "integer_pow":
         function = _power(params["y"])
     elif name == "convert_element_type":

@@ -16,14 +16,16 @@ from jax.extend import core
 from pallas_gemm.kernels.functions import lines
 
 CALLS = {
-    "checkpoint": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
     "jit": "jaxpr",
+    "remat2": "jaxpr",
 }
 """Primitives that call a function, and the parameter that holds it."""
+NOTHING = frozenset(("name", "stop_gradient"))
+"""Primitives whose result is what they are given."""
 
 
 class Equation(NamedTuple):
@@ -90,10 +92,12 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
             inputs = [read(atom) for atom in equation.invars]
             # A call within the user's line stands on that line.
             source: Any = caller or equation.source_info
-            called: Any = _in_other_words(equation) or equation.params.get(
-                CALLS.get(equation.primitive.name, "")
-            )
-            if called is None:
+            called = _called(equation)
+            if equation.primitive.name in NOTHING:
+                outputs: Sequence[Any] = inputs
+            elif called is not None:
+                outputs = run(*called, inputs, source)
+            else:
                 key = _key(equation, inputs)
                 if key is None or key not in made:
                     outputs = tuple(map(number, equation.outvars))
@@ -101,16 +105,21 @@ def flat(closed: core.ClosedJaxpr) -> Flat:
                     equations.append(Equation(equation.primitive, params, taken, outputs, source))
                     made[key] = outputs
                 outputs = made[key]
-            elif isinstance(called, core.ClosedJaxpr):
-                outputs = run(called.jaxpr, called.consts, inputs, source)
-            else:
-                outputs = run(called, (), inputs, source)
             known |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     inputs = tuple(map(number, closed.jaxpr.invars))
     outputs = tuple(run(closed.jaxpr, closed.consts, inputs))
     return Flat(types, constants, inputs, tuple(equations), outputs)
+
+
+def _called(equation: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:
+    """Returns the function that stands for an operation, and its constants; None without one."""
+    found: Any = _in_other_words(equation)
+    found = found or equation.params.get(CALLS.get(equation.primitive.name, ""))
+    if isinstance(found, core.ClosedJaxpr):
+        return found.jaxpr, found.consts
+    return None if found is None else (found, ())
 
 
 def _in_other_words(equation: Any) -> core.ClosedJaxpr | None:

@@ -1,4 +1,4 @@
-"""exp, the logistic function, 1 + tanh, sin and cos in few instructions, precise as float32 or so.
+"""Functions in few instructions, precise as float32 or so: exp, logistic, sin, cos and others.
 
 ex2 and rcp err by a unit in the last place, and what ex2 is given by half of one: the result of exp
 errs by 6e-8 for each unit of its argument besides. Results below 2**-126 are 0.
@@ -45,6 +45,7 @@ _SIGMOID = f"""{{
     add.f32 x, x, {ONE};
     rcp.approx.ftz.f32 $0, x;
 }}"""
+_NEAREST, _DOWN, _UP = (f"{{ cvt.{way}.f32.f32 $0, $1; }}" for way in ("rni", "rmi", "rpi"))
 _TO_WHOLE = "0f4B400000"
 """1.5 * 2**23. A number to which it is added is rounded to a whole one, whose last bit is last."""
 _OVER_PI, _HALF, _MINUS_HALF = "0f3EA2F983", "0f3F000000", "0fBF000000"
@@ -88,6 +89,37 @@ _COS = f"""{{
     fma.rn.f32 r, k, {_PI[2]}, r;{_SIN_OF_ANGLE}"""
 """With x = (k + 1/2) * pi - r, cos(x) is sin(r) or -sin(r)."""
 
+_LN2 = ("0fBF317218", "0f3102E308")
+"""Two numbers that add up to -log(2)."""
+_EXPM1_OF_REST = ("0f3AB5F600", "0f3C0913CE", "0f3D2AAB3A", "0f3E2AAA58", "0f3EFFFFFF")
+"""exp(r) - 1 is r + r**2 times this polynomial of r, highest power first: it errs by 1.4e-8 of the
+result at most, from -0.3467 to 0.3467."""
+_EXPM1 = f"""{{
+    .reg .f32 x, t, k, r, s, p;
+    .reg .b32 power;
+    max.NaN.f32 x, $1, 0fC1F00000;
+    min.NaN.f32 x, x, 0f42B20000;
+    fma.rn.f32 t, x, {LOG2_E}, {_TO_WHOLE};
+    sub.f32 k, t, {_TO_WHOLE};
+    fma.rn.f32 r, k, {_LN2[0]}, x;
+    fma.rn.f32 r, k, {_LN2[1]}, r;
+    fma.rn.f32 p, r, {_EXPM1_OF_REST[0]}, {_EXPM1_OF_REST[1]};
+    fma.rn.f32 p, p, r, {_EXPM1_OF_REST[2]};
+    fma.rn.f32 p, p, r, {_EXPM1_OF_REST[3]};
+    fma.rn.f32 p, p, r, {_EXPM1_OF_REST[4]};
+    mul.f32 s, r, r;
+    fma.rn.f32 p, p, s, r;
+    shl.b32 power, t, 23;
+    add.s32 power, power, 1056964608;
+    mov.b32 s, power;
+    add.f32 r, s, {_MINUS_HALF};
+    fma.rn.f32 p, p, s, r;
+    add.f32 $0, p, p;
+}}"""
+"""With x = r + k * log(2), exp(x) - 1 is (exp(r) - 1) * 2**k + 2**k - 1. Half of it is added up,
+where 2**(k - 1) is made of bits: 2**128 is no number. x is cut off at -30 and 89, where the result
+is -1 and infinite."""
+
 
 def _operation(text: str, function: Callable[[Values], Values]) -> Operation:
     """Returns the operation on float32 values in registers that a block of PTX is.
@@ -102,7 +134,10 @@ def _operation(text: str, function: Callable[[Values], Values]) -> Operation:
 
 exp = _operation(_EXP, lax.exp)
 sigmoid = _operation(_SIGMOID, lax.logistic)
+expm1 = _operation(_EXPM1, lax.expm1)
 sin, cos = _operation(_SIN, lax.sin), _operation(_COS, lax.cos)
+floor, ceil = _operation(_DOWN, lax.floor), _operation(_UP, lax.ceil)
+nearest = _operation(_NEAREST, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN))
 
 
 @Operation

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_gemm import HopperConfig, gemm, target
 
@@ -59,9 +60,32 @@ def _of_flags(s: Any, u: Any) -> Any:
     )
 
 
+def _whole(s: Any, u: Any) -> Any:
+    quarters = s / 4 + u.astype(F32)
+    away = lax.round(quarters, lax.RoundingMethod.AWAY_FROM_ZERO)
+    nearest = jnp.round(quarters) + away * 64
+    not_all = ~(s > 0) & ~(u.astype(I32) + ~s.astype(I32) > 0)
+    return nearest + (jnp.floor(quarters) + jnp.ceil(quarters) * 64) / 4096 + not_all.astype(F32)
+
+
+def _without_effect(s: Any, u: Any) -> Any:
+    named = checkpoint_name(s, "sums") + lax.stop_gradient(u.astype(F32))
+    return jax.checkpoint(_straight)(named)
+
+
+@jax.custom_vjp
+def _straight(x: Any) -> Any:
+    return jnp.round(x / 2)
+
+
+_straight.defvjp(lambda x: (_straight(x), None), lambda _, g: (g,))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, I32, jnp.bool_])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("function", [_chosen, _of_truth, _cast, _of_bytes, _of_flags])
+@pytest.mark.parametrize(
+    "function", [_chosen, _of_truth, _cast, _of_bytes, _of_flags, _whole, _without_effect]
+)
 def test_they_are_lowered_and_exact(function: Any, shape: str, dtype: Any) -> None:
     rng = np.random.default_rng(7)
     a, b = (jnp.asarray(rng.integers(-2, 3, size), BF16) for size in ((M, K), (K, N)))
@@ -92,6 +116,11 @@ OF_16_BITS = {
     "cos": jnp.cos,
     "erf": lax.erf,
     "erfc": lax.erfc,
+    "expm1": jnp.expm1,
+    "log2": lambda x: jnp.log2(jnp.abs(x) + 1),
+    "floor": jnp.floor,
+    "ceil": jnp.ceil,
+    "round": jnp.round,
 }
 
 
