@@ -5,6 +5,7 @@ of its process. All of them are in the digest: a kernel that changed is compiled
 lines stand is not: nothing follows from that, and one line of a comment would move most of them.
 """
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -61,8 +62,10 @@ def kept(compile_elsewhere: Compile, folder: pathlib.Path) -> Compile:
 def remove_unused(folder: pathlib.Path) -> None:
     """Removes from a folder the files that have long not been read."""
     for file in folder.iterdir():
-        if time.time() - file.stat().st_mtime > UNUSED_SECONDS:
-            file.unlink(missing_ok=True)
+        # Another run of the tests may have written, or removed, it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > UNUSED_SECONDS:
+                file.unlink()
 
 
 def anonymous(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,12 +193,12 @@ class _Accelerated:
             raise _NotTracedError(f"it cannot be traced: {words}") from error
         program = traced.jaxpr
         new = self._rewritten(program, static)
-        # Values of traces around this one, which the function reads, come first.
+        # Constants come first, and values of traces around this one, which the function reads.
         captured, _ = traced.closure_convert()
-        given = (*captured[len(program.consts) :], *arrays)
+        given = (*captured, *arrays)
         if new is program:
             # It is as it would be without a call around it.
-            results = core.jaxpr_as_fun(program)(*given)
+            results = core.jaxpr_as_fun(program)(*given[len(program.consts) :])
         elif _is_eager(arrays):
             results = jax.jit(functools.partial(_call, new))(*given)
         else:
@@ -264,7 +264,7 @@ def _name(f: Any) -> str:
 
 def _call(program: core.Jaxpr, *given: Any) -> Sequence[Any]:
     """Calls a program as one equation, so that none of its own is traced again."""
-    return closed_call_p.bind(*given, call_jaxpr=program)
+    return closed_call_p.bind(*given, call_jaxpr=program.replace(consts=None))
 
 
 def _is_eager(arrays: Sequence[Any]) -> bool:

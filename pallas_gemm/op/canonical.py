@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +76,7 @@ class Form:
         parts: The sizes that the dimensions of the product's result are made of.
         permutation: The order that these are put into; None if it is theirs.
         swapped: The left factor is made of the right operand, and the right one of the left.
+        lead: The dimensions of the contraction that are a batch of products.
     """
 
     a: Side
@@ -84,6 +85,7 @@ class Form:
     parts: Shape
     permutation: Shape | None
     swapped: bool
+    lead: str
 
     def ready(self, given: Operands) -> Operands:
         """Makes the product's operands of those of the contraction; those that are None stay so."""
@@ -179,21 +181,21 @@ def _cost(form: Form, widths: tuple[int, int, int], contraction: Contraction) ->
     total = 0.0
     for side, width in ((form.a, left), (form.b, right)):
         # What is broadcast is written, and read by the kernel.
-        total += 0 if side.is_free else 2 * width * _size(side.shape)
+        total += 0 if side.is_free else 2 * width * count(side.shape)
     if form.permutation is not None:
-        total += 2 * out * _size(form.parts)
+        total += 2 * out * count(form.parts)
     residual = form.extras.get("residual")
     if residual is not None and not residual.is_free:
-        total += 2 * out * _size(residual.shape)
+        total += 2 * out * count(residual.shape)
     *lead, rows, columns = form.product_shape
-    if lead and _size((columns if form.swapped else rows,)) < SMALLEST_TILE:
+    if lead and count((columns if form.swapped else rows,)) < SMALLEST_TILE:
         # What a tile has beyond its rows is no less work.
-        total += 4 * out * _size(form.parts)
+        total += 4 * out * count(form.parts)
     free = contraction.rows if form.swapped else contraction.columns
     return total, not free and len(form.parts) > 0
 
 
-def _size(shape: Shape) -> float:
+def count(shape: Sequence[Any]) -> float:
     """Returns how many elements there are; any size will do for symbols, which XLA multiplies."""
     return math.prod(size if isinstance(size, int) else 64 for size in shape)
 
@@ -221,6 +223,7 @@ def _candidates(
                 _extras(contraction, epilogue, (lead, rows, columns, contracted), sizes),
                 *_apart(lead + rows + columns, own.out, sizes),
                 swapped,
+                lead,
             )
 
 

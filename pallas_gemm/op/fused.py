@@ -130,9 +130,15 @@ class Fused(NamedTuple):
         return self.split.finished(given, results)
 
 
-def parts_of(contraction: Contraction, function: Function) -> Split | str:
-    """Returns a function of a product in its parts, or why it is XLA's as a whole."""
-    names = names_of(contraction)
+def parts_of(contraction: Contraction, function: Function, lead: str = "") -> Split | str:
+    """Returns a function of a product in its parts, or why it is XLA's as a whole.
+
+    Args:
+        contraction: The product.
+        function: The function.
+        lead: Rows and columns that are a batch of products, besides those that have to be.
+    """
+    names = names_of(contraction, lead)
     if names.of_kind("mn") != names.out:
         return NOT_IN_ORDER
     parts = split(function.closed, names, function.sums)
@@ -158,10 +164,10 @@ def plan(
 def _plan(
     call: Call, contraction: Contraction, function: Function, signature: Signature
 ) -> Fused | str:
-    parts = parts_of(contraction, function)
+    matrices = merged(call, contraction, tuple(factors_of(call, signature)[0]))
+    parts = parts_of(contraction, function, matrices.form.lead)
     if isinstance(parts, str):
         return parts
-    matrices = merged(call, contraction, tuple(factors_of(call, signature)[0]))
     if is_turned(matrices.form):
         return NOT_IN_ORDER
     fused_call = matrices.call.with_program(parts.program)
@@ -307,6 +313,19 @@ def _sum(terms: Sequence[Any]) -> Any:
     return sum(there[1:], there[0]) if there else None
 
 
+def _transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    **_: Any,
+) -> list[Any]:
+    return linear.transposed(
+        functools.partial(apart, call, contraction, function), cotangents, operands
+    )
+
+
 def _batch(
     operands: Sequence[Any],
     dims: Sequence[Any],
@@ -355,6 +374,7 @@ def _batch(
 
 run_as_jax_does(fused_p)
 ad.primitive_jvps[fused_p] = _jvp
+ad.primitive_transposes[fused_p] = _transpose
 batching.primitive_batchers[fused_p] = _batch
 mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=False))
 mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=True), platform="cuda")

@@ -56,6 +56,29 @@ def change_by(
     return jax.jvp(of_moving, moving, changes)[1]
 
 
+def transposed(
+    function: Callable[..., Sequence[jax.Array]], cotangents: Sequence[Any], operands: Sequence[Any]
+) -> list[Any]:
+    """Returns the cotangents of operands that are missing, and None for each other.
+
+    Args:
+        function: The function of all operands, which is linear in those that are missing.
+        cotangents: The cotangents of its results.
+        operands: Its operands.
+    """
+    missing = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def of_missing(*own: jax.Array) -> Sequence[jax.Array]:
+        every = dict(enumerate(operands)) | dict(zip(missing, own, strict=True))
+        return function(*every.values())
+
+    avals = [operands[i].aval for i in missing]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    whole = list(map(ad.instantiate_zeros, cotangents))
+    found = dict(zip(missing, jax.linear_transpose(of_missing, *types)(whole), strict=True))
+    return [found.get(i) for i in range(len(operands))]
+
+
 def change_by_xla(
     call: Call, by_xla: Callable[..., jax.Array], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> jax.Array:

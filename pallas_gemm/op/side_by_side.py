@@ -197,6 +197,10 @@ def _jvp(primals: Any, tangents: Any, *, own: SideBySide, **_: Any) -> Any:
     return changed(own.apart, primals, moved, [x for x in changes if x is not None])
 
 
+def _transpose(cotangents: Sequence[Any], *operands: Any, own: SideBySide, **_: Any) -> list[Any]:
+    return linear.transposed(own.apart, cotangents, operands)
+
+
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, own: SideBySide, **_: Any
 ) -> tuple[list[Any], list[int]]:
@@ -206,6 +210,7 @@ def _batch(
 
 run_as_jax_does(side_by_side_p)
 ad.primitive_jvps[side_by_side_p] = _jvp
+ad.primitive_transposes[side_by_side_p] = _transpose
 batching.primitive_batchers[side_by_side_p] = _batch
 mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=False))
 mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=True), platform="cuda")

@@ -174,7 +174,8 @@ def _weights(level: Level, x: Any, dims: Contraction) -> _Weights | None:
     seen.append(made)
     for wide, scale in (made.invars, made.invars[::-1]):
         values = _values(level, wide, shape, seen)
-        found = None if values is None else _scale(level, scale, made.outvars[0].aval.shape, dims)
+        there = made.outvars[0].aval.shape
+        found = None if values is None else _scale(level, scale, (there, shape), dims)
         if found is not None:
             _behind(level, scale, seen, but=found[1])
             return _Weights(values, *found, tuple(seen))
@@ -203,6 +204,10 @@ def _values(level: Level, wide: Any, shape: tuple[int, ...], seen: list[Any]) ->
     """Returns the integers that a value is a conversion of; None if it is not of some."""
     own, x = [], wide
     while (made := level.maker(x)) is not None and made.primitive.name in SAME_VALUES:
+        is_cast = made.primitive.name == "convert_element_type"
+        if is_cast and np.dtype(x.aval.dtype) not in FLOATS:
+            # It may change values.
+            return None
         own.append(made)
         (x,) = made.invars
         if np.dtype(x.aval.dtype) in BITS and x.aval.shape == shape:
@@ -212,20 +217,20 @@ def _values(level: Level, wide: Any, shape: tuple[int, ...], seen: list[Any]) ->
 
 
 def _scale(
-    level: Level, scale: Any, shape: tuple[int, ...], dims: Contraction
+    level: Level, scale: Any, shapes: tuple[tuple[int, ...], tuple[int, ...]], dims: Contraction
 ) -> tuple[Contraction, Any] | None:
     """Returns the dimensions of the product, with those of the scales, and these as stored.
 
     Args:
         level: The function that they are in.
         scale: The factor of the weights.
-        shape: The shape of the weights there.
+        shapes: The shapes of the weights there, and in the product.
         dims: The dimensions of the product.
     """
-    own, letters = scale.aval.shape, dims.rhs
+    own, letters, (shape, whole) = scale.aval.shape, dims.rhs, shapes
     if len(own) != len(shape):
         return None
-    if len(shape) == len(letters):
+    if shape == whole:
         used = "".join(x if size != 1 else ONE for x, size in zip(letters, own, strict=True))
         if set(used) - {ONE} <= set(dims.columns):
             return dataclasses.replace(dims, col_scale=used), scale
@@ -235,6 +240,8 @@ def _scale(
     if len(dims.contracted) != 1 or len(shape) != len(letters) + 1:
         return None
     place = letters.index(dims.contracted) + 1
+    if (*shape[: place - 1], shape[place - 1] * shape[place], *shape[place + 1 :]) != whole:
+        return None
     before = level.maker(scale)
     stored = own[:place] + own[place + 1 :]
     if own[place] != 1 or stored != shape[:place] + shape[place + 1 :] or before is None:

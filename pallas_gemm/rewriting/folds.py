@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -254,7 +255,9 @@ class Folder:
             made = tuple(shape[axis] for axis in order) or shape
             sums = [jax.ShapeDtypeStruct(made, np.float32)] * len(products)
             with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
-                wide = functools.partial(_wide, program, len(sums), exact=exact)
+                wide = functools.partial(
+                    _wide, program, len(sums), exact=exact, rounded=region.compared
+                )
                 closed = jax.make_jaxpr(_of_turned(wide, order))(*sums, *types)
             run = _of_turned(functools.partial(_as_written, program, dtype, len(sums)), order)
             function = Function(run, closed, len(sums), rounds_to=np.dtype(dtype))
@@ -384,15 +387,34 @@ def _varies(x: Any) -> bool:
     return bool(getattr(x, "aval", x).manual_axis_type.varying)
 
 
-def _wide(program: core.Jaxpr, sums: int, *args: Any, exact: bool) -> list[Any]:
-    """Computes the operations as a kernel does: in float32 what the program has in 16 bits."""
+def _wide(
+    program: core.Jaxpr, sums: int, *args: Any, exact: bool, rounded: AbstractSet[Any]
+) -> list[Any]:
+    """Computes the operations as a kernel does: in float32 what the program has in 16 bits.
+
+    Args:
+        program: The operations.
+        sums: How many of the arguments are sums.
+        *args: The arguments.
+        exact: Whether all values are rounded as in the program.
+        rounded: The values that are anyway: what is the largest of them is one that is stored.
+    """
     taken, made = (avals_of(x) for x in (program.invars, program.outvars))
-    totals = [_rounded(x, taken[0].dtype) if exact else x for x in args[:sums]]
-    values = _run(program, [*totals, *args[sums:]], exact=exact)
+    totals = [
+        _rounded(x, taken[0].dtype) if exact or own in rounded else x
+        for own, x in zip(program.invars, args[:sums], strict=False)
+    ]
+    values = _run(program, [*totals, *args[sums:]], exact=exact, rounded=rounded)
     return [x.astype(own.dtype) for x, own in zip(values, made, strict=True)]
 
 
-def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool | None) -> list[Any]:
+def _run(
+    program: core.Jaxpr,
+    args: Sequence[Any],
+    *,
+    exact: bool | None,
+    rounded: AbstractSet[Any] = frozenset(),
+) -> list[Any]:
     """Computes a program without its calls: in float32, or in its own types if `exact` is None."""
     known = dict(zip(program.invars, args, strict=True))
 
@@ -412,7 +434,7 @@ def _run(program: core.Jaxpr, args: Sequence[Any], *, exact: bool | None) -> lis
             outputs = _bound(equation, inputs, wide=exact is not None)
         types = avals_of(equation.outvars)
         for x, own, value in zip(equation.outvars, types, outputs, strict=True):
-            known[x] = _rounded(value, own.dtype) if exact else value
+            known[x] = _rounded(value, own.dtype) if exact or x in rounded else value
     return [read(x) for x in program.outvars]
 
 

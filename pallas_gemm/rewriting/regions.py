@@ -74,6 +74,16 @@ class Region:
     made: tuple[Any, ...]
     rounds: bool
 
+    @property
+    def compared(self) -> frozenset[Any]:
+        """The stored values that the largest or the smallest ones are taken of."""
+        found: set[Any] = set()
+        for equation in reversed(self.inside):
+            is_order = equation.primitive.name in ("reduce_max", "reduce_min")
+            if is_order or not found.isdisjoint(equation.outvars):
+                found.update(variables(equation))
+        return frozenset(found.intersection(self.results))
+
 
 def region_of(inside: Inside) -> Region | None:
     """Returns what a kernel could compute with products; None if there is nothing to save.

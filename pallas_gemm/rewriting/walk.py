@@ -164,6 +164,8 @@ class Rewriter:
                 with equation.ctx.manager:
                     best = self._combined(level, own, by_result)
                 folded |= {} if best is None else best.told
+                for out in folded:
+                    by_result.pop(out, None)
                 folds += [best] if isinstance(best, Fold) else []
             names = folded.get(own.out)
             found.append(

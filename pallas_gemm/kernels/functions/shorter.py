@@ -180,8 +180,9 @@ class _Shortened:
             both = _product(c, pair[0])
             if both is not None and own.primitive is lax.mul_p:
                 return step._replace(inputs=(both, pair[1]))
-            return None if both is None else _fma(c, pair[1], both)
-        return self._times_first(c, inner, number)
+            return None if both is None or number in self._stored_wide else _fma(c, pair[1], both)
+        # The product of two numbers is rounded: a result of 32 bits that is a small rest would err.
+        return None if number in self._stored_wide else self._times_first(c, inner, number)
 
     def _times_first(self, c: Constant, inner: Any, number: int) -> Step | None:
         """Returns c * (c2 * y + c3), or x times that, where c is multiplied beforehand."""

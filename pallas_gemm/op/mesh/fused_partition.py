@@ -111,12 +111,12 @@ class Shared:
         return xla_program.run(self.program, self.names, sums, pairs)
 
 
-def names_of(contraction: Contraction) -> Names:
-    """Returns the dimensions of the sums of a product."""
+def names_of(contraction: Contraction, lead: str = "") -> Names:
+    """Returns the dimensions of the sums of a product, some of which are a batch of products."""
     whole = contraction.whole or contraction.out
 
     def uncut(letters: str) -> str:
-        return "".join(x for x in letters if x in whole)
+        return "".join(x for x in letters if x in whole and x not in lead)
 
     return Names(whole, uncut(contraction.rows), uncut(contraction.columns))
 
@@ -340,12 +340,14 @@ def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared,
     run = functools.partial(shared.by_xla, shared.call)
     signature = signature_of(tuple(ctx.avals_in))
     call, own, form = _of_device(shared, signature)
-    decision = None if is_turned(form) else dispatch.decide(call, own)
+    # The function was split for rows and columns that are no batch.
+    is_other = is_turned(form) or set(form.lead) != set(shared.names.batch)
+    decision = None if is_other else dispatch.decide(call, own)
     if decision is not None and decision.plan is not None:
         kernel = lowering.bound(program_kernel_p, call, decision)
         run = functools.partial(_of_matrices, shared, form, kernel)
     elif (promised := shared.call.options.numerics) is not None:
-        why = NOT_IN_ORDER if is_turned(form) and gpu else numerics.ELSEWHERE
+        why = NOT_IN_ORDER if is_other and gpu else numerics.ELSEWHERE
         run = lowering.refused_as_it_runs(numerics.why_not_kept(promised, why), run)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 

@@ -1,0 +1,51 @@
+"""The largest values of products: they are among the values that others read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm.rewriting import folds
+from tests.reference import normal
+from tests.rewriting.test_folds import BF16, rewritten
+
+
+@pytest.fixture(autouse=True)
+def _all_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+
+
+def _drawn() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return normal(rng, (128, 64), BF16), normal(rng, (64, 256), BF16)
+
+
+def _accuracy(x: Any, w: Any, labels: Any) -> Any:
+    logits = (x @ w).astype(jnp.float32)
+    own = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return jnp.mean((own >= logits.max(-1)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_likeliest_class_is_the_largest(exact: bool) -> None:
+    x, w = _drawn()
+    labels = jnp.argmax(x @ w, -1).astype(jnp.int32)
+    program, found = rewritten(_accuracy, x, w, labels, exact=exact, implementation="interpret")
+    assert "reduce_max" in found[0].folded
+    assert jax.jit(core.jaxpr_as_fun(program))(x, w, labels) == [1]
+
+
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min])
+def test_a_derivative_finds_the_largest(reduce: Any) -> None:
+    def gradient(x: Any, w: Any) -> Any:
+        return jax.grad(lambda x: reduce((x @ w).astype(jnp.float32), -1).sum())(x)
+
+    x, w = _drawn()
+    program, found = rewritten(gradient, x, w, implementation="interpret")
+    assert {"reduce_max", "reduce_min"} & set(found[0].folded)
+    (ours,) = jax.jit(core.jaxpr_as_fun(program))(x, w)
+    # Each row has a largest value, and is moved by it.
+    assert np.all(np.any(np.asarray(ours, np.float32) != 0, -1))
