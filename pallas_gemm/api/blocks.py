@@ -211,7 +211,7 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
     for name, x in scales.items():
         left = name == "row_blocks"
         front = (dims.lhs if left else dims.rhs)[: x.ndim - 2]
-        front = "".join(c if size > 1 else ONE for c, size in zip(front, x.shape, strict=False))
+        front = "".join(c if size != 1 else ONE for c, size in zip(front, x.shape, strict=False))
         pair = zip("mk" if left else "kn", x.shape[-2:], strict=True)
         each = [_first_parts(cuts.get(letter), letter, count) for letter, count in pair]
         parts = tuple(size for _, shape in each for size in shape)
@@ -243,7 +243,7 @@ def _cut_of(
 def _first_parts(own: Cut | None, letter: str, count: int) -> tuple[str, Shape]:
     """Returns the letters and sizes of a dimension that a scale has, by the number of blocks."""
     if own is None:
-        return (letter if count > 1 else ONE), (count,)
+        return (letter if count != 1 else ONE), (count,)
     letters, sizes, total = "", (), 1
     for x, size in zip(own.letters, own.sizes, strict=True):
         if total == count:

@@ -71,7 +71,7 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
         ValueError: A shape is not legal, or there is no such axis.
         TypeError: An argument is of the wrong type.
     """
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         words = {"bias": bias, "activation": activation}
         words["preferred_element_type"] = preferred_element_type
         how = {
@@ -79,8 +79,8 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
             "precision": precision,
             "transpose_b": transpose_b,
         }
-        multiply = functools.partial(all_gather_gemm, a, b, axis_name, **how)
-        return function.after(multiply, epilogue, operands, words)
+        multiply = functools.partial(all_gather_gemm, axis_name=axis_name, **how)
+        return function.after(multiply, (a, b), epilogue, operands, words)
     a, b = arguments.array("a", a), arguments.array("b", b)
     columns = _check_factors(a, b, transpose_b)
     bias = extras.vector("bias", bias, "n", extras.Result((), a.shape[-2], columns))
@@ -134,15 +134,15 @@ def gemm_reduce_scatter(
         ValueError: A shape is not legal, or there is no such axis.
         TypeError: An argument is of the wrong type.
     """
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         how = {
             "preferred_element_type": np.float32,
             "precision": precision,
             "transpose_b": transpose_b,
         }
-        multiply = functools.partial(gemm_reduce_scatter, a, b, axis_name, **how)
+        multiply = functools.partial(gemm_reduce_scatter, axis_name=axis_name, **how)
         words = {"preferred_element_type": preferred_element_type}
-        return function.after(multiply, epilogue, operands, words)
+        return function.after(multiply, (a, b), epilogue, operands, words)
     a, b = arguments.array("a", a), arguments.array("b", b)
     _check_factors(a, b, transpose_b)
     size = _axis_size(axis_name)

@@ -180,7 +180,8 @@ def _planning(target: str | None) -> contextlib.AbstractContextManager[Any]:
 def run_precompile(given: argparse.Namespace) -> int:
     """Compiles every distinct kernel, and prints what each needs."""
     device = targeting.device_named(given.target) if given.target else targeting.first_gpu()
-    target = next((name for name, own in DEVICES.items() if device == own), given.target)
+    kind = None if device is None else device.kind
+    target = next((name for name, own in DEVICES.items() if own.kind == kind), given.target)
     if target is None:
         raise ValueError(f"--target must say which GPU: {', '.join(DEVICES)}")
     with targeting.target(target):

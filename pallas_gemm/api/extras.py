@@ -109,7 +109,7 @@ def of_sums(
         x, left = x if held is None else held, name == SCALES[0]
         x = floating(called, arguments.array(called, x))
         x = blocks.checked(called, x, factors[name], left=left)
-        if x.shape[-1 if left else -2] > 1:
+        if x.shape[-1 if left else -2] != 1:
             return blocks.OF_SCALES[name], x
         x = blocks.as_vector(x, factors[name].size, result.lead, left=left)
     return name, vector(called, x, DIMENSIONS[name], result)

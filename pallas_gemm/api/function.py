@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import numbers
 import pathlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments, request
@@ -23,17 +25,28 @@ from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
 
 
+def is_given(epilogue: Any, operands: Any) -> bool:
+    """Whether a call gives a function, or operands of one."""
+    is_empty = isinstance(operands, list | tuple) and not operands
+    return epilogue is not None or not is_empty
+
+
+FACTORS = ("alpha", "beta")
+"""The words whose default is 1."""
+
+
 def said(words: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of the other arguments that say what happens to a product.
 
     Args:
-        words: All of them, by their names: None, or 1, says nothing.
+        words: All of them, by their names: None says nothing, and a factor of 1 says nothing.
     """
 
-    def says(x: Any) -> bool:
-        return x is not None and not (isinstance(x, int | float) and x == 1)
+    def says(name: str, x: Any) -> bool:
+        is_number = name in FACTORS and isinstance(x, numbers.Real | np.number)
+        return x is not None and not (is_number and x == 1)
 
-    return {name: x for name, x in words.items() if says(x)}
+    return {name: x for name, x in words.items() if says(name, x)}
 
 
 def answer(
@@ -57,7 +70,7 @@ def answer(
         compute: Computes a product without an epilogue.
         **how: As for `request.of_gemm`.
     """
-    taken = checked(epilogue, operands, words)
+    taken = checked(epilogue, operands, words, (given.a, given.b))
 
     def asked_of(own: Operands) -> request.Request:
         return request.of_gemm(own, Epilogue(), options, preferred_element_type=np.float32, **how)
@@ -136,12 +149,14 @@ def _times(total: Any, names: Sequence[str], scales: Mapping[str, Any]) -> Any:
     return total
 
 
-def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]:
+def checked(
+    epilogue: Any, operands: Any, words: Mapping[str, Any], factors: Sequence[Any]
+) -> list[Any]:
     """Checks what a function is given with, and returns its operands as arrays.
 
     Raises:
         ValueError: There is no function, or words beside it.
-        TypeError: It is none, or an operand is no array.
+        TypeError: It is none, an operand is no array, or a factor of the product is complex.
     """
     if epilogue is None:
         raise ValueError("operands has no meaning without epilogue, the function that takes them")
@@ -160,6 +175,12 @@ def checked(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any]
             "operands must be a tuple of the arrays that epilogue takes beside the product, got"
             f" {type(operands).__name__}"
         )
+    for x in factors:
+        if np.iscomplexobj(x):
+            raise TypeError(
+                "epilogue is a function of a float32 product, and complex operands have none, got"
+                f" {jnp.result_type(x)}"
+            )
     return [_typed(arguments.array(f"operands[{i}]", x)) for i, x in enumerate(operands)]
 
 
@@ -175,6 +196,7 @@ BY_XLA = "XLA computes the function that is the epilogue"
 
 def after(
     multiply: Callable[..., jax.Array],
+    factors: Sequence[Any],
     epilogue: Any,
     operands: Sequence[Any],
     words: Mapping[str, Any],
@@ -183,15 +205,16 @@ def after(
     """Computes a function of a product by XLA.
 
     Args:
-        multiply: Computes the float32 product.
+        multiply: Computes the float32 product of the factors.
+        factors: One or two arrays.
         epilogue: The function.
         operands: The arrays that it takes besides.
         words: As for `said`.
         promised: As `numerics` of the product, which nothing is to be.
     """
     numerics.refuse(BY_XLA, promised)
-    given = checked(epilogue, operands, said(words))
-    product = multiply()
+    given = checked(epilogue, operands, said(words), factors)
+    product = multiply(*factors)
     function, tree = traced(epilogue, [product], given)
     return jax.tree.unflatten(tree, function(product, *given))
 

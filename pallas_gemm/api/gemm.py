@@ -138,7 +138,7 @@ def gemm(  # noqa: PLR0913 - each is a keyword
         "col_scale": col_scale,
     }
     numbers = {"alpha": alpha, "beta": beta}
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         others = {"activation": activation, "preferred_element_type": preferred_element_type}
         scales = {name: extras.pop(name) for name in ("row_scale", "col_scale")}
         said = function.said(extras | {"col_zero": col_zero} | others | numbers)
@@ -302,7 +302,7 @@ def gated_gemm(  # noqa: PLR0913 - each is a keyword
     }
     factors = (a, w_gate, as_operand("w_up", w_up))
     scales = {"row_scale": row_scale, "col_scale": gate_scale, "up_scale": up_scale}
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         words = {
             # The activation that is there where none is given says nothing.
             "activation": None if activation == "silu" else activation,

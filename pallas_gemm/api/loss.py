@@ -267,10 +267,9 @@ def _found(given: tuple[Any, ...], how: _How) -> _Found:
     if how.axis_name is not None:
         words = own * lax.axis_size(how.axis_name)
         first = own * lax.axis_index(how.axis_name)
+    ignored = how.ignore_index
+    counts = jnp.ones(labels.shape, bool) if ignored is None else _differ(labels, _index(ignored))
     labels = _as_int32(labels)
-    counts = jnp.ones(labels.shape, bool)
-    if how.ignore_index is not None:
-        counts = labels != _index(how.ignore_index)
     named = jnp.where(labels < 0, labels + words, labels)
     is_word = (named >= 0) & (named < words)
     # One that is no word, or does not count, is none of any chunk's.
@@ -423,6 +422,14 @@ def _index(value: Any) -> int:
             f"ignore_index must be an integer or None, got {type(value).__name__}: {value!r:.80}"
         )
     return int(value)
+
+
+def _differ(labels: Any, index: int) -> Any:
+    """Returns which labels are others than a number, which their type may not have."""
+    own = jnp.iinfo(labels.dtype)
+    if not own.min <= index <= own.max:
+        return jnp.ones(labels.shape, bool)
+    return labels != np.asarray(index, labels.dtype)
 
 
 def _as_int32(labels: Any) -> Any:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments
+from pallas_gemm.api.blocks import SHORTEST
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
 from pallas_gemm.kernels.quantize import Block
@@ -104,7 +105,9 @@ class Recipe:
             if own.dtype.itemsize != 1:
                 raise TypeError(f"{name}.dtype must be of 8 bits, got {own.dtype}")
             object.__setattr__(self, name, own)
+            _check_readable(f"{name}.block", own.block)
         own = Block(*checked_block(self.kernel_grad_block, "kernel_grad_block"))
+        _check_readable("kernel_grad_block", own)
         object.__setattr__(self, "kernel_grad_block", own)
         lengths = {name: getattr(self, name).block[1] for name in OPERANDS}
         lengths["kernel_grad_block"] = own.along
@@ -198,6 +201,19 @@ class Recipe:
         )
         found = found.reshape(*rows, *columns)
         return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
+
+
+def _check_readable(name: str, block: tuple[int, int]) -> None:
+    """Refuses a block that products could take for another, by the number of its scales.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if block[1] < SHORTEST or any(size & (size - 1) for size in block):
+        raise ValueError(
+            f"{name} must have sizes that are powers of two, the second at least {SHORTEST}: a"
+            f" product tells blocks by the number of their scales, got {tuple(block)}"
+        )
 
 
 def named(value: Any) -> Recipe:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_gemm.api import arguments, function, notes, promises, request
@@ -77,11 +78,14 @@ def gram(  # noqa: PLR0913 - each is a keyword
     if arguments.flag("check", check):
         promises.check_symmetric("residual", residual)
     given = (precision, schedule, config, implementation, numerics)
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
-        multiply = functools.partial(_gram, x, None, 1, 1, transpose, _how(np.float32, *given))
-        return function.after(multiply, epilogue, operands, words, numerics)
+        how = _how(np.float32, *given)
+        multiply = functools.partial(
+            _gram, residual=None, alpha=1, beta=1, transpose=transpose, how=how
+        )
+        return function.after(multiply, (x,), epilogue, operands, words, numerics)
     return _gram(x, residual, alpha, beta, transpose, _how(preferred_element_type, *given))
 
 
@@ -141,11 +145,12 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
             promises.check_symmetric(name, x)
         promises.check_commute(a, b)
     given = (precision, schedule, config, implementation, numerics)
-    if epilogue is not None or len(operands):
+    if function.is_given(epilogue, operands):
         words = {"alpha": alpha, "beta": beta, "residual": residual}
         words["preferred_element_type"] = preferred_element_type
-        multiply = functools.partial(_symmetric_matmul, a, b, None, 1, 1, _how(np.float32, *given))
-        return function.after(multiply, epilogue, operands, words, numerics)
+        how = _how(np.float32, *given)
+        multiply = functools.partial(_symmetric_matmul, residual=None, alpha=1, beta=1, how=how)
+        return function.after(multiply, (a, b), epilogue, operands, words, numerics)
     return _symmetric_matmul(a, b, residual, alpha, beta, _how(preferred_element_type, *given))
 
 
@@ -249,9 +254,8 @@ def _check_residual(asked: Request, residual: Any, transpose: bool) -> None:
 def _of_matrices(call: SymmetricCall, asked: Request) -> jax.Array:
     """Computes it with all leading dimensions as one."""
     lead = asked.operands.a.shape[:-2]
-    size = math.prod(lead)
     merged = {
-        name: x.reshape(size, *x.shape[len(lead) :]) if x.ndim > len(DIMENSIONS[name]) else x
+        name: _merged(x, lead) if x.ndim > len(DIMENSIONS[name]) else x
         for name, x in asked.operands._asdict().items()
         if x is not None
     }
@@ -263,6 +267,12 @@ def _of_matrices(call: SymmetricCall, asked: Request) -> jax.Array:
     run = symmetric if notes.is_noting() else _symmetric
     result = run(call, *ready)
     return result.reshape(*lead, *result.shape[-2:])
+
+
+def _merged(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Returns an array whose leading dimensions are one; some may have had one element."""
+    own = x.shape[len(lead) :]
+    return jnp.broadcast_to(x, (*lead, *own)).reshape(math.prod(lead), *own)
 
 
 _symmetric = jax.jit(symmetric, static_argnums=0, inline=True)

@@ -73,7 +73,7 @@ def recipe_of(recipe: Any, scaling: str) -> Recipe | None:
 def quantize(x: jax.Array, dtype: Any, state: State | None) -> tuple[Any, Any, State | None]:
     """Returns a tensor in 8 bits, its scale, and the state for the next step."""
     if state is None:
-        amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+        amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
         scale, new = jnp.where(amax == 0, 1, amax / float(jnp.finfo(dtype).max)), None
     else:
         new = State(*fp8_ops.update_fp8_meta(x, dtype, *state))

@@ -180,6 +180,8 @@ def _in_tiles(x: jax.Array, tiles: jax.Array, height: int) -> jax.Array:
     first, end = (lax.broadcast_in_dim(own, (tiles.shape[0], height), (0,)) for own in tiles.T)
     row = first + lax.broadcasted_iota(jnp.int32, first.shape, 1)
     places = jnp.where(row < end, row, x.shape[0]).reshape(-1)
+    if x.shape[0] == 0:
+        return jnp.zeros((*places.shape, *x.shape[1:]), x.dtype)
     return x.at[places].get(mode="fill", fill_value=0)
 
 

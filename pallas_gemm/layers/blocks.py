@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_gemm.api import gated_recipe
 from pallas_gemm.api import recipe as recipes
@@ -36,14 +37,17 @@ def dense(
     # Rows follow each other, so that blocks of them cross the examples of a batch.
     count = math.prod(inputs.shape[:-1])
     rows = inputs.reshape(count, inputs.shape[-1])
-    own = None if residual is None else residual.reshape(count, residual.shape[-1])
+    columns = kernel.shape[-1]
+    if residual is not None:
+        residual = jnp.broadcast_to(residual, (*inputs.shape[:-1], columns))
+        residual = residual.reshape(count, columns)
     if 0 in (*rows.shape, *kernel.shape):
         # There is no block.
-        result = gemm(rows, kernel, bias=bias, residual=own, **options)
+        result = gemm(rows, kernel, bias=bias, residual=residual, **options)
     else:
         scheme = InBlocks(recipe)
-        result = eight_bits.dense(scheme, (rows, kernel, bias), None, residual=own, **options)
-    result = result.reshape(*inputs.shape[:-1], kernel.shape[-1])
+        result = eight_bits.dense(scheme, (rows, kernel, bias), None, residual=residual, **options)
+    result = result.reshape(*inputs.shape[:-1], columns)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 
 

@@ -66,7 +66,7 @@ def with_result(
     wanted = options.get("preferred_element_type")
     dtype = jnp.result_type(*operands[:2]) if wanted is None else wanted
     if residual is not None:
-        dtype = jnp.promote_types(dtype, residual.dtype)
+        dtype = jnp.promote_types(dtype, jnp.result_type(residual))
     return options | {"residual": residual, "preferred_element_type": dtype}
 
 

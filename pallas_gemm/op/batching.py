@@ -6,7 +6,6 @@ whether anything is copied for it. It decides for the part that one device has.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from pallas_gemm.call import DIMENSIONS, EXTRAS, OF_RESULT, Call, Operands
+from pallas_gemm.op.canonical import count
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.planning.by_xla import xla
@@ -106,7 +106,7 @@ def _is_finished_apart(contraction: Contraction, given: Operands, mapped: Operan
     if mapped.a is None:
         return True
     sizes = dict(zip(with_dimension(contraction.lhs, mapped.a, ONE), given.a.shape, strict=True))
-    rows = math.prod(sizes[x] for x in contraction.rows)
+    rows = count([sizes[x] for x in contraction.rows])
     differs = any(
         getattr(mapped, name) is not None and "m" not in DIMENSIONS[name] for name in OF_RESULT
     )

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -74,14 +73,15 @@ class OfRows:
         """Computes the results from the sums by XLA."""
         group = xla_groups.group_of_rows(sizes, sums[0].shape[0])
         groups = sizes.shape[0]
-        results = self.function(*sums, *self.spread(group, groups, given))
-        return [of_rows_in_groups(x, group < groups) for x in results]
+        every = (*sums, *self.spread(group, groups, given))
+        results = self.function(*(_held(x, group, groups) for x in every))
+        return [xla_groups.of_rows_in_groups(x, group < groups) for x in results]
 
 
-def of_rows_in_groups(x: Any, is_in_group: jax.Array) -> jax.Array:
-    """Returns an array with zeros for rows in no group."""
-    is_any = lax.broadcast_in_dim(is_in_group, x.shape, (0,))
-    return jnp.where(is_any, x, jnp.zeros_like(x))
+def _held(x: Any, group: jax.Array, groups: int) -> Any:
+    """See `xla_groups.held`; what all rows have in common stays as it is."""
+    is_of_rows = x.ndim == 2 and x.shape[:1] == group.shape
+    return xla_groups.held(x, group < groups) if is_of_rows else x
 
 
 class Given(NamedTuple):
@@ -160,7 +160,7 @@ class FusedGroups(NamedTuple):
         finished = self.split.finished(every, results)
         # Rows of no group are zeros in what the kernel stores.
         return [
-            x if i in self.split.stored else of_rows_in_groups(x, group < groups)
+            x if i in self.split.stored else xla_groups.of_rows_in_groups(x, group < groups)
             for i, x in enumerate(finished)
         ]
 

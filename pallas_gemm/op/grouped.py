@@ -10,6 +10,7 @@ Its derivatives are products of groups again, of both modes and any order:
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -240,7 +241,7 @@ def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
 
 
 def _transpose(
-    cotangent: Any, a: Any, b: Any, sizes: Any, *, call: GroupedCall, **_: Any
+    cotangent: Any, a: Any, b: Any, sizes: Any, *_: Any, call: GroupedCall, **__: Any
 ) -> list[Any]:
     """Returns the cotangent of the factor that is missing, and None for the others."""
     missing = [ad.is_undefined_primal(x) for x in (a, b)]
@@ -290,8 +291,8 @@ def _groups_of_groups(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.
     to_last = jnp.full((batch, 1), last)
     every = jnp.concatenate([ends if call.contracted else ends[:, :-1], to_last], axis=1)
     own = jnp.diff(every, axis=1, prepend=jnp.zeros_like(to_last))
-    result = grouped(call, *(x.reshape(-1, *x.shape[2:]) for x in (a, b, own)))
-    result = result.reshape(batch, -1, *result.shape[1:])
+    result = grouped(call, *(x.reshape(math.prod(x.shape[:2]), *x.shape[2:]) for x in (a, b, own)))
+    result = result.reshape(batch, own.shape[1] if call.contracted else rows, *result.shape[1:])
     if call.contracted:
         return result[:, :-1]
     row = lax.broadcasted_iota(jnp.int32, result.shape, 1)

@@ -1,5 +1,6 @@
 """`python -m pallas_gemm`: shapes and functions on the command line."""
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -94,6 +95,16 @@ def test_what_is_wrong_is_said_in_one_line(
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     assert error in text
+
+
+def test_kernels_are_compiled_for_the_gpu_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What was measured of it tells it from the one that is known by name.
+    own = dataclasses.replace(H200, measured_clusters=((1, 132), (2, 66)))
+    monkeypatch.setattr(commands.targeting, "first_gpu", lambda: own)
+    assert __main__.main(["precompile", "512x1024x512"]) == 0
+    assert capsys.readouterr().out == "1 kernels for h200, 0 of which spill registers\n"
 
 
 def test_kernels_are_compiled_with_the_time_that_is_left(

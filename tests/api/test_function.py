@@ -15,6 +15,7 @@ from pallas_gemm import (
     gated_gemm,
     gemm,
     gram,
+    grouped_gemm,
     projections,
     symmetric_matmul,
     target,
@@ -293,3 +294,29 @@ def test_a_function_follows_sums_that_are_cut_along_k(last: int | None) -> None:
     given = gemm(a, b, epilogue=f, operands=(residual,), implementation="interpret", config=config)
     expected = f(jnp.dot(a, b, preferred_element_type=jnp.float32), residual)
     np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, f: gemm(x, B, epilogue=f),
+        lambda x, f: gemm(A, x.T, epilogue=f),
+        lambda x, f: gram(x, epilogue=f),
+        lambda x, f: grouped_gemm(x, B[None], jnp.array([8]), epilogue=f),
+        lambda x, f: projections(x, [B, B], epilogue=f),
+    ],
+    ids=["gemm", "right", "gram", "grouped_gemm", "projections"],
+)
+def test_no_function_drops_an_imaginary_part(multiply: Any) -> None:
+    with pytest.raises(TypeError, match="complex operands have none, got complex64"):
+        multiply(A + 1j, lambda s: s)
+
+
+def test_a_factor_of_one_says_nothing_and_every_other_word_something() -> None:
+    plain = gemm(A, B, epilogue=jnp.tanh)
+    np.testing.assert_array_equal(gemm(A, B, epilogue=jnp.tanh, alpha=np.float32(1)), plain)
+    for name in ("bias", "residual"):
+        with pytest.raises(ValueError, match=f"{name}= has no meaning beside epilogue"):
+            gemm(A, B, epilogue=jnp.tanh, **{name: 1})
+    with pytest.raises(TypeError, match=r"operands must be a tuple.*got NoneType"):
+        gemm(A, B, epilogue=jnp.tanh, operands=None)

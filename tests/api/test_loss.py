@@ -465,3 +465,23 @@ def test_one_token_and_scalars():
     h, w, _, labels = _small()
     found = linear_cross_entropy(h[0], w, labels[0])
     np.testing.assert_allclose(found, _optax(h[:1], w, labels[:1])[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "ignored"), [(jnp.uint32, 2**32 - 1), (jnp.int32, 2**31 - 1)])
+def test_any_label_of_its_type_may_not_count(dtype: Any, ignored: int) -> None:
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.normal(size=own), F32) for own in ((4, 8), (8, 11)))
+    labels = jnp.asarray([3, ignored, 0, 10], dtype)
+    found = linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, reduction="none")
+    own = linear_cross_entropy(hidden, weight, jnp.asarray([3, 1, 0, 10]), reduction="none")
+    np.testing.assert_array_equal(found, own.at[1].set(0))
+    # A number that the labels' type does not have is none of them.
+    some = labels.at[1].set(1)
+    all_count = linear_cross_entropy(hidden, weight, some, ignore_index=-(2**40), reduction="none")
+    np.testing.assert_array_equal(all_count, own)
+
+
+def test_it_is_mapped_over_no_examples() -> None:
+    hidden, weight = jnp.ones((0, 5, 8)), jnp.ones((8, 11))
+    found = jax.vmap(lambda x: linear_cross_entropy(x, weight, jnp.arange(5)))(hidden)
+    assert found.shape == (0,)

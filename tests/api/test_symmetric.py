@@ -334,3 +334,9 @@ def test_promises_are_looked_at_if_asked_for():
     jax.block_until_ready(run(RESIDUAL))
     with pytest.raises(jax.errors.JaxRuntimeError, match="residual must be symmetric"):
         jax.block_until_ready(run(broken))
+
+
+def test_a_factor_may_have_one_for_several_products() -> None:
+    x, alpha = _integers(2, 3, N, K), jnp.arange(1.0, 4).reshape(1, 3)
+    exact = alpha[..., None, None] * (x @ x.mT)
+    np.testing.assert_array_equal(gram(x, alpha=alpha), exact)

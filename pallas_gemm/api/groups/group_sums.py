@@ -99,6 +99,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     formula = Epilogue(
         row_blocks=scales.row_blocks is not None, col_blocks=scales.col_blocks is not None
     )
+    arguments.epilogue_dtype(formula, (a.dtype, b.dtype), call.out_dtype)
     call = dataclasses.replace(call, contracted=True, transpose_b=last, epilogue=formula)
     every = (a, b, sizes, *(getattr(scales, name) for name in formula.operands))
     if why := groups.why_jax(call, every):

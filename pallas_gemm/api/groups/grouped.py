@@ -233,7 +233,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
         if up is None and x is not None:
             raise ValueError(f"{name} has no meaning without up")
     transpose_b = arguments.flag("transpose_b", transpose_b)
-    others = _of_function(epilogue, operands, words)
+    others = _of_function(epilogue, operands, words, (a, b))
     own = {"col_scale": col_scale, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     given = Operands(a, b, up, **own, col_zeros=col_zero, up_zeros=up_zero)
     if others is not None:
@@ -267,6 +267,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     # Scaled weights of few bits have no say in the type of the result.
     right = a if request.has_scaled_weights(formula, a, b) else b
     call = groups.call_of(a, right, sizes, preferred_element_type, precision, options)
+    arguments.epilogue_dtype(formula, (a.dtype, right.dtype), call.out_dtype)
     call = dataclasses.replace(call, transpose_b=transpose_b, epilogue=formula)
     last = [getattr(taken, name) for name in formula.operands]
     every = (a, b, *([] if up is None else [up]), sizes, *last)
@@ -281,12 +282,14 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     return grouped(call, *every)
 
 
-def _of_function(epilogue: Any, operands: Any, words: Mapping[str, Any]) -> list[Any] | None:
+def _of_function(
+    epilogue: Any, operands: Any, words: Mapping[str, Any], factors: Sequence[Any]
+) -> list[Any] | None:
     """Returns what a function takes beside scaled sums; None without one."""
-    if epilogue is None and not len(operands):
+    if not function.is_given(epilogue, operands):
         return None
     others = {name: x for name, x in words.items() if name not in SCALES}
-    return function.checked(epilogue, operands, function.said(others))
+    return function.checked(epilogue, operands, function.said(others), factors)
 
 
 def _general(  # noqa: PLR0913 - as of what calls it

@@ -249,10 +249,10 @@ def _batch(operands: Any, dims: Any, *, layer: Layer, keep: bool, **_: Any) -> A
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in ((hidden, dims[0]), (labels, dims[2]))
     )
-    merged = (x.reshape(-1, *x.shape[2:]) for x in (hidden, labels))
-    hidden, labels = merged
+    tokens = hidden.shape[1]
+    hidden, labels = (x.reshape(size * tokens, *x.shape[2:]) for x in (hidden, labels))
     results = run(hidden, weight, labels, *bias)
-    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
+    return [x.reshape(size, tokens, *x.shape[1:]) for x in results], [0] * len(results)
 
 
 def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:

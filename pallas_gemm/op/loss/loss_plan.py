@@ -186,7 +186,7 @@ def chunks(
     return of((memory - sums) // of_word // STEP * STEP)
 
 
-def waiting(parts: Chunks, tokens: int, width: int) -> Chunks:
+def waiting(parts: Chunks, tokens: Any, width: Any) -> Chunks:
     """Returns the same chunks where logits may wait in the gradient of the weight.
 
     This gradient is `[width, words]`: it has room for the logits of `width` tokens.
@@ -196,6 +196,8 @@ def waiting(parts: Chunks, tokens: int, width: int) -> Chunks:
         tokens: How many there are.
         width: Elements of a token.
     """
+    if is_symbolic_dim(tokens) or is_symbolic_dim(width):
+        return parts
     some = min(tokens, width)
     if parts.kept or not parts.in_place or some * WAITING_SHARE < tokens:
         return parts

@@ -106,11 +106,28 @@ def applied(
     @jax.checkpoint
     def finish(sums: list[jax.Array], extras: dict[str, jax.Array]) -> jax.Array:
         own = _of_rows(Operands(None, None, **extras), jnp.minimum(group, groups - 1))
-        values = xla.finish(epilogue, sums, own)
-        is_any = lax.broadcast_in_dim(group < groups, values.shape, (0,))
-        return jnp.where(is_any, values, jnp.zeros_like(values)).astype(call.out_dtype)
+        each = {name: xla.aligned(name, getattr(own, name), 2) for name in extras}
+        each = {name: jnp.broadcast_to(x, (rows, x.shape[1])) for name, x in each.items()}
+        own = own._replace(**{name: held(x, group < groups) for name, x in each.items()})
+        values = xla.finish(epilogue, [held(x, group < groups) for x in sums], own)
+        return of_rows_in_groups(values, group < groups).astype(call.out_dtype)
 
     return finish(sums, extras)
+
+
+def held(x: jax.Array, is_in_group: jax.Array) -> jax.Array:
+    """Returns rows; those in no group do not move, so that no derivative of theirs counts.
+
+    A function may have no finite derivative where they are.
+    """
+    own = lax.broadcast_in_dim(is_in_group, x.shape, (0,))
+    return jnp.where(own, x, lax.stop_gradient(x))
+
+
+def of_rows_in_groups(x: jax.Array, is_in_group: jax.Array) -> jax.Array:
+    """Returns an array with zeros for rows in no group."""
+    own = lax.broadcast_in_dim(is_in_group, x.shape, (0,))
+    return jnp.where(own, x, jnp.zeros_like(x))
 
 
 def group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
