@@ -201,6 +201,7 @@ NOT_TUNED_APART = {
     ".epilogue.alpha": "a number takes no time",
     ".epilogue.beta": "a number takes no time",
     ".epilogue.activation": "that there is one counts",
+    ".epilogue.program": "functions are not tuned",
     ".epilogue.row_scale": "it takes next to no time",
     ".epilogue.col_scale": "it takes next to no time",
     ".epilogue.up_scale": "it takes next to no time",

@@ -22,7 +22,10 @@ FORMAT = 1
 UNFINISHED = "it was not completed"
 """How a proof failed that was interrupted, or still goes on."""
 COMMAND = "python -m pallas_gemm doctor --prove"
-_SHARED = ("schedules/*.py", "pallas_gemm/*.py", "pallas_gemm/kernels/*.py")
+_SHARED = (
+    *("schedules/*.py", "pallas_gemm/*.py", "pallas_gemm/kernels/*.py"),
+    *("pallas_gemm/kernels/ptx/*.py", "pallas_gemm/kernels/functions/*.py"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

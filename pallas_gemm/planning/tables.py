@@ -22,7 +22,6 @@ import json
 import os
 import pathlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -32,7 +31,8 @@ from pallas_gemm._version import __version__
 from pallas_gemm.computer import user_folder
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import config_json
+from pallas_gemm.kernels import element_types
+from pallas_gemm.planning import config_json, ignored
 from pallas_gemm.planning.within import Within
 from pallas_gemm.problem import Problem
 
@@ -79,7 +79,6 @@ class Key:
         """Returns the key of a problem."""
         epilogue = problem.epilogue
         parts = {
-            "function": epilogue.program is not None,
             "bias": epilogue.bias,
             "activation": epilogue.activation is not None,
             "residual": epilogue.residual and problem.residual_dtype is None,
@@ -301,6 +300,13 @@ class Record:
 _ACTIVE = jax.make_user_context(default_value=_Active())
 
 
+def may_be_tuned(problem: Problem) -> bool:
+    """Whether configs are tuned for a problem: nobody draws operands for the others."""
+    is_special = problem.in_groups or problem.arrays or problem.scales
+    is_narrow = element_types.is_widened(problem.a_dtype, problem.b_dtype)
+    return not is_special and not is_narrow and problem.epilogue.program is None
+
+
 def find(problem: Problem, device: Device) -> Found | None:
     """Returns what the tables say of a problem on a device, or None.
 
@@ -382,7 +388,7 @@ def _user_table(device: str) -> Table | None:
 
 @functools.lru_cache(maxsize=64)
 def _warn_once(message: str) -> None:
-    warnings.warn(message, CacheWarning, stacklevel=2)
+    ignored.warn(message, CacheWarning)
 
 
 @functools.lru_cache(maxsize=64)
@@ -400,7 +406,7 @@ def _read(
         if version != __version__:
             raise TableError(f"{path}: it was tuned with version {version}, this is {__version__}")
     except (OSError, TableError) as error:
-        warnings.warn(f"tuned configs are ignored: {error}", CacheWarning, stacklevel=2)
+        ignored.warn(f"tuned configs are ignored: {error}", CacheWarning)
         return None
     return table
 

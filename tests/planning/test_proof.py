@@ -1,8 +1,11 @@
 """A kernel that nobody has run is taken unasked only where this computer has proven it."""
 
+import ast
 import dataclasses
 import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +127,21 @@ def test_another_version_of_jax_is_another_kernel(monkeypatch: pytest.MonkeyPatc
     versions.of_sources.cache_clear()
     assert decided().implementation == "xla"
     versions.of_sources.cache_clear()
+
+
+def test_a_kernel_is_made_of_what_it_imports() -> None:
+    """It is another kernel if any of these files changes."""
+    root = pathlib.Path(pallas_gemm.__file__).parents[1]
+    counted = {file for pattern in proof._SHARED for file in root.glob(pattern)}
+    counted |= set(root.glob("pallas_gemm/kernels/blackwell/**/*.py"))
+    script = "import sys; import pallas_gemm.kernels.blackwell.kernel\n"
+    script += "print([m.__file__ for n, m in sys.modules.items() if '.kernels' in n])"
+    told = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=root)
+    files = {pathlib.Path(x) for x in ast.literal_eval(told)}
+    # What callers configure the other kernel with is imported by the package.
+    own = {x for x in files if x.is_relative_to(root) and "hopper" not in x.parts}
+    assert own
+    assert own <= counted
 
 
 def test_the_version_of_a_kernel_is_its_own_sources() -> None:

@@ -437,7 +437,7 @@ def test_labels_are_short_and_tell_things_apart() -> None:
 def test_the_products_of_a_function_are_those_of_its_program() -> None:
     @jax.jit
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.sum(pallas_gemm.gemm(x, w, activation="gelu").astype(jnp.float32))
+        return jnp.sum(jnp.square(pallas_gemm.gemm(x, w).astype(jnp.float32)))
 
     x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
@@ -450,6 +450,23 @@ def test_the_products_of_a_function_are_those_of_its_program() -> None:
         (512, 2048, 1024, "NN"),
         (1024, 2048, 512, "TN"),
     ]
+
+
+@pytest.mark.parametrize("words", [{"epilogue": jnp.tanh}, {"activation": "gelu"}])
+def test_what_nobody_draws_operands_for_is_not_tuned(words: Any) -> None:
+    def f(x: jax.Array, w: jax.Array) -> Any:
+        # The derivative has a function of the product, which keeps it.
+        return jax.vjp(lambda x: pallas_gemm.gemm(x, w, **words), x)[0]
+
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
+    few_bits = jax.ShapeDtypeStruct((1024, 2048), jnp.int8)
+    scales = jax.ShapeDtypeStruct((2048,), jnp.float32)
+    with pallas_gemm.target("h200"):
+        assert not tuning.products_of(f, x, w)
+        assert not tuning.products_of(
+            lambda x, w, scale: pallas_gemm.gemm(x, w, col_scale=scale), x, few_bits, scales
+        )
 
 
 @pytest.mark.parametrize("kind", ["gram", "product"])

@@ -101,8 +101,8 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
     own = architecture_of(device)
     if own is None or not own.costs.fitted:
         return None
-    sizes = (problem.batch, problem.groups, problem.m, problem.n, problem.k)
-    if any(map(is_symbolic_dim, sizes)) or 0 in _sizes(problem):
+    sizes = (problem.batch, problem.m, problem.n, problem.k)
+    if any(map(is_symbolic_dim, (*sizes, problem.groups))) or 0 in sizes:
         return None
     operands = {problem.a_dtype, problem.b_dtype}
     if problem.blocks is not None and element_types.is_widened(problem.a_dtype, problem.b_dtype):
